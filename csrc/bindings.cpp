@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <utility>
@@ -19,6 +20,7 @@
 #include "blocks.h"
 #include "digest.h"
 #include "keeper.h"
+#include "parking.h"
 #include "python.h"
 #include "python_failures.h"
 #include "tensors.h"
@@ -30,11 +32,10 @@ namespace {
 /// Hooks of a rank that joins a group: it also looks for what the others say in the store.
 class JoinHooks : public PythonHooks {
  public:
-  explicit JoinHooks(nb::object& look) : look_(look) {}
+  JoinHooks(WithoutGil& thread, nb::object& look) : PythonHooks(thread), look_(look) {}
   void tick() override {
     PythonHooks::tick();
-    nb::gil_scoped_acquire gil;
-    look_();
+    thread_.with_gil([this] { look_(); });
   }
 
  private:
@@ -53,7 +54,9 @@ nb::object error_object(std::exception_ptr error) {
 }
 
 /// Numbers of finished operations whose futures wait to be fulfilled. One for the process, read by one Python thread.
-class Completions {
+///
+/// The core owns it as Python does: a native thread that drops the last reference must not need the GIL for that.
+class Completions : public std::enable_shared_from_this<Completions> {
  public:
   void push(std::int64_t number) {
     std::lock_guard lock(mutex_);
@@ -82,8 +85,8 @@ class Completions {
   bool closed_ = false;
 };
 
-std::function<void()> check_signals() {
-  return [] { PythonHooks().tick(); };
+std::function<void()> check_signals(WithoutGil& thread) {
+  return [&thread] { PythonHooks(thread).tick(); };
 }
 
 void bind_peers(nb::module_& m) {
@@ -110,8 +113,8 @@ void bind_segment(nb::module_& m) {
       .def_static(
           "attach",
           [](const std::string& name, const std::string& nonce, double timeout_s) {
-            nb::gil_scoped_release release;
-            return Segment::attach(name, nonce, bounded(timeout_s), check_signals());
+            WithoutGil thread;
+            return Segment::attach(name, nonce, bounded(timeout_s), check_signals(thread));
           },
           nb::arg("name"), nb::arg("nonce"), nb::arg("timeout_s"))
       .def_prop_ro("nonce", &Segment::nonce)
@@ -121,14 +124,14 @@ void bind_segment(nb::module_& m) {
       .def(nb::init<std::shared_ptr<Segment>>())
       .def_prop_ro("name", &SegmentServer::name)
       .def("serve", [](SegmentServer& self, int num_peers, double timeout_s) {
-        nb::gil_scoped_release release;
-        return self.serve(num_peers, bounded(timeout_s), check_signals());
+        WithoutGil thread;
+        return self.serve(num_peers, bounded(timeout_s), check_signals(thread));
       }, nb::arg("num_peers"), nb::arg("timeout_s"));
 }
 
 void bind_handles(nb::module_& m) {
   nb::class_<Completions>(m, "Completions")
-      .def(nb::init<>())
+      .def(nb::new_([] { return std::make_shared<Completions>(); }))
       .def("pop", &Completions::pop, nb::call_guard<nb::gil_scoped_release>())
       .def("push", &Completions::push, nb::arg("number"), "For operations that are not the core's own.")
       .def("close", &Completions::close);
@@ -175,8 +178,8 @@ void bind_group(nb::module_& m) {
   group.def("leave", &Group::leave, nb::arg("why") = "", nb::call_guard<nb::gil_scoped_release>());
   // `look` is called now and then while this rank waits; what it raises ends the wait, and the group.
   group.def("join", [](Group& g, double timeout_s, nb::object look) {
-    JoinHooks hooks(look);
-    nb::gil_scoped_release release;
+    WithoutGil thread;
+    JoinHooks hooks(thread, look);
     g.worker().run(Op::kJoin, bounded(timeout_s), hooks,
                    [&](Hooks& h) { g.collectives().join(Context{&h, bounded(timeout_s)}); });
     hooks.raise();
@@ -259,6 +262,8 @@ NB_MODULE(_core, m) {
   m.attr("FAILURE_KINDS") = kinds;
   m.def("say_where", &Board::say_on_all, nb::arg("text"));
   m.def("hold", &Board::hold_on_all, nb::arg("text"));
+  static const bool parks_threads = park_threads_at_end();
+  m.attr("PARKS_THREADS") = parks_threads;
   m.def("end_stall_reports", [] { g_stall_reports.close(); }, nb::call_guard<nb::gil_scoped_release>());
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;

@@ -29,12 +29,12 @@ Offsets offsets_of(std::size_t n) {
 }
 
 // Groups of this process: a rank that stands in one group says so on the boards of all, so a peer that waits for it
-// elsewhere can tell its user.
+// elsewhere can tell its user. Leaked: native threads run while the process destroys what is static.
 struct Boards {
   std::mutex mutex;
   std::set<Board*> all;
 };
-Boards g_boards;
+Boards& g_boards = *new Boards;
 
 // Grows in each forked child: a group belongs to the process that made it. Cheaper to read than getpid().
 std::atomic<int> g_forks{0};

@@ -5,8 +5,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
+#include <functional>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -48,8 +51,20 @@ struct Dynamic {
   }
 };
 
+bool has_name(const dl_phdr_info& library, std::string_view name) {
+  const std::string_view path = library.dlpi_name;
+  return path.substr(path.rfind('/') + 1) == name;
+}
+
+bool holds(const dl_phdr_info& library, const void* address) {
+  const auto wanted = reinterpret_cast<std::uintptr_t>(address);
+  return std::any_of(library.dlpi_phdr, library.dlpi_phdr + library.dlpi_phnum, [&](const ElfW(Phdr)& segment) {
+    return segment.p_type == PT_LOAD && wanted - library.dlpi_addr - segment.p_vaddr < segment.p_memsz;
+  });
+}
+
 struct Search {
-  std::string_view library;
+  std::function<bool(const dl_phdr_info&)> is_wanted;
   std::span<const Replacement> replacements;
   std::vector<Slot> slots;
   std::size_t num_found = 0;  // replacements that have a slot
@@ -57,8 +72,7 @@ struct Search {
 
 int search(dl_phdr_info* library, std::size_t, void* data) {
   auto& wanted = *static_cast<Search*>(data);
-  const std::string_view path = library->dlpi_name;
-  if (path.substr(path.rfind('/') + 1) != wanted.library) return 0;
+  if (!wanted.is_wanted(*library)) return 0;
   const Dynamic dynamic(*library);
   if (!dynamic.names || !dynamic.symbols) return 1;
   for (const Replacement& replacement : wanted.replacements) {
@@ -88,15 +102,23 @@ bool make_writable(std::span<const Slot> slots) {
   return true;
 }
 
-}  // namespace
-
-bool interpose(const char* library, std::span<const Replacement> replacements) {
-  Search found{library, replacements, {}, 0};
+bool replace(std::function<bool(const dl_phdr_info&)> is_wanted, std::span<const Replacement> replacements) {
+  Search found{std::move(is_wanted), replacements, {}, 0};
   dl_iterate_phdr(search, &found);
   if (found.num_found != replacements.size() || !make_writable(found.slots)) return false;
   for (const auto& [slot, function] : found.slots)
     std::atomic_ref(*slot).store(function, std::memory_order_release);
   return true;
+}
+
+}  // namespace
+
+bool interpose(const char* library, std::span<const Replacement> replacements) {
+  return replace([=](const dl_phdr_info& loaded) { return has_name(loaded, library); }, replacements);
+}
+
+bool interpose_at(const void* address, std::span<const Replacement> replacements) {
+  return replace([=](const dl_phdr_info& loaded) { return holds(loaded, address); }, replacements);
 }
 
 }  // namespace phalanx

@@ -1,4 +1,4 @@
-// Puts functions of ours in the place of the allocator's where a loaded library calls it.
+// Puts functions of ours in the place of others' where a loaded library calls them.
 #pragma once
 
 #include <span>
@@ -15,5 +15,7 @@ struct Replacement {
 /// Returns false, and changes nothing, if it is not loaded or does not call all of them. Call it while no other thread
 /// calls them for the first time.
 bool interpose(const char* library, std::span<const Replacement> replacements);
+/// The same for the library, or the program itself, that holds an address.
+bool interpose_at(const void* address, std::span<const Replacement> replacements);
 
 }  // namespace phalanx

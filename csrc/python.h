@@ -28,30 +28,60 @@ inline nb::object* g_call_site = nullptr;
 // Returns how the file of a code object is shown, "" for those that are not the user's.
 inline nb::object* g_shown_file = nullptr;
 
+/// A thread that came from Python is without the GIL for as long as this lives.
+class WithoutGil {
+ public:
+  WithoutGil() : thread_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() { PyEval_RestoreThread(thread_); }  // never returns in an interpreter that ends, see parking.h
+
+  /// Run `body` with the GIL. By the state that the thread had: nb::gil_scoped_acquire looks for one, and reads freed
+  /// memory where the interpreter is gone and the process has yet to end.
+  template <class Body>
+  decltype(auto) with_gil(Body&& body) {
+    PyEval_RestoreThread(thread_);
+    struct Release {
+      PyThreadState*& thread;
+      ~Release() { thread = PyEval_SaveThread(); }
+    } release{thread_};
+    return body();
+  }
+
+ private:
+  PyThreadState* thread_;
+};
+
 /// Hooks of a thread that came from Python and waits without the GIL.
 class PythonHooks : public Hooks {
  public:
+  explicit PythonHooks(WithoutGil& thread) : thread_(thread) {}
   void tick() override {
     raise();
-    nb::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    thread_.with_gil([] {
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    });
   }
   std::string site() override {
-    nb::gil_scoped_acquire gil;
     if (g_call_site == nullptr) return {};
-    try {
-      return nb::cast<std::string>((*g_call_site)());
-    } catch (const nb::python_error& error) {
-      // An error message without a line is better than an error about the line. But Python handles signals while it
-      // looks for the line, and what a handler raises is the user's.
-      if (!error.matches(PyExc_RecursionError)) raised_ = std::current_exception();
-      return {};
-    }
+    return thread_.with_gil([this]() -> std::string {
+      try {
+        return nb::cast<std::string>((*g_call_site)());
+      } catch (const nb::python_error& error) {
+        // An error message without a line is better than an error about the line. But Python handles signals while it
+        // looks for the line, and what a handler raises is the user's.
+        if (!error.matches(PyExc_RecursionError)) raised_ = std::current_exception();
+        return {};
+      }
+    });
   }
   /// Throw what a signal handler raised in site(), if it was not thrown yet.
   void raise() {
     if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
   }
+
+ protected:
+  WithoutGil& thread_;
 
  private:
   std::exception_ptr raised_;
@@ -64,8 +94,8 @@ std::uint32_t recorded_site();
 template <class Body>
 void run_without_gil(Body&& body) {
   const AtSite at(recorded_site());
-  nb::gil_scoped_release release;
-  PythonHooks hooks;
+  WithoutGil thread;
+  PythonHooks hooks(thread);
   try {
     body(hooks);
   } catch (...) {

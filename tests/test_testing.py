@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+import unittest
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.launch.failure import first_true_failure
 from phalanx.testing import RankError, await_release, kill_rank, reached, run_ranks, spawn_ranks
 
 
@@ -203,10 +206,115 @@ def test_leaving_the_block_kills_the_ranks():
 
 
 def test_values_that_cannot_travel_are_an_error_and_not_a_hang(run_ranks):
-    with pytest.raises(RankError, match="pickle"):
+    with pytest.raises(RankError, match=r"its result, of type lock, can't be sent back: cannot pickle .*return what"):
         run_ranks(return_something_unpicklable, 1, backend=None)
     with pytest.raises(RankError, match="OddError: one and two"):
         run_ranks(raise_odd, 1, backend=None)
+
+
+def leave_the_test(rank, world_size, how):
+    if rank == 1:
+        if how == "importorskip":
+            pytest.importorskip("no_such_module")
+        if how == "SkipTest":
+            raise unittest.SkipTest("needs rank 1")
+        getattr(pytest, how)("needs rank 1")
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "raised", "said"),
+    [
+        ("skip", pytest.skip.Exception, "^needs rank 1$"),
+        ("importorskip", pytest.skip.Exception, "could not import 'no_such_module'"),
+        ("xfail", pytest.xfail.Exception, "^needs rank 1$"),
+        ("exit", pytest.exit.Exception, "^needs rank 1$"),
+        ("SkipTest", unittest.SkipTest, "^needs rank 1$"),
+    ],
+)
+def test_a_rank_skips_its_test_or_expects_its_failure(run_ranks, how, raised, said):
+    with pytest.raises(raised, match=said) as caught:
+        run_ranks(leave_the_test, 2, how, backend="gloo")
+    assert type(caught.value) is raised
+    assert caught.traceback.filter(caught)[-1].path.samefile(__file__)  # where pytest says that it was skipped
+
+
+def skip_on_one_rank_and_fail_on_the_other(rank, world_size):
+    if rank == 1:
+        pytest.skip("needs a GPU")
+    await_release("skipped")
+    raise ValueError("bad learning rate")
+
+
+def test_a_failure_beside_a_skip_is_a_failure():
+    with spawn_ranks(skip_on_one_rank_and_fail_on_the_other, 2, backend=None) as ranks:
+        with pytest.raises(pytest.skip.Exception, match="needs a GPU"):
+            ranks.wait_until_reached("never", ranks=[1])
+        ranks.release("skipped", ranks=[0])
+        first, second = ranks.join(30)
+    assert isinstance(first.error, ValueError)
+    assert isinstance(second.error, pytest.skip.Exception)
+    error = first_true_failure([first, second])
+    assert re.match(
+        r"rank 0 .* raised ValueError: bad learning rate, at .*\n  rank 1: Skipped: needs a GPU\n", str(error)
+    )
+
+
+def fail_a_test(rank, world_size):
+    pytest.fail("rank 0 has no data")
+
+
+def test_what_pytest_raises_comes_back_as_itself(run_ranks):
+    [outcome] = run_ranks(fail_a_test, 1, backend=None, expect_failures=True)
+    assert type(outcome.error) is pytest.fail.Exception
+    assert outcome.error.msg == "rank 0 has no data"
+
+
+def scaled(rank, world_size, offset, *, factor, form=0):
+    return offset + rank * factor + form
+
+
+def test_keyword_arguments_reach_the_function(run_ranks):
+    assert run_ranks(scaled, 2, 1, kwargs={"factor": 10, "form": 100}, backend=None) == [101, 111]
+    with pytest.raises(
+        RankError, match=r"scaled\(rank, world_size, \*args, \*\*kwargs\), here scaled\(0, 1, 5, fact=2\)"
+    ):
+        run_ranks(scaled, 1, 5, kwargs={"fact": 2}, backend=None)
+    with pytest.raises(TypeError, match=r"no factor; .* right: run_ranks\(scaled, 2, kwargs=\{'factor': 10\}\)"):
+        run_ranks(scaled, 2, factor=10)
+
+
+def assert_nothing_said(rank, world_size):
+    assert torch.ones(2).tolist() == [1, 2]
+
+
+def fail_inside_torch(rank, world_size):
+    torch.nn.Linear(3, 4)(torch.ones(2, 7))
+
+
+def test_the_headline_has_the_failing_line_and_only_the_users_frames_follow(run_ranks):
+    with pytest.raises(RankError) as caught:
+        run_ranks(assert_nothing_said, 1, backend=None)
+    assert re.match(
+        r"rank 0 \(pid \d+\) raised AssertionError: assert torch.ones\(2\).tolist\(\) == \[1, 2\], "
+        r"at \S*test_testing.py:\d+ \[world_size 1\]\n",
+        str(caught.value),
+    )
+    with pytest.raises(RankError, match=r"7 and 3x4\), at \S*test_testing.py:\d+ \[world_size 1\]\n") as caught:
+        run_ranks(fail_inside_torch, 1, backend=None)
+    lines = str(caught.value).splitlines()
+    assert lines[2:] == ["    torch.nn.Linear(3, 4)(torch.ones(2, 7))", lines[-1]]
+    assert re.fullmatch(r"  \(\d+ frames of phalanx and torch folded\)", lines[-1])
+    assert "linear.py" in caught.value.traceback
+
+
+def fail_with_a_long_message(rank, world_size):
+    raise ValueError("\n".join(f"line {number}" for number in range(100)))
+
+
+def test_a_long_message_is_whole(run_ranks):
+    with pytest.raises(RankError, match=r"\n  line 50\n(.*\n)+  line 99$"):
+        run_ranks(fail_with_a_long_message, 1, backend=None)
 
 
 def test_a_local_function_travels_by_value(run_ranks):

@@ -12,12 +12,30 @@ import fcntl
 import json
 import os
 import time
+import weakref
 from typing import Any, NamedTuple
 
 MEMORY_NAME = "phalanx-notes"
 """Name of the memory in which the notes lie, as ``/proc/PID/fd`` shows it."""
 _PF_EXITING = 0x4  # of linux/sched.h
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+_meetings: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
+def note_meeting(store: Any, pids: dict[int, int]) -> None:
+    """Note who has met in a store: the processes of this host, by rank."""
+    _meetings[store] = pids
+
+
+def met_in(store: Any) -> dict[int, int]:
+    """Return who is known to have met in a store, or in one that it lies in: the processes of this host, by rank."""
+    while store is not None:
+        if store in _meetings:
+            return _meetings[store]
+        store = getattr(store, "underlying_store", None)
+    return {}
 
 
 class End(NamedTuple):

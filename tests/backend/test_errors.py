@@ -153,6 +153,9 @@ def make_wrong_calls(rank, world_size, kind):
             call(dist.group.WORLD, world_size)
         except (ValueError, TypeError) as error:
             text = str(error)
+            again = pickle.loads(pickle.dumps(error))
+            if not isinstance(error, RuntimeError) or type(again) is not type(error) or str(again) != text:
+                problems.append(f"{kind} {i}: Gloo raises RuntimeError, this is a {type(error).__name__}")
             if f"rank {rank}: {op}" not in text or says not in text:
                 problems.append(f"{kind} {i}: {text}")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import inspect
 import os
 import re
@@ -242,3 +243,20 @@ def test_a_call_that_one_rank_makes_alone_is_found_at_the_next(run_ranks):
     for outcome in run_ranks(call_in_another_order, 2, expect_failures=True):
         assert isinstance(outcome.error, CollectiveMismatch), str(outcome)
         assert "all_reduce(float32, count=1" in str(outcome.error)
+
+
+def call_in_a_thread_of_a_library(rank, world_size):
+    """A thread runs a function of torch's: no line of this file is in it."""
+    if rank == 0:
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="saver") as pool:
+            pool.submit(dist.all_gather_object, [None, None], 1).result()
+    else:
+        dist.all_reduce(ones())
+
+
+def test_a_thread_without_a_line_of_the_script_is_named_with_torchs_line(run_ranks):
+    for outcome in run_ranks(call_in_a_thread_of_a_library, 2, expect_failures=True):
+        text = str(outcome.error)
+        row = r"  rank 0: all_gather\(int64, count=1\) at torch/distributed/\S+\.py:\d+, in thread 'saver_0'\n"
+        assert re.search(row, text), text
+        assert "two threads that share a group mix their calls. Give each a group of its own: new_group()." in text

@@ -9,10 +9,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import phalanx
 from phalanx import _env, _settings
+from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.testing import await_release, reached
+from tests.backend.test_failures import caught
 
 NUMBERS = [setting for setting in dataclasses.fields(_settings.Settings) if setting.type != "str"]
 NO_NUMBERS = ("", "ten", "nan", "inf", "-inf", "-1", "1e400", "-1e-9", "0x10", "9" * 400)
@@ -175,6 +178,58 @@ def test_a_timeout_that_is_too_short_is_one(spawn_ranks, tmp_path, timeout_us):
         ranks.release("come", ranks=[1])
         for outcome in ranks.join(20):
             assert isinstance(outcome.error, phalanx.PhalanxError), outcome
+
+
+CPU = torch.device("cpu")
+SHORT = timedelta(seconds=0.3)
+ALONE = {  # what rank 0 begins and no other rank does, in a group of its own
+    "all_reduce": lambda group, model: dist.all_reduce(torch.ones(4), group=group),
+    "all_reduce later": lambda group, model: dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(),
+    "recv": lambda group, model: dist.recv(torch.ones(4), group=group, group_src=1),
+    "communicator": lambda group, model: phalanx.communicator(group).barrier(),
+    "DistributedDataParallel": lambda group, model: model(torch.ones(2, 3)).sum().backward(),
+    "monitored_barrier": lambda group, model: group.monitored_barrier(),
+    **(
+        {"monitored_barrier of the backend": lambda group, model: group._get_backend(CPU).monitored_barrier()}
+        if HAS_PYTHON_BACKENDS
+        else {}
+    ),
+}
+
+
+def change_the_timeout(rank, world_size, backend):
+    """Change the timeouts of groups, through torch, and begin each operation on one rank alone."""
+    dist.init_process_group(backend)
+    groups = {name: dist.new_group() for name in ALONE}
+    model = phalanx.DistributedDataParallel(torch.nn.Linear(3, 1), process_group=groups["DistributedDataParallel"])
+    for group in groups.values():
+        c10d._set_pg_timeout(SHORT, group)
+    errors = {}
+    if rank == 0:
+        for name, call in ALONE.items():
+            errors[name] = caught(phalanx.CollectiveTimeout, lambda call=call, name=name: call(groups[name], model))
+    dist.barrier()
+    later = timedelta(seconds=77)
+    c10d._set_pg_timeout(later)
+    world = dist.group.WORLD
+    seen = [world.timeout, world.split_group([0, 1]).timeout, phalanx.host_groups().across.timeout]
+    if HAS_PYTHON_BACKENDS:
+        seen.append(world._get_backend(CPU).options._timeout)
+    return errors, seen == [later] * len(seen)
+
+
+@pytest.mark.filterwarnings("ignore:.*_set_pg_timeout:FutureWarning")
+@pytest.mark.parametrize(("backend", "hosts"), [("phalanx", ()), ("gloo", (1, 1))], ids=["own", "place of Gloo, hosts"])
+def test_a_changed_timeout_reaches_everything(run_ranks, backend, hosts):
+    results = run_ranks(change_the_timeout, 2, backend, init=False, hosts=hosts, env={"PHALANX_REPLACE": "gloo"})
+    assert [does_reach for _, does_reach in results] == [True, True]
+    errors = results[0][0]
+    assert list(errors) == list(ALONE)
+    for name, error in errors.items():
+        if name.startswith("monitored_barrier"):
+            assert "failed to pass monitoredBarrier in 300 ms" in str(error), name
+        else:
+            assert error.failure.timeout_s == SHORT.total_seconds(), name
 
 
 def test_timeouts_of_operations(run_ranks):

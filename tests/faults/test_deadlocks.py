@@ -136,3 +136,49 @@ def test_a_rank_that_makes_a_group_alone_says_so_and_so_do_the_others(spawn_rank
     assert re.search(head, printed, re.MULTILINE), printed
     assert "  rank 1 has not joined\n" in printed
     assert re.search(r"rank 0 \(pid \d+\) waits in new_group at \S+test_deadlocks\.py:\d+", printed), printed
+
+
+def make_groups_in_another_order(rank, world_size):
+    """Rank 1 has made a group that rank 0 has not, and torch names groups by their number."""
+    if rank == 1:
+        dist.new_group([1])
+    reached("up")
+    await_release("go")
+    dist.new_group([0, 1], timeout=timedelta(seconds=60))
+
+
+def test_ranks_that_wait_in_groups_of_different_names_are_told_so(spawn_ranks, capfd):
+    with spawn_ranks(make_groups_in_another_order, 2, env={"PHALANX_STALL_S": "2"}) as ranks:
+        ranks.wait_until_reached("up")
+        ranks.release("go")
+        # Rank 0, the first that waits, says it again if rank 1 has not told yet where it waits.
+        waits = r"it waits in new_group at \S+test_deadlocks\.py:\d+, for group '\w+' and not '\w+'"
+        row = rf"  rank 1 has not joined: {waits}\n"
+        printed, deadline = "", time.monotonic() + 50
+        while not (found := re.search(row, printed)) and time.monotonic() < deadline:
+            time.sleep(0.05)  # the report comes without an event
+            printed += capfd.readouterr().err
+    assert found, printed
+    assert "wait in groups of different names, which never meet. Make all groups in the same order" in printed
+
+
+def make_groups_that_overlap(rank, world_size):
+    """Rank 1 waits for rank 0 in one group, and rank 2 for rank 1 in the next: both will meet."""
+    reached("up")
+    if rank == 0:
+        await_release("go")
+    for ranks in ([0, 1], [1, 2]):
+        dist.new_group(ranks, timeout=timedelta(seconds=60))
+
+
+def test_ranks_that_will_meet_are_not_told_to_change_the_order(spawn_ranks, capfd):
+    with spawn_ranks(make_groups_that_overlap, 3, env={"PHALANX_STALL_S": "1"}) as ranks:
+        ranks.wait_until_reached("up")
+        printed, deadline = "", time.monotonic() + 50
+        while "rank 2: new_group" not in printed and time.monotonic() < deadline:
+            time.sleep(0.05)  # the report comes without an event
+            printed += capfd.readouterr().err
+        ranks.release("go", ranks=[0])
+        assert all(outcome.ok for outcome in ranks.join(30))
+    assert "rank 1 has not joined" in printed
+    assert "different names" not in printed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import warnings
 
 import pytest
@@ -77,6 +79,73 @@ def freezing_between_accumulated_passes_keeps_what_was_accumulated(rank, world_s
     want = mean_grads(world_size, 0)
     got = grads_of(model.module)
     torch.testing.assert_close(got["more.weight"], want["more.weight"], rtol=1e-4, atol=1e-5)
+
+
+def filled_grads_of(module):
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
+
+
+@behaviour
+def what_a_frozen_parameter_has_accumulated_is_averaged_once(rank, world_size):
+    """Whatever is frozen after no_sync, and on however few ranks it has a gradient, replicas stay alike."""
+    for as_view in (True, False):
+        for some in (True, False):  # one rank alone has accumulated a gradient of `more`
+            model = wrap(Net(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
+            train_step(model, rank)
+            model.zero_grad()
+            with model.no_sync():
+                model(batch(rank, 0), more=some or rank == 0).square().sum().backward()
+            frozen = [*model.module.first.parameters(), *model.module.more.parameters()]
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            for _ in range(2):  # averaged in the first pass, and left alone in the second
+                model(batch(rank, 1), more=False).square().sum().backward()
+                assert_same_on_all_ranks(*filled_grads_of(model.module))
+                module = Net()
+                for r in range(world_size):
+                    (module(batch(r, 0), more=some or r == 0).square().sum() / world_size).backward()
+                want = grads_of(module)
+                for name, gradient in grads_of(model.module).items():
+                    if name.startswith(("first", "more")):
+                        torch.testing.assert_close(gradient, want[name], rtol=1e-4, atol=1e-5)
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            train_step(model, rank)
+            assert_grads(model.module, mean_grads(world_size, 0))
+
+
+@behaviour
+def gradients_are_alike_however_parameters_are_frozen_dropped_and_accumulated(rank, world_size):
+    """Random plans, the same on all ranks: what is trained in each pass, which passes average, what is dropped."""
+    for seed in range(6):
+        draw = random.Random(seed)
+        model = wrap(Net(), find_unused_parameters=True, gradient_as_bucket_view=draw.random() < 0.5)
+        layers = list(model.module.children())
+        for number in range(8):
+            for layer in layers[1:]:
+                layer.requires_grad_(draw.random() < 0.6)
+            averages = number % 4 == 3 or draw.random() < 0.4
+            more = draw.random() < 0.7 or rank == number % world_size
+            with contextlib.nullcontext() if averages else model.no_sync():
+                model(batch(rank, number), more=more).square().sum().backward()
+            if averages:
+                assert_same_on_all_ranks(*filled_grads_of(model.module))
+                if draw.random() < 0.5:
+                    model.zero_grad(set_to_none=draw.random() < 0.5)
+            elif draw.random() < 0.2:
+                layers[draw.randrange(len(layers))].zero_grad()
+
+
+@behaviour
+def a_rank_without_data_follows_the_freezing_of_the_others(rank, world_size):
+    model = wrap(Net(), find_unused_parameters=True)
+    with model.join():
+        for number in range(3 if rank == 0 else 1):
+            if number == 1:
+                model.module.first.requires_grad_(False)
+            train_step(model, rank, number)
+        model.module.first.requires_grad_(False)
+    assert_same_on_all_ranks(*model.module.parameters())
 
 
 @behaviour

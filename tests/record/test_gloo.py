@@ -136,6 +136,33 @@ def test_a_rank_that_leaves_while_a_collective_runs_ends_as_without_a_record(tmp
     assert done.returncode == code, done.stderr
 
 
+# Rank 1 leaves once the interpreter of rank 0 is ending, and has Gloo call rank 0 back: sys is emptied last.
+CALLS_BACK = """
+import os, sys, time, torch, torch.distributed as dist
+class Late:
+    def __init__(self, *needs):
+        self.needs = needs
+    def __del__(self):
+        create, flags, sleep = self.needs
+        create("ending", flags)
+        sleep(0.5)
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(3))
+if dist.get_rank() == 0:
+    heard = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(lambda done: 1)
+    sys.late = Late(os.open, os.O_CREAT | os.O_WRONLY, time.sleep)
+else:
+    while not os.path.exists("ending"):
+        time.sleep(0.001)
+    os._exit(0)
+"""
+
+
+def test_gloo_may_call_back_when_the_interpreter_is_ending(tmp_path):
+    done = run(tmp_path, CALLS_BACK, launch="executed")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_call_that_fails_stays_open_in_the_box(tmp_path):
     script = """
 import datetime, sys, torch, torch.distributed as dist

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-PHASES = ("data", "forward", "backward", "exchange", "optimizer", "snapshot")
+from phalanx.train.metrics import PHASES
+
 BEGAN_S = 1_795_000_000.0
 
 
@@ -39,7 +40,9 @@ class FakeRun:
     def steps(self, first: int, last: int, every: int = 1, **values: Any) -> None:
         for step in range(first, last + 1, every):
             self.time_s += 0.1 * every
-            by_rank = [[0.004 + 0.002 * rank, 0.02, 0.04, 0.01, 0.008, 0.001] for rank in range(self._num_ranks)]
+            by_rank = [
+                [0.004 + 0.002 * rank, 0.02, 0.04, 0.01, 0.0, 0.008, 0.0, 0.001] for rank in range(self._num_ranks)
+            ]
             record = {
                 "step": step, "epoch": step // 100, "loss": 2.0 * math.exp(-step / 40) + 0.01, "lr": 0.1,
                 "samples_per_s": 900.0 + step % 7, "grad_norm": 1.0,

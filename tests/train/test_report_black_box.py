@@ -13,6 +13,8 @@ import pytest
 
 from phalanx.record.box import Box, load_boxes
 from phalanx.record.losses import Loss, save_loss
+from phalanx.train import plots
+from phalanx.train.metrics import PHASES
 from phalanx.train.report import write_report
 from tests.browser import needs_browser, run_page
 from tests.record.made import Job, save
@@ -77,6 +79,39 @@ def test_the_last_moments_before_a_failure_are_a_timeline(tmp_path):
     places = [attrs for tag, attrs in page.elements if tag == "rect" and attrs["class"].startswith("part")]
     assert 100 < len(places) < 300
     assert all(float(one["x"]) >= 0 and float(one["x"]) + float(one["width"]) <= 1001 for one in places)
+
+
+def colours_in(page: str) -> list[dict[str, str]]:
+    """Return the colour of each name, for each legend of a page."""
+    legends = re.findall(r'<ul class="legend".*?</ul>', page)
+    assert legends
+    return [{name: colour for colour, name in re.findall(r'<i class="([^"]+)"></i>([^<]+)', one)} for one in legends]
+
+
+def test_a_phase_has_one_colour_on_the_whole_page_and_no_two_have_the_same(tmp_path):
+    run_of(tmp_path, interrupted(Job(3, seed=4).boxes(30)), ends=False)
+    steps, moments = colours_in(write_report(tmp_path).read_text())
+    assert list(steps) == list(PHASES)
+    for colours in (steps, moments):
+        assert len(set(colours.values())) == len(colours)
+    assert {"forward", "backward", "load data", "all_reduce"} <= moments.keys()
+    same = {name: colour for name, colour in moments.items() if name in steps}
+    assert same == {name: steps[name] for name in same}
+    assert moments["load data"] == steps["data"]
+    assert moments["all_reduce"] not in steps.values()
+
+
+def test_more_names_than_colours_are_told_apart_by_paler_ones():
+    colours = plots.colours_of([*PHASES, *map(str, range(8))])
+    assert len(set(colours.values())) >= 12
+    assert [colours[str(number)] for number in range(8)] == [
+        "part8", "part9", "part10", "part11", "part8 again", "part9 again", "part10 again", "part11 again"
+    ]  # fmt: skip
+    style = Path(plots.__file__).with_name("report.css").read_text()
+    for colour in {colour.removesuffix(" again") for colour in colours.values()}:
+        assert len(re.findall(rf"--{colour}: #", style)) == 2, colour  # light and dark
+        assert f".plot .{colour} {{" in style
+        assert f" .{colour} {{ background: " in style.replace("\n", " ")
 
 
 def test_a_box_that_is_damaged_is_named_and_the_others_are_shown(tmp_path):

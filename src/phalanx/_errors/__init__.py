@@ -362,6 +362,14 @@ def origins(error: BaseException) -> Iterator[BaseException]:
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
 
 
+class ArgumentError(ValueError, RuntimeError):
+    """An operation was called with a wrong argument; a RuntimeError too, because Gloo raises that."""
+
+
+class UnsupportedLayout(ArgumentError, NotImplementedError):
+    """An operation was called with a tensor of a layout that it can't take."""
+
+
 def warn_caller(message: str) -> None:
     """Warn at the innermost line outside torch and phalanx: the user's own, and not one of ours."""
     frame, level = sys._getframe(1), 2

@@ -53,11 +53,13 @@ class Standing(Peer):
         has_joined: Whether it has joined the group.
         waits_in: Call in which it is waiting, in any group; empty if it is not waiting.
         last: Number of its last collective in the group; None: unknown.
+        is_apart: Whether it waits to join a group of another name, and for the rank that waits for it here.
     """
 
     has_joined: bool = True
     waits_in: str = ""
     last: int | None = None
+    is_apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

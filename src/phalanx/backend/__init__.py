@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core, _torch
 from phalanx._env import seconds
 from phalanx._last_words import tell_when_ended
+from phalanx._launched import met_in
 from phalanx._settings import GroupOptions
-from phalanx.backend._adapters import CLASSES, GroupName, PhalanxGroup, keep, keep_from_compiler, kept_groups
+from phalanx.backend._adapters import CLASSES, GroupName, InnerGloo, PhalanxGroup, keep, keep_from_compiler, kept_groups
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._core_failures import from_core, report_core_stall
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
@@ -26,6 +29,7 @@ from phalanx.backend._hosts import join_group
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._members import Ranks
 from phalanx.backend._ops import Operations
+from phalanx.backend._work import settle_futures
 from phalanx.debugging import attached
 from phalanx.record import writer
 from phalanx.record.sites import call_site, shown_file
@@ -57,15 +61,16 @@ def _end_as_member() -> None:
     """Keep groups that were not destroyed from leaving in order while the interpreter ends.
 
     So a script that raises or exits early looks like what it is: its peers see the exit code, and the launcher learns
-    how far it got.
+    how far it got. Native threads go on until the process is gone, so what they read and write stays, too.
     """
+    settle_futures()
     _core.end_stall_reports()
     for group in kept_groups():
         group._operations.note_progress()
         core = group._operations._core
         if isinstance(core, BridgedGroup):
             core.end_threads()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(core))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # with its running operations, and their tensors
 
 
 def _serve_monitored_barrier() -> None:
@@ -122,10 +127,15 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
     given = backend_options if isinstance(backend_options, GroupOptions) else None
     size = options.group_size
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
-    name = options.group_id if options.global_ranks_in_group else "default"
+    is_world = not (options.global_ranks_in_group or dist.is_initialized())
+    parent = dist.group.WORLD if options.global_ranks_in_group else None
+    pids = parent.pids if isinstance(parent, PhalanxGroup) else met_in(options.store) if is_world else {}
+    name = "default" if is_world else options.group_id
     others = {device: backend for device, backend in devices.items() if backend != own}
     guise = Guise(own, tuple(device for device, backend in devices.items() if backend == own))
-    group = build_group(options.store, options.group_rank, size, name, global_ranks, options.timeout, given, guise)
+    group = build_group(
+        options.store, options.group_rank, size, name, global_ranks, options.timeout, given, guise, pids
+    )
     if others:
         _add_devices(group, others, options, None if given else backend_options)
     return group
@@ -140,28 +150,41 @@ def build_group(
     timeout: timedelta,
     options: GroupOptions | None = None,
     guise: Guise = _ITSELF,
+    pids: Mapping[int, int] = MappingProxyType({}),
 ) -> PhalanxGroup:
     """Join the group and return it, with a backend registered for the devices of its guise."""
     _begin()
     writer.begin(global_ranks[rank], size)
-    core, segment = join_group(
-        store, rank, size, name, global_ranks, timeout.total_seconds(), options, is_in_place=guise.name == GLOO
+    core, segment, store, pids = join_group(
+        store,
+        rank,
+        size,
+        name,
+        global_ranks,
+        timeout.total_seconds(),
+        options,
+        is_in_place=guise.name == GLOO,
+        pids=pids,
     )
-    operations = Operations(core, segment, name, Ranks(rank, size, global_ranks))
+    operations = Operations(core, segment, name, Ranks(rank, size, global_ranks), timeout)
     operations.title = guise.name
-    group = PhalanxGroup(store, operations, timeout, global_ranks, functools.partial(build_group, guise=guise))
+    build = functools.partial(build_group, guise=guise, pids=pids)
+    group = PhalanxGroup(store, operations, global_ranks, build)
+    group.pids = pids
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
     kind = ProcessGroup.BackendType.GLOO if guise.name == GLOO else ProcessGroup.BackendType.CUSTOM
     if HAS_PYTHON_BACKENDS:
         # The debug wrapper refers only to the C++ half, and without its Python half the backend has no operations.
-        group.backend = _backend(operations, timeout, store, global_ranks)
+        group.backend = _backend(operations, store, global_ranks)
         backend: Any = group.backend
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
             with closed_at_exec():
                 backend = _torch.create_process_group_wrapper(backend, name, store, rank, size, limit)
     else:
         with closed_at_exec():
-            backend = c10d.ProcessGroupGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
+            backend = InnerGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
+        backend.operations = operations
+        group.backend = backend
         kind = ProcessGroup.BackendType.GLOO
         # If a rank went on and ended while another is still connecting, that one would see a lost connection.
         store.set(f"connected/{rank}", "")
@@ -174,13 +197,13 @@ def build_group(
     return group
 
 
-def _backend(operations: Operations, timeout: timedelta, store: Store, global_ranks: list[int]) -> Any:
+def _backend(operations: Operations, store: Store, global_ranks: list[int]) -> Any:
     """Return the backend that C++ callers reach, from torch 2.14 on."""
     if operations.title == GLOO:
-        return _gloo_shaped()(operations, timeout, store, global_ranks)
+        return _gloo_shaped()(operations, store, global_ranks)
     from phalanx.backend._adapters import PhalanxBackend
 
-    return PhalanxBackend(operations, timeout)
+    return PhalanxBackend(operations)
 
 
 @functools.cache
@@ -200,7 +223,7 @@ def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, back
         options.group_rank,
         ranks,
         config,
-        c10d.PrefixStore("beside", options.store),
+        c10d.PrefixStore("beside", group._store),
         GroupName(f"{options.group_id}:{config}"),
         backend_options,
         timeout=options.timeout,

@@ -13,7 +13,7 @@ inner Gloo backend serves those who ask for one (FSDP2, DCP) and the few C++ cal
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -24,7 +24,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _env, _torch
 from phalanx._torch import is_profiling, num_dispatch_modes
-from phalanx.backend._dispatch import COLLECTIVES, HAS_PYTHON_BACKENDS, MESSAGES, entry_point, note_issued
+from phalanx.backend._collectives import UNSET, Blocking
+from phalanx.backend._dispatch import COLLECTIVES, HAS_PYTHON_BACKENDS, MESSAGES, complete, entry_point, note_issued
 from phalanx.backend._ops import Operations
 from phalanx.backend._work import PhalanxWork, end_threads, finished
 
@@ -60,6 +61,14 @@ class _Common:
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the core counts from the start, so there is nothing to agree on."""
 
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing, as Gloo: nobody reads these times but NCCL's."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """Deadline of operations that name none."""
+        return self._operations.timeout
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._operations.set_timeout(timeout)
 
@@ -71,22 +80,21 @@ class PhalanxGroup(_Common, ProcessGroup):
     """The process group that Python callers see.
 
     Args:
-        store: Key-value store of the group, for groups split off it.
+        store: Key-value store of this group alone, for groups split off it.
         operations: Operations of the group.
-        timeout: Timeout of `monitored_barrier`, and of groups split off this one.
         global_ranks: Rank in the world of each rank of the group.
         build: `build_group` of this package, for groups split off it.
 
     Attributes:
-        backend: Backend registered for C++ callers; None before torch 2.14.
+        backend: Backend registered for C++ callers.
         other_devices: Types of the devices whose tensors torch's dispatcher takes to another backend.
+        pids: Process of each member on this host, by its rank in the world.
     """
 
     def __init__(
         self,
         store: Store,
         operations: Operations,
-        timeout: timedelta,
         global_ranks: list[int],
         build: Callable[..., PhalanxGroup],
     ) -> None:
@@ -96,11 +104,11 @@ class PhalanxGroup(_Common, ProcessGroup):
             super().__init__(operations._rank, operations._size)
         self._store = store
         self._operations = operations
-        self._timeout = timeout
         self._global_ranks = global_ranks
         self._build = build
         self.backend: Any = None
         self.other_devices: set[str] = set()
+        self.pids: Mapping[int, int] = {}
         self._pid = os.getpid()
         self._num_splits = 0
         self._listened = False
@@ -143,7 +151,7 @@ class PhalanxGroup(_Common, ProcessGroup):
             The sum of squares, the same bits on all ranks; 0.0 without `with_squares`.
         """
         with _TorchFunctionDisabled():  # gradients may be of a class that overrides torch's functions
-            return self._operations.average_coalesced(tensors, marks, self._timeout, with_squares=with_squares)
+            return self._operations.average_coalesced(tensors, marks, with_squares=with_squares)
 
     @property
     def average_waited_s(self) -> float:
@@ -151,9 +159,13 @@ class PhalanxGroup(_Common, ProcessGroup):
         return self._operations.average_waited_s
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        opts = c10d.BarrierOptions()
-        opts.timeout = self._timeout if timeout is None else timeout
-        self._operations.monitored_barrier(opts, wait_all_ranks)
+        self._operations.monitored_barrier(Blocking(UNSET if timeout is None else timeout), wait_all_ranks)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        if hasattr(ProcessGroup, "set_timeout"):  # from torch 2.15 on
+            limit = timedelta(seconds=_env.seconds("timeout", timeout))  # C++ overflows
+            ProcessGroup.set_timeout(self, limit)  # the backends of other devices
 
     def split_group(
         self,
@@ -176,7 +188,7 @@ class PhalanxGroup(_Common, ProcessGroup):
             len(ranks),
             name,
             [self._global_ranks[r] for r in ranks],
-            timeout or self._timeout,
+            timeout or self._operations.timeout,
         )
         _torch.set_group_name(group, GroupName(name))
         _torch.set_group_desc(group, group_desc or f"{self.group_desc}:split")
@@ -199,6 +211,16 @@ class PhalanxGroup(_Common, ProcessGroup):
 
         def _end_coalescing(self, device: torch.device | None = None) -> Any:
             return self._operations.end_coalescing()
+
+
+class InnerGloo(c10d.ProcessGroupGloo):
+    """The backend of a group before torch 2.14; through it alone torch then sets a timeout."""
+
+    operations: Operations
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        self.operations.set_timeout(timeout)
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -231,14 +253,13 @@ if HAS_PYTHON_BACKENDS:
     class PhalanxBackend(_Common, C10dBackend):
         """The backend that torch's dispatcher calls, for the devices of the group."""
 
-        def __init__(self, operations: Operations, timeout: timedelta) -> None:
+        def __init__(self, operations: Operations) -> None:
             super().__init__(operations._rank, operations._size)
             self._operations = operations
-            self._options = C10dBackend.Options("phalanx", timeout)
 
         @property
         def options(self) -> C10dBackend.Options:
-            return self._options
+            return C10dBackend.Options("phalanx", self._operations.timeout)
 
         @property
         def supports_splitting(self) -> bool:
@@ -248,32 +269,57 @@ if HAS_PYTHON_BACKENDS:
         def supports_coalescing(self) -> bool:
             return False  # messages of a batch progress together anyway
 
+        # torch's own would ask Python again, without end.
+
+        @property
+        def supports_reconfigure(self) -> bool:
+            return False
+
+        @property
+        def supports_shrinking(self) -> bool:
+            return False
+
+        @property
+        def supports_window(self) -> bool:
+            return False
+
+        @property
+        def _supports_time_estimate(self) -> bool:
+            return False
+
+        supports_time_estimate = _supports_time_estimate  # torch 2.14's name
+
         def start_coalescing(self) -> None:
             self._operations.start_coalescing()
 
         def end_coalescing(self) -> object:
             return self._operations.end_coalescing()
 
-        def monitored_barrier(self, opts: object, wait_all_ranks: bool = False) -> None:
-            self._operations.monitored_barrier(opts, wait_all_ranks)
+        def monitored_barrier(self, timeout: Any = UNSET, wait_all_ranks: bool = False) -> None:
+            is_given = isinstance(timeout, c10d.BarrierOptions)  # C++ passes options
+            self._operations.monitored_barrier(timeout if is_given else Blocking(timeout), wait_all_ranks)
 
         def shutdown(self) -> None:
             self._operations.shutdown()
 
-    def _operation(method: str) -> Callable[..., Any]:
+    def _operation(name: str) -> Callable[..., Any]:
+        method, options, num_args = COLLECTIVES.get(name, (name, None, 0))
         run = getattr(Operations, method)
 
-        def call(self: PhalanxBackend, *args: Any) -> object:
+        def call(self: PhalanxBackend, *args: Any, **named: Any) -> object:
+            if options is not None and len(args) != num_args + 1:  # from Python; torch's dispatcher passes them all
+                args = complete(name, args, named)
             with _TorchFunctionDisabled():
                 # A blocking operation has no work, but the Flight Recorder needs one to see that it is over.
                 work = run(self._operations, *args) or finished([])
             note_issued(work)
             return work
 
-        return _named(call, method)
+        return _named(call, name)
 
-    for _method in {*(entry[0] for entry in COLLECTIVES.values()), *MESSAGES}:
-        setattr(PhalanxBackend, _method, _operation(_method))
+    for _name in (*COLLECTIVES, *MESSAGES):
+        setattr(PhalanxBackend, _name, _operation(_name))
+    PhalanxBackend.allreduce_sparse = PhalanxBackend.allreduce
 
 
 CLASSES = (_Common, PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))

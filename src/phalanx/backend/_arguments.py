@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import _core
+from phalanx._errors import ArgumentError, UnsupportedLayout
 from phalanx._tensors import is_dense, is_stored, unusual_keys
 from phalanx._text import plural
 from phalanx.backend._memory import Buffers, NotPlain, OtherDevice, Tensors
@@ -40,18 +41,18 @@ class Arguments(Buffers):
         where = self.where()
         if is_dense(tensor):
             if tensor.dtype not in DTYPE_CODES:
-                return ValueError(
+                return ArgumentError(
                     f"{where} can't take {tensor.dtype}, which packs several elements into a byte; pass "
                     "tensor.int_repr(), and the scale and zero point with it"
                 )
-            return ValueError(
+            return ArgumentError(
                 f"{where}: the tensor's storage holds {tensor.untyped_storage().nbytes()} bytes, too few for "
                 f"{describe(tensor)} from element {tensor.storage_offset()} on; it was resized or freed under the "
                 "tensor, as FSDP does with parameters that are not in use. Pass a tensor that has its storage"
             )
         if "Python" not in unusual_keys(tensor):
             if tensor.is_meta:
-                return ValueError(
+                return ArgumentError(
                     f"{where} takes CPU tensors with data, got one on meta, which has none; give it memory first "
                     'with torch.empty_like(tensor, device="cpu") or module.to_empty(device="cpu")'
                 )
@@ -62,7 +63,7 @@ class Arguments(Buffers):
                     tensor.device.type,
                 )
             if tensor.layout is not torch.strided:
-                return ValueError(
+                return UnsupportedLayout(
                     f"{where} takes dense tensors, got layout {tensor.layout}; call {self.op} with tensor.to_dense()"
                 )
         kind = type(tensor).__name__
@@ -72,7 +73,7 @@ class Arguments(Buffers):
 
     def one(self, tensors: Tensors) -> torch.Tensor:
         if len(tensors) != 1:
-            raise ValueError(f"{self.where()} takes one tensor per rank, got {len(tensors)}; call it once for each")
+            raise ArgumentError(f"{self.where()} takes one tensor per rank, got {len(tensors)}; call it once for each")
         return self._tensor(tensors[0])
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ class Arguments(Buffers):
         # torch itself checks a rank of the world that is to lie in a smaller group.
         is_world = not dist.is_initialized() or self.ranks.size == dist.get_world_size()
         name = root_name(self.op) if is_world else f"group_{root_name(self.op)}"
-        raise ValueError(f"{self.where()}: {name} must lie in [0, {self.ranks.size}), got {root}")
+        raise ArgumentError(f"{self.where()}: {name} must lie in [0, {self.ranks.size}), got {root}")
 
     def each(self, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False) -> Tensors:
         """Check a list of one tensor per rank, each like `like`; if `may_differ`, others' sizes may differ from it."""
@@ -96,7 +97,7 @@ class Arguments(Buffers):
             self.check(tensor)
             is_bound = i == self.ranks.rank or not may_differ
             if tensor.dtype != like.dtype or (is_bound and tensor.numel() != like.numel()):
-                raise ValueError(
+                raise ArgumentError(
                     f"{self.where()}: {name}[{i}] is {describe(tensor)}, expected {describe(like)} "
                     "as on the other side of the operation"
                 )
@@ -108,7 +109,7 @@ class Arguments(Buffers):
         if is_root != (len(lists) == 1):
             argument = root_name(self.op)
             role = {"dst": "destination", "src": "source"}[argument]
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.where()}: {name} must be given on the {role} rank only; call dist.{self.op}(tensor, {name} if "
                 f"rank == {argument} else None, {argument}={argument})"
             )
@@ -116,7 +117,7 @@ class Arguments(Buffers):
 
     def require_length(self, name: str, tensors: Tensors) -> None:
         if len(tensors) != self.ranks.size:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.where()}: {name} must hold one tensor for each of the {self.ranks.size} ranks, "
                 f"got {len(tensors)}"
             )
@@ -125,7 +126,7 @@ class Arguments(Buffers):
         """Check that `whole` holds one `block` per rank; return the number of elements in a block."""
         self.check(whole)
         if whole.dtype != block.dtype or whole.numel() != block.numel() * self.ranks.size:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.where()}: {name} must hold {self.ranks.size} x {block.numel()} elements of {block.dtype}, "
                 f"got {describe(whole)}"
             )
@@ -136,7 +137,7 @@ class Arguments(Buffers):
         kernel, code = codes_of(reduce_op)
         is_premul = code != kernel
         if not _has_kernel(dtype, kernel) or (is_premul and not is_inexact(dtype)):
-            raise ValueError(f"{self.where()}: {_reduction_problem(reduce_op.op, dtype)}")
+            raise ArgumentError(f"{self.where()}: {_reduction_problem(reduce_op.op, dtype)}")
         self._factor = premul_factor(reduce_op) if is_premul else None
         return {"kernel": kernel, "code": code}
 
@@ -150,7 +151,7 @@ class Arguments(Buffers):
         """Return the number of elements per rank if dimension 0 is divided evenly."""
         first = tensor.shape[0] if tensor.dim() else 1
         if first % self.ranks.size != 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.where()}: dimension 0 ({first}) must be divisible by the {self.ranks.size} ranks; "
                 "else pass input_split_sizes and output_split_sizes"
             )
@@ -162,7 +163,7 @@ class Arguments(Buffers):
             return [self.even(tensor)] * self.ranks.size
         rows = tensor.shape[0] if tensor.dim() else 1
         if len(sizes) != self.ranks.size or sum(sizes) != rows or min(sizes) < 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.where()}: {name} must hold {self.ranks.size} sizes that add up to dimension 0 ({rows}), "
                 f"got {list(sizes)}"
             )

@@ -69,8 +69,8 @@ def bridge(
         raise meeting.refusal(
             f"{settings.bridge} could not connect the hosts {names}: {error}\n{_ADVICE}", entry="unreachable"
         ) from error
-    failures = Failures(meeting.store.raw, members, engine.mailbox, engine.boxes)
-    watch_store(_master(meeting.store.raw)[1], settings.silence_s)
+    failures = Failures(meeting.life_store, members, engine.mailbox, engine.boxes)
+    watch_store(_master(meeting.life_store)[1], settings.silence_s)
     return BridgedGroup(core, hosts, members, own_rail, everyone, failures, meeting.timeout_s, settings.stall_s)
 
 
@@ -138,7 +138,7 @@ class _Gloo:
             raise meeting.refusal(f"hosts can't reach each other:\n{told}", entry="unreachable")
 
     def connect(self, ranks: list[int], name: str) -> Channel:
-        store = c10d.PrefixStore(f"bridge/{name}", self._meeting.store.raw)
+        store = c10d.PrefixStore(f"bridge/{name}", self._meeting.life_store)
         timeout_s = max(self._meeting.left_s, CONNECT_S)
         return GlooChannel(store, self._meeting.rank, ranks, self._address, timeout_s, self._silence_s)
 
@@ -167,7 +167,7 @@ def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], members: Member
     try:
         if named:
             address = _address_of(named)
-        elif master := _master(meeting.store.raw)[0]:
+        elif master := _master(meeting.life_store)[0]:
             address = interface_towards(master, allow_loopback=is_one_network).address
         else:
             address = "127.0.0.1" if is_one_network else outside_address()

@@ -18,6 +18,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from phalanx import _core
+from phalanx._errors import ArgumentError
 from phalanx._torch import is_profiling
 from phalanx.backend._arguments import Arguments, codes_of, different_counts, offsets, steps
 from phalanx.backend._flight import Flight, Joined, profiled
@@ -166,10 +167,10 @@ class Collectives:
         """Sum sparse COO tensors. Blocks even if the call is asynchronous."""
         where = self.arguments("all_reduce").where
         if opts.reduceOp.op != RedOpType.SUM:
-            raise ValueError(f"{where()}: sparse tensors can only be summed, got {opts.reduceOp.op}")
+            raise ArgumentError(f"{where()}: sparse tensors can only be summed, got {opts.reduceOp.op}")
         blocking = Blocking(opts.timeout)
         if not sum_sparse(tensor, self._size, lambda outs, source: self.allgather([outs], [source], blocking)):
-            raise ValueError(f"{where()}: sparse tensors differ in shape or sparse dimensions between ranks")
+            raise ArgumentError(f"{where()}: sparse tensors differ in shape or sparse dimensions between ranks")
         return self._done(opts, [tensor])
 
     def reduce(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
@@ -195,7 +196,7 @@ class Collectives:
         given = self.arguments("all_gather")
         source = given.one(inputs)
         if len(outputs) != 1:
-            raise ValueError(f"{given.where()} takes one list of outputs, got {len(outputs)}")
+            raise ArgumentError(f"{given.where()} takes one list of outputs, got {len(outputs)}")
         codes = given.check(source)
         blocks = given.each("tensor_list", outputs[0], source, may_differ=True)
         keep, *at = given.move([source], blocks, own=(0, self._rank, 0))
@@ -263,7 +264,7 @@ class Collectives:
         given = self.arguments("reduce_scatter")
         target = given.one(outputs)
         if len(inputs) != 1:
-            raise ValueError(f"{given.where()} takes one list of inputs, got {len(inputs)}")
+            raise ArgumentError(f"{given.where()} takes one list of inputs, got {len(inputs)}")
         codes = given.check(target)
         blocks = given.each("input_list", inputs[0], target, may_differ=True)
         reduction = given.reduction(reduce_op, target.dtype)
@@ -294,7 +295,7 @@ class Collectives:
         given.require_length("input_tensor_list", inputs)
         codes = {given.check(t) for t in (*outputs, *inputs)}
         if len(codes) > 1:
-            raise ValueError(f"{given.where()}: all tensors must have one dtype")
+            raise ArgumentError(f"{given.where()}: all tensors must have one dtype")
         keep, *at = given.move(inputs, outputs)
         counts = [t.numel() for t in inputs], [t.numel() for t in outputs]
         call = Call("all_to_all", *codes.pop(), 0, in_counts=counts[0], out_counts=counts[1])
@@ -315,7 +316,7 @@ class Collectives:
         codes = given.check(source)
         given.check(output)
         if output.dtype != source.dtype:
-            raise ValueError(f"{given.where()}: input is {source.dtype}, output is {output.dtype}")
+            raise ArgumentError(f"{given.where()}: input is {source.dtype}, output is {output.dtype}")
         keep, [in_at], [out_at] = given.move([source], [output])
         if is_even and source.numel() == output.numel():
             count = given.even(source)

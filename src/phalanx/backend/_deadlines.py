@@ -6,51 +6,53 @@ Each is an upper bound: a wait ends as soon as it succeeds. The deadlines of ope
 
 from __future__ import annotations
 
-LOOK_S = 0.1
+from typing import Final
+
+LOOK_S: Final = 0.1
 """Pause between checks, within any wait, that it can still succeed."""
 
-POLL_S = 0.02
+POLL_S: Final = 0.02
 """Pause between questions to the store, which serves all ranks."""
 
-STORE_S = 1.0
+STORE_S: Final = 1.0
 """Time for the store to answer."""
 
-LOST_STORE_S = 0.2
+LOST_STORE_S: Final = 0.2
 """Time for the store to answer if the rank that serves it may be lost."""
 
-WATCH_S = 0.2
+WATCH_S: Final = 0.2
 """Pause between questions of a watcher whose engine does not report closed connections."""
 
-TELL_S = 1.0
+TELL_S: Final = 1.0
 """Time in a call before this rank tells the others that it is waiting there."""
 
-GRACE_S = 0.5
+GRACE_S: Final = 0.5
 """Time for the rank that ended a group to say why, and for the others to read it before rank 0 takes the store away."""
 
-TABLE_S = 0.2
+TABLE_S: Final = 0.2
 """Time for all ranks in a mismatch to write their rows of the table."""
 
-CONNECT_S = 5.0
+RECONNECT_S: Final = 5.0
 """For a further connection to the store, which is there unless the rank that serves it has gone."""
 
-NOTE_S = 0.3
+NOTE_S: Final = 0.3
 """Time for news that travels separately from the end of a connection: the note of a rank that leaves, mail, the end of
 the process itself."""
 
-PART_S = 1.0
+PART_S: Final = 1.0
 """Time for ranks whose group can't be created to read why, before rank 0 takes the store away."""
 
-END_S = 1.0
+END_S: Final = 1.0
 """Time for something that was told to end: a running call, a thread, the engine's access to memory."""
 
-CONNECT_S = 10.0
+CONNECT_S: Final = 10.0
 """Time for other hosts to accept a connection, and then for the engine to open its own."""
 
-MAIL_LOOK_S = 0.1
+MAIL_LOOK_S: Final = 0.1
 """Time for one look into the mailbox, however many senders have connected."""
 
-MAIL_POLL_S = 0.005
+MAIL_POLL_S: Final = 0.005
 """Pause between reads, within one look, from the senders that have connected."""
 
-STRANGERS_S = 1.0
+STRANGERS_S: Final = 1.0
 """Time, over all looks into one mailbox, for senders that have connected but not finished."""

@@ -32,6 +32,7 @@ COLLECTIVES = {
     "all_gather_single_coalesced": ("all_gather_single_coalesced", c10d.AllgatherOptions, 2),
     "gather": ("gather", c10d.GatherOptions, 2),
     "gather_single": ("gather_single", c10d.GatherOptions, 2),
+    "gather_into_tensor": ("gather_single", c10d.GatherOptions, 2),
     "scatter": ("scatter", c10d.ScatterOptions, 2),
     "reduce_scatter": ("reduce_scatter", c10d.ReduceScatterOptions, 2),
     "reduce_scatter_single": ("reduce_scatter_single", c10d.ReduceScatterOptions, 2),
@@ -49,7 +50,9 @@ if not HAS_PYTHON_BACKENDS:
         "reduce_scatter_tensor_coalesced": COLLECTIVES["reduce_scatter_single_coalesced"],
         "alltoall_base": COLLECTIVES["all_to_all_single"],
     }
-MESSAGES = ("send", "recv", "recv_anysource")
+MESSAGES = {"send": 3, "recv": 3, "recv_anysource": 2}  # numbers of arguments
+_UNREACHED = ("gather_single", "gather_into_tensor")
+"""Operations that torch's dispatcher does not lead to a Python backend: they go directly even if somebody listens."""
 
 
 def _options(cls: type, extra: tuple[object, ...], named: dict[str, object]) -> object:
@@ -66,6 +69,14 @@ def _options(cls: type, extra: tuple[object, ...], named: dict[str, object]) -> 
         elif value is not None and hasattr(opts, "reduceOp"):
             opts.reduceOp = value
     return opts
+
+
+def complete(name: str, args: tuple[Any, ...], named: dict[str, object]) -> tuple[Any, ...]:
+    """Return the arguments of a collective with torch's defaults and shorthands spelled out."""
+    method, options, num_args = COLLECTIVES[name]
+    if len(args) == num_args + 1 and isinstance(args[-1], options):
+        return args
+    return (*_listed(method, args[:num_args]), _options(options, args[num_args:], named))
 
 
 def _listed(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -139,16 +150,17 @@ class _Dispatch:
 
 def entry_point(name: str) -> Callable[..., Any]:
     """Return the method of a process group that runs the operation of this name."""
-    method, options, num_args = COLLECTIVES.get(name, (name, None, 0))
-    base = getattr(ProcessGroup, name, None)
+    method, options, num_args = COLLECTIVES.get(name, (name, None, MESSAGES.get(name, 0)))
+    base = None if name in _UNREACHED else getattr(ProcessGroup, name, None)
     run = getattr(Operations, method)
 
     def call(self: Any, *args: Any, **named: Any) -> object:
         refusal = None
-        if base is None or self.goes_direct():
+        # Only torch knows the names of the arguments.
+        if base is None or (len(args) >= num_args and self.goes_direct()):
             given = args
             if options is not None and (len(args) != num_args + 1 or not isinstance(args[-1], options)):
-                given = (*_listed(method, args[:num_args]), _options(options, args[num_args:], named))
+                given = complete(name, args, named)
             try:
                 return direct(run, self._operations, given)
             except NotPlain as error:

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _torch
 from phalanx._env import seconds
 from phalanx.backend._adapters import PhalanxBackend
-from phalanx.backend._collectives import BARRIER
+from phalanx.backend._collectives import BARRIER, UNSET
 from phalanx.backend._dispatch import COLLECTIVES
 from phalanx.backend._links import closed_at_exec
 from phalanx.backend._memory import OtherDevice
@@ -30,19 +30,31 @@ class GlooShaped(PhalanxBackend):
         store: Key-value store of the group, in which the ranks of that Gloo would meet.
     """
 
-    def __init__(self, operations: Operations, timeout: timedelta, store: Store, global_ranks: list[int]) -> None:
-        super().__init__(operations, timeout)
+    def __init__(self, operations: Operations, store: Store, global_ranks: list[int]) -> None:
+        super().__init__(operations)
         self._store = store
-        self._timeout = timeout
-        self._limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
+        self._global_ranks = global_ranks
         self._gloo: Any = None
         self._making = threading.Lock()
-        self._options = _torch.gloo_options(timeout=self._limit)
-        self._options.global_ranks_in_group = global_ranks
+
+    @property
+    def options(self) -> Any:
+        options = _torch.gloo_options(timeout=self._limit)
+        options.global_ranks_in_group = self._global_ranks
+        return options
+
+    @property
+    def _limit(self) -> timedelta:
+        return timedelta(seconds=seconds("timeout", self._operations.timeout))  # Gloo's clock overflows
 
     @property  # type: ignore[misc] # isinstance asks for it
     def __class__(self) -> type:
         return c10d.ProcessGroupGloo
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        if self._gloo is not None:
+            self._gloo.set_timeout(self._limit)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
@@ -55,7 +67,7 @@ class GlooShaped(PhalanxBackend):
         """
         with self._making:
             if self._gloo is None:
-                self._operations._core.run(BARRIER, [], [], self._timeout, None)
+                self._operations._core.run(BARRIER, [], [], UNSET, None)
                 store = c10d.PrefixStore("gloo", self._store)
                 with closed_at_exec():
                     self._gloo = c10d.ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._limit)

@@ -6,7 +6,7 @@ import errno
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,11 +40,15 @@ def join_group(
     options: GroupOptions | None = None,
     *,
     is_in_place: bool = False,
-) -> tuple[Any, _core.Segment]:
+    pids: Mapping[int, int],
+) -> tuple[Any, _core.Segment, Store, Mapping[int, int]]:
     """Return the group after all `size` ranks have joined: the core's, or on several hosts a `BridgedGroup`.
 
+    With it come the segment of this host, the store for whatever else these ranks say to each other, in which nothing
+    of an earlier life lies, and `pids` for further groups of these ranks.
+
     Args:
-        store: Store of this group alone.
+        store: Store of the group, in which an earlier one may have left anything.
         rank: Number of this rank in the group.
         size: Number of ranks in the group.
         name: Name of the group in messages.
@@ -52,6 +56,7 @@ def join_group(
         timeout_s: Seconds for joining, and the default timeout of the group's operations.
         options: Options that take precedence over the environment.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
+        pids: Processes of this host that the group's ranks are known to be, by rank in the world.
 
     Raises:
         CollectiveTimeout: A rank did not come; `ranks` names it.
@@ -61,24 +66,22 @@ def join_group(
     """
     limit_s = min(timeout_s, LONGEST_S) if timeout_s > 0 else LONGEST_S
     deadline = time.monotonic() + limit_s
-    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, deadline, is_in_place)
+    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, deadline, is_in_place, pids)
     with meeting.joining():
         seconds("timeout", timeout_s)
-        return _join(meeting, (options or GroupOptions()).over(read_settings()))
+        core, segment = _join(meeting, (options or GroupOptions()).over(read_settings()))
+    return core, segment, meeting.life_store, meeting.pids
 
 
 def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
     rank, global_ranks = meeting.rank, meeting.global_ranks
     meeting.stall_s = settings.stall_s
-    meeting.set(f"hello/{rank}", _hello(settings))
-    if rank == 0:
-        hellos = [meeting.get(f"hello/{r}", f"rank {g} did not answer") for r, g in enumerate(global_ranks)]
-        meeting.set("hellos", hellos)
-    else:
-        hellos = meeting.get("hellos", f"rank {global_ranks[0]} did not say who came")
+    hellos = meeting.gather(_hello(settings))
     _check(hellos, meeting)
     hosts = _hosts_by_word(hellos)
-    for r in next(ranks for ranks in hosts if rank in ranks):
+    here = next(ranks for ranks in hosts if rank in ranks)
+    meeting.pids = {global_ranks[r]: hellos[r]["pid"] for r in here}
+    for r in here:
         if (watch := _core.PeerWatch.of(*hellos[r]["process"])) is not None:
             meeting.watches[r] = watch
     segment, offset, hosts = _map_segment(meeting, hellos, hosts)

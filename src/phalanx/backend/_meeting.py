@@ -1,5 +1,10 @@
 """How the ranks of a new group exchange what they need to know: through the group's store, with a deadline.
 
+A store may hold what an earlier group, an attempt or another run has left, and none of that may be believed. So each
+rank has a fresh token, which it leaves with its hello. The ranks answer the token of the rank 0 that they find, and
+rank 0 takes those alone that answer its own. All keys from then on lie under its token: first the list of all hellos,
+in which each rank looks for its own token before it believes the rest.
+
 A rank that can't join says why, and all ranks that wait for it raise that at once.
 """
 
@@ -8,30 +13,33 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 
-from phalanx import _core, _env
-from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address
+from phalanx import _core, _env, _torch
+from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address, printable
 from phalanx._errors.facts import Peer, Standing
-from phalanx._launched import Launch
+from phalanx._launched import Launch, start_time
 from phalanx._store import (
     GarbledError,
     JsonStore,
     Shape,
     StoreGoneError,
     StoreSilentError,
+    read_value,
     require,
     shared_pause,
+    understand,
     wait_until,
 )
 from phalanx._text import enumerated
-from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S
+from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, TELL_S
 from phalanx.backend._wording import error_of, join_call, report_due_s, report_stall
 from phalanx.record.sites import call_site
 
@@ -43,7 +51,9 @@ def _natural(value: Any, limit: int = 1 << 63) -> Any:
     return value
 
 
+_TOKENS = {"token": str, "answers": str}
 _HELLO = {
+    **_TOKENS,
     "pid": int,
     "process": (functools.partial(_natural, limit=1 << 31), _natural, _natural),
     "host": str,
@@ -56,6 +66,7 @@ _HELLO = {
     "one_shot_bytes": int,
     "chunk_bytes": int,
 }
+_TAKEN_BACK = "null"  # not removed: a rank that has just checked for the key would wait for its value
 _SHAPES: dict[str, Shape] = {
     "hello": _HELLO,
     "hellos": [_HELLO],
@@ -66,6 +77,44 @@ _SHAPES: dict[str, Shape] = {
     "failed": Failure.from_facts,
 }
 """Shape of the value of a key, by the last part of the key that is not a number."""
+
+
+class Waits:
+    """Where each rank of the job waits to join a group, in the job's store: a group's own shows only who came there."""
+
+    _SHAPE: ClassVar = {"call": str, "group": str, "ranks": [int]}
+
+    def __init__(self) -> None:
+        self._has_said = False
+
+    @functools.cached_property
+    def _store(self) -> JsonStore | None:
+        return JsonStore(_torch.get_default_store()) if dist.is_initialized() else None
+
+    def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
+        """Say once in which call a rank waits, and for which group; an empty call: it waits no longer."""
+        if self._store is not None and self._has_said != bool(call):
+            self._has_said = bool(call)
+            with contextlib.suppress(StoreGoneError, StoreSilentError):
+                self._store.set(f"phalanx/joins/{rank}", {"call": call, "group": group, "ranks": ranks}, STORE_S)
+
+    def standing(self, rank: int, group: str, me: int) -> Standing:
+        """Return where a rank stands that has not said hello to this group."""
+        said = None
+        if self._store is not None:
+            with contextlib.suppress(StoreGoneError, StoreSilentError, GarbledError):
+                said = self._store.get(f"phalanx/joins/{rank}", self._SHAPE)
+        if said is None or not said["call"] or said["group"] == group:
+            return Standing(rank=rank, has_joined=False)
+        where = f"{printable(said['call'])}, for group {printable(said['group'])!r} and not {group!r}"
+        return Standing(rank=rank, has_joined=False, waits_in=where, is_apart=me in said["ranks"])
+
+    def close(self, rank: int) -> None:
+        """Say that a rank waits no longer, if it has said so."""
+        store = self.__dict__.get("_store")
+        if store is not None:
+            self.say(rank, "", "", [])
+            store.close()
 
 
 @dataclass(eq=False)
@@ -81,8 +130,11 @@ class Meeting:
         timeout_s: Seconds allowed for the meeting.
         deadline: End of the meeting on the monotonic clock.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
+        pids: Processes of this host that ranks of the group are known to be, by rank in the world.
         stall_s: Seconds of waiting after which the ranks that have not come are named, and later again; 0: never.
         watches: Watches of this host's other ranks, by rank, once they have said hello.
+        token: Token of this rank in this life of the group.
+        life: Token of rank 0, under which all keys lie once all have come; empty until then.
     """
 
     store: JsonStore
@@ -93,13 +145,19 @@ class Meeting:
     timeout_s: float
     deadline: float
     is_in_place: bool = False
+    pids: Mapping[int, int] = field(default_factory=dict)
     watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
+    token: str = field(default_factory=lambda: f"life-{os.urandom(8).hex()}")
+    life: str = ""
+    _hello: dict[str, Any] = field(default_factory=dict)
+    _tokens: list[str] = field(default_factory=list)
     _suspects: set[int] = field(default_factory=set)
     _has_parted: bool = False
     stall_s: float = 0.0
     _begin_s: float = field(default_factory=time.monotonic)
     _num_reports: int = 0
     _has_said_where: bool = False
+    _waits: Waits = field(default_factory=Waits)
 
     @property
     def me(self) -> int:
@@ -109,22 +167,134 @@ class Meeting:
     def left_s(self) -> float:
         return max(self.deadline - time.monotonic(), 0.001)
 
+    @property
+    def life_store(self) -> dist.Store:
+        """The store of this life of the group alone."""
+        return dist.PrefixStore(self.life, self.store.raw)
+
+    # ---- who is there ----------------------------------------------------------------------------------------------
+
+    def gather(self, hello: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the hello of every rank, in rank order, once all have come to the same life of the group."""
+        self._hello = {**hello, "token": self.token, "answers": ""}
+        first = self.global_ranks[0]
+        if self.rank == 0:
+            self._say_hello(self.token)
+            hellos = [self._hello]
+            for r, other in enumerate(self.global_ranks[1:], 1):
+                hellos.append(self._wait(functools.partial(self._answer_of, r), f"rank {other} did not answer"))
+            said = json.dumps(self._hello), json.dumps(hellos)
+
+            def publish(store: dist.Store) -> None:
+                store.set(f"{self.token}/hellos", said[1])
+                store.compare_set("hello/0", said[0], _TAKEN_BACK)  # nobody may answer it any more
+
+            self._write(publish)
+            self.life = self.token
+        else:
+            if not self._ask(self._answer):
+                self._say_hello("")
+                self._wait(self._answer, f"rank {first} did not answer")
+            hellos = self._wait(self._named, f"rank {first} did not say who came")
+            self.life = self._hello["answers"]
+        self._tokens = [hello["token"] for hello in hellos]
+        return hellos
+
+    def _say_hello(self, answers: str) -> None:
+        self._hello["answers"] = answers
+        self.set(f"hello/{self.rank}", self._hello)
+
+    def _hello_of(self, rank: int) -> dict[str, Any] | None:
+        """Return what lies under a rank's number, perhaps since an earlier life; None if it has no tokens."""
+        with contextlib.suppress(GarbledError):
+            told: dict[str, Any] | None = self.store.get(f"hello/{rank}", _TOKENS)
+            return told
+        return None
+
+    def _answer_of(self, rank: int) -> dict[str, Any] | None:
+        """Return the hello of a rank if it has answered this rank 0."""
+        told = self._hello_of(rank)
+        return self._understood(f"hello/{rank}", told, _HELLO) if told and told["answers"] == self.token else None
+
+    def _answer(self) -> bool | None:
+        """Answer the rank 0 that is found, unless that is done; return whether this did."""
+
+        def answer(store: dist.Store) -> bool | None:
+            with contextlib.suppress(GarbledError):
+                token = understand(store.get("hello/0"), _TOKENS)["token"] if store.check(["hello/0"]) else ""
+                if token and token != self._hello["answers"]:
+                    self._hello["answers"] = token
+                    store.set(f"hello/{self.rank}", json.dumps(self._hello))
+                    return True
+            return None
+
+        return self.store.ask(answer)
+
+    def _named(self) -> list[dict[str, Any]] | None:
+        """Return the hellos that rank 0 has gathered, if this one is among them."""
+        key = f"{self._hello['answers']}/hellos"
+        with contextlib.suppress(GarbledError):
+            told = self.store.get(key, [_TOKENS])
+            if told is not None and [hello["token"] for hello in told][self.rank : self.rank + 1] == [self.token]:
+                hellos: list[dict[str, Any]] = self._understood(key, told, _SHAPES["hellos"])
+                return hellos
+        return None
+
+    def _understood(self, key: str, value: Any, shape: Shape) -> Any:
+        """Return what a rank of this life has said."""
+        try:
+            return read_value(value, shape)
+        except GarbledError as error:
+            raise self._garbled(key, error) from None
+
+    def _take_back_hello(self) -> None:
+        """Take back this rank's hello, unless another process has left its own there since."""
+        said = json.dumps(self._hello)
+        self._ask(lambda: self.store.ask(lambda store: store.compare_set(f"hello/{self.rank}", said, _TAKEN_BACK)))
+
+    def _hello_here(self, rank: int) -> dict[str, Any] | None:
+        """Return the hello of a rank that waits for others; None if it has not come, as far as the store tells."""
+        told, first = self._hello_of(rank), self._hello if self.rank == 0 else self._hello_of(0)
+        if told is None or told["answers"] not in ("", first["token"] if first else ""):
+            return None
+        return None if self._has_ended(told) else told
+
+    def _here(self) -> dict[int, str]:
+        """Return the tokens of the ranks that wait for others."""
+        hellos = [self._hello_here(rank) for rank in range(self.size)]
+        return {rank: hello["token"] for rank, hello in enumerate(hellos) if hello is not None}
+
+    def _has_ended(self, hello: dict[str, Any]) -> bool:
+        """Whether the process that left a hello on this host has ended; False for other hosts, which can't be seen."""
+        with contextlib.suppress(GarbledError):
+            pid, started, _ = read_value(hello, _HELLO)["process"]
+            return hello["kernel"] == self._hello.get("kernel") and started not in (0, start_time(pid))
+        return False
+
+    # ---- what they say ---------------------------------------------------------------------------------------------
+
     def get(self, key: str, what: str) -> Any:
         """Wait for the value of a key and return it; a timeout names the ranks that did not come, or else `what`."""
         shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
+        try:
+            return self._wait(lambda: self.store.get(self._key(key), shape), what)
+        except GarbledError as error:
+            raise self._garbled(key, error) from None
+
+    def _wait(self, look: Callable[[], T | None], what: str) -> T:
+        """Wait until `look` finds something; a timeout names the ranks that did not come, or else `what`."""
         most_s = shared_pause(POLL_S, self.size)
         try:
             # Not Store.wait: it would not end when a rank fails, and TCPStore prints a warning whenever it times out.
-            said = wait_until(
-                lambda: self.store.get(key, shape), self.deadline, seldom=self.look, seldom_s=LOOK_S, most_s=most_s
-            )
+            found = wait_until(look, self.deadline, seldom=self.look, seldom_s=LOOK_S, most_s=most_s)
         except StoreGoneError as error:
             raise self._lost_store(error) from error
-        except GarbledError as error:
-            raise self._garbled(key, error) from None
-        if said is None:
+        if found is None:
             raise self._timed_out(what)
-        return said
+        return found
+
+    def _key(self, key: str) -> str:
+        return f"{self.life}/{key}" if self.life else key
 
     def _garbled(self, key: str, error: GarbledError) -> PhalanxError:
         """Return the error for a value that no rank would write; it names the rank to which the key belongs."""
@@ -137,8 +307,12 @@ class Meeting:
         )
 
     def set(self, key: str, value: Any) -> None:
+        text = json.dumps(value)
+        self._write(lambda store: store.set(self._key(key), text))
+
+    def _write(self, question: Callable[[dist.Store], Any]) -> None:
         try:
-            self.store.set(key, value, self.left_s)
+            self.store.ask(question, self.left_s)
         except StoreSilentError:
             raise self._timed_out("the job's store did not answer") from None
         except StoreGoneError as error:
@@ -146,7 +320,7 @@ class Meeting:
 
     def has(self, key: str) -> bool:
         try:
-            return self.store.has(key)
+            return self.store.has(self._key(key))
         except StoreSilentError:
             return False
         except StoreGoneError as error:
@@ -175,9 +349,9 @@ class Meeting:
         if self._has_parted:
             return
         self._has_parted = True
-        self._ask(lambda: self.store.set(f"parted/{self.rank}", "", STORE_S))
-        keys = [f"parted/{r}" for r in range(self.size)]
+        self._ask(lambda: self.store.set(f"{self.token}/parted", "", STORE_S))
         if self.me == 0:
+            keys = [f"{token}/parted" for token in self._tokens or (self._ask(self._here) or {}).values()]
             have_parted = functools.partial(self._ask, lambda: self.store.has(*keys))
             wait_until(lambda: self.store.is_gone or have_parted() or None, time.monotonic() + PART_S)
 
@@ -210,19 +384,25 @@ class Meeting:
         finally:
             for fd in spare:
                 os.close(fd)
+            if self._hello and not self.life:
+                self._take_back_hello()
             self.store.close()
             if self._has_said_where:
                 _core.say_where("")
+            self._waits.close(self.me)
 
     def look(self) -> None:
         """Raise the error that keeps another rank from joining, or RankFailed if a rank of this host has died."""
-        try:
-            told = self._ask(lambda: self.store.get("failed", _SHAPES["failed"]))
-        except GarbledError as error:
-            raise self._garbled("failed", error) from None
-        if told is not None:
-            self.part()
-            raise error_of(replace(told, rank=self.me))
+        if self._hello and self.rank and not self.life:
+            self._ask(self._answer)  # the rank 0 that it has answered may have ended long ago
+        for token in dict.fromkeys((self.token, self.life or self.token)):
+            try:
+                told = self._ask(functools.partial(self.store.get, f"{token}/failed", _SHAPES["failed"]))
+            except GarbledError as error:
+                raise self._garbled("failed", error) from None
+            if told is not None:
+                self.part()
+                raise error_of(replace(told, rank=self.me))
         for rank, watch in self.watches.items():
             if not watch.dead:
                 continue
@@ -241,10 +421,12 @@ class Meeting:
             self._has_said_where = True
             _core.say_where(self._call())
         waited_s = time.monotonic() - self._begin_s
+        if waited_s > min(TELL_S, self.stall_s / 2):
+            self._waits.say(self.me, self._call(), self.name, self.global_ranks)
         if not self.stall_s or waited_s < report_due_s(self._num_reports, self.stall_s):
             return
         self._num_reports += 1
-        standings = tuple(Standing(rank=rank, has_joined=False) for rank in self._absent())
+        standings = tuple(self._waits.standing(rank, self.name, self.me) for rank in self._absent())
         if not standings:
             return
         ranks = [standing.rank for standing in standings]
@@ -258,9 +440,14 @@ class Meeting:
 
     def _look_for_gloo(self) -> None:
         """Raise if a rank that has not said hello waits in Gloo itself, which leaves its address in the store."""
-        keys = [(f"hello/{r}", f"0/{r}") for r in range(self.size)]
-        came = self._ask(lambda: self.store.ask(lambda store: [(store.check([a]), store.check([b])) for a, b in keys]))
-        ranks = [g for g, (hello, gloo) in zip(self.global_ranks, came or [], strict=bool(came)) if gloo and not hello]
+        if self.life:
+            return
+        keys = [f"0/{r}" for r in range(self.size)]
+        has_gloos = self._ask(lambda: self.store.ask(lambda store: [store.check([key]) for key in keys]))
+        if not has_gloos or has_gloos[self.rank]:  # of an earlier group of Gloo's, as this rank is not in Gloo
+            return
+        here = self._ask(self._here)
+        ranks = [g for r, g in enumerate(self.global_ranks) if has_gloos[r] and here is not None and r not in here]
         if ranks:
             waits = "wait" if len(ranks) > 1 else "waits"
             cause = self.failure(
@@ -274,14 +461,16 @@ class Meeting:
             raise error_of(cause)
 
     def _look_at_launch(self) -> None:
-        """Raise RankFailed if the launcher has noted the end of a rank that has not said hello."""
-        launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
-        num_ranks = dist.get_world_size() if dist.is_initialized() else self.size
-        if launch is None or not (_env.is_rank() and launch.is_world(self.me, num_ranks)):
-            return
-        for end in launch.ended():
-            rank = self.global_ranks.index(end.rank) if end.rank in self.global_ranks else -1
-            if rank < 0 or self._ask(functools.partial(self.store.has, f"hello/{rank}")) is not False:
+        """Raise RankFailed if the launcher has noted the end of a rank that has not said hello.
+
+        Only of a process that is known to be a member: others may have come to this group from elsewhere, and number
+        themselves as they like.
+        """
+        launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, "")) if self.pids else None
+        for end in launch.ended() if launch is not None else []:
+            is_member = end.rank in self.global_ranks and self.pids.get(end.rank) == end.pid
+            rank = self.global_ranks.index(end.rank) if is_member else -1
+            if rank < 0 or self._ask(functools.partial(self._hello_here, rank)) is not None:
                 continue
             if rank in self._suspects:
                 dead = (Peer(rank=end.rank, pid=end.pid),)
@@ -302,9 +491,27 @@ class Meeting:
         return error_of(cause)
 
     def _tell(self, cause: Failure) -> None:
-        if self._ask(lambda: self.store.has("failed")) is False:
-            self._ask(lambda: self.store.set("failed", cause.to_facts(), STORE_S))
+        if self._has_parted:
+            return
+        if not self.life:
+            self._tell_each(cause)
+        elif self._ask(lambda: self.store.has(f"{self.life}/failed")) is False:
+            self._ask(lambda: self.store.set(f"{self.life}/failed", cause.to_facts(), STORE_S))
         self.part()
+
+    def _tell_each(self, cause: Failure) -> None:
+        """Tell each rank that is here or comes in a moment: there is no key yet that all of this life read."""
+        told: set[str] = set()
+        awaited = set(self.global_ranks) - {self.me, *(peer.rank for peer in cause.culprits)}
+
+        def tell() -> bool | None:
+            here = self._here()
+            for token in set(here.values()) - told - {self.token}:
+                self.store.set(f"{token}/failed", cause.to_facts(), STORE_S)
+                told.add(token)
+            return awaited <= {self.global_ranks[rank] for rank in here} or self.store.is_gone or None
+
+        self._ask(lambda: wait_until(tell, time.monotonic() + PART_S))
 
     def _timed_out(self, what: str) -> PhalanxError:
         ranks = self._absent()
@@ -314,7 +521,11 @@ class Meeting:
 
     def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:
         """Return the error for a rank that has waited in vain."""
-        return error_of(self.failure("not_met", ranks, site=call_site(), detail=what, timeout_s=self.timeout_s))
+        standings = (self._waits.standing(rank, self.name, self.me) for rank in ranks)
+        elsewhere = tuple(stand for stand in standings if stand.waits_in)
+        return error_of(
+            self.failure("not_met", ranks, site=call_site(), detail=what, timeout_s=self.timeout_s, standings=elsewhere)
+        )
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone; raise RankFailed if its server is seen dead within a moment."""
@@ -330,8 +541,10 @@ class Meeting:
 
     def _absent(self) -> tuple[int, ...]:
         """Return the ranks that have not said hello; none if the store does not answer."""
-        came = self._ask(lambda: self.store.ask(lambda store: [store.check([f"hello/{r}"]) for r in range(self.size)]))
-        return tuple(rank for rank, is_here in zip(self.global_ranks, came or [], strict=bool(came)) if not is_here)
+        if self.life:
+            return ()
+        here = self._ask(self._here)
+        return tuple(rank for r, rank in enumerate(self.global_ranks) if here is not None and r not in here)
 
 
 def _cause(error: BaseException, meeting: Meeting) -> Failure:

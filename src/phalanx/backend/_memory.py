@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from phalanx import _core
+from phalanx._errors import ArgumentError
 from phalanx._tensors import is_expanded, span_bytes
 from phalanx.backend._members import Ranks
 from phalanx.record.sites import call_site
@@ -21,11 +22,11 @@ Tensors = list[torch.Tensor]
 Addresses = list[int]
 
 
-class NotPlain(TypeError):
+class NotPlain(TypeError, RuntimeError):
     """The tensor has no memory of its own; torch's dispatcher may be able to unwrap it."""
 
 
-class OtherDevice(ValueError):
+class OtherDevice(ArgumentError):
     """The tensor lies on another device, for which the group may have another backend; carries the device's `type`."""
 
     def __init__(self, message: str, type: str = "") -> None:
@@ -128,7 +129,7 @@ class Buffers:
         self, tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
         if is_expanded(tensor):
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.where()} can't write to a tensor of shape {list(tensor.shape)} and strides "
                 f"{list(tensor.stride())}: more than one of its elements refers to a single memory location; "
                 "pass tensor.clone()"

@@ -15,7 +15,7 @@ from torch.distributed import Store
 from phalanx._errors import Failure
 from phalanx._errors.facts import MadeCall
 from phalanx._store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, fits, understand
-from phalanx.backend._deadlines import CONNECT_S, GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, TABLE_S
+from phalanx.backend._deadlines import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, RECONNECT_S, TABLE_S
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._members import Members
 
@@ -188,7 +188,7 @@ def _own_connection(store: Store) -> JsonStore:
     """
     shared = JsonStore(store)
     try:
-        return JsonStore(shared.ask(lambda store: store.clone(), CONNECT_S))
+        return JsonStore(shared.ask(lambda store: store.clone(), RECONNECT_S))
     except StoreGoneError:  # or this kind of store has none
         return JsonStore(store)
     except StoreSilentError:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from phalanx import _core, _env
-from phalanx._errors import CollectiveTimeout, GroupUnusable, PhalanxError
+from phalanx._errors import ArgumentError, CollectiveTimeout, GroupUnusable, PhalanxError
 from phalanx._launched import note_progress
 from phalanx._torch import is_profiling  # by name: finding it costs half of what asking does
 from phalanx.backend._arguments import Arguments
@@ -40,12 +40,14 @@ class Operations(Collectives):
         segment: Shared memory in which the group lives, kept while it is used.
         name: Name of the group in messages.
         ranks: Ranks of the group.
+        timeout: Deadline of operations that name none; `set_timeout` changes it.
     """
 
-    def __init__(self, core: _core.Group, segment: _core.Segment, name: str, ranks: Ranks) -> None:
+    def __init__(self, core: _core.Group, segment: _core.Segment, name: str, ranks: Ranks, timeout: timedelta) -> None:
         super().__init__(core, ranks)
         self._segment: _core.Segment | None = segment
         self._name = name
+        self.timeout = timeout
         self.has_messages: bool = False  # whether this rank has sent or received any
         self.start_coalescing = self._flight.start_coalescing
         self.end_coalescing = self._flight.end_coalescing
@@ -93,7 +95,7 @@ class Operations(Collectives):
         for i, mine in enumerate(targets):
             others = [t for j in range(len(targets)) if j != i for t in (*targets[j], *sources[j])]
             if any(do_overlap([t], others) for t in mine):
-                raise ValueError(
+                raise ArgumentError(
                     f"{given.where()}: an output of coalesced operation {i} overlaps a tensor of another one, and "
                     "their order is not defined; pass tensors that do not overlap"
                 )
@@ -113,7 +115,7 @@ class Operations(Collectives):
     ) -> PhalanxWork | None:
         """Run an operation for each pair of an output and an input."""
         if len(outputs) != len(inputs):
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.arguments(op).where()} takes as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
             )
         self._require_apart(op, [[t] for t in outputs], [[t] for t in inputs])
@@ -123,12 +125,10 @@ class Operations(Collectives):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> PhalanxWork | None:
         return self._pairs("reduce_scatter", self.reduce_scatter_single, outputs, inputs, opts)
 
-    def average_coalesced(
-        self, tensors: Tensors, marks: torch.Tensor, timeout: timedelta, *, with_squares: bool
-    ) -> float:
+    def average_coalesced(self, tensors: Tensors, marks: torch.Tensor, *, with_squares: bool) -> float:
         """Replace `tensors` and `marks` by their means over the ranks, where they lie; blocks. See PhalanxGroup."""
         if not is_profiling():
-            done = self._core.average_plain(tensors, marks, with_squares, timeout)
+            done = self._core.average_plain(tensors, marks, with_squares, UNSET)
             if done is not None:
                 squares, self.average_waited_s = done
                 return squares
@@ -148,7 +148,7 @@ class Operations(Collectives):
             addresses = addresses_of(buffers)
             counts = [buffer.numel() for buffer in buffers]
             call = Call("all_reduce", *DTYPE_CODES[dtype], sum(counts), **reduction)
-            done = self._core.all_reduce_pieces(call, addresses, addresses, counts, num_squared, timeout)
+            done = self._core.all_reduce_pieces(call, addresses, addresses, counts, num_squared, UNSET)
             squares, waited_s = squares + done[0], waited_s + done[1]
         given.settle()
         if close is not None:
@@ -159,17 +159,18 @@ class Operations(Collectives):
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
         """Block until every rank has come. Rank 0 names those that did not: the first, or all if `wait_all_ranks`."""
         me = self.ranks.global_ranks[self._rank]
-        timeout_ms = int(opts.timeout.total_seconds() * 1000)
-        if _WRAPPED < opts.timeout < timedelta(0) and opts.timeout != UNSET:
-            raise ValueError(
+        timeout = self.timeout if opts.timeout == UNSET else opts.timeout
+        timeout_ms = int(timeout.total_seconds() * 1000)
+        if _WRAPPED < timeout < timedelta(0):
+            raise ArgumentError(
                 f"{self.arguments('monitored_barrier').where()}: timeout must be at least 0 s, got "
-                f"{opts.timeout.total_seconds():g} s; leave it out for the group's"
+                f"{timeout.total_seconds():g} s; leave it out for the group's"
             )
         if timeout_ms == 0:
             self._core.abort("monitored_barrier was given no time")
             raise CollectiveTimeout(f"Rank {me} timed out in monitoredBarrier after 0 ms", op="monitored_barrier")
         try:
-            self._core.run(Call("barrier"), [], [], opts.timeout, None)
+            self._core.run(Call("barrier"), [], [], timeout, None)
         except GroupUnusable:
             raise  # no rank is missing
         except PhalanxError as error:
@@ -235,7 +236,8 @@ class Operations(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of operations that name none."""
-        self._core.set_timeout(timeout.total_seconds())
+        self._core.set_timeout(timeout.total_seconds())  # first, because it checks the value
+        self.timeout = timeout
 
     def note_progress(self) -> None:
         """Tell the launcher that a restart may be worthwhile, if this rank got beyond the beginning of a training."""

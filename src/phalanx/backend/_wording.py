@@ -16,6 +16,7 @@ from phalanx.backend._answer import answer_to, ask_about, is_first
 from phalanx.debugging import HELD_BY
 from phalanx.record import writer
 from phalanx.record.box import FAILED
+from phalanx.record.sites import IN_THREAD
 
 _ORDER = "ake every rank of the group call the same collectives in the same order."
 _FEWER_CALLS = (
@@ -26,6 +27,14 @@ _LATER = "Pass a larger timeout to init_process_group if that is slow but right.
 _BREAK = (
     "Have one of them make the matching call first, or start all messages before any wait: "
     "batch_isend_irecv, or isend and irecv."
+)
+_OF_A_THREAD = (
+    "A thread that runs no line of the script has called here, while others use the group: two threads that share a "
+    "group mix their calls. Give each a group of its own: new_group()."
+)
+_OTHER_GROUPS = (
+    "These ranks wait in groups of different names, which never meet. Make all groups in the same order on every rank; "
+    "every rank calls new_group for each of them, members or not."
 )
 _TRANSMIT_ALIKE = "Make input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."
 _LISTS_ALIKE = "Give every rank a list of the same sizes."
@@ -137,14 +146,15 @@ def _standings(failure: Failure) -> list[str]:
 def _stuck(failure: Failure) -> list[str]:
     """Return a line for each rank that is waited for, or for each rank of the circle in which they wait."""
     if not failure.circle:
-        return _standings(failure)
+        is_apart = any(stand.is_apart for stand in failure.standings)
+        return [*_standings(failure), *([_OTHER_GROUPS] if is_apart else [])]
     lines = [f"  {describe(one)} waits for rank {one.awaits} in {one.where or 'a call'}" for one in failure.circle]
     return ["This is a deadlock: each of these ranks waits for the next.", *lines, _BREAK]
 
 
 def _stands(stand: Standing, seq: int) -> str:
     if not stand.has_joined:
-        return "has not joined"
+        return f"has not joined: it waits in {stand.waits_in}" if stand.waits_in else "has not joined"
     if stand.waits_in.startswith(HELD_BY):
         return f"is held by {stand.waits_in}"
     if stand.waits_in:
@@ -199,7 +209,8 @@ def _calls_differ(failure: Failure) -> str:
         told = f"as rank {(failure.by or Peer(rank=failure.rank)).rank} reports; see its message"
         return f": the ranks of this group made calls that do not fit together, {told}"
     what, advice = _difference([call for call in failure.calls if call.op])
-    return "\n".join([f": the ranks of this group {what}", *_table(failure), advice])
+    threads = [_OF_A_THREAD] if any(IN_THREAD in call.site for call in failure.calls) else []
+    return "\n".join([f": the ranks of this group {what}", *_table(failure), *threads, advice])
 
 
 def _table(failure: Failure) -> list[str]:
@@ -328,7 +339,7 @@ def _not_met(failure: Failure) -> str:
         advice = "Call new_group on every rank, in the same order; look for one under a condition (if rank == 0)."
     else:
         advice = "Start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method)."
-    return f": {failure.detail} within the timeout. {advice}"
+    return "\n".join([f": {failure.detail} within the timeout. {advice}", *_stuck(failure)])
 
 
 def _aborted(failure: Failure) -> str:

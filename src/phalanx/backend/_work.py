@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import itertools
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.distributed import Work
 
 from phalanx import _core
-from phalanx._errors import hand_over
+from phalanx._errors import ArgumentError, hand_over
 
 _MOMENT_S = 0.001
+_SETTLE_S = 1.0
 
 
 class Completer:
@@ -44,7 +48,6 @@ class Completer:
         self._works[number] = work
         if not self._threads:  # two callers may both get here: a surplus thread ends after its first work
             self._start_thread()
-            atexit.register(self.close)
         handle.notify(self._queue, number)
 
     @property
@@ -58,12 +61,21 @@ class Completer:
             self._works.popitem()[1].fulfil()
 
     def close(self) -> None:
-        """End the threads, because no group is left or the interpreter is ending."""
+        """End the threads, because no group is left."""
         self._queue.close()
         for thread in list(self._threads):
             if thread is not threading.current_thread():  # a callback may destroy the last group
                 thread.join(timeout=1)
-        atexit.unregister(self.close)
+
+    def settle(self) -> None:
+        """Wait briefly until the callbacks of finished operations have run; the threads go on."""
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline and not self._is_settled:
+            time.sleep(_MOMENT_S)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._num_idle == len(self._threads) and not any(work.over for work in list(self._works.values()))
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name="phalanx-futures", daemon=True)
@@ -77,7 +89,8 @@ class Completer:
             with self._lock:
                 self._num_idle -= 1
                 if self._num_idle == 0:
-                    self._start_thread()
+                    with contextlib.suppress(RuntimeError):  # from 3.12 on none can be started while Python ends
+                        self._start_thread()
             work = self._works.pop(number, None)
             if work is not None:  # else `fulfil_all` was first
                 work.fulfil()
@@ -100,6 +113,11 @@ def end_threads() -> None:
         former, _completer = _completer, Completer()
         former.close()
         former.fulfil_all()
+
+
+def settle_futures() -> None:
+    """Give the callbacks of finished operations their chance, because the interpreter is about to end."""
+    _completer.settle()
 
 
 _left_in_parent: list[Completer] = []
@@ -222,7 +240,7 @@ class PhalanxWork(Work):
             return True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if seconds < 0:
-            raise ValueError(f"timeout must be at least 0 s (0: forever), got {seconds:g} s")
+            raise ArgumentError(f"timeout must be at least 0 s (0: forever), got {seconds:g} s")
         if wait is None:
             if (error := self.exception()) is not None:
                 raise error
@@ -266,6 +284,12 @@ class PhalanxWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the future of the result, a list of tensors; waiting for it raises a failure as RuntimeError."""
+        future = self._future()
+        if self._result and self._result[0].dtype is torch.float16 and _is_native(sys._getframe().f_back):
+            return _typed()(future, self._result)
+        return future
+
+    def _future(self) -> torch.futures.Future[Any]:
         if not self.over:
             self._handle.require_reachable()
         if "_futures" in self.__dict__:
@@ -295,6 +319,30 @@ class PhalanxWork(Work):
             raise hand_over(error)
         self._finish()
         return self._result
+
+
+def _is_native(caller: FrameType | None) -> bool:
+    """Whether C++ called a method of ours that was named get_future, and not the Python code of this frame."""
+    return caller is None or "get_future" not in caller.f_code.co_names
+
+
+@functools.cache
+def _typed() -> Any:
+    """Return a function that makes, of a future and a list of tensors, a future whose value is that list in C++ too.
+
+    What Python puts into a future is a Python object to C++. Only torch's built-in FP16 hook refuses that, and a future
+    that TorchScript makes costs ten times as much: nobody else gets one.
+    """
+    return torch.jit.CompilationUnit(
+        """
+def result(over: Future[Tensor], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(over)
+    return tensors
+
+def typed(over: Future[Tensor], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(result, over, tensors)
+"""
+    ).typed
 
 
 def finished(result: list[torch.Tensor]) -> PhalanxWork:

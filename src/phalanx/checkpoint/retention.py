@@ -77,7 +77,7 @@ def prune(
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
         keep_last: Number of newest checkpoints to keep, at least 1.
         keep_every: Number whose multiples are steps to keep, too; None: no others.
-        keep_best: Number of checkpoints with the best metric to keep, too; None: no others.
+        keep_best: Number of checkpoints with the best metric to keep, too, of equal ones the earliest; None: no others.
         best_is_least: Whether the smallest metric is the best, as with a loss; otherwise the largest is.
 
     Raises:
@@ -109,9 +109,9 @@ def remove_old(
     if keep_best is not None:
         sign = -1 if best_is_least else 1
         ranked = [
-            (sign * c.metric, c.step) for c in found if c.metric is not None and c.metric == c.metric
+            (sign * c.metric, -c.step) for c in found if c.metric is not None and c.metric == c.metric
         ]  # not a NaN
-        kept |= {step for _, step in sorted(ranked)[-keep_best:]}
+        kept |= {-negative for _, negative in sorted(ranked)[-keep_best:]}
     doomed = [checkpoint.step for checkpoint in found if checkpoint.step not in kept]
     folders.remove(folders.find(folder), doomed)
     return doomed

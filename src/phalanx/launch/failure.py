@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
+from phalanx._last_words import owner_of
 from phalanx._text import named, shortened
-from phalanx.launch.folding import COLUMNS, ROWS, fold, num_rows
+from phalanx.launch.folding import COLUMNS, ROWS, fold, num_rows, short_path
 from phalanx.launch.hints import explanation_for, hint_for
 from phalanx.launch.outcome import Outcome, RankError, alike, find_culprit, signal_name
 from phalanx.launch.tracebacks import find_last_block
@@ -66,23 +68,23 @@ def _in_brief(outcome: Outcome, culprit: Outcome) -> str:
 # ---------------------------------------------------------------- as an exception
 
 
-def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, folds: bool = False) -> RankError:
+def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, max_rows: int = _MAX_ROWS) -> RankError:
     """Return the error that names the cause and, in a line for all that ended alike, what became of the others.
 
     Args:
         outcomes: Outcomes of all ranks, at least one of which has failed.
         timeout_s: Time limit of the ranks, for the line that names ranks that hung.
-        folds: Whether only the user's frames of the traceback are shown; `RankError.traceback` has all.
+        max_rows: Number of rows of the user's frames and the message; `RankError.traceback` has all frames.
     """
     culprit = find_culprit(outcomes)
     assert culprit is not None
-    lines = [f"{culprit} [world_size {len(outcomes)}]"]
+    lines = [f"{headline(culprit)} [world_size {len(outcomes)}]"]
     if hung := [outcome for outcome in outcomes if outcome.hung]:
         ranks = [outcome.rank for outcome in hung]
         lines.append(f"  limit {timeout_s:g} s passed or a peer failed; hung: ranks {ranks}")
     lines += [f"  {line}" for line in _others(culprit, outcomes)]
-    if folds and culprit.error is not None:
-        lines += _folded(culprit)
+    if culprit.error is not None:
+        lines += folded(culprit, max_rows)
         if hint := hint_for(culprit, outcomes):
             lines.append(f"  hint: {hint}{explanation_for(culprit)}")
     else:
@@ -92,12 +94,32 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, f
     return RankError("\n".join(lines), culprit, outcomes)
 
 
-def _folded(culprit: Outcome) -> list[str]:
+def headline(culprit: Outcome) -> str:
+    """Return who ended how; after an exception also where in the user's code, and that line if it says nothing else."""
+    words = culprit.last_words
+    path, _, number = words.site.rpartition(":")
+    if culprit.error is None or not path or owner_of(path):
+        return str(culprit)
+    said = str(culprit)
+    if not words.message and (source := _source_at(words.lines, path, number)):
+        said += f": {source}"
+    place = f"{short_path(path)}:{number}"
+    return said if f"at {place}" in said else f"{said}, at {place}"
+
+
+def _source_at(lines: Sequence[str], path: str, number: str) -> str:
+    """Return the source line that a traceback shows below a frame; empty if it shows none."""
+    frame = f'File "{path}", line {number},'
+    after = [below.strip() for line, below in itertools.pairwise(lines) if line.strip().startswith(frame)]
+    return after[-1] if after and not after[-1].startswith("File ") else ""
+
+
+def folded(culprit: Outcome, max_rows: int) -> list[str]:
     """Return the user's frames and the message, but for its first line, which the headline has."""
     block = find_last_block(culprit.last_words.lines)
     if block is None:
         return []
-    shown = fold(block.lines, _MAX_ROWS)
+    shown = fold(block.lines, max_rows)
     heads = [n for n, line in enumerate(shown) if line.startswith(f"{block.kind}:") or line == block.kind]
     number = heads[-1] if heads else 0  # of several in a chain the last was raised
     return [*shown[:number], *(f"  {line}" for line in shown[number + 1 :])]

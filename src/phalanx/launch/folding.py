@@ -63,7 +63,7 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
             depth, owner = len(found[1]), owner_of(found[2])
             is_own = not owner or (is_command and found[2] == _COMMAND)
             has_carets = found[4] is None  # those of a SyntaxError say where it is
-            where = f'{found[1]}File "{_short(found[2])}", line {found[3]}{found[4] or ""}'
+            where = f'{found[1]}File "{short_path(found[2])}", line {found[3]}{found[4] or ""}'
             if is_own:
                 num_own += 1
                 shown.append(where)
@@ -90,7 +90,7 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _short(path: str) -> str:
+def short_path(path: str) -> str:
     """Return the path from here if it is below."""
     try:
         return path.removeprefix(os.path.join(os.getcwd(), ""))

@@ -35,6 +35,7 @@ class Outcome:
         last_words: Exception that ended the rank, or what it wrote last; after a hang, the stacks of all threads.
         hung: Whether the rank was killed because it had not ended at the time limit.
         ended_by_us: Whether the rank was told to end, so that it is not the cause.
+        skipped: Whether the rank skipped the test or expected its failure, so that it is not the cause.
         folder: Folder of its logs.
         host: Host on which it ran; empty: this one.
         when_s: Time of the failure on the machine's monotonic clock.
@@ -53,6 +54,7 @@ class Outcome:
     last_words: LastWords = dataclasses.field(default_factory=LastWords)
     hung: bool = False
     ended_by_us: bool = False
+    skipped: bool = False
     folder: str = ""
     host: str = ""
     when_s: float = 0.0
@@ -64,7 +66,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        return not self.ok and not self.ended_by_us
+        return not (self.ok or self.ended_by_us or self.skipped)
 
     @property
     def name(self) -> str:
@@ -139,7 +141,7 @@ class Outcome:
         if self.exitcode is not None and self.exitcode < 0:
             return f"was killed by {signal_name(-self.exitcode)}"
         if self.raised and message:
-            return f"raised {self.raised}: {self.last_words.message}"
+            return f"raised {self.raised}" + (f": {self.last_words.message}" if self.last_words.message else "")
         if self.exitcode == 0:
             return "ended without a result: by os._exit(0), or its descriptors were closed"
         by = f"raised {self.raised} and " if self.raised else ""

@@ -178,7 +178,7 @@ class SpawnContext:
                 "phalanx.spawn is called while a rank imports the script; right:\n"
                 '    if __name__ == "__main__":\n        phalanx.spawn(fn, nprocs=2)'
             )
-        return first_true_failure(self._workers.outcomes, folds=True)
+        return first_true_failure(self._workers.outcomes)
 
     def _finish(self) -> None:
         """Wait for ranks that nobody has joined, as multiprocessing does when the interpreter ends."""

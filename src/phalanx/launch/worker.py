@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing import connection, forkserver, reduction
-from typing import Any
+from typing import Any, NoReturn
 
 from phalanx import _env, _replace
 from phalanx._last_words import LastWords
@@ -162,30 +162,45 @@ def worker_main(
 
         torch.set_num_threads(assignment.num_threads)
         function, args = pickle.loads(assignment.call)
-        answer = dumps(("returned", _call(load_function(function), rank, args)))
+        answer = _answer(_call(load_function(function), rank, args))
     except BaseException as error:
         _report(pipe, error)
         code = error.code if isinstance(error, SystemExit) else 1
         # Not by the interpreter's end: a broken group could hang there and hide the failure.
         _leave(code if isinstance(code, int) else 1)
+    if isinstance(answer, Exception):
+        _report(pipe, answer)
+        _leave(1)
     with contextlib.suppress(OSError):  # nobody waits for it any more
         pipe.send_bytes(answer)
     # multiprocessing now ends this process as any other, with its finalizers.
 
 
-def call(fn: Callable[..., Any], form: str, *args: Any) -> Any:
+def _answer(value: Any) -> bytes | Exception:
+    """Return the message that hands over a rank's result, or the error that there can't be one."""
+    try:
+        return dumps(("returned", value))
+    except Exception as error:
+        return TypeError(
+            f"its result, of type {type(value).__name__}, can't be sent back: {error}; return what can be pickled, "
+            "such as numbers, strings, tensors, and lists or dictionaries of these"
+        )
+
+
+def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any:
     """Return what the user's function returns.
 
     Args:
         form: Arguments as the user knows them, such as ``rank, *args``, for the error if the function takes others.
     """
     try:
-        return fn(*args)
+        return fn(*args, **kwargs)
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from within the function
             raise
         name = getattr(fn, "__name__", type(fn).__name__)
-        given = ", ".join(shortened(reprlib.repr(arg)) for arg in args)
+        named = (f"{key}={shortened(reprlib.repr(value))}" for key, value in kwargs.items())
+        given = ", ".join([*(shortened(reprlib.repr(arg)) for arg in args), *named])
         raise TypeError(f"{error}; it is called as {name}({form}), here {name}({given})") from None
 
 
@@ -240,17 +255,16 @@ def _report(pipe: connection.Connection, error: BaseException) -> None:
     from phalanx.record import writer  # loads the core, which the parent of ranks may do without
 
     writer.note(words.note)
+    stand_in = RuntimeError(f"{type(error).__name__}: {error}")
     try:
-        message = dumps(("raised", error, words, when_s))
-        pickle.loads(message)
-    except Exception:  # an exception may pickle and still not come back
-        stand_in = RuntimeError(f"{type(error).__name__}: {error}")
-        message = pickle.dumps(("raised", stand_in, words, when_s))
+        raised = dumps(error)
+    except Exception:
+        raised = b""
     with contextlib.suppress(OSError):
-        pipe.send_bytes(message)
+        pipe.send_bytes(pickle.dumps(("raised", raised, stand_in, words, when_s)))
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

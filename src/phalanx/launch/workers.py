@@ -270,13 +270,19 @@ class Handle:
         except Exception as error:  # what a rank has sent does not come back: its failure
             ours = TypeError(f"its result can't be unpickled here: {error}")
             ours.__cause__ = error
-            message = ("raised", ours, LastWords.of_error(ours), time.monotonic())
+            self.outcome.error, self.outcome.when_s = ours, time.monotonic()
+            self.outcome.last_words = LastWords.of_error(ours)
+            return
         if message[0] == "reached":
             self.points[message[1]] = message[2]
         elif message[0] == "returned":
             self.outcome.value, self._has_returned = message[1], True
         else:
-            _, self.outcome.error, self.outcome.last_words, self.outcome.when_s = message
+            _, raised, self.outcome.error, self.outcome.last_words, self.outcome.when_s = message
+            with contextlib.suppress(
+                Exception
+            ):  # an exception may pickle and still not come back: another stands for it
+                self.outcome.error = pickle.loads(raised)
 
     def close(self) -> None:
         self._pipe.close()

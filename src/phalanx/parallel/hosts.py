@@ -74,7 +74,8 @@ def host_groups(
         >>> groups = phalanx.host_groups()
         >>> dist.all_reduce(torch.ones(3), group=groups.host)
     """
-    world = RankGroup(group_or_world(None, "host_groups"))
+    whole = group_or_world(None, "host_groups")
+    world, timeout = RankGroup(whole), getattr(whole, "timeout", None)  # None: torch's own
     rank, world_size = world.rank, world.world_size
     names = world.gather(_this_host() if name is None else f"named {name}")
     hosts = [[r for r in range(world_size) if names[r] == host] for host in dict.fromkeys(names)]
@@ -82,10 +83,10 @@ def host_groups(
     rails = [[ranks[rail] for ranks in hosts] for rail in range(num_rails)]
     # Every rank of the world makes each group, those outside as well, in the same order.
     by_host: list[Any] = [
-        dist.new_group(ranks, backend=host_backend, group_desc=f"host {i}") for i, ranks in enumerate(hosts)
+        dist.new_group(ranks, timeout, host_backend, group_desc=f"host {i}") for i, ranks in enumerate(hosts)
     ]
     by_rail: list[Any] = [
-        dist.new_group(ranks, backend=across_backend, group_desc=f"rail {i}") for i, ranks in enumerate(rails)
+        dist.new_group(ranks, timeout, across_backend, group_desc=f"rail {i}") for i, ranks in enumerate(rails)
     ]
     [host] = [group for group, ranks in zip(by_host, hosts, strict=True) if rank in ranks]
     across = [group for group, ranks in zip(by_rail, rails, strict=True) if rank in ranks]

@@ -58,7 +58,8 @@ class Reducer:
 
     Attributes:
         loop: Recorder of the passes, for the black box.
-        trained: Parameters that require a gradient.
+        averaged: Parameters whose gradients it averages: those that require one; and, in the first averaged pass after
+            they were frozen, those that did, because they may hold what this rank has accumulated.
 
     Raises:
         ValueError: A parameter has an optimizer that steps within backward.
@@ -83,25 +84,29 @@ class Reducer:
         self._averaging_s = self._waiting_s = 0.0
         self._division: Division | None = None
         self._buckets: list[Bucket] = []
-        self._handles: list[Any] = []
+        self._may_hold: set[nn.Parameter] = set()  # trained at any time since gradients were averaged
+        self._must_build = False
+        self._handles: dict[nn.Parameter, Any] = {}
         weakref.finalize(self, _remove_all, self._handles).atexit = False
         self._build()
 
     def _build(self) -> None:
-        """Make buckets for the parameters that are trained now, and hang a hook on each."""
+        """Make buckets for the parameters that may have a gradient to average, and hang a hook on each."""
         parameters = dict(self._replica.parameters())
         self._parameters = list(parameters.values())
         self._is_trained = [p.requires_grad for p in self._parameters]
-        self._names = {p: name for name, p in parameters.items() if p.requires_grad}
-        self.trained: list[nn.Parameter] = list(self._names)
-        if any(hasattr(p, _torch.MARK_STEPS_IN_BACKWARD) for p in self.trained):
+        self._may_hold.update(p for p in self._parameters if p.requires_grad)
+        self._must_build = False
+        self._names = {p: name for name, p in parameters.items() if p in self._may_hold}
+        self.averaged: list[nn.Parameter] = list(self._names)
+        if any(hasattr(p, _torch.MARK_STEPS_IN_BACKWARD) for p in self.averaged):
             raise ValueError(
                 f"rank {dist.get_rank()}: DistributedDataParallel: a parameter has an optimizer that steps within "
                 "backward, before gradients are averaged; call optimizer.step() after backward() instead"
             )
         accumulated = self._names.keys() & {p for bucket in self._buckets for p in bucket.used}
         self._buckets = make_buckets(
-            self.trained,
+            self.averaged,
             self._replica.group,
             self._bucket_cap_mb,
             sparse=self._replica.sparse_parameters(),
@@ -114,14 +119,17 @@ class Reducer:
             self._bucket_of[parameter].used.add(parameter)
         self._expected: dict[nn.Parameter, int] = {}  # how often its gradient arrived in the backward pass before
         self._pass = _Pass()
-        _remove_all(self._handles)
+        for parameter in self._handles.keys() - self._names.keys():
+            self._handles.pop(parameter).remove()
         this = weakref.ref(self)  # a hook must not keep the reducer alive
 
         def on_gradient(parameter: Tensor) -> None:
             if (reducer := this()) is not None:
                 reducer._on_gradient(parameter)
 
-        self._handles += [p.register_post_accumulate_grad_hook(on_gradient) for p in self.trained]
+        for parameter in self.averaged:
+            if parameter not in self._handles:
+                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(on_gradient)
 
     # ---- before a pass ---------------------------------------------------------------------------------------------
 
@@ -131,8 +139,15 @@ class Reducer:
 
     def follow_freezing(self) -> None:
         """Make the buckets anew if a parameter was frozen or unfrozen."""
-        if [p.requires_grad for p in self._parameters] != self._is_trained:
+        if self._must_build or [p.requires_grad for p in self._parameters] != self._is_trained:
             self._build()
+
+    def _let_frozen_go(self) -> None:
+        """Average no longer what was frozen before this pass: it holds nothing more of this rank alone."""
+        if len(self.averaged) > sum(self._is_trained):
+            trained = zip(self._parameters, self._is_trained, strict=True)
+            self._may_hold = {p for p, is_trained in trained if is_trained}
+            self._must_build = True
 
     def use_comm_hook(self, comm_hook: BoundHook) -> None:
         """Have `comm_hook` average the buckets from now on."""
@@ -248,8 +263,9 @@ class Reducer:
             if bucket.overlaps:
                 self._expected.update((p, num_arrived.get(p, 1)) for p in bucket.parameters)
             if len(bucket.used) < len(bucket.parameters):
-                unused += [p for p in bucket.parameters if p not in bucket.used]
+                unused += [p for p in bucket.parameters if p.requires_grad and p not in bucket.used]
             bucket.used.clear()
+        self._let_frozen_go()
         return unused
 
     def _warn_of_unused(self, parameters: list[nn.Parameter]) -> None:
@@ -269,6 +285,7 @@ class Reducer:
 
     def average_zeros(self) -> None:
         """Take part in a pass of the other ranks with zeros, and hand their means to the parameters."""
+        self.follow_freezing()
         for bucket in self._buckets:
             bucket.used.clear()
             bucket.load_nothing()
@@ -277,6 +294,7 @@ class Reducer:
             for parameter in bucket.parameters:
                 parameter.grad = None
             bucket.store()  # for an optimizer that takes part, too, such as ZeroRedundancyOptimizer
+        self._let_frozen_go()
 
     def divide(self, division: Division | None) -> None:
         """Average of each gradient what a rank needs, where gradients are averaged where they lie; None: all of it."""
@@ -316,6 +334,6 @@ def _fills_grads(node: Any) -> bool:
         return False  # a leaf that autograd.grad() was asked for
 
 
-def _remove_all(handles: list[Any]) -> None:
+def _remove_all(handles: dict[nn.Parameter, Any]) -> None:
     while handles:
-        handles.pop().remove()
+        handles.popitem()[1].remove()

@@ -33,7 +33,7 @@ class Shadow(JoinHook):
         self._own: dict[nn.Parameter, Tensor | None] = {}  # this rank's gradients, while it has those of the others
 
     def main_hook(self) -> None:
-        self._own = self._own or {parameter: parameter.grad for parameter in self._reducer.trained}
+        self._own = self._own or {parameter: parameter.grad for parameter in self._reducer.averaged}
         if self._follow_forward():
             self._reducer.average_zeros()
 

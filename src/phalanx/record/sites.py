@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from types import CodeType, FrameType
 
 import torch
@@ -17,6 +18,9 @@ _SKIPPED = (
     typing_extensions.__file__,  # wraps what torch deprecates
 )
 _PYTHON = os.path.dirname(os.__file__) + os.sep
+
+IN_THREAD = ", in thread "
+"""Stands in a site before the name of a thread that runs no line of the script."""
 
 # How the file of a function is shown, "" for those that are passed over. By identity, since the hash of a code object
 # costs as much as the rest of the call together; each entry keeps its function, so that no other takes the number.
@@ -38,12 +42,14 @@ def shown_file(code: CodeType) -> str:
 def call_site(frame: FrameType | None = None) -> str:
     """Return "file.py:line" of the innermost frame outside torch, phalanx and the standard library.
 
+    In a thread of a library there may be none: then it is torch's innermost line, with the name of the thread.
+
     Args:
         frame: Frame at which to start; None: the caller's. A thread about which others may ask leaves its frame with
             them, because sys._current_frames() can hang the process while a thread starts or ends (gh-106883, Python
             before 3.11.9).
     """
-    frame = frame or sys._getframe(1)
+    start = frame = frame or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         known = _shown.get(id(code))
@@ -51,5 +57,18 @@ def call_site(frame: FrameType | None = None) -> str:
             known = _shown[id(code)] = shown_file(code), code
         if known[0]:
             return f"{known[0]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return _in_thread(start)
+
+
+def _in_thread(frame: FrameType | None) -> str:
+    """Return "torch/futures.py:31, in thread 'saver'"; empty in the main thread, and where torch does not run."""
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return ""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_SKIPPED[0]):
+            path = os.path.relpath(frame.f_code.co_filename, os.path.dirname(_SKIPPED[0].rstrip(os.sep)))
+            return f"{printable(path)}:{frame.f_lineno}{IN_THREAD}{printable(thread.name)!r}"
         frame = frame.f_back
     return ""

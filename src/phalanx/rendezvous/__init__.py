@@ -19,6 +19,7 @@ import torch.distributed as dist
 from phalanx import _env
 from phalanx._alone import wants_others
 from phalanx._errors import require_linux
+from phalanx._launched import note_meeting
 from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall
@@ -106,8 +107,11 @@ def _meet(asked: Asked) -> Any:
                 raise
             if asked.world_size == 1:
                 return store
-            if (prefix := RollCall(store, asked, patience).answer()) is not None:
-                return dist.PrefixStore(prefix, store)
+            roll = RollCall(store, asked, patience)
+            if (prefix := roll.answer()) is not None:
+                store = dist.PrefixStore(prefix, store)
+                note_meeting(store, roll.pids)
+                return store
 
 
 def _check_backend(backend: str, where: str, *, is_launched: bool) -> None:

@@ -69,11 +69,17 @@ class Asked:
     def own_launch(self) -> Launch | None:
         """The launch whose ranks alone make up this world; None if other ranks may come."""
         launch = self.launch
-        if launch is None:
-            return None
-        is_its_point = bool(self.host) and launch.meets_at(self.host, self.port)
-        is_its_world = _env.is_rank() and launch.is_world(self.rank, self.world_size)
-        return launch if is_its_point or is_its_world else None
+        is_its_world = launch is not None and _env.is_rank() and launch.is_world(self.rank, self.world_size)
+        return launch if is_its_world else self.launch_here
+
+    @property
+    def launch_here(self) -> Launch | None:
+        """The launch that chose this point, so that nobody else comes to it.
+
+        Elsewhere a rank may meet other programs, whatever the numbers that they give each other.
+        """
+        launch = self.launch
+        return launch if launch is not None and self.host and launch.meets_at(self.host, self.port) else None
 
     @property
     def is_in_place(self) -> bool:

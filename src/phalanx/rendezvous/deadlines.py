@@ -1,12 +1,16 @@
 """How long a rank waits for the steps of a rendezvous, which as a whole has the user's timeout."""
 
-CONNECT_S = 2.0
+from __future__ import annotations
+
+from typing import Final
+
+CONNECT_S: Final = 2.0
 """Time for one attempt to connect to the store."""
-RIVAL_S = 5.0
+RIVAL_S: Final = 5.0
 """Time for whatever listens on rank 0's port to answer."""
-FOLDER_S = 3.0
+FOLDER_S: Final = 3.0
 """Time for a folder on a network to appear."""
-NOTE_S = 0.5
+NOTE_S: Final = 0.5
 """Time before a rank notes that it waits for rank 0, and for the launcher to note an end."""
-PART_S = 0.5
+PART_S: Final = 0.5
 """Time for the others to read why they can't meet, before rank 0 takes the store away."""

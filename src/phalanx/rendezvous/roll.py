@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -60,15 +60,20 @@ _RECORD = {
     "host": str,
 }
 _BEAT = {"token": str, "look": int, "ranks": [int]}
+_ANSWER = {"prefix": str, "pids": [(int, int)]}
 _REFUSAL = {"kind": one_of(*_KINDS), "text": str, "ranks": [int], "facts": dict}
 
 
 def _read_word(told: Any) -> Any:
-    return read_value(told, {"prefix": str} if isinstance(told, dict) and "prefix" in told else _REFUSAL)
+    return read_value(told, _ANSWER if isinstance(told, dict) and "prefix" in told else _REFUSAL)
 
 
 class RollCall:
-    """This rank's part in the meeting of a world in `store`."""
+    """This rank's part in the meeting of a world in `store`.
+
+    Attributes:
+        pids: Processes of this host that have come, by rank, once all have.
+    """
 
     def __init__(self, store: dist.Store, asked: Asked, patience: Patience) -> None:
         self._store = JsonStore(dist.PrefixStore("phalanx-roll", store))
@@ -85,6 +90,7 @@ class RollCall:
             "process": [host_identity(), os.getpid(), start_time(os.getpid())],
             "host": _env.host_name(),
         }
+        self.pids: dict[int, int] = {}
         self._keys = [
             f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)
         ]  # used if this is rank 0
@@ -188,8 +194,11 @@ class RollCall:
     def _word(self) -> str | None:
         """Return the prefix if this rank has its word, None if not; raise the error that it was given instead."""
         word = self._read(f"word/{self._mine['token']}", _read_word)
-        if word is None or "prefix" in word:
-            return word and str(word["prefix"])
+        if word is None:
+            return None
+        if "prefix" in word:
+            self.pids = dict(word["pids"])
+            return str(word["prefix"])
         text, ranks = f"{self._asked.name}: {word['text']}", tuple(word["ranks"])
         raise _KINDS[word["kind"]](text, op="join", ranks=ranks, **word["facts"])
 
@@ -197,13 +206,18 @@ class RollCall:
         """Give every rank its word once all have come; return the prefix, or None if not all have."""
         if not self._store.has(*self._keys):
             return None
-        records = self._all_here()
-        if None in records:
+        records = [record for record in self._all_here() if record is not None]
+        if len(records) < self._asked.world_size:
             return None
         self._compare(records)
         prefix = f"phalanx-{self._mine['token']}"
+        pids: dict[str, list[tuple[int, int]]] = {}
+        for rank, record in enumerate(records):
+            host, pid, _ = record["process"]
+            pids.setdefault(host, []).append((rank, pid))
         for record in records:
-            self._give(record, {"prefix": prefix})
+            self._give(record, {"prefix": prefix, "pids": pids[record["process"][0]]})
+        self.pids = dict(pids[self._mine["process"][0]])
         with contextlib.suppress(StoreSilentError):
             for rank in range(self._asked.world_size):
                 # Overwritten rather than deleted: a rank that has just checked for the key would wait for its value.
@@ -287,7 +301,7 @@ class RollCall:
             )
         self._doubts = left is not None or bool(dead)
 
-    def _compare(self, records: list[Record | None]) -> None:
+    def _compare(self, records: Sequence[Record | None]) -> None:
         """Raise if the ranks that have come disagree on the world size, or if only some asked for our backend."""
         here = [record for record in records if record is not None]
         sizes = _first_of_each(here, lambda record: record["world_size"])

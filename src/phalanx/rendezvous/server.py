@@ -206,7 +206,7 @@ def _pause(asked: Asked, patience: Patience, pause_s: float) -> None:
 
 def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:
     """Return the message and the arguments of a RankFailed if too few ranks of the launch are left for this world."""
-    launch = asked.own_launch
+    launch = asked.launch_here
     ended = launch.ended() if launch is not None else []
     if launch is None or launch.world_size - len(ended) >= asked.world_size:
         return None

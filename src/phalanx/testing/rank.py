@@ -6,13 +6,14 @@ import dataclasses
 import pickle
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
 from phalanx import _env
 from phalanx.launch.worker import Function, call, channel_to_parent, load_function
+from phalanx.testing.verdict import make_portable
 
 
 def reached(point: str, payload: Any = None) -> None:
@@ -91,7 +92,9 @@ class Group:
         _env.withdraw(lent)
 
 
-def run_in_group(rank: int, group: Group, function: Function | Callable[..., Any], *args: Any) -> Any:
+def run_in_group(
+    rank: int, group: Group, function: Function | Callable[..., Any], kwargs: Mapping[str, Any], *args: Any
+) -> Any:
     """Run the test's function on `rank`, inside the process group, and return its result."""
     import torch.distributed as dist
 
@@ -100,7 +103,12 @@ def run_in_group(rank: int, group: Group, function: Function | Callable[..., Any
     group.take_host(rank)
     if group.backend is not None:
         group.init(rank)
-    value = call(fn, "rank, world_size, *args", rank, group.world_size, *args)
+    form = f"rank, world_size, *args{', **kwargs' if kwargs else ''}"
+    try:
+        value = call(fn, form, rank, group.world_size, *args, **kwargs)
+    except BaseException as error:
+        make_portable(error)
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import signal
 import tempfile
 import time
@@ -11,27 +12,37 @@ from typing import Any
 
 from phalanx import _env
 from phalanx.launch.deadlines import CAUSE_S, STACKS_S
-from phalanx.launch.failure import first_true_failure
+from phalanx.launch.failure import first_true_failure, folded, headline
 from phalanx.launch.outcome import Outcome, RankError
 from phalanx.launch.worker import Function
 from phalanx.launch.workers import Workers
 from phalanx.testing.rank import Group, run_in_group
+from phalanx.testing.verdict import verdict_of
+
+_MAX_ROWS = 400  # of a failure: pytest shows what it has caught once
 
 
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
     timeout_s: float = 60.0,
     expect_failures: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """Run ``fn(rank, world_size, *args)`` on each rank and return the results, in rank order.
+    """Run ``fn(rank, world_size, *args, **kwargs)`` on each rank and return the results, in rank order.
+
+    Ranks import modules afresh: they have the environment, the working folder and ``sys.path`` of the test, but nothing
+    that a test or a fixture has set in a module, such as by ``monkeypatch.setattr``. A rank that calls ``pytest.skip``,
+    ``xfail``, ``importorskip`` or ``exit``, or raises ``unittest.SkipTest``, does so for the test, unless another rank
+    fails.
 
     Args:
         fn: Function at the top level of an importable module, such as a test module.
         world_size: Number of ranks, at least 1.
         args: Further arguments of `fn`; they must be picklable.
+        kwargs: Keyword arguments of `fn`; they must be picklable.
         timeout_s: Seconds after which ranks that have not ended are killed.
         expect_failures: Whether ranks are meant to raise or die. One `Outcome` for each rank is then returned, nothing
             is raised, and a failure does not shorten the time of the others.
@@ -45,12 +56,19 @@ def run_ranks(
         >>> phalanx.testing.run_ranks(divmod, 2)  # divmod(rank, world_size)
         [(0, 0), (0, 1)]
     """
-    with spawn_ranks(fn, world_size, *args, **options) as ranks:
+    __tracebackhide__ = True  # by pytest, which then shows the test's own line
+    if unknown := [name for name in options if name not in _OPTIONS]:
+        given = ", ".join(f"{name!r}: {options[name]!r}" for name in unknown)
+        raise TypeError(
+            f"run_ranks() has no {' and no '.join(unknown)}; keyword arguments of the function go into kwargs, right: "
+            f"run_ranks({getattr(fn, '__name__', 'fn')}, {world_size}, kwargs={{{given}}})"
+        )
+    with spawn_ranks(fn, world_size, *args, kwargs=kwargs, **options) as ranks:
         outcomes = ranks.join(timeout_s, stop_at_failure=not expect_failures)
     if expect_failures:
         return outcomes
     if not all(outcome.ok for outcome in outcomes):
-        raise first_true_failure(outcomes, timeout_s)
+        raise first_true_failure(outcomes, timeout_s, max_rows=_MAX_ROWS)
     return [outcome.value for outcome in outcomes]
 
 
@@ -59,6 +77,7 @@ def spawn_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
     backend: str | None = "phalanx",
     init: bool = True,
     init_method: str | None = None,
@@ -70,9 +89,10 @@ def spawn_ranks(
     """Start the ranks and yield them. Ranks that are alive at the end of the block are killed.
 
     Args:
-        fn: Function to run as ``fn(rank, world_size, *args)``, see `run_ranks`.
+        fn: Function to run as ``fn(rank, world_size, *args, **kwargs)``, see `run_ranks`.
         world_size: Number of ranks, at least 1.
         args: Further arguments of `fn`; they must be picklable.
+        kwargs: Keyword arguments of `fn`; they must be picklable.
         backend: Backend for ``init_process_group``; None starts plain processes.
         init: Whether to call ``init_process_group``. If not, `fn` may do so; ``env://`` is prepared in any case.
         init_method: "file", "tcp" or "env", each with an address of this run's own, or any URL that torch takes; None:
@@ -102,10 +122,13 @@ def spawn_ranks(
             backend if init else None, init_method or "file", group_timeout_s, folder, world_size, tuple(hosts)
         )
         environ = {**_env.environment(), **(env or {})}
-        call = (group, Function.of(fn), *args)
+        call = (group, Function.of(fn), dict(kwargs or {}), *args)
         workers = Workers(run_in_group, call, world_size, environ=environ, num_threads=1, warm=warm)
         with contextlib.closing(workers):
             yield Ranks(workers)
+
+
+_OPTIONS = frozenset(inspect.signature(spawn_ranks).parameters) - {"fn", "world_size", "args"}
 
 
 def kill_rank(ranks: Ranks, rank: int, sig: int = signal.SIGKILL) -> None:
@@ -150,18 +173,19 @@ class Ranks:
         Raises:
             RankError: A rank ended before it got there, or did not get there within `timeout_s`.
         """
+        __tracebackhide__ = True
         wanted = [self._workers.handles[rank] for rank in (range(len(self)) if ranks is None else ranks)]
         deadline = time.monotonic() + timeout_s
         while missing := [handle for handle in wanted if point not in handle.points]:
             ended = next((handle for handle in missing if handle.ended), None)
+            if ended is not None and (verdict := verdict_of(self._workers.outcomes)):
+                raise verdict
             if ended is not None or time.monotonic() >= deadline:
                 late = (ended or missing[0]).outcome
-                why = str(late) if ended else f"rank {late.rank} (pid {late.pid}) is elsewhere"
-                raise RankError(
-                    f"{why}; the test waited {timeout_s:g} s at most for it to reach {point!r}\n{late.traceback}",
-                    late,
-                    self._workers.outcomes,
-                )
+                why = headline(late) if ended else f"rank {late.rank} (pid {late.pid}) is elsewhere"
+                lines = folded(late, _MAX_ROWS) if late.error else late.last_words.lines
+                words = [f"{why}; the test waited {timeout_s:g} s at most for it to reach {point!r}", *lines]
+                raise RankError("\n".join(words), late, self._workers.outcomes)
             self._workers.pump(deadline)
         return [handle.points[point] for handle in wanted]
 
@@ -175,8 +199,10 @@ class Ranks:
 
         Args:
             timeout_s: Seconds after which ranks that have not ended are killed.
-            stop_at_failure: Whether the others get only a few more seconds once a rank has failed.
+            stop_at_failure: Whether the others get only a few more seconds once a rank has failed. They do in any case
+                once a rank has skipped the test, which `join` then does.
         """
+        __tracebackhide__ = True
         workers = self._workers
         limit = deadline = time.monotonic() + timeout_s
         while not workers.all_ended:
@@ -184,8 +210,10 @@ class Ranks:
                 self._kill_hung()
                 break
             workers.pump(deadline)
-            if stop_at_failure and workers.failures and deadline == limit:
+            if deadline == limit and ((stop_at_failure and workers.failures) or verdict_of(workers.outcomes)):
                 deadline = min(limit, time.monotonic() + CAUSE_S)
+        if verdict := verdict_of(workers.outcomes):
+            raise verdict
         return workers.outcomes
 
     def _kill_hung(self) -> None:

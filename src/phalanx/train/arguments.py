@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx._env import nearest
+from phalanx.train.callbacks import check_callbacks
 from phalanx.train.settings import Settings
 
 _LOSS = "nn.functional.cross_entropy or nn.CrossEntropyLoss()"
 _OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1)"
+_OTHER_ATTRIBUTES = {  # under which other trainers know what this one has
+    "should_stop": "trainer.stop()", "stop_training": "trainer.stop()", "should_training_stop": "trainer.stop()",
+    "should_epoch_stop": "trainer.stop()",
+}  # fmt: skip
 _METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float()}'
 
 
@@ -80,6 +86,32 @@ def check_fit(data: Any, validation_data: Any, s: Settings, given: Collection[st
             )
 
 
+def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -> None:
+    """Refuse an attribute that a script sets on its trainer, and that would mean nothing.
+
+    Args:
+        is_subclass: Whether the trainer's class is the script's, which may have attributes of its own.
+
+    Raises:
+        AttributeError: There is no such attribute, or it is a method.
+    """
+    own = getattr(trainer, name, None)
+    if hasattr(trainer, name) and (callable(value) or not callable(own) or isinstance(own, nn.Module)):
+        return
+    meant = _OTHER_ATTRIBUTES.get(name, f"trainer.{name}()" if callable(own) else "")
+    if not meant and is_subclass:
+        return
+    known = sorted(attribute for attribute in vars(trainer) if not attribute.startswith("_"))
+    if name in Settings.__dataclass_fields__:
+        meant = f"Trainer({name}=...)"
+    elif not meant and (near := nearest(name, known)):
+        meant = f"trainer.{near}"
+    raise AttributeError(
+        f"Trainer: setting {name} would change nothing{f'; right: {meant}' if meant else ''}. The attributes of a "
+        f"trainer are {', '.join(known)}; keep values of your own in a callback"
+    )
+
+
 def check_metrics(metrics: Any) -> dict[str, Any]:
     """Return the metrics by name.
 
@@ -119,6 +151,7 @@ def _check_callbacks(callbacks: Any) -> None:
         raise _wrong("callbacks", "a list of objects", callbacks, "callbacks=[callback]")
     for callback in callbacks:
         _refuse_class("callbacks", callback, "callbacks=[{}()]")
+    check_callbacks(callbacks)
 
 
 def _check_function(name: str, function: Any) -> None:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from phalanx.record.box import Box, Event, SavedBoxes, boxes_in, load_boxes, open_box, read_box
 from phalanx.record.losses import Loss, load_losses
 from phalanx.record.stragglers import Ledger, Verdict
-from phalanx.train.plots import seconds
+from phalanx.train.plots import colours_of, legend, seconds
 
 _WIDTH, _ROW = 1000, 10  # of the SVG's own coordinates
 _MOST_S = 5.0  # that are drawn
 _MOST_EVENTS = 80  # of a rank that are drawn
 _MOST_RANKS = 16
-_NUM_COLOURS = 7
 _CLOCKS_S = 5.0  # by which hosts may differ about when a loss was
 
 Span = tuple[float, float]
@@ -128,8 +127,9 @@ def timeline(saved: SavedBoxes) -> tuple[str, str]:
     if not shown:
         return "", ""
     begin_ns, end_ns = _last_moments(shown)
-    names: dict[str, int] = {}
-    rows = [_bars_of(box, begin_ns, end_ns, names, place) for place, box in enumerate(shown)]
+    drawn = [[*_drawn(box, begin_ns, end_ns)] for box in shown]
+    colours = colours_of(dict.fromkeys(_name_of(event) for events in drawn for event in events))
+    rows = [_bars_of(events, begin_ns, end_ns, colours, place) for place, events in enumerate(drawn)]
     labels = "".join(
         f'<span class="y" style="top:{(place + 0.5) / len(shown):.1%}">rank {box.rank}</span>'
         for place, box in enumerate(shown)
@@ -140,9 +140,8 @@ def timeline(saved: SavedBoxes) -> tuple[str, str]:
         for part in (0.0, 0.5, 1.0)
     )
     told = "; ".join(f"rank {box.rank} {_last_words(box, end_ns)}" for box in shown)
-    legend = "".join(f'<li><i class="{_colour(number)}"></i>{escape(name)}</li>' for name, number in names.items())
     figure = (
-        f'<ul class="legend" aria-hidden="true">{legend}</ul><figure class="chart"><div class="plot" '
+        f'{legend(colours)}<figure class="chart"><div class="plot" '
         f'style="height:{2 * len(shown)}rem"><svg role="img" aria-label="{escape(told)}" '
         f'viewBox="0 0 {_WIDTH} {_ROW * len(shown)}" preserveAspectRatio="none">{"".join(rows)}</svg>'
         f'<div aria-hidden="true">{labels}</div></div></figure><p>{escape(told)}.</p>'
@@ -173,27 +172,29 @@ def _last_moments(boxes: Sequence[Box]) -> tuple[int, int]:
     return end_ns - span_ns, end_ns + span_ns // 20
 
 
-def _bars_of(box: Box, begin_ns: int, end_ns: int, names: dict[str, int], place: int) -> str:
+def _drawn(box: Box, begin_ns: int, end_ns: int) -> Iterator[Event]:
+    """Yield the events of a rank's row, in the order in which they are drawn over each other."""
+    for kind in ("phase", "collective", "call", "message"):
+        yield from (event for event in box.events if event.kind == kind and (event.ended_ns or end_ns) >= begin_ns)
+
+
+def _name_of(event: Event) -> str:
+    return event.op or event.text
+
+
+def _bars_of(events: Iterable[Event], begin_ns: int, end_ns: int, colours: Mapping[str, str], place: int) -> str:
     """Return the row of a rank: phases as high as the row, collectives and messages as a band in the middle."""
     bars = []
-    for kind, top, height in (("phase", 1, 8), ("collective", 3, 4), ("call", 3, 4), ("message", 3, 4)):
-        for event in box.events:
-            ended = event.ended_ns or end_ns
-            if event.kind != kind or ended < begin_ns:
-                continue
-            name = event.op or event.text
-            left = max(0.0, (event.begun_ns - begin_ns) / (end_ns - begin_ns) * _WIDTH)
-            width = max(0.5, (ended - begin_ns) / (end_ns - begin_ns) * _WIDTH - left)
-            number = names.setdefault(name, len(names))
-            bars.append(
-                f'<rect class="{_colour(number)}" x="{left:.1f}" y="{place * _ROW + top}" width="{width:.1f}" '
-                f'height="{height}"><title>{escape(_title(event, ended))}</title></rect>'
-            )
+    for event in events:
+        top, height = (1, 8) if event.kind == "phase" else (3, 4)
+        ended = event.ended_ns or end_ns
+        left = max(0.0, (event.begun_ns - begin_ns) / (end_ns - begin_ns) * _WIDTH)
+        width = max(0.5, (ended - begin_ns) / (end_ns - begin_ns) * _WIDTH - left)
+        bars.append(
+            f'<rect class="{colours[_name_of(event)]}" x="{left:.1f}" y="{place * _ROW + top}" width="{width:.1f}" '
+            f'height="{height}"><title>{escape(_title(event, ended))}</title></rect>'
+        )
     return "".join(bars)
-
-
-def _colour(number: int) -> str:
-    return f"part{number % _NUM_COLOURS}"
 
 
 def _title(event: Event, ended_ns: int) -> str:

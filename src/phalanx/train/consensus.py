@@ -1,4 +1,4 @@
-"""What ranks tell each other every few steps, and then obey together: a signal, a bad value, copies that differ."""
+"""What ranks tell each other every few steps, and then obey together: a signal, a stop, a bad value, other copies."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Consensus:
 
     Attributes:
         signal: Number of the signal that every rank obeys before its next step; 0: none.
+        wants_stop: Whether this rank has been asked to end the training.
+        stops: Whether all ranks end it before their next step.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class Consensus:
         self._ranks, self._preemption, self._guard = ranks, preemption, guard
         self._sentinel, self._run_log, self._compare_every = sentinel, run_log, compare_every
         self.signal: int = 0
+        self.wants_stop: bool = False
+        self.stops: bool = False
         self._every, self._next = 1, 0  # steps between two agreements; number of steps done at the next
 
     def is_due(self, step: int) -> bool:
@@ -50,7 +54,8 @@ class Consensus:
         """
         self._next = step + self._every
         urgent = _NOT_FINITE if self._guard.has_finding else self._preemption.signal
-        agreed, *largest = self._ranks.largest_of_each([urgent, *self._sentinel.look(step)])
+        agreed, stops, *largest = self._ranks.largest_of_each([urgent, self.wants_stop, *self._sentinel.look(step)])
+        self.stops = bool(stops)
         if agreed == _NOT_FINITE:
             self._guard.settle()
         else:
@@ -61,6 +66,10 @@ class Consensus:
             facts = {"step": error.step, "ranks": error.ranks, "tensors": error.tensors}
             self._run_log.record("replicas_differ", **facts, message=str(error))
             raise
+
+    def agree_to_stop(self) -> None:
+        """Ask every rank only whether it has been asked to end the training; each calls it after the same step."""
+        self.stops = bool(self._ranks.largest(self.wants_stop))
 
     def adapt(self, step: int, fastest_s: float) -> None:
         """Ask as often as steps of the fastest rank's length allow; the same on every rank."""

@@ -157,6 +157,7 @@ class Identity:
         facts: Facts of this run, from rank 0.
         is_known: Whether the job was in the folder before; its restart goes on, whatever the script draws at random.
         may_force: Whether a checkpoint of another run may be loaded.
+        is_own: Whether the trainer has trained before, so that the checkpoint is of its own run.
 
     Attributes:
         may_force: Whether a checkpoint of another run may be loaded.
@@ -165,8 +166,10 @@ class Identity:
         news: Message about it; empty if there is none.
     """
 
-    def __init__(self, folder: str, facts: Facts, *, is_known: bool = False, may_force: bool = False) -> None:
-        self._folder, self._facts = folder, facts
+    def __init__(
+        self, folder: str, facts: Facts, *, is_known: bool = False, may_force: bool = False, is_own: bool = False
+    ) -> None:
+        self._folder, self._facts, self._is_own = folder, facts, is_own
         self._is_known, self.may_force = is_known, may_force
         self._text = json.dumps(facts)
         self.changed: frozenset[str] = frozenset()
@@ -197,7 +200,9 @@ class Identity:
             self.is_forced = True
             self.news = f'resume="force": weights and counters of step {step}; changed: {"; ".join(_lines(changed))}'
         elif not self._is_known:
-            raise CheckpointError(_refusal(self._folder, changed, can_be_forced), op="load", entry="another-run")
+            raise CheckpointError(
+                _refusal(self._folder, changed, can_be_forced, self._is_own), op="load", entry="another-run"
+            )
 
 
 def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
@@ -216,9 +221,11 @@ def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
     return {name: (before, now) for name, before, now in pairs if before != now}
 
 
-def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced: bool) -> str:
+def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced: bool, is_own: bool) -> str:
     """Return what the error of a checkpoint says, behind its step and its folder, where it is of another run."""
     ways = ['resume="never" starts over here, and sets aside what is there', "folder=... trains elsewhere"]
+    if is_own:
+        ways[0] = f"{ways[0]}, in a Trainer that is made anew: another fit() of one Trainer goes on with its run"
     if command := _command_before(folder):
         ways.insert(0, f"the command of the other run goes on with it: {command}")
     ways.append(

@@ -36,6 +36,13 @@ from phalanx._files import open_regular, write_whole
 
 Record = dict[str, Any]
 
+PHASES = ("data", "forward", "backward", "exchange", "wait", "optimizer", "callbacks", "snapshot")
+"""Of a step; "exchange" averages gradients with the other ranks, and "wait" is for the slowest of them to come to it.
+
+Between hosts and with torch's wrappers nobody tells the two apart: there "exchange" is both.
+"""
+RECORDED = {"data": "load data"}  # other names are the same in the black box
+
 _NAME = "metrics.jsonl"
 _TAIL_BYTES = 1 << 20  # holds the last record whatever the number of ranks
 _END_OF_TIME_S = 253_402_300_800.0  # the year 10000, which no calendar can show

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+
+from phalanx.train.metrics import PHASES, RECORDED
 
 Point = tuple[int, float]
 
@@ -18,6 +20,8 @@ _NUM_HINTS = 100
 _LARGEST = 1e300  # that is drawn: what an axis adds to larger ones is more than a float can be
 _SMALLEST = 1e-300  # and what it divides smaller ones by is none
 _LONG_S = 1e10
+_NUM_COLOURS = 12  # in report.css
+_OF_PHASES = {name: number for number, phase in enumerate(PHASES) for name in (phase, RECORDED.get(phase, phase))}
 
 
 def number(value: float) -> str:
@@ -94,9 +98,8 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step")
         whole: Name of what a bar is the time of.
     """
     names = list(rows[0][1])
-    colours = {name: f"part{number % 7}" for number, name in enumerate(names)}
+    colours = colours_of(names)
     longest = max(sum(parts.values()) for _, parts in rows) or 1.0
-    legend = "".join(f'<li><i class="{colours[name]}"></i>{escape(name)}</li>' for name in names)
     lines = []
     for label, parts in rows:
         total = seconds(sum(parts.values()))
@@ -112,7 +115,29 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step")
             f'<span class="bar" role="img" aria-label="{escape(about)}">{pieces}</span>'
             f'<span class="total">{total}</span></li>'
         )
-    return f'<ul class="legend" aria-hidden="true">{legend}</ul><ul class="bars">{"".join(lines)}</ul>'
+    return f'{legend(colours)}<ul class="bars">{"".join(lines)}</ul>'
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Return a class of report.css for each name: a phase has the same on the whole page, no two of a figure are alike.
+
+    Beyond `_NUM_COLOURS`, colours come again, paler.
+    """
+    names = list(names)
+    taken = {_OF_PHASES[name] for name in names if name in _OF_PHASES}
+    free = [number for number in (*range(len(PHASES), _NUM_COLOURS), *range(len(PHASES))) if number not in taken]
+    others = (free[number % len(free)] for number in range(len(names)))
+    found: dict[str, str] = {}
+    for name in names:
+        colour = f"part{_OF_PHASES[name] if name in _OF_PHASES else next(others)}"
+        found[name] = f"{colour} again" if colour in found.values() and name not in _OF_PHASES else colour
+    return found
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """Return the list that says which colour, as of `colours_of`, stands for what."""
+    items = "".join(f'<li><i class="{colour}"></i>{escape(name)}</li>' for name, colour in colours.items())
+    return f'<ul class="legend" aria-hidden="true">{items}</ul>'
 
 
 class _Frame:

@@ -343,12 +343,12 @@ def _restarts(run: _Run) -> str:
 
 
 def _losses(run: _Run) -> str:
-    """Table and bars of the losses that the launchers have kept: how each was noticed, and how long each phase took."""
+    """Table and bars of the lost ranks that the launchers have kept: how each was noticed, what each phase took."""
     losses = black_box.losses_of(run.folder, [*run.logs, *(logs for _, logs in run.others)])
     away = black_box.out_of_reach(run.folder, run.others)
     more = f"The launchers on {listed(away, 8)} keep what they have seen in their own run folders, which are not here."
     if not losses:
-        return _section("Losses", "", escape(more)) if away and len(run.attempts) > 1 else ""
+        return _section("Lost ranks", "", escape(more)) if away and len(run.attempts) > 1 else ""
     names = list(dict.fromkeys(name for loss in losses for name in loss.phases_s))
     head = ["Time", "Lost", "Noticed by", *names, "In all", "Goes on", "Again"]
     rows = []
@@ -358,11 +358,11 @@ def _losses(run: _Run) -> str:
         rows.append((_clock(loss.at_s), who_of(loss), sign_of(loss), *took, whole, place_of(loss, ","), repeated(loss)))
     bars = [(who_of(loss), {name: loss.phases_s.get(name, 0.0) for name in names}) for loss in losses]
     note = (
-        "From the first sign of a loss to the first step behind it, by the clock of the host that kept it. What lies "
-        "between two phases is part of the later one."
+        "From the first sign that a rank was lost to the first step behind it, by the clock of the host that kept it. "
+        "What lies between two phases is part of the later one."
     )
     note += f" {escape(more)}" if away else ""
-    return _section("Losses", f"{plots.bars(bars, whole='the recovery')}{_table('Losses', head, rows)}", note)
+    return _section("Lost ranks", f"{plots.bars(bars, whole='the recovery')}{_table('Lost ranks', head, rows)}", note)
 
 
 def _how(records: Sequence[Record]) -> str:

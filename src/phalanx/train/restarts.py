@@ -17,6 +17,7 @@ from phalanx.session.survival import may_outlive
 from phalanx.train.loggers import IDS
 
 _trained: dict[str, weakref.ref[object]] = {}  # who trained last in a folder
+_by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDictionary()  # who trained a model last
 
 
 def run_folder(given: str | None) -> str:
@@ -30,16 +31,26 @@ def is_restart() -> bool:
     return _number("TORCHELASTIC_RESTART_COUNT") > 0
 
 
-def words_of_another(trainer: object, folder: str, goes_on: bool) -> str:
-    """Note that this trainer trains in the folder; return what to say if another of this process did before."""
-    last = _trained.get(folder)
-    _trained[folder] = weakref.ref(trainer)
+def words_of_another(trainer: object, model: object, folder: str, goes_on: bool) -> str:
+    """Note that this trainer trains the model in the folder; return what to say if another of this process did."""
+    last, last_of_model = _trained.get(folder), _by.get(model)
+    _trained[folder] = _by[model] = weakref.ref(trainer)
+    if not goes_on and last_of_model is not None and last_of_model() is not trainer:
+        return (
+            "another Trainer of this process has trained this model: the run begins with those weights. For new ones, "
+            "as in a fold of its own or when a notebook's cell runs again, make the model and its optimizer anew"
+        )
     if not goes_on or last is None or last() is trainer:
         return ""
     return (
         f"another Trainer of this process has trained in {folder}: this one takes up its run. For a run of its own, "
         "such as a fold or another seed, give folder="
     )
+
+
+def has_been_trained(model: object) -> bool:
+    """Return whether a trainer of this process has trained this model."""
+    return model in _by
 
 
 def leave_if_restarted() -> None:

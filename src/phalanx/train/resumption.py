@@ -77,15 +77,25 @@ def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkp
     return checkpoint.load(folder, wanted, strict=not identity.may_force, missing="ignore")
 
 
-def words_of_resumption(loaded: checkpoint.Loaded | None, step: int, epoch: int, folder: str, *, is_over: bool) -> str:
-    """Return what to say of where a run goes on; empty if it begins."""
-    if loaded is None:
+def words_of_resumption(
+    loaded: checkpoint.Loaded | None, step: int, epoch: int, folder: str, *, is_over: bool, is_again: bool
+) -> str:
+    """Return what to say of where a run goes on; empty if it begins.
+
+    Args:
+        is_over: Whether there is nothing left to train.
+        is_again: Whether this trainer has trained before: its `fit` goes on with its own run, whatever `resume` says.
+    """
+    if loaded is None and step == 0:
         return ""
     if is_over:
+        anew = "make the model, the optimizer and the Trainer anew, with" if is_again else "set"
         return (
             f"already finished at step {step}; nothing to train. To go on, raise max_epochs, max_steps or patience; to "
-            'start over, set resume="never" or another folder'
+            f'start over, {anew} resume="never" or another folder'
         )
+    if loaded is None:
+        return f"no checkpoint: going on after step {step} with what the Trainer has; epoch {epoch + 1} begins again"
     return f"going on after step {step}, from {loaded.source}: epoch {epoch + 1}, in {folder}"
 
 

@@ -20,18 +20,12 @@ from phalanx.checkpoint import Loaded
 from phalanx.record import writer
 from phalanx.session import Session
 from phalanx.train.loggers import CLOSE_S, Loggers, Run
-from phalanx.train.metrics import MetricsLog, write_csv
+from phalanx.train.metrics import PHASES, RECORDED, MetricsLog, write_csv
 from phalanx.train.objective import NamedParts
 from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
 from phalanx.train.settings import Settings
 
-PHASES = ("data", "forward", "backward", "exchange", "wait", "optimizer", "callbacks", "snapshot")
-"""Of a step; "exchange" averages gradients with the other ranks, and "wait" is for the slowest of them to come to it.
-
-Between hosts and with torch's wrappers nobody tells the two apart: there "exchange" is both.
-"""
-_RECORDED = {"data": "load data"}  # other names are the same in the black box
 _LINE_EVERY_S = 10.0
 _VICTIMS_CLOSE_S = 0.5
 
@@ -56,7 +50,7 @@ class Clock:
     def begin(self, phase: str) -> None:
         """Record that a phase begins, which the next lap ends."""
         writer.end(self._event)  # an error may have ended that one
-        self._event = writer.begin_phase(_RECORDED.get(phase, phase), self.step)
+        self._event = writer.begin_phase(RECORDED.get(phase, phase), self.step)
 
     def lap(self, phase: str) -> None:
         """Count the time since the last lap to `phase`."""

@@ -36,7 +36,7 @@ _LEAST = {  # of whole numbers
 _CAN_BE_AUTO = ("num_workers", "snapshot_every", "compare_every")
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class Settings:
     """Settings of a `Trainer`; each is an argument of its constructor.
 
@@ -73,9 +73,9 @@ class Settings:
         monitor: Name of the evaluated value that decides which checkpoint is best.
         patience: Number of evaluations without a better one after which training stops; None: unlimited.
         folder: Folder of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
-        resume: Treatment of the checkpoints in the folder: "auto" resumes from the newest, and refuses those of another
-            run; "never" starts over; "force" resumes with the weights and counters of another run, and this script's
-            settings.
+        resume: Treatment of what an earlier start has left in the folder: "auto" resumes from the newest checkpoint,
+            and refuses another run's; "never" starts over, and keeps the old run aside; "force" resumes with the
+            weights and counters of another run, and this script's settings.
         save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch, or of one in 10
             minutes where the memory of at least two hosts has the state.
         keep_last: Number of newest checkpoints to keep on disk, beside the best.

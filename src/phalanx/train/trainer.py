@@ -21,7 +21,8 @@ from phalanx.launch.notes import note_modules
 from phalanx.record import writer
 from phalanx.session.survival import PlannedRestart, Survivor
 from phalanx.train import determinism, restarts
-from phalanx.train.arguments import check_arguments, check_fit
+from phalanx.train.arguments import check_arguments, check_attribute, check_fit
+from phalanx.train.callbacks import call, check_callbacks, has_hook
 from phalanx.train.consensus import Consensus
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part
@@ -72,8 +73,8 @@ class Trainer:
             evaluation counts those that are in the batch, if its tensors tell how many; in a training step each rank's
             part still weighs as much as the samples that were requested.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
-            ``on_fit_end``, each called with the trainer on every rank. Those with ``state_dict`` and
-            ``load_state_dict`` are part of the checkpoints.
+            ``on_fit_end``, each called with the trainer on every rank; `stop` ends the training. Those with
+            ``state_dict`` and ``load_state_dict`` are part of the checkpoints.
         loggers: Loggers that get the numbers of metrics.jsonl on rank 0: "tensorboard", "wandb" (offline, unless a key
             or WANDB_MODE is set), "mlflow", "csv", or objects with ``log(metrics, step)`` and ``close()``. A logger
             that fails is named once, and training goes on without it.
@@ -91,7 +92,8 @@ class Trainer:
         folder: Folder of the run.
         checkpoints: Folder of the run's checkpoints.
         step: Number of optimizer steps done.
-        epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1.
+        epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1. In
+            ``on_evaluation`` and ``on_epoch`` it is the one that ends; what is saved afterwards begins the next.
         evaluation: Values of the last evaluation in `fit`, by name.
 
     Raises:
@@ -114,6 +116,8 @@ class Trainer:
         torch.Size([64, 1])
     """
 
+    _is_made = False  # from then on attributes that mean nothing are refused
+
     def __init__(
         self,
         model: nn.Module,
@@ -130,6 +134,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         self._given = frozenset(settings)
+        callbacks = callbacks if isinstance(callbacks, str) or not isinstance(callbacks, Iterable) else [*callbacks]
         has_callbacks = bool(callbacks)
         if _trial.is_on():
             settings, trial = _trial.of_trainer(settings, model)
@@ -165,6 +170,13 @@ class Trainer:
         self._hyperparameters = Hyperparameters(optimizer)
         self._judge = Judge(s.monitor)
         self._first_world_size = self.session.world_size
+        self._has_fitted = self._has_said = False
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_made and not name.startswith("_"):
+            check_attribute(self, name, value, is_subclass=type(self) is not Trainer)
+        super().__setattr__(name, value)
 
     def _join(self) -> None:
         """Join the job, and make what belongs to its process group; again if the group is another one now."""
@@ -188,6 +200,10 @@ class Trainer:
         self, data: Any, validation_data: Any = None, *, batch_sampler: Iterable[Iterable[int]] | None = None
     ) -> dict[str, float]:
         """Train to the end, from where the last run in the folder stopped, and return the last evaluation.
+
+        `Settings.resume` is about runs that others have left in the folder. Called again, `fit` goes on with its own
+        run: it trains if `max_epochs` or `max_steps` has been raised, or after a `stop`, and says so if nothing is
+        left. To start over, also in a notebook's cell, make the model, the optimizer and the Trainer anew.
 
         Args:
             data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is a
@@ -213,8 +229,11 @@ class Trainer:
         def run() -> dict[str, float]:
             if self._place.is_lost:
                 self._join()
-            with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
-                return self._fit(data, validation_data, batch_sampler)
+            try:
+                with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
+                    return self._fit(data, validation_data, batch_sampler)
+            finally:
+                self.__dict__.pop("_consensus", None)
 
         why_not = self._place.why_not_kept(self._given_model, self.optimizer, self._loggers, data)
         try:
@@ -229,32 +248,50 @@ class Trainer:
             restarts.leave_if_restarted()
             raise
 
+    def stop(self) -> None:
+        """End `fit` after this step on all ranks, in the middle of an epoch too: it evaluates, saves and returns.
+
+        One rank that calls it is enough. In a callback it means the step that has just been done; elsewhere, as in a
+        training step or a thread, ranks hear of it within 0.1 s, or after the current step if steps take longer. It
+        is no end of the run: with the same folder, the next `fit` goes on from there.
+
+        Raises:
+            RuntimeError: `fit` is not running.
+        """
+        if not hasattr(self, "_consensus"):
+            raise RuntimeError("Trainer.stop: fit() is not running; call it in a callback or in the training step")
+        self._consensus.wants_stop = not _trial.is_on()  # which ends when it has been measured
+
     def _leave_group(self) -> None:
         """Drop what belongs to a process group that has failed, and leave the model and the optimizer as they are."""
         self._place.is_lost = True
         leave_wrapper(self.model)
         self.model = self.module
-        for name in ("_stepper", "_evaluator", "_guard", "_consensus", "_snapshots", "_saver", "_run_log", "_feed"):
+        for name in ("_stepper", "_evaluator", "_guard", "_snapshots", "_saver", "_run_log", "_feed"):
             self.__dict__.pop(name, None)
 
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         s = self.settings
         refuse_differences(self._facts, s, evaluates=validation_data is not None, ranks=self._ranks)
+        check_callbacks(self.callbacks)  # a script may have added some
         check_fit(data, validation_data, s, self._given, is_plateau=self._is_plateau)
         self._feed = open_feed(
             data, s, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
         )  # fmt: skip
-        begins_anew = s.resume == "never" and self._lock.is_first
+        begins_anew = s.resume == "never" and self._lock.is_first and not self._ranks.largest(self._has_fitted)
         self._set_aside = restarts.set_aside(self.folder, self._ranks) if begins_anew else ""
+        self._is_again = self._has_fitted
         loaded = self._take_up(data)
+        self._has_fitted = True
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
         with self._until_signal() as self._preemption, self._begin(loaded) as self._run_log, self._stepper:
             if validation_data is not None and not self._is_over():
                 self._evaluator.rehearse(validation_data, s.monitor)
             self._call("on_fit_start")
-            while not self._is_over():
+            self._consensus.agree_to_stop()
+            while not (self._is_over() or self._consensus.stops):
                 has_ended = self._train_epoch()
                 self._after_epoch(validation_data, has_ended=has_ended)
             self._end()
@@ -279,7 +316,7 @@ class Trainer:
             is_empty = False
             if self.step == self.settings.max_steps:
                 break
-        if self.step == self.settings.max_steps:
+        if self.step == self.settings.max_steps or self._consensus.stops:
             has_ended, is_empty = self._feed.is_at_end, False
         self._lacks_end = False
         if is_empty:
@@ -289,9 +326,6 @@ class Trainer:
             )
         if self._run_log.has_news:
             self._log()
-        if has_ended:
-            self.epoch += 1
-            self._feed.begin_epoch(self.epoch)
         return has_ended
 
     def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
@@ -300,6 +334,8 @@ class Trainer:
         while True:
             if self._consensus.signal:
                 self._make_room(self._consensus.signal)
+            if self._consensus.stops:
+                return
             clock.restart()
             clock.step = self.step + 1
             clock.begin("data")
@@ -321,6 +357,9 @@ class Trainer:
         run_log.count(loss, num_samples)
         self._call("on_step")  # before its state is kept
         run_log.clock.lap("callbacks")
+        if self._asks_in_steps:
+            self._consensus.agree_to_stop()
+            run_log.clock.lap("wait")
         self._snapshots.after_step(self.step)
         run_log.clock.lap("snapshot")
         if self.step == self._first_step:
@@ -342,19 +381,22 @@ class Trainer:
     def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
         """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
         is_best = False
-        epoch = self.epoch - has_ended
         if validation_data is not None:
             self._evaluator.num_workers = max(self._evaluator.num_workers, self._feed.num_workers)
             self.evaluation = self.evaluate(validation_data)
             is_best = has_ended and self._judge.judge(self.evaluation, self.step)
-            self._run_log.record_evaluation(self.step, epoch, self.evaluation)
+            self._run_log.record_evaluation(self.step, self.epoch, self.evaluation)
             self._call("on_evaluation")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
-        self._run_log.end_epoch(self.step, epoch, self.evaluation, has_ended=has_ended)
+        self._run_log.end_epoch(self.step, self.epoch, self.evaluation, has_ended=has_ended)
         if has_ended:
             self._call("on_epoch")
-        if is_best or self._is_over() or (self.settings.save_every is None and self._saver.is_due(self.step)):
+            self.epoch += 1
+            self._feed.begin_epoch(self.epoch)
+        self._consensus.agree_to_stop()
+        is_last = self._is_over() or self._consensus.stops
+        if is_best or is_last or (self.settings.save_every is None and self._saver.is_due(self.step)):
             self._save()
         self._saver.say_left_out(self.step)
         self._consensus.agree(self.step)  # the steps of an epoch may be few, and all this has taken time
@@ -386,7 +428,9 @@ class Trainer:
         """Restore the newest checkpoint of this run, or of another one by force."""
         s, facts = self.settings, with_data(self._facts, data, self.settings, self._ranks)
         may_force = s.resume == "force"
-        self._identity = Identity(self.folder, facts, is_known=self._lock.was_ours, may_force=may_force)
+        self._identity = Identity(
+            self.folder, facts, is_known=self._lock.was_ours, may_force=may_force, is_own=self._is_again
+        )
         loaded = take_up(self.checkpoints, self._state(), self._identity)
         if self._identity.is_forced:
             changed = self._identity.changed
@@ -408,6 +452,8 @@ class Trainer:
         self._guard = self._stepper.begin(run_log, self.step)
         sentinel, of_sentinel = self._stepper.sentinel(self.step)
         self._consensus = Consensus(self._ranks, self._preemption, self._guard, sentinel, run_log, s.compare_every)
+        callbacks = [callback for callback in self.callbacks if not isinstance(callback, _trial.Trial)]
+        self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step"))
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._saver = RunSaver(
             self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded, self._ranks
@@ -419,8 +465,10 @@ class Trainer:
             f"{self._feed.describe(num_steps)}; run folder {self.folder}", processes_of(self._ranks),
             self._lock.problem, self._set_aside, self._identity.news, of_schedule, self._guard.what_is_meant(),
             of_sentinel,
-            restarts.words_of_another(self, self.folder, loaded is not None),
-            words_of_resumption(loaded, self.step, self.epoch, self.folder, is_over=self._is_over()),
+            restarts.words_of_another(self, self.module, self.folder, loaded is not None),
+            words_of_resumption(
+                loaded, self.step, self.epoch, self.folder, is_over=self._is_over(), is_again=self._is_again
+            ),
         ]  # fmt: skip
         for line in filter(None, lines):
             run_log.say(line)
@@ -437,6 +485,7 @@ class Trainer:
         is_saved = self._saver.save(self.step, wait=wait)
         if is_saved:
             self._call("on_save")
+            self._consensus.agree_to_stop()
         return is_saved
 
     def _make_room(self, number: int) -> None:
@@ -451,20 +500,22 @@ class Trainer:
         leave(self._run_log, number, self.step, is_saved=is_saved, ranks=self._ranks, begins_anew=begins_anew)
 
     def _end(self) -> None:
+        if self._consensus.stops and not self._is_over():
+            self._run_log.say(f"stopped by trainer.stop() after step {self.step}")
         self._call("on_fit_end")
         checkpoint.wait()
         self._run_log.record("end", step=self.step, epoch=self.epoch, seconds=time.monotonic() - self._began_s)
         self._run_log.report()
 
     def _call(self, event: str) -> None:
-        for callback in self.callbacks:
-            if hasattr(callback, event):
-                getattr(callback, event)(self)
+        call(self.callbacks, event, self)
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the means over all samples of `data`, and the metrics with a state; the same on every rank.
+
+        The model is evaluated as it is: only `fit` takes up what is in the folder.
 
         Args:
             data: Map-style dataset, of which each sample counts once, whatever the number of ranks; or a loader. If all
@@ -476,6 +527,7 @@ class Trainer:
         Raises:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
         """
+        self._say_if_untrained("evaluate")
         return self._evaluator.evaluate(data)
 
     def predict(self, data: Any) -> Tensor:
@@ -485,4 +537,19 @@ class Trainer:
             data: Dataset whose samples are inputs of the model, tuples that begin with one, or dictionaries, whose
                 targets are left out.
         """
+        self._say_if_untrained("predict")
         return self._evaluator.predict(data)
+
+    def _say_if_untrained(self, method: str) -> None:
+        """Say once that the model is as the script made it, where the folder has a run that only `fit` takes up."""
+        if self._has_fitted or self._has_said or self.settings.resume == "never" or not self.session.is_main:
+            return
+        if restarts.has_been_trained(self.module):
+            return
+        self._has_said = True
+        if found := checkpoint.list_checkpoints(self.checkpoints):
+            self.session.print(
+                f"Trainer.{method}: the model is as the script has made it. Step {found[-1].step} of the run "
+                f"in {self.folder} is taken up by fit(), or by "
+                f'phalanx.checkpoint.load({self.folder!r}, {{"model": model}})'
+            )

@@ -1,0 +1,63 @@
+"""What a rank says about its test: skip it, its failure is expected, end the session. Imports no pytest."""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import sys
+import unittest
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.launch.outcome import Outcome
+
+_VERDICTS = ("skip", "xfail", "exit")  # of pytest's functions; what fail() raises is the failure of a rank
+
+
+def make_portable(error: BaseException) -> None:
+    """Make what pytest's functions raise fit to be pickled: those classes don't say where they are."""
+    for name in (*_VERDICTS, "fail"):
+        if type(error) is _raised_by(name):
+            copyreg.pickle(type(error), _reduce)
+
+
+def verdict_of(outcomes: Sequence[Outcome]) -> BaseException | None:
+    """Return what a rank has raised about the test as a whole, None if there is nothing, or another rank has failed.
+
+    Victims of the rank that left, and ranks that still wait for it, have not failed. Ranks with a verdict are marked as
+    `Outcome.skipped`, so that none is taken for the cause of another's failure.
+    """
+    for outcome in outcomes:
+        outcome.skipped = _is_verdict(outcome.error)
+    verdicts = [outcome for outcome in outcomes if outcome.skipped]
+    if not verdicts or any(map(_is_failure, outcomes)):
+        return None
+    return min(verdicts, key=lambda outcome: outcome.when_s).error
+
+
+def _is_failure(outcome: Outcome) -> bool:
+    lives = outcome.exitcode is None
+    return outcome.failed and not (lives or outcome.hung or outcome.is_victim)
+
+
+def _is_verdict(error: BaseException | None) -> bool:
+    return isinstance(error, unittest.SkipTest) or any(type(error) is _raised_by(name) for name in _VERDICTS)
+
+
+def _raised_by(name: str) -> type[BaseException] | None:
+    """Return the class that a function of pytest raises; None if nobody has imported pytest."""
+    function = getattr(sys.modules.get("pytest"), name, None)
+    return getattr(function, "Exception", None)
+
+
+def _reduce(error: BaseException) -> tuple[Any, ...]:
+    name = next(name for name in (*_VERDICTS, "fail") if type(error) is _raised_by(name))
+    return _restored, (name, error.args, error.__dict__)
+
+
+def _restored(name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    kind = getattr(importlib.import_module("pytest"), name).Exception
+    error: BaseException = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
