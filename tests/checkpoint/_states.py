@@ -90,6 +90,127 @@ def a_named_tuple_is_restored_where_there_is_one(rank, world_size, folder):
     assert_same(state["point"], Point(torch.ones(2), 7))
 
 
+class OwnDict(dict):
+    """A mapping that nobody else can make."""
+
+
+class Holder:
+    """An object whose state has containers of all kinds."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@behaviour
+def containers_come_back_as_what_they_were(rank, world_size, folder):
+    point = Point(1, [2.5])
+    factories = {factory: collections.defaultdict(factory, {"a": 3}) for factory in (None, int, list, dict)}
+    state = {"point": point, "nested": {"points": [point]}, "defaults": list(factories.values())}
+    save(folder, state)
+    loaded = {"point": Point(0, None), "nested": None, "defaults": None}
+    ckpt.load(folder, loaded)
+    assert_same(loaded["point"], point)
+    assert type(loaded["point"]) is Point
+    [again] = loaded["nested"]["points"]
+    assert (again, again.x, again._fields, type(again).__name__) == (point, 1, point._fields, "Point")
+    assert [(type(one), one.default_factory, one) for one in loaded["defaults"]] == [
+        (collections.defaultdict, factory, one) for factory, one in factories.items()
+    ]
+    save(folder, loaded, 2)  # what was made here is saved like any other
+    nested = {"nested": None}
+    ckpt.load(folder, nested, 2)
+    assert type(nested["nested"]["points"][0]) is type(again)
+
+
+@behaviour
+def a_mapping_that_only_the_script_can_make_needs_one_in_its_place(rank, world_size, folder):
+    def make(**items):
+        return collections.defaultdict(lambda: "made", **items)
+
+    save(folder, {"own": OwnDict(a=[1]), "made": make(a=2), "object": Holder({"x": OwnDict(a=3)})})
+    loaded = {"own": OwnDict(b=5), "made": make(), "object": Holder(None)}
+    before = loaded["own"]
+    ckpt.load(folder, loaded)
+    assert (type(loaded["own"]), loaded["own"], before) == (OwnDict, {"a": [1]}, {"b": 5})
+    assert (loaded["made"], loaded["made"]["z"]) == ({"a": 2, "z": "made"}, "made")
+    assert (type(loaded["object"].state["x"]), loaded["object"].state["x"]) == (dict, {"a": 3})
+    for name, kind in (("own", "OwnDict"), ("made", "defaultdict")):
+        with pytest.raises(
+            CheckpointError, match=f"{name}: the checkpoint has a {kind}, which it can't make by itself"
+        ):
+            ckpt.load(folder, {name: None})
+        loaded = {name: {}}
+        ckpt.load(folder, loaded)
+        assert type(loaded[name]) is dict
+
+
+@behaviour
+def a_tensor_is_filled_without_a_loss_or_refused(rank, world_size, folder):
+    save(folder, {"x": torch.tensor([300, 2]), "y": torch.tensor([1.5]), "z": True})
+    for name, into, said in (
+        ("x", torch.zeros(3, dtype=torch.int64), r"int64\[2\] in the checkpoint and int64\[3\] here"),
+        ("x", torch.zeros(2, dtype=torch.uint8), r"int64\[2\] in the checkpoint and uint8\[2\] here"),
+        ("x", torch.zeros(2), "put None in its place to get the saved one"),
+        ("y", torch.zeros(1, dtype=torch.float16), "float16"),
+        ("y", torch.zeros(1, dtype=torch.int64), "int64"),
+        ("z", torch.zeros(()), "the checkpoint has True where a tensor is"),
+    ):
+        state = {name: into}
+        with pytest.raises(CheckpointError, match=said):
+            ckpt.load(folder, state)
+        assert state[name] is into
+        assert not into.any()
+    double = torch.zeros(1, dtype=torch.float64)
+    ckpt.load(folder, {"y": double})
+    assert double.item() == 1.5
+
+
+@behaviour
+def a_parameter_of_its_own_is_filled_in_place(rank, world_size, folder):
+    save(folder, {"scale": nn.Parameter(torch.ones(3)), "list": [torch.ones(2, requires_grad=True)]})
+    scale, leaf = nn.Parameter(torch.zeros(3)), torch.zeros(2, requires_grad=True)
+    state = {"scale": scale, "list": [leaf]}
+    ckpt.load(folder, state)
+    assert state["scale"] is scale
+    assert state["list"][0] is leaf
+    assert scale.eq(1).all()
+    assert leaf.eq(1).all()
+    assert scale.requires_grad
+    assert leaf.requires_grad
+
+
+@behaviour
+def tensors_that_shared_memory_do_so_again(rank, world_size, folder):
+    base = torch.arange(6.0)
+    state = {"base": base, "same": base, "view": base[2:4].view(2, 1), "apart": base.clone()}
+    state["column"] = base.view(3, 2)[:, 0]  # is no range of it, and comes back apart
+    save(folder, state)
+    for names in (list(state), list(reversed(state))[:2], ["same", "base"], ["base", "view"]):
+        loaded = dict.fromkeys(names)
+        ckpt.load(folder, loaded)
+        assert_same(loaded, {name: state[name] for name in names})
+        if "base" in names:
+            loaded["base"][2] = 7
+            places = {"same": 2, "view": 0}
+            assert all(loaded[name].flatten()[places[name]] == 7 for name in names if name in places)
+            assert loaded.get("apart", state["apart"])[2] == 2
+    alone = {"view": None}
+    ckpt.load(folder, alone)
+    assert_same(alone["view"], state["view"])
+    with pytest.raises(CheckpointError, match="base: it shared memory with 'view' when it was saved"):
+        ckpt.load(folder, {"view": None, "base": None})
+    own = torch.zeros(6)
+    filled = {"view": own[2:4].view(2, 1), "base": own}
+    ckpt.load(folder, filled)
+    assert_same(own, base)
+
+
 @behaviour
 def arrays_and_scalars_of_numpy_come_back_with_their_types(rank, world_size, folder):
     rng = numpy.random.default_rng(rank)  # each rank's own, large or small

@@ -364,3 +364,20 @@ def test_a_save_that_is_under_way_is_said(ckpt, tmp_path):
     mark.end()
     assert len(ckpt("ls", tmp_path / "run")[1]) == 2
     assert ckpt("show", tmp_path / "run")[2] == ""
+
+
+def test_what_reads_no_tensor_starts_without_torch(tmp_path):
+    save(tmp_path / "c", {"model": model(), "epoch": 3, "size": torch.Size([2]), "dtype": torch.bfloat16})
+    calls = [["ckpt", name, str(tmp_path / "c")] for name in ("ls", "show", "verify")]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; from phalanx import cli; print([*map(cli.main, {calls})], 'torch' in sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0] False", done.stderr
+    assert "torch.bfloat16" in done.stdout

@@ -17,7 +17,8 @@ from phalanx._digest import bytes_of, digests
 from phalanx._ranges import share
 from phalanx._text import counted
 from phalanx.checkpoint.image import Image, Part
-from phalanx.checkpoint.tree import Json, Leaf, as_dtype
+from phalanx.checkpoint.tree import Leaf
+from phalanx.checkpoint.unpacking import Json, as_dtype
 
 _SMALL_BYTES = 64 * 1024
 _MAX_CUT_DIMS = 8  # more than the dimensions of any mesh
@@ -120,7 +121,7 @@ class Reader:
     def _read(self, node: Json, into: Tensor | None) -> Tensor:
         dtype = as_dtype(node["dtype"])
         tensor = torch.empty(node["shape"], dtype=dtype) if into is None else into
-        target: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        target: Tensor = (tensor.to_local() if is_sharded(tensor) else tensor).detach()  # type: ignore[attr-defined]
         wanted = _wanted(tensor)
         for common, (image, offset, shape, key) in self._sources(node["tensor"], wanted).items():
             source = image.block(key, shape, dtype)

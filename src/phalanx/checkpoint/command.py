@@ -15,10 +15,9 @@ from phalanx._env import nearest
 from phalanx._errors import printable
 from phalanx._text import columns, counted, in_units
 from phalanx.checkpoint import folder as folders
-from phalanx.checkpoint.comparison import compare
-from phalanx.checkpoint.export import export, read, rows_of
 from phalanx.checkpoint.folder import Checkpoint, Damaged
 from phalanx.checkpoint.retention import verify
+from phalanx.checkpoint.rows import rows_of
 
 _CALLS = {
     "ls": "phalanx ckpt ls FOLDER",
@@ -177,6 +176,8 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
+    from phalanx.checkpoint.comparison import compare  # with torch, which the other commands do without
+
     if len(given.others) > 2 or (len(given.others) == 2 and not all(other.isdecimal() for other in given.others)):
         raise UsageError(
             f"a folder and two steps, or two folders are needed, got {given.folder} {' '.join(given.others)}"
@@ -194,6 +195,8 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
+    from phalanx.checkpoint.export import export, read
+
     checkpoint = _find_whole(given.folder, given.step)
     rank = _rank_of(checkpoint, given.rank)
     key = given.key

@@ -13,7 +13,7 @@ from phalanx._text import shortened
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.loading import images_of
-from phalanx.checkpoint.tree import form_of, unpack
+from phalanx.checkpoint.unpacking import form_of, unpack
 
 
 @dataclasses.dataclass(frozen=True)

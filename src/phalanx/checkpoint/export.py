@@ -1,4 +1,4 @@
-"""What a checkpoint holds, put together from the files of all ranks: as rows to read, as one file for others."""
+"""What a checkpoint holds, put together from the files of all ranks, as one file for others."""
 
 from __future__ import annotations
 
@@ -11,45 +11,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from phalanx._text import shortened
 from phalanx.checkpoint.blocks import Reader
 from phalanx.checkpoint.folder import Checkpoint
 from phalanx.checkpoint.image import Part, fill, is_storable, lay_out
 from phalanx.checkpoint.loading import images_of
-from phalanx.checkpoint.tree import Json, pairs_of, unpack
-
-
-def rows_of(checkpoint: Checkpoint, rank: int) -> list[tuple[str, str]]:
-    """Return name and description of each tensor and each value that `rank` has saved, without reading the tensors."""
-    return list(_rows("", images_of(checkpoint)[rank].metadata["tree"]))
-
-
-def _rows(name: str, node: Json) -> Iterator[tuple[str, str]]:
-    kind = next(iter(node)) if isinstance(node, dict) else ""
-    if kind == "tensor":
-        yield name, f"{node['dtype']} {node['shape']}"
-    elif kind == "numpy":
-        yield name, f"numpy {node['dtype']} {node['shape']}"
-    elif kind in ("dict", "ordered", "counter"):
-        pairs = pairs_of(node)
-        yield from ((name, "{}") for _ in range(not pairs))
-        for key, value in pairs:
-            yield from _rows(f"{name}.{key}" if name else str(key), value)
-    elif isinstance(node, dict) and isinstance(node[kind], list) and any(_is_nested(item) for item in node[kind]):
-        for index, item in enumerate(node[kind]):
-            yield from _rows(f"{name}.{index}" if name else str(index), item)
-    else:
-        has_tensor = isinstance(node, dict) and isinstance(node[kind], dict)
-        text = f"{kind} {node[kind]['shape']}" if has_tensor else repr(unpack(node, _no_tensor))
-        yield name, shortened(text)
-
-
-def _is_nested(node: Json) -> bool:
-    return isinstance(node, dict) and not {"float", "complex"} & node.keys()
-
-
-def _no_tensor(node: Json, _: Tensor | None) -> Tensor:
-    raise ValueError("it is read without tensors")
+from phalanx.checkpoint.unpacking import pairs_of, unpack
 
 
 def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:

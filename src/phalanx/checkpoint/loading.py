@@ -21,7 +21,7 @@ from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import digest_of, memory
 from phalanx.checkpoint.pending import pending
 from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore, survey
-from phalanx.checkpoint.tree import Json, unpack
+from phalanx.checkpoint.unpacking import Json, unpack
 from phalanx.record import writer
 from phalanx.record.box import LOADED, LOADING
 
@@ -55,9 +55,23 @@ def load(
 ) -> Loaded | None:
     """Restore `state` from a checkpoint and return which one. Every rank calls it.
 
-    Modules, optimizers, tensors and other objects with ``load_state_dict`` are restored in place; plain values are
-    replaced. Any number of ranks can load what any number has saved. Every file is compared with its hash before
-    anything is loaded, and nothing is unpickled. Under ``phalanx run``, a snapshot in memory is loaded if it is newer.
+    Modules, optimizers, tensors and other objects with ``load_state_dict`` are restored in place, also within dicts and
+    lists; plain values, sets, deques and arrays are replaced. Any number of ranks can load what any number has saved.
+    Every file is compared with its hash before anything is loaded, and nothing is unpickled. Under ``phalanx run``, a
+    snapshot in memory is loaded if it is newer.
+
+    What comes back is equal bit for bit, and of the class that was saved:
+
+    - A tensor in `state` is filled if it has the same shape, and a dtype that holds every saved value; otherwise it is
+      refused. In the place of None, or of a plain value, a new tensor on the CPU comes, which has no gradient, does not
+      require one and is of no subclass. New tensors share memory if those that were saved did.
+    - A module or an optimizer takes what its ``load_state_dict`` takes, which casts to its own dtypes.
+    - A named tuple is of the class that `state` has there, otherwise of a new class with the same name and fields. A
+      ``defaultdict`` keeps a factory that is a built-in class. Other mappings need one of their class in `state`, or a
+      dict, and are refused otherwise; an object's ``load_state_dict`` gets dicts instead.
+    - Other classes of Python's are kept as they are: dict, ``OrderedDict``, ``Counter``, list, tuple, set, frozenset,
+      deque, str, bytes, bytearray, numbers, paths, and NumPy's arrays and scalars. An object that is in several places
+      comes back as several; subclasses of arrays as plain arrays.
 
     A save of this job that is still being written is awaited. If another job is saving to the folder, a line says so.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import Future, wait
 
@@ -45,4 +44,3 @@ class PendingSaves:
 
 
 pending: PendingSaves = PendingSaves()
-os.register_at_fork(after_in_child=pending.forget)

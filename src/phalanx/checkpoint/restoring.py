@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from phalanx._errors import CheckpointError
 from phalanx._text import listed
-from phalanx.checkpoint.tree import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack, unwrap
+from phalanx.checkpoint.tree import unwrap
+from phalanx.checkpoint.unpacking import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack
 
 _MAX_NAMES = 5  # in a message
 _Visit = Callable[[Any, Json, Read, bool], Any]
@@ -23,7 +25,52 @@ def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: 
         KeyError: With `strict`: `state` has an entry that the tree lacks.
         ValueError: The tree has another form.
     """
-    _walk(state, node, read, strict, _assign)
+    _walk(state, node, _Sharing(read), strict, _assign)
+
+
+class _Sharing:
+    """Reads tensors that are made anew so that they share memory as those that were saved did."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._done: dict[str, Tensor] = {}
+        self._alone: dict[
+            str, tuple[Json, Tensor]
+        ] = {}  # by the name of what shared memory with it, read later or never
+
+    def __call__(self, node: Json, into: Tensor | None) -> Tensor:
+        name, other = node["tensor"], node.get("shares", [""])[0]
+        if into is not None:
+            tensor = self._read(node, into)
+        elif other in self._done:
+            tensor = self._view(node, node["shares"], self._done[other])
+        elif name in self._alone:
+            earlier, read = self._alone[name]
+            tensor = self._view(node, [earlier["tensor"], *earlier["shares"][1:]], read)
+        else:
+            tensor = self._read(node, None)
+            if other:
+                self._alone[other] = node, tensor
+        self._done[name] = tensor
+        return tensor
+
+    def _view(self, node: Json, shares: Sequence[Any], other: Tensor) -> Tensor:
+        """Return the tensor of a node as what it was in the memory of another.
+
+        Raises:
+            ValueError: It is no view of that.
+        """
+        name, *begin = shares
+        num = math.prod(node["shape"])
+        if begin and other.dtype == as_dtype(node["dtype"]):
+            if list(other.shape) == node["shape"] and begin == [0]:
+                return other
+            if other.is_contiguous() and 0 <= begin[0] <= other.numel() - num:
+                return other.detach().view(-1)[begin[0] : begin[0] + num].view(node["shape"])
+        raise ValueError(
+            f"it shared memory with {name!r} when it was saved, and a new tensor would not: put tensors that share "
+            "memory in the place of both"
+        )
 
 
 def survey(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool = True) -> None:
@@ -70,7 +117,7 @@ def _survey(target: Any, node: Json, read: Read, strict: bool) -> Any:
         for own, item in _items(target, node):
             _survey(own, item, read, strict)
     else:
-        unpack(node, read, target)
+        unpack(node, read, target, is_exact=True)
     return target
 
 
@@ -126,8 +173,9 @@ def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
         return target
     if isinstance(target, list | tuple) and _holds_objects(target):
         items = [_assign(own, item, read, strict) for own, item in _items(target, node)]
-        return type(target)(*items) if hasattr(target, "_fields") else type(target)(items)
-    return unpack(node, read, target)
+        make: Any = getattr(type(target), "_make", type(target))  # a named tuple's
+        return make(items)
+    return unpack(node, read, target, is_exact=True)
 
 
 def _items(target: Sequence[Any], node: Json) -> Iterable[tuple[Any, Json]]:

@@ -267,6 +267,7 @@ def renew() -> None:
 def _forget_parents_saves() -> None:
     global _saver
     _saver = Saver()
+    pending.forget()
 
 
 os.register_at_fork(after_in_child=_forget_parents_saves)

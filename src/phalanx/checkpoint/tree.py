@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,9 @@ from torch import Tensor, nn
 
 from phalanx import _torch
 from phalanx._tensors import is_stored, unusual_keys
+from phalanx.checkpoint.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
 
-Json = Any
 _SCALARS = (bool, int, str, type(None))
-_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
-_MAPPINGS = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
 _UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # dtypes that torch can neither copy nor view as complex
 _MAX_INT_BITS = 14_000  # Python refuses to read a number of more than 4300 digits
 _INLINE_BYTES = 1024  # bytes above that are a tensor's
@@ -75,6 +73,7 @@ def pack(state: Any) -> tuple[Json, list[Leaf]]:
     packer = _Packer()
     try:
         tree = packer.pack(state, "")
+        packer.note_shared_memory()
         json.dumps(tree)  # else it would fail when the ranks have agreed to save
     except RecursionError:
         raise ValueError("the state is nested too deeply to be saved: make it flatter") from None
@@ -88,6 +87,15 @@ class _Packer:
         self.leaves: list[Leaf] = []
         self._names = {"__metadata__"}  # is no tensor in a file of safetensors
         self._buffers: frozenset[str] = frozenset()
+        self._objects = 0  # how many this is in: their load_state_dict() is told nothing of memory that is shared
+        self._places: list[_Place] = []
+
+    def note_shared_memory(self) -> None:
+        """Note in the nodes of tensors that lie in the memory of an earlier one which that is."""
+        for places in _overlapping(self._places):
+            for number, place in enumerate(places):
+                if shares := next(filter(None, map(place.within, places[:number])), None):
+                    place.node["shares"] = shares
 
     def pack(self, value: Any, name: str) -> Json:
         if type(value) in _SCALARS:
@@ -101,23 +109,43 @@ class _Packer:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
             with torch.DisableTorchFunctionSubclass():  # a class may answer in torch's place
-                return self._pack_tensor(value.detach(), name, name in self._buffers)
+                tensor = value.detach()
+                node = self._pack_tensor(tensor, name, name in self._buffers)
+                if not self._objects and not hasattr(tensor, "placements") and tensor.numel():
+                    self._places.append(_Place.of(tensor, node))
+                return node
         if isinstance(value, nn.Module):
             value = unwrap(value)
             self._buffers |= {_join(name, buffer) for buffer, _ in value.named_buffers()}
-            return self.pack(value.state_dict(), name)
+            return self._pack_object(value, name)
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            return self.pack(value.state_dict(), name)
-        for kind, cls in _MAPPINGS.items():
+            return self._pack_object(value, name)
+        for kind, cls in MAPPINGS.items():
             if type(value) is cls:
                 return {kind: [[_pack_key(k, name), self.pack(v, _join(name, k))] for k, v in value.items()]}
         if isinstance(value, Mapping):
-            return self.pack(dict(value), name)
-        for kind, cls in _SEQUENCES.items():
-            if type(value) is cls or (kind == "tuple" and hasattr(value, "_fields")):
+            return self._pack_mapping(value, name)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            items = [self.pack(item, _join(name, i)) for i, item in enumerate(value)]
+            return {"named": items, "class": type(value).__name__, "fields": list(value._fields)}
+        for kind, cls in SEQUENCES.items():
+            if type(value) is cls:
                 items = [self.pack(item, _join(name, i)) for i, item in enumerate(value)]
                 return {kind: items, "maxlen": value.maxlen} if kind == "deque" else {kind: items}
         return self._pack_atom(value, name)
+
+    def _pack_object(self, value: Any, name: str) -> Json:
+        self._objects += 1
+        node = self.pack(value.state_dict(), name)
+        self._objects -= 1
+        return node
+
+    def _pack_mapping(self, value: Mapping[Any, Any], name: str) -> Json:
+        pairs = self.pack(dict(value), name)["dict"]
+        factory = getattr(value, "default_factory", None)
+        if type(value) is collections.defaultdict and (factory is None or factory in FACTORIES.values()):
+            return {"default": pairs, "factory": factory and factory.__name__}
+        return {"mapping": pairs, "class": type(value).__qualname__}
 
     def _pack_tensor(self, tensor: Tensor, name: str, is_local: bool) -> Json:
         kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else tensor.layout
@@ -188,6 +216,55 @@ class _Packer:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the elements of a tensor lie, to find others that lie there, too."""
+
+    node: dict[str, Any]
+    begin: int
+    end: int
+    form: tuple[Any, ...]
+    is_range: bool
+
+    @staticmethod
+    def of(tensor: Tensor, node: dict[str, Any]) -> _Place:
+        begin, size = tensor.data_ptr(), tensor.element_size()
+        extent = 1 + sum((num - 1) * stride for num, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        form = tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg(), tensor.is_conj()
+        return _Place(node, begin, begin + extent * size, form, tensor.is_contiguous())
+
+    def within(self, other: _Place) -> list[Any] | None:
+        """Return the other's name and the element of it at which this one begins; None if they share no memory.
+
+        Without the element if this one is no view of the other. Of tensors that are no ranges, such as columns, only
+        those that are the same count.
+        """
+        if (self.form, self.begin) == (other.form, other.begin):
+            return [other.node["tensor"], 0]
+        if not (self.is_range and other.is_range and self.form[1] == other.form[1]):
+            return None
+        if self.end <= other.begin or other.end <= self.begin:
+            return None
+        has_elements = self.form[0] == other.form[0] and self.form[4:] == other.form[4:]
+        is_view = has_elements and other.begin <= self.begin and self.end <= other.end
+        at = (self.begin - other.begin) // self.form[0].itemsize
+        return [other.node["tensor"], at] if is_view else [other.node["tensor"]]
+
+
+def _overlapping(places: list[_Place]) -> Iterator[list[_Place]]:
+    """Yield the places that overlap, directly or through others, in the order in which they were given."""
+    numbered = sorted(enumerate(places), key=lambda one: one[1].begin)
+    together: list[tuple[int, _Place]] = []
+    end = 0
+    for number, place in numbered:
+        if place.begin >= end:
+            yield [one for _, one in sorted(together, key=lambda one: one[0])]
+            together = []
+        together.append((number, place))
+        end = max(end, place.end)
+    yield [one for _, one in sorted(together, key=lambda one: one[0])]
+
+
 def _local_part(tensor: Any) -> Tensor:
     local = tensor.to_local()
     return local.wait() if hasattr(local, "wait") else local  # a collective may still be filling it
@@ -221,104 +298,3 @@ def _pack_key(key: Any, name: str) -> Json:
 
 def _join(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
-
-
-Read = Callable[[Json, Tensor | None], Tensor]
-
-_ATOMS: dict[str, Callable[[Json], Any]] = {
-    "float": lambda node: float(node["float"]),
-    "complex": lambda node: complex(*map(float, node["complex"])),
-    "dtype": lambda node: as_dtype(node["dtype"]),
-    "device": lambda node: torch.device(node["device"]),
-    "size": lambda node: torch.Size(node["size"]),
-    "path": lambda node: pathlib.Path(node["path"]),
-}
-
-
-def as_dtype(name: str) -> torch.dtype:
-    """Return the dtype that torch calls `name`."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this torch knows no dtype {name!r}")
-    return dtype
-
-
-def form_of(value: Any) -> str:
-    """Return what a tensor is, such as ``float32[3, 4]``; of anything else its class."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def unpack(node: Json, read: Read, like: Any = None) -> Any:
-    """Return the value of a tree. A tensor of the same shape in `like` is filled and returned.
-
-    Args:
-        node: Tree that `pack` returned.
-        read: Function that takes a tensor's node and the tensor to fill, or None, and returns the tensor.
-        like: Value of the same form, or None.
-    """
-    if not isinstance(node, dict):
-        return node
-    kind = _kind_of(node)
-    if kind == "tensor":
-        fits = isinstance(like, Tensor) and list(like.shape) == node["shape"]
-        return read(node, like if fits else None)
-    if kind in _MAPPINGS:
-        own = like if isinstance(like, Mapping) else {}
-        return _MAPPINGS[kind]({key: unpack(value, read, own.get(key)) for key, value in pairs_of(node)})
-    if kind in _SEQUENCES:
-        likes = like if isinstance(like, list | tuple) and len(like) == len(node[kind]) else [None] * len(node[kind])
-        items = [unpack(item, read, own) for item, own in zip(node[kind], likes, strict=True)]
-        return collections.deque(items, node["maxlen"]) if kind == "deque" else _SEQUENCES[kind](items)
-    if kind in ("bytes", "bytearray"):
-        return (bytes if kind == "bytes" else bytearray)(_unpack_bytes(node[kind], read))
-    return _unpack_numpy(node, read) if kind == "numpy" else _ATOMS[kind](node)
-
-
-def _kind_of(node: Json) -> str:
-    """Return the kind of an object's node, which is its first key.
-
-    Raises:
-        ValueError: There is no such kind, or it has other keys.
-    """
-    kind, *others = node
-    wanted = {"tensor": ["shape", "dtype"], "numpy": ["dtype", "shape", "scalar"], "deque": ["maxlen"]}
-    if others != wanted.get(kind, []):
-        raise ValueError(f"a node has the keys {list(node)}")
-    return kind
-
-
-def pairs_of(node: Json) -> list[tuple[Any, Json]]:
-    """Return keys and nodes of a mapping's node.
-
-    Raises:
-        ValueError: It is of something else.
-    """
-    for kind in _MAPPINGS:
-        if isinstance(node, dict) and kind in node:
-            return [(unpack(key, _no_tensor), value) for key, value in node[kind]]
-    raise ValueError(f"the checkpoint has {name_kind(node)} where a mapping is wanted")
-
-
-def name_kind(node: Json) -> str:
-    return f"a {next(iter(node))}" if isinstance(node, dict) else repr(node)
-
-
-def _no_tensor(node: Json, _: Tensor | None) -> Tensor:
-    raise ValueError("a key is not a tensor")
-
-
-def _unpack_bytes(data: Json, read: Read) -> bytes:
-    return base64.b64decode(data) if isinstance(data, str) else read(data, None).numpy().tobytes()
-
-
-def _unpack_numpy(node: Json, read: Read) -> Any:
-    import numpy
-
-    data = bytearray(_unpack_bytes(node["numpy"], read))
-    dtype = numpy.dtype(node["dtype"])
-    if dtype.hasobject or dtype.names:  # the bytes of objects are addresses
-        raise ValueError(f"an array of {node['dtype']!r} can't be one that was saved")
-    array: Any = numpy.ndarray(node["shape"], dtype, data)
-    return array[()] if node["scalar"] else array
