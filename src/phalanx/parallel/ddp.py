@@ -40,7 +40,8 @@ class DistributedDataParallel(nn.Module, Joinable):
       parameter once, when it is first left out, unless `find_unused_parameters` is set.
     - If the models differ between ranks, all ranks raise the same error, which names the first difference.
     - If a loop forgets to call ``set_epoch`` of torch's DistributedSampler, rank 0 warns once.
-    - ``grad_norm()`` returns the norm of all gradients. Parameters may be frozen and unfrozen at any time.
+    - ``grad_norm()`` returns the norm of all gradients. Parameters may be frozen and unfrozen at any time;
+      what one has accumulated under ``no_sync()`` is averaged in the next averaged pass, frozen or not.
       :class:`phalanx.SyncBatchNorm` works on the CPU.
     - `gradient_as_bucket_view` is True by default. Where gradients are averaged in a buffer, copying them out again
       doubles their memory and costs up to a tenth of a step.
