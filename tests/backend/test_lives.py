@@ -158,6 +158,27 @@ def test_a_rank_that_can_not_join_tells_those_of_its_own_life():
     assert heard[0] == heard[1] == heard[2]
 
 
+def test_a_rank_may_find_rank_0_at_any_moment_of_its_wait():
+    store, has_looked = dist.HashStore(), threading.Event()
+
+    def come_while_the_other_looks(meeting):
+        if meeting.rank == 0:
+            assert has_looked.wait(LIMIT_S)
+            return
+        look = meeting.look
+
+        def look_when_rank_0_has_come():
+            has_looked.set()
+            while not store.check(["hello/0"]):
+                time.sleep(0.001)
+            look()
+
+        meeting.look = look_when_rank_0_has_come
+
+    heard = say_and_hear(store, 2, come_while_the_other_looks)
+    assert heard[0] == heard[1] is not None
+
+
 def send_weights(rank, world_size, port):
     """Rank 0 makes a group with another process, here rank 2, that is rank 1 there; rank 1 of the job has ended."""
     launch = Launch.of(_env.environment()[_env.LAUNCH_VARIABLE])

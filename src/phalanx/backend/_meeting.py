@@ -217,18 +217,19 @@ class Meeting:
         return self._understood(f"hello/{rank}", told, _HELLO) if told and told["answers"] == self.token else None
 
     def _answer(self) -> bool | None:
-        """Answer the rank 0 that is found, unless that is done; return whether this did."""
+        """Answer the rank 0 that is found, unless that is done; return True once this rank has answered any."""
+        before = self._hello["answers"]
 
-        def answer(store: dist.Store) -> bool | None:
+        def answer(store: dist.Store) -> str:
             with contextlib.suppress(GarbledError):
-                token = understand(store.get("hello/0"), _TOKENS)["token"] if store.check(["hello/0"]) else ""
-                if token and token != self._hello["answers"]:
-                    self._hello["answers"] = token
-                    store.set(f"hello/{self.rank}", json.dumps(self._hello))
-                    return True
-            return None
+                first: str = understand(store.get("hello/0"), _TOKENS)["token"] if store.check(["hello/0"]) else ""
+                if first not in ("", before):
+                    store.set(f"hello/{self.rank}", json.dumps({**self._hello, "answers": first}))
+                    return first
+            return str(before)
 
-        return self.store.ask(answer)
+        self._hello["answers"] = self.store.ask(answer)
+        return bool(self._hello["answers"]) or None
 
     def _named(self) -> list[dict[str, Any]] | None:
         """Return the hellos that rank 0 has gathered, if this one is among them."""
