@@ -65,7 +65,7 @@ def run_program(rank, world_size, seed):
         "added": added,
         "differentiated": differentiated,
         "summed": lambda whole, parts: (whole + whole.sum(0), parts + parts.sum(0)),
-        "largest": lambda whole, parts: (whole - whole.amax(1, keepdim=True), parts - parts.amax(1, keepdim=True)),
+        "centred": lambda whole, parts: (whole - whole.sum(1, keepdim=True), parts - parts.sum(1, keepdim=True)),
         "turned": lambda whole, parts: (whole.T.contiguous().T, parts.T.contiguous().T),
         "flat": lambda whole, parts: (
             whole.reshape(-1).reshape(whole.shape),
