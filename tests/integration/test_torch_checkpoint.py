@@ -1,4 +1,4 @@
-"""torch's distributed checkpoint saves and loads on phalanx, at once and in the background, by a thread and by a process, with Gloo's contents."""
+"""torch's distributed checkpoint saves and loads on phalanx, at once, by a thread and by a process, as on Gloo."""
 
 from __future__ import annotations
 
