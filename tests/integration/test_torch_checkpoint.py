@@ -1,4 +1,4 @@
-"""torch's distributed checkpoint saves and loads on phalanx, at once and in the background, with Gloo's contents."""
+"""torch's distributed checkpoint saves and loads on phalanx, at once, by a thread and by a process, as on Gloo."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ def save_and_load(rank, world_size, folder, how, kind):
     """Train, save, lose everything, load; return the state before and after."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn.parallel import DistributedDataParallel
 
@@ -30,8 +31,9 @@ def save_and_load(rank, world_size, folder, how, kind):
     model_state, optimizer_state = get_state_dict(model, optimizer)
     place = f"{folder}/{how}-{kind}-{dist.get_backend()}"
     state = {"model": model_state, "optimizer": optimizer_state}
-    if how == "async_save":
-        dcp.async_save(state, checkpoint_id=place).result(timeout=60)
+    if how.startswith("async_save"):
+        by = AsyncCheckpointerType.PROCESS if how.endswith("process") else AsyncCheckpointerType.THREAD
+        dcp.async_save(state, checkpoint_id=place, async_checkpointer_type=by).result(timeout=60)
     else:
         dcp.save(state, checkpoint_id=place)
     saved = whole(state)
@@ -45,7 +47,7 @@ def save_and_load(rank, world_size, folder, how, kind):
     return saved, before, whole({"model": get_state_dict(model, optimizer)[0], "optimizer": state["optimizer"]})
 
 
-HOWS, KINDS = ("save", "async_save"), ("ddp", "fsdp2")
+HOWS, KINDS = ("save", "async_save", "async_save by a process"), ("ddp", "fsdp2")
 
 
 @pytest.fixture(scope="module")

@@ -33,13 +33,23 @@ _CASES = {
     "deepspeed ZeRO-2": (*_PHALANX, "with_deepspeed.py", "2"),
 }
 
+# What these libraries return, case by case, with the number of cases.
+_NUM_CASES = {
+    "fairscale": 25,
+    "mmengine": 76,
+    "monai": 70,
+    "ring_attention": 18,
+    "tensor_parallel": 8,
+    "torchmetrics": 177,
+}
+
 
 def told(command, folder, **environ):
     """Run a program and return what its rank 0 has told."""
     out = folder / "told.json"
     of_deepspeed = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder.parent / "extensions")}
     environ = {**os.environ, **of_deepspeed, "OMP_NUM_THREADS": "1", "OUT": str(out), **environ}
-    argv = [str(_PROGRAMS / word) if word.startswith("with_") else word for word in command]
+    argv = [str(_PROGRAMS / word) if word.startswith(("with_", "cases_of_")) else word for word in command]
     done = subprocess.run(
         argv, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_LIMIT_S
     )
@@ -56,6 +66,18 @@ def test_it_trains_the_same_as_on_gloo(tmp_path, name):
     assert (on_gloo.pop("replaced_by"), replaced.pop("replaced_by")) == ("", "PHALANX_REPLACE")
     assert on_gloo["backend"] == replaced["backend"] == "gloo"
     assert replaced == on_gloo  # of two addends the sum is the same in either order
+
+
+@pytest.mark.parametrize("name", _NUM_CASES)
+def test_each_case_returns_the_same_bits_as_on_gloo(tmp_path, name):
+    on_gloo, replaced = (
+        told((*_PHALANX, f"cases_of_{name}.py"), tmp_path, PHALANX_REPLACE=word) for word in ("", "gloo")
+    )
+    assert (on_gloo["replaced_by"], replaced["replaced_by"]) == ("", "PHALANX_REPLACE")
+    wanted, found = on_gloo["cases"], replaced["cases"]
+    assert {case: results for case, results in wanted.items() if "raised " in str(results)} == {}
+    assert {case: (wanted[case], found[case]) for case in wanted if found[case] != wanted[case]} == {}
+    assert (len(wanted), len(found)) == (_NUM_CASES[name],) * 2
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun here")
