@@ -32,7 +32,10 @@ def say_once(line: str) -> None:
 
 def obey() -> None:
     """Put phalanx in the place of what PHALANX_REPLACE names; an unknown word becomes a line on stderr."""
-    word = _env.environment().get(_env.REPLACE_VARIABLE, "")
+    environ = _env.environment()
+    word = environ.get(_env.REPLACE_VARIABLE, "")
+    if _env.MISTAKEN_VARIABLE in environ and not word:
+        return say_once(f"{_env.MISTAKEN_VARIABLE} means nothing: set {_env.REPLACE_VARIABLE}=gloo; Gloo stays")
     try:
         is_wanted = _env.replaces_gloo(word)
     except ValueError as error:

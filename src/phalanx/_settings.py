@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from phalanx._env import LAUNCH_VARIABLES, LONGEST_S, did_you_mean, environment, is_service_link
+from phalanx._env import (
+    LAUNCH_VARIABLES,
+    LONGEST_S,
+    MISTAKEN_VARIABLE,
+    REPLACE_VARIABLE,
+    did_you_mean,
+    environment,
+    is_service_link,
+)
 
 BRIDGES = ("gloo", "mpi")
 
@@ -104,6 +112,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         is_ours = name.startswith("PHALANX_") and not name.startswith("PHALANX_TEST_")
         if is_service_link(name, environ):
             continue
+        if name == MISTAKEN_VARIABLE:
+            raise ValueError(f"unknown environment variable {name}: set {REPLACE_VARIABLE}=gloo")
         if is_ours and name not in known and name not in LAUNCH_VARIABLES:
             raise ValueError(f"unknown environment variable {name}{did_you_mean(name, {*known, *LAUNCH_VARIABLES})}")
     values: dict[str, Any] = {}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
@@ -246,6 +251,30 @@ def test_every_flag_is_an_environment_variable_that_ranks_do_not_take_for_a_miss
     assert flags == {f"PHALANX_{name}" for name in _env._FLAGS.split()}
     assert flags < _env.LAUNCH_VARIABLES  # beside what ranks are told
     _settings.read_settings(dict.fromkeys(_env.LAUNCH_VARIABLES, "1"))
+
+
+@pytest.mark.parametrize(
+    ("line", "remark"),
+    [
+        ("train.py --epochs 3 --role big", ""),
+        ("train.py --node_rank 3", ""),  # its own
+        ("train.py --nproc_per_node=4", "--nproc_per_node behind the script: it goes to the script, and has no effect"),
+        ("train.py --max-restarts 3 --nnodes 2", "--max-restarts, --nnodes behind the script: they go to the script"),
+    ],
+)
+def test_flags_behind_a_script_that_does_not_know_them_get_a_remark(tmp_path, monkeypatch, line, remark):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text('parser.add_argument("--node-rank")\n')
+    found = make_plan(["--nproc-per-node", "1", *line.split()], {}).job.remark
+    assert found.startswith(remark) if remark else not found
+
+
+def test_the_variable_that_somebody_takes_for_that_of_replace_gloo_is_answered_with_the_right_one(script):
+    with pytest.raises(UsageError, match="PHALANX_REPLACE_GLOO: set PHALANX_REPLACE=gloo"):
+        make_plan([script], {"PHALANX_REPLACE_GLOO": "1"})
+    environ = {**os.environ, "PHALANX_REPLACE_GLOO": "1"}
+    done = subprocess.run([sys.executable, "-c", "import torch"], env=environ, capture_output=True, text=True)
+    assert done.stderr == "phalanx: PHALANX_REPLACE_GLOO means nothing: set PHALANX_REPLACE=gloo; Gloo stays\n"
 
 
 def test_the_help_names_every_flag_in_80_columns():

@@ -50,7 +50,8 @@ def test_ctrl_c_saves_and_says_so(terminal, tmp_path, command, code):
     [preempted] = [record for record in records if record["kind"] == "preempted"]
     assert preempted["signal"] == signal.SIGINT
     assert checkpoint.list_checkpoints(folder / "checkpoints")[-1].step == preempted["step"]
-    assert "preempted" in (folder / "report.html").read_text()
+    assert "stopped by Ctrl-C" in (folder / "report.html").read_text()
+    assert "preempted by" not in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("command", "code"), [(ALONE, -signal.SIGINT), (LAUNCHED, 130)], ids=["alone", "launched"])

@@ -21,6 +21,7 @@ class Job:
     Attributes:
         command: Command of every rank: the interpreter with its script or module, or any program.
         typed: Command line of the launcher, as the user typed it; empty: unknown.
+        remark: Line about that command line; empty: none.
         preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
         divide: Function that divides threads and CPUs among a number of local ranks.
@@ -62,6 +63,7 @@ class Job:
     memory: MemoryPolicy = dataclasses.field(default_factory=MemoryPolicy)
     is_tuned: bool = False
     typed: str = ""
+    remark: str = ""
     preload: bool = True
     local_rank_argument: bool = False
     num_local_ranks: int = 1

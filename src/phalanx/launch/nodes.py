@@ -117,7 +117,7 @@ def _finish(
         return None
     if cause.get("made_room") and not ranks.has_made_room:
         ranks.keep_reason("ended with the job, which has made room")
-        ranks.say(f"the ranks of the job have saved and made room; exit code {PREEMPTED_CODE}, start again to go on")
+        ranks.say(f"the ranks of the job have saved; exit code {PREEMPTED_CODE}, start again to go on")
         raise SystemExit(PREEMPTED_CODE)
     if cause["kind"] == NODE_LOST:
         used = words_of_used_restarts(job, num_restarts)
@@ -140,7 +140,7 @@ def _place_of_this_node(attempt: Attempt, job: Job) -> str:
     first = attempt.first_rank
     own = named("rank", [*range(first, first + attempt.num_local_ranks)])
     begins = "began" if first == attempt.restart_count == 0 else "joined"
-    return f"{begins} the job at {job.rdzv_endpoint} as node {attempt.node_rank + 1} of {attempt.num_nodes}, with {own}"
+    return f"{begins} the job at {job.rdzv_endpoint} as node {attempt.node_rank} (of {attempt.num_nodes}), with {own}"
 
 
 def _changes(

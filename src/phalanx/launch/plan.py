@@ -21,7 +21,7 @@ from phalanx.launch.job import Job
 from phalanx.launch.node_flags import STATIC_PORT, check_nodes, rendezvous, scheduled_flags, with_spares
 from phalanx.launch.run_folder import name_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
-from phalanx.launch.target import command_of
+from phalanx.launch.target import command_of, flags_behind_the_script
 from phalanx.launch.tuned import Tuned, recall
 
 _TUNED = "auto: phalanx tune"
@@ -95,6 +95,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         min_ranks, num_ranks, why = tuned.ranks, tuned.ranks, _TUNED
     job = Job(
         command=command,
+        remark=flags_behind_the_script(target),
         typed=shlex.join(["phalanx", "run", *argv]),
         preload=not (value["no-python"] or value["no-preload"] or binds_threads(environ)),
         local_rank_argument=value["no-use-env"],

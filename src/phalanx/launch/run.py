@@ -51,6 +51,8 @@ def _run_attempts(supervisor: Supervisor, job: Job, folder: RunFolder) -> int:
     num_oom_kills = count_oom_kills()
     for line in job.opening(f"logs in {folder.path}", *filter(None, [folder.note])):
         supervisor.say(line)
+    if job.remark:
+        supervisor.say(job.remark)
     if job.max_nodes > 1:
         from phalanx.launch.nodes import run_with_other_nodes
 
@@ -59,7 +61,7 @@ def _run_attempts(supervisor: Supervisor, job: Job, folder: RunFolder) -> int:
         culprit = run_on_this_node(supervisor, job)
     if supervisor.has_made_room:
         supervisor.keep_reason("asked the ranks to make room, and all have saved")
-        supervisor.say(f"all ranks have saved and made room; exit code {_env.PREEMPTED_CODE}, start again to go on")
+        supervisor.say(f"all ranks have saved; exit code {_env.PREEMPTED_CODE}, start again to go on")
         return _env.PREEMPTED_CODE
     if culprit is None and supervisor.have_trained_alone:
         supervisor.say("the ranks made no process group, so each has trained on its own;")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
 from phalanx._command_line import UsageError
 from phalanx._env import did_you_mean
+from phalanx._text import listed
 from phalanx.launch.cpus import has_module
 
 
@@ -31,6 +33,27 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
         return (sys.executable, "-m", *target)
     _check_script(target)
     return (sys.executable, *target)
+
+
+_OURS = {  # which few scripts have, too
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts", "--standalone", "--shutdown-timeout"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--regrow-after", "--replace-gloo"),
+    *("--no-preload", "--no-keep", "--no-pin"),
+}
+
+
+def flags_behind_the_script(target: Sequence[str]) -> str:
+    """Return a remark on flags of ours that stand behind a script which does not know them; empty if none do."""
+    given = [word.partition("=")[0] for word in target[1:]]
+    ours = [word for word in dict.fromkeys(given) if word.replace("_", "-") in _OURS]
+    source = b""
+    with contextlib.suppress(OSError), open(target[0], "rb") as script:  # a module's text is elsewhere
+        source = script.read()
+    ours = [word for word in ours if word[2:].replace("-", "_").encode() not in source.replace(b"-", b"_")]
+    if not ours:
+        return ""
+    them = "it goes to the script, and has" if len(ours) == 1 else "they go to the script, and have"
+    return f"{listed(ours)} behind the script: {them} no effect here; put flags of phalanx run before it"
 
 
 def _check_program(target: Sequence[str]) -> None:

@@ -103,7 +103,7 @@ class View:
         """Return a node's host for people, with the number of the node where several of this view have that host."""
         host = self.members[node_rank].host
         is_shared = [node.host for node in self.members].count(host) > 1
-        return f"{host} #{node_rank + 1}" if is_shared else host
+        return f"{host} #{node_rank}" if is_shared else host
 
     def place_of(self, member: str) -> dict[str, Any]:
         """Return what a member's ranks are told of the attempt, as `environment.Attempt` takes it."""

@@ -133,10 +133,12 @@ def _without_idle(records: list[Record]) -> list[Record]:
 
 
 def _ending(records: Sequence[Record]) -> str:
-    """Return how an attempt ended: finished, preempted, diverged or interrupted."""
+    """Return how an attempt ended: finished, preempted, stopped by Ctrl-C, diverged or interrupted."""
     kinds = {record["kind"] for record in records}
     if records[-1]["kind"] in ("not_finite", "replicas_differ"):  # behind it others come only if that was to be ignored
         return "diverged"
+    if "end" not in kinds and any(one["kind"] == "preempted" and one.get("signal") == signal.SIGINT for one in records):
+        return "stopped by Ctrl-C"
     return "finished" if "end" in kinds else "preempted" if "preempted" in kinds else "interrupted"
 
 
@@ -152,6 +154,7 @@ def _page(run: _Run) -> str:
         "finished": "All training that was asked for is done.",
         "running": f"This page shows the run as it was at {_clock(run.last_s)}.",
         "preempted": "It was asked to make room, and goes on where it was when it is started again.",
+        "stopped by Ctrl-C": "It goes on where it was when it is started again.",
         "interrupted": "It ended before its time, and goes on from its newest checkpoint when it is started again.",
         "diverged": f"It was stopped. {escape(str(run.last.get('message', '')))}",
     }[run.state]
