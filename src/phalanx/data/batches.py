@@ -104,6 +104,11 @@ class GlobalBatches:
             yield size, [len(part) for part in self._cuts(size)]
 
     @property
+    def num_left(self) -> int:
+        """Number of batches that the epoch still has."""
+        return sum(1 for _ in self._left())
+
+    @property
     def is_at_end(self) -> bool:
         """Whether the epoch has no more batches."""
         return next(self._left(), None) is None

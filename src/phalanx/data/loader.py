@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils import data as torch_data
 from phalanx._errors import warn_caller
 from phalanx._sockets import keep_paths_short
 from phalanx.data.partition import Partition
+from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import derive_seed, seed_process
@@ -30,7 +32,9 @@ class DataLoader(torch_data.DataLoader[Any]):
     - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. Its workers
       are its own matter, as with torch: a stream that does not look at ``get_worker_info()`` yields every item in every
       worker; `shard_iterable` divides any stream.
-    - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks.
+    - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks; as many ranks as
+      before get the batches, and with a `RandomState` draw the numbers, that they would have without the interruption.
+      Random numbers that workers draw are not resumed: their augmentation differs in the rest of that epoch.
 
     Args:
         is_own_part: Whether the dataset is this rank's own part already, to be taken as it is. With several ranks, a
@@ -93,9 +97,13 @@ class DataLoader(torch_data.DataLoader[Any]):
         self.is_own_part: bool = bool(is_own_part)
         self._num_batches = 0  # handed out in this epoch
         self._is_over = False
+        self._has_drawn = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = super().__iter__()
+        # torch draws the workers' seed here, also without workers. Of a resumed epoch the run before has drawn it.
+        with random_state_kept() if self._has_drawn else contextlib.nullcontext():
+            batches = super().__iter__()
+        self._has_drawn = False
         self._num_batches, self._is_over = 0, False
         return self._count(batches)
 
@@ -119,7 +127,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         """Return the position of all ranks: after the last batch that was handed out, whatever workers loaded ahead.
 
         Raises:
-            TypeError: The sampler is not a `phalanx.DistributedSampler`.
+            TypeError: The sampler is not a `phalanx.DistributedSampler`, or the dataset is a stream.
         """
         return self._own_sampler().state_dict(self._num_batches * (self.batch_size or 1), self._is_over)
 
@@ -130,13 +138,19 @@ class DataLoader(torch_data.DataLoader[Any]):
             state: State that `state_dict` returned.
 
         Raises:
-            TypeError: The sampler is not a `phalanx.DistributedSampler`.
+            TypeError: The sampler is not a `phalanx.DistributedSampler`, or the dataset is a stream.
             ValueError: `state` belongs to another dataset, seed or order.
         """
         self._own_sampler().load_state_dict(state)
         self._num_batches, self._is_over = 0, False
+        self._has_drawn = state["place"] > 0 or (self.persistent_workers and state["epoch"] > 0)
 
     def _own_sampler(self) -> DistributedSampler:
+        if isinstance(self.dataset, torch_data.IterableDataset):
+            raise TypeError(
+                f"a loader of a stream, here a {type(self.dataset).__name__}, can't be resumed, because a stream has "
+                "no positions: skip the batches that were trained on, or pass a map-style dataset"
+            )
         if not isinstance(self.sampler, DistributedSampler):
             raise TypeError(
                 f"a {type(self.sampler).__name__} can't be resumed: pass sampler=phalanx.DistributedSampler(dataset)"

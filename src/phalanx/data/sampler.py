@@ -67,14 +67,23 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
 
     def __len__(self) -> int:
         """Return the number of samples that this rank gets in an epoch."""
-        return self._num_of_rank(len(self.dataset))  # type: ignore[arg-type]
+        return self.num_after(0)
+
+    def num_after(self, place: int) -> int:
+        """Return the number of samples that this rank gets after the first `place` of an epoch's order."""
+        left = len(self.dataset) - place  # type: ignore[arg-type]
+        if self.drop_last:
+            return left // self.num_replicas
+        if self.pad:
+            return -(-left // self.num_replicas)
+        return max(0, -(-(left - self.rank) // self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
         if self._is_running:
             self._begin_next_epoch()
         self._is_running, self._is_over = True, False
         self._num_taken = 0
-        return self._walk(self._order()[self._start :])
+        return self._walk(self._order(), self._start)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. An epoch that `load_state_dict` restored continues where it was."""
@@ -111,6 +120,8 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, with any number of ranks: each remaining sample of the epoch comes once.
 
+        As many ranks as saved it get what they would have got without the interruption, padding included.
+
         Args:
             state: State that `state_dict` returned.
 
@@ -146,18 +157,10 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         generator.manual_seed(self.seed + self.epoch)
         return torch.randperm(length, generator=generator).tolist()
 
-    def _walk(self, rest: list[int]) -> Iterator[int]:
-        if rest:
-            for place in range(self._num_of_rank(len(rest))):
-                self._num_taken += 1
-                # Padding goes round, as often as a dataset smaller than the group asks for.
-                yield rest[(place * self.num_replicas + self.rank) % len(rest)]
+    def _walk(self, order: list[int], start: int) -> Iterator[int]:
+        for number in range(self.num_after(start)):
+            self._num_taken += 1
+            # Padding begins with the epoch's first sample wherever the walk began, and goes round as often as a dataset
+            # smaller than the group asks for.
+            yield order[(start + number * self.num_replicas + self.rank) % len(order)]
         self._is_over = True
-
-    def _num_of_rank(self, length: int) -> int:
-        """Return how many of `length` remaining samples this rank gets."""
-        if self.drop_last:
-            return length // self.num_replicas
-        if self.pad:
-            return -(-length // self.num_replicas)
-        return max(0, -(-(length - self.rank) // self.num_replicas))

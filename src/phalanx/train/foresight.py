@@ -23,7 +23,7 @@ _BENT = {  # by the attribute that says how long: what the learning rate does af
 }
 
 
-def foresee(scheduler: Any, s: Settings, feed: Feed, ranks: RankGroup, step: int, epoch: int) -> tuple[int, str]:
+def foresee(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) -> tuple[int, str]:
     """Return the most optimizer steps that a run can have, and what to say about its schedule; every rank calls it.
 
     Returns:
@@ -32,14 +32,20 @@ def foresee(scheduler: Any, s: Settings, feed: Feed, ranks: RankGroup, step: int
     Raises:
         ValueError: The schedule, or one in it, ends before the run.
     """
-    per_epoch, max_epochs = feed.num_steps, s.max_epochs or sys.maxsize
-    num_steps = min(s.max_steps or sys.maxsize, max_epochs * per_epoch if per_epoch else sys.maxsize)
-    if s.scheduler_interval == "step":
-        left = num_steps if num_steps == sys.maxsize else num_steps - step
-    else:
-        left = min(max_epochs, num_steps // per_epoch if per_epoch else sys.maxsize) - epoch
-    if feed.may_differ:
-        left = -ranks.largest(-left)  # an epoch ends with the shortest loader
+    per_epoch, of_this_epoch = feed.num_steps, feed.num_left
+    num_epochs = max(0, s.max_epochs - epoch) if s.max_epochs else sys.maxsize
+    # Counted from here: the steps behind may have been those of another number of ranks.
+    num_left = s.max_steps - step if s.max_steps else sys.maxsize
+    if not num_epochs:
+        num_left = 0
+    elif num_epochs < sys.maxsize and per_epoch and of_this_epoch is not None:
+        num_left = min(num_left, of_this_epoch + (num_epochs - 1) * per_epoch)
+    num_steps = num_left if num_left == sys.maxsize else step + num_left
+    left = num_left
+    if s.scheduler_interval == "epoch":
+        if per_epoch and of_this_epoch is not None and num_left < sys.maxsize:
+            num_epochs = min(num_epochs, (num_left - of_this_epoch) // per_epoch + 1)
+        left = num_epochs
     return num_steps, _about_schedule(scheduler, left, s.scheduler_interval)
 
 
