@@ -13,7 +13,6 @@ from torch.utils import data as torch_data
 from torch.utils.data import TensorDataset
 
 import phalanx
-from phalanx._rank_group import RankGroup
 from phalanx.data import batches
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.train import loader_feed
@@ -147,11 +146,11 @@ def test_the_steps_of_a_run_are_counted_from_where_it_stands(interval, total):
     settings_of_run = phalanx.train.Settings(max_epochs=4, scheduler_interval=interval)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total)
-    num_steps, warning = foresee(schedule, settings_of_run, feed, RankGroup(), 9, 1)
+    num_steps, warning = foresee(schedule, settings_of_run, feed, 9, 1)
     assert (num_steps, warning) == (9 + 6 + 2 * 12, "")
     with pytest.raises(ValueError, match=f"this run steps it {total} times"):
         too_short = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total - 1)
-        foresee(too_short, settings_of_run, feed, RankGroup(), 9, 1)
+        foresee(too_short, settings_of_run, feed, 9, 1)
 
 
 class Stop(Exception):

@@ -388,7 +388,7 @@ def test_patience_ends_the_training_and_a_finished_run_stays_so(results):
 
 
 def test_loaders_of_different_lengths_end_their_epochs_together(results):
-    assert [of_rank["uneven_loaders"] for of_rank in results[2]] == [6, 6]
+    assert [of_rank["uneven_loaders"] for of_rank in results[2]] == [8, 8]
 
 
 def test_a_loader_that_does_not_divide_is_refused(results):

@@ -17,14 +17,12 @@ from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
-from phalanx.train.feed import Collate, Part, whatever
+from phalanx.train.feed import Collate, Step, whatever
 from phalanx.train.worker_trial import WholeBatches, WorkerTrial, never_draws, untouched
 
 
 class DatasetFeed:
     """Divides a dataset into global batches, and each of these among the ranks."""
-
-    may_differ = False
 
     def __init__(
         self,
@@ -120,7 +118,10 @@ class DatasetFeed:
         if epoch != self._batches.epoch:
             self._batches.epoch, self._batches.place = epoch, 0
 
-    def steps(self) -> Iterator[tuple[list[Part], int]]:
+    def together(self, step: Step | None) -> Step | None:
+        return step  # every rank has a part of each, if only an empty one
+
+    def steps(self) -> Iterator[Step]:
         self._generator.manual_seed(derive_seed(self._seed, "workers", self._batches.epoch))
         if self._trial is not None:
             self._loader = self._without_workers()  # of the dataset as it is now

@@ -13,6 +13,9 @@ Collate = Callable[[list[Any]], Any]
 Part = tuple[Any, int]
 """Batch of one forward pass, and its number of samples; a batch of 0 samples only keeps the ranks together."""
 
+Step = tuple[list[Part], int]
+"""This rank's parts of a step, and its number of samples over all ranks; 0: unknown."""
+
 
 class Feed(Protocol):
     """Steps of an epoch, from wherever `load_state_dict` has put it.
@@ -22,11 +25,9 @@ class Feed(Protocol):
         num_left: Number of steps that this epoch still has; None if unknown.
         is_at_start: Whether nothing of the epoch was trained on.
         is_at_end: Whether all of it was, as far as is known.
-        may_differ: Whether ranks may have different numbers of steps.
         num_workers: Number of data-loading processes that the feed has, for each rank.
     """
 
-    may_differ: bool
     num_workers: int
 
     @property
@@ -37,8 +38,18 @@ class Feed(Protocol):
     def is_at_start(self) -> bool: ...
     @property
     def is_at_end(self) -> bool: ...
-    def steps(self) -> Iterator[tuple[list[Part], int]]:
+    def steps(self) -> Iterator[Step]:
         """Yield this rank's parts of each step, and its number of samples over all ranks; 0: unknown."""
+        ...
+
+    def together(self, step: Step | None) -> Step | None:
+        """Return a step as all ranks take it, also one of which this rank has no part; None if no rank has one.
+
+        Every rank calls it, with None once its own steps are over.
+
+        Raises:
+            ValueError: On every rank: one has no batch with which it could go along.
+        """
         ...
 
     def resize(self, batch_size: int) -> None:

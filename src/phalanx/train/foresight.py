@@ -23,7 +23,7 @@ _BENT = {  # by the attribute that says how long: what the learning rate does af
 }
 
 
-def foresee(scheduler: Any, s: Settings, feed: Feed, ranks: RankGroup, step: int, epoch: int) -> tuple[int, str]:
+def foresee(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) -> tuple[int, str]:
     """Return the most optimizer steps that a run can have, and what to say about its schedule; every rank calls it.
 
     Returns:
@@ -46,8 +46,6 @@ def foresee(scheduler: Any, s: Settings, feed: Feed, ranks: RankGroup, step: int
         if per_epoch and of_this_epoch is not None and num_left < sys.maxsize:
             num_epochs = min(num_epochs, (num_left - of_this_epoch) // per_epoch + 1)
         left = num_epochs
-    if feed.may_differ:
-        left = -ranks.largest(-left)  # an epoch ends with the shortest loader
     return num_steps, _about_schedule(scheduler, left, s.scheduler_interval)
 
 

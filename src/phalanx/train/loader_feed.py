@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import data as torch_data
 
+from phalanx._errors import warn_caller
+from phalanx._nested import tensors_in
 from phalanx._rank_group import RankGroup
 from phalanx._text import counted
 from phalanx.data.loader import DataLoader
@@ -15,11 +18,17 @@ from phalanx.data.parts import have_own_parts
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed
-from phalanx.train.feed import Part, whatever
+from phalanx.train.feed import Step, is_dataset, whatever
+from phalanx.train.worker_trial import untouched
+
+_UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # instead of a batch's number of samples
 
 
 class LoaderFeed:
-    """Takes a loader of this rank's batches as it is, each a step.
+    """Takes a loader of this rank's batches as it is, each a step; an epoch is as long as the longest rank's.
+
+    In a step each rank's batch weighs as many samples as are in it. A rank that has no more batches goes along with one
+    that weighs nothing. Where the number of samples can't be told from the tensors, batches weigh alike.
 
     Args:
         loader: Iterable of batches, which is iterated anew in each epoch. One with ``state_dict`` and
@@ -29,15 +38,20 @@ class LoaderFeed:
         without_effect: Names of settings that were given and change nothing here.
     """
 
-    may_differ = True
     num_workers = 0  # of the trainer's own
 
-    def __init__(self, loader: Any, seed: int, *, without_effect: Sequence[str] = ()) -> None:
+    def __init__(
+        self, loader: Any, seed: int, *, ranks: RankGroup | None = None, without_effect: Sequence[str] = ()
+    ) -> None:
         self._without_effect = without_effect
+        self._ranks = ranks or RankGroup()
         self._world_size = rank_and_size()[1]
         self._loader = loader
         self._seed = seed
         self._epoch = self._place = 0
+        self._lengths = self._ranks.gather(_length_of(loader))
+        self._filler: Any = None
+        self._last: Any = None
         self._order = torch.Generator()
         drawing: Any
         for drawing in (loader, *_samplers(loader)):  # from a generator of the feed, seeded by the epoch
@@ -46,20 +60,22 @@ class LoaderFeed:
 
     @property
     def num_steps(self) -> int | None:
-        try:
-            return len(self._loader)
-        except TypeError:  # a stream
-            return None
+        longest = max(self._lengths)
+        return None if longest == sys.maxsize else longest
 
     @property
     def num_left(self) -> int | None:
+        return None if self.num_steps is None else max(map(int, self._ranks.gather(self._num_left)))
+
+    @property
+    def _num_left(self) -> int:
         own = self._own_state() if isinstance(self._loader, DataLoader) else None
         if own is None:
-            return None if self.num_steps is None else max(0, self.num_steps - self._place)
+            return max(0, max(self._lengths) - self._place)
         if self._has_passed(own):
             return 0
         num_samples, size = self._loader.sampler.num_after(own["place"]), self._loader.batch_size or 1
-        return num_samples // size if self._loader.drop_last else -(-num_samples // size)
+        return int(num_samples // size if self._loader.drop_last else -(-num_samples // size))
 
     @property
     def is_at_start(self) -> bool:
@@ -70,6 +86,7 @@ class LoaderFeed:
         own = self._own_state() if isinstance(self._loader, DataLoader) else None
         if own is not None:  # it knows, also where another number of ranks has taken the first steps
             return self._has_passed(own)
+        self._lengths = self._ranks.gather(_length_of(self._loader))  # a batch sampler may make others in each epoch
         return self.num_steps is not None and self._place >= self.num_steps
 
     def _has_passed(self, own: Mapping[str, Any]) -> bool:
@@ -81,7 +98,11 @@ class LoaderFeed:
 
     def describe(self, num_steps: int) -> str:
         number = "an unknown number of steps" if self.num_steps is None else counted(self.num_steps, "step")
-        return f"batches as the loader gives them{whatever(self._without_effect)}; {number} an epoch"
+        shortest, longest = min(self._lengths), max(self._lengths)
+        differ = (
+            f"; ranks have {shortest:,} to {longest:,}, and every sample counts alike" if shortest < longest else ""
+        )
+        return f"batches as the loader gives them{whatever(self._without_effect)}; {number} an epoch{differ}"
 
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -92,16 +113,82 @@ class LoaderFeed:
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
 
-    def steps(self) -> Iterator[tuple[list[Part], int]]:
+    def steps(self) -> Iterator[Step]:
         if isinstance(self._loader, DataLoader) and self.is_at_end:
             return
         self._order.manual_seed(derive_seed(self._seed, "order", self._epoch))
+        num_passed = 0 if self._own_state() else self._place
         with random_state_kept():  # what beginning, and passing by what was trained on, draws does not count
             batches = iter(self._loader)
-            for _ in range(0 if self._own_state() else self._place):
-                next(batches, None)
+            for _ in range(num_passed):
+                self._keep(next(batches, None))
+        number = num_passed
         for batch in batches:
-            yield [(batch, 1)], 0
+            number += 1
+            self._keep(batch)
+            yield [(batch, self._size_of(batch))], 0
+        length = _length_of(self._loader)
+        if self._own_state() is None and number < length < sys.maxsize:
+            warn_caller(
+                f"Trainer: the loader has a length of {length:,} and gave {number:,} batches in epoch "
+                f"{self._epoch + 1}: correct its __len__, by which steps are counted"
+            )
+
+    def together(self, step: Step | None) -> Step | None:
+        if step is None:
+            own = _NONE if self._world_size == 1 or self._fill() is not None else _NO_FILLER
+        else:
+            own = step[0][0][1]
+        sizes = [int(size) for [size] in self._ranks.gather_numbers([own])]
+        if all(size <= _NONE for size in sizes):
+            self._filler = self._last = None
+            return None
+        if _NO_FILLER in sizes:
+            raise ValueError(
+                f"Trainer: rank {sizes.index(_NO_FILLER)} has no batch in epoch {self._epoch + 1}, and other ranks "
+                "have some: give every rank at least one batch, or pass the dataset itself"
+            )
+        if _UNKNOWN in sizes or not any(size > 0 for size in sizes):
+            has_all = _NONE not in sizes
+            sizes = [int(size > _NONE) for size in sizes]
+            num_samples = 0 if has_all else sum(sizes)
+        else:
+            sizes = [max(size, 0) for size in sizes]
+            num_samples = sum(sizes)
+        batch = self._fill() if step is None else step[0][0][0]
+        return [(batch, sizes[self._ranks.rank])], num_samples
+
+    def _size_of(self, batch: Any) -> int:
+        """Return the number of samples in a batch, on which all its tensors must agree; else `_UNKNOWN`."""
+        is_loader = isinstance(self._loader, torch_data.DataLoader)
+        lengths = {len(tensor) for _, tensor in tensors_in(batch) if tensor.dim()}
+        if len(lengths) != 1 or (is_loader and self._loader.batch_sampler is None):
+            return _UNKNOWN
+        [length] = lengths
+        most = self._loader.batch_size if is_loader else None
+        return _UNKNOWN if most is not None and length > most else length
+
+    def _keep(self, batch: Any) -> None:
+        """Keep a batch with which this rank can go along once it has no more, if none can be made then."""
+        if self._world_size > 1 and not self._can_make_filler:
+            self._last = batch
+
+    @property
+    def _can_make_filler(self) -> bool:
+        loader = self._loader
+        return (
+            isinstance(loader, torch_data.DataLoader)
+            and loader.batch_sampler is not None
+            and is_dataset(loader.dataset)
+        )
+
+    def _fill(self) -> Any:
+        """Return a batch to go along with, which weighs nothing: the same wherever a run was stopped; None: no idea."""
+        if self._filler is None and self._can_make_filler:
+            with random_state_kept():
+                sample = untouched(self._loader.dataset)[0]
+                self._filler = self._loader.collate_fn([sample, sample])  # BatchNorm needs two
+        return self._last if self._filler is None else self._filler
 
     def advance(self) -> None:
         self._place += 1
@@ -129,6 +216,14 @@ class LoaderFeed:
                 f"with {self._world_size}: pass the dataset itself, or a phalanx.DataLoader"
             )
         self._epoch, self._place = state["epoch"], state["place"]
+
+
+def _length_of(loader: Any) -> int:
+    """Return the number of a loader's batches, `sys.maxsize` if it does not know."""
+    try:
+        return len(loader)
+    except TypeError:  # a stream
+        return sys.maxsize
 
 
 def is_divided(loader: Any, ranks: RankGroup) -> bool:

@@ -57,7 +57,7 @@ def open_feed(
             "phalanx.DataLoader, or one with sampler=phalanx.DistributedSampler(dataset). If its batch sampler "
             "divides them: phalanx.DataLoader(dataset, batch_sampler=batch_sampler, is_own_part=True)"
         )
-    return LoaderFeed(data, settings.seed, without_effect=_without_effect(data, settings, ranks, given))
+    return LoaderFeed(data, settings.seed, ranks=ranks, without_effect=_without_effect(data, settings, ranks, given))
 
 
 def _open_dataset(

@@ -206,9 +206,10 @@ class Trainer:
         left. To start over, also in a notebook's cell, make the model, the optimizer and the Trainer anew.
 
         Args:
-            data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is a
-                step of this rank. `Settings.global_batch_size` must then be the size of the loaders' batches, over all
-                ranks.
+            data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is
+                this rank's part of a step. `Settings.global_batch_size` must then be the size of the loaders' batches,
+                over all ranks. A batch weighs as many samples as are in it, and a rank whose loader has ended goes
+                along until all have. If the tensors of a batch differ in their first dimension, batches weigh alike.
             validation_data: Data for `evaluate` after each epoch. One batch of a dataset is also evaluated before the
                 first step, to learn which values an evaluation has.
             batch_sampler: Iterable of lists of a dataset's indices to use instead of `Settings.global_batch_size`: each
@@ -341,9 +342,10 @@ class Trainer:
             clock.begin("data")
             step = next(steps, None)
             clock.lap("data")
-            if self._ranks.largest(step is None) if self._feed.may_differ else step is None:
+            step = self._feed.together(step)
+            if step is None:
                 return
-            assert step is not None
+            clock.lap("wait")
             event = writer.begin_step(clock.step, step[1], self._run_log.num_steps)
             try:
                 yield step
@@ -447,7 +449,7 @@ class Trainer:
         """Make what the steps need, and record and say how the run begins."""
         s = self.settings
         self._feed.resize(self._batch_size())  # now that it is known
-        num_steps, of_schedule = foresee(self.scheduler, s, self._feed, self._ranks, self.step, self.epoch)
+        num_steps, of_schedule = foresee(self.scheduler, s, self._feed, self.step, self.epoch)
         run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
         self._guard = self._stepper.begin(run_log, self.step)
         sentinel, of_sentinel = self._stepper.sentinel(self.step)
