@@ -41,13 +41,13 @@ def test_every_rank_sees_what_plain_python_sees(tmp_path):
 
 def test_a_value_that_only_the_script_knows_has_each_rank_import_torch(tmp_path):
     source = """
-    os.environ["TORCH_COMPILE_JOB_ID"] = str(RANK)
+    os.environ["TORCH_COMPILE_JOB_ID"] = f"job-{RANK}"
     import torch
     print("SEES", torch.compiler.config.job_id)
     """
     job = run_job(tmp_path, source)
     assert job.returncode == 0, job.stderr
-    assert sorted(seen(job.stdout)) == ["0", "1"]
+    assert sorted(seen(job.stdout)) == ["job-0", "job-1"]
     assert "train.py may set TORCH_COMPILE_JOB_ID before it imports torch" in job.stderr
 
 
