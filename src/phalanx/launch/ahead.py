@@ -8,6 +8,7 @@ the script comes to import one. Where a library in native code reads, nobody can
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import re
@@ -121,6 +122,7 @@ class Hidden:
             self._modules.setdefault(_package_of(name), {})[name] = sys.modules.pop(name)
         if self._modules:
             sys.meta_path.insert(0, self)
+            atexit.register(self._bring_back_all)  # modules out of sight would not be taken apart, and leak
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -143,7 +145,14 @@ class Hidden:
             if changed := self._imports.changed(package):
                 self._on_change(package, changed)
         if not self._modules:
-            sys.meta_path.remove(self)
+            self._bring_back_all()
+
+    def _bring_back_all(self) -> None:
+        for modules in self._modules.values():
+            sys.modules.update(modules)
+        self._modules.clear()
+        sys.meta_path.remove(self)
+        atexit.unregister(self._bring_back_all)
 
 
 class Log:
