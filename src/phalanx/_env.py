@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 
 TYPE_CHECKING = False  # typing is not imported for its own, nor datetime, where a command only passes a job on
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
+    from typing import Any
 
 LONGEST_S = 1e9
 """Longest timeout, which stands for forever: 30 years. The clocks under torch overflow after 292."""
@@ -91,6 +93,11 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def raw() -> Mapping[bytes, bytes]:
+    """Return this process's environment, as it is now and will be, in bytes: to be compared, which is quick."""
+    return os.environ._data  # type: ignore[attr-defined]
+
+
 def is_rank() -> bool:
     """Whether a launcher of ours has made this very process a rank.
 
@@ -132,6 +139,15 @@ def update(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def change(variables: Mapping[str, str | None]) -> None:
+    """Set variables for this process and its children; None: unset them."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def replace_all(variables: Mapping[str, str]) -> None:
     """Replace the whole environment of this process."""
     os.environ.clear()
@@ -141,6 +157,38 @@ def replace_all(variables: Mapping[str, str]) -> None:
 def take(name: str) -> str:
     """Unset a variable that was meant for this process alone, and return its value."""
     return os.environ.pop(name)
+
+
+def watch_reads(note: Callable[[str, str | None], None]) -> Callable[[], None]:
+    """Have `note` told each variable that Python code reads, and its value, None if there is none.
+
+    A copy of the whole environment reads nothing.
+
+    Returns:
+        Function that ends it.
+    """
+    environ: Any = os.environ
+    encode, decode, listed = environ.encodekey, environ.decodekey, ""
+
+    def note_listed(key: bytes) -> str:
+        nonlocal listed
+        listed = decode(key)
+        return listed
+
+    def note_read(name: str) -> bytes:
+        nonlocal listed
+        key: bytes = encode(name)
+        if name != listed:
+            value = raw().get(key)
+            note(name, None if value is None else os.fsdecode(value))
+        listed = ""
+        return key
+
+    def stop() -> None:
+        environ.encodekey, environ.decodekey = encode, decode
+
+    environ.encodekey, environ.decodekey = note_read, note_listed
+    return stop
 
 
 def export(variables: Mapping[str, str]) -> tuple[str, ...]:

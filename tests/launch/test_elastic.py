@@ -72,13 +72,13 @@ def test_environment_threads_and_cpus_follow_the_number_of_ranks(tmp_path, monke
     import json
     if os.environ["WORLD_SIZE"] == "2":
         signal.pause() if RANK == 0 else sys.exit(3)
-    names = "LOCAL_WORLD_SIZE ROLE_WORLD_SIZE OMP_NUM_THREADS MKL_NUM_THREADS".split()
+    names = "LOCAL_WORLD_SIZE ROLE_WORLD_SIZE OMP_NUM_THREADS".split()
     print(json.dumps([*(int(os.environ[name]) for name in names), sorted(os.sched_getaffinity(0))]))
     """
     job = run_job(tmp_path, source, "--no-preload", "--max-restarts", "1", num_ranks="1:2")
     assert job.returncode == 0, job.stderr
     num_threads = divide(1, read_machine(), pin=True).shares[0].num_threads
-    assert job.stdout == f"[rank 0] {[1, 1, num_threads, num_threads, sorted(os.sched_getaffinity(0))]}\n"
+    assert job.stdout == f"[rank 0] {[1, 1, num_threads, sorted(os.sched_getaffinity(0))]}\n"
 
 
 def test_after_progress_the_next_restart_has_all_ranks_again(tmp_path):

@@ -14,9 +14,9 @@ from phalanx.launch.plan import make_plan
 CROWDED = Share(num_threads=2, is_crowded=True)
 
 
-def test_pools_of_threads_have_the_size_of_the_share_unless_the_user_has_set_them():
+def test_pools_of_threads_have_the_size_of_the_share_unless_the_user_has_set_it():
     found = thread_environment({"MKL_NUM_THREADS": "3"}, Share(num_threads=2))
-    assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == ("2", "3")
+    assert found == {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "3"}
     assert thread_environment({"OMP_NUM_THREADS": "5"}, Share(num_threads=2)) == {"OMP_NUM_THREADS": "5"}
 
 

@@ -44,7 +44,8 @@ print("FACTS " + json.dumps({
     "excepthook": sys.excepthook is sys.__excepthook__,
     "streams": [s.encoding + s.errors + str(s.write_through) for s in (sys.stdin, sys.stdout, sys.stderr)],
     "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 2)[:-1],
-    "preloaded": "torch" in sys.modules,
+    "modules": [name for name in ("torch", "torch.nn", "numpy", "phalanx") if name in sys.modules],
+    "preloaded": "libtorch" in open("/proc/self/maps").read(),
 }))
 """
 

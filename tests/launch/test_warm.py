@@ -19,7 +19,7 @@ from tests.launch.test_preload import FACTS
 from tests.launch.warm_jobs import HELLO, servers, sockets
 
 MORE_FACTS = """
-import gc, resource, warnings
+import gc, importlib, resource, warnings
 _STATUS = ("Name", "Umask", "SigBlk", "SigIgn", "SigCgt", "Groups", "NoNewPrivs", "Threads", "Uid", "Cpus_allowed_list")
 print("FACTS " + json.dumps({
     "modules": sorted(sys.modules),
@@ -39,14 +39,14 @@ print("FACTS " + json.dumps({
     "own_session": os.getsid(0) == os.getpid() == os.getpgid(0),
     "finders": [repr(f).split(" at ")[0] for f in (sys.displayhook, sys.unraisablehook, *sys.meta_path)],
     "importers": sorted(sys.path_importer_cache),
-    "packages": [sorted(vars(sys.modules[name])) for name in ("phalanx", "phalanx.launch")],
+    "packages": [sorted(vars(importlib.import_module(name))) for name in ("phalanx", "phalanx.launch")],
     "seekable": [s.seekable() for s in (sys.stdin, sys.stdout, sys.stderr)],
     "read": sys.stdin.read(),
     "extra": [os.read(9, 100).decode() if os.path.exists("/proc/self/fd/9") else None],
     "gc": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0],
     "interpreter": [len(warnings.filters), sys.getrecursionlimit(), sys.getswitchinterval(), sys._xoptions],
     "at_exit": atexit._ncallbacks(),
-    "threads_of_torch": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
+    "threads_of_torch": importlib.import_module("torch").get_num_threads(),
 }))
 """
 

@@ -37,4 +37,8 @@ def _run_warm(plan: Plan, args: Sequence[str], *, is_trial: bool = False) -> str
     if not plan.job.preload:
         return f"{starter.NOT_WARM}: each rank imports torch for itself"
     environ = plan.shared_environment(_env.environment())
-    return starter.foresee("run", args, environ) if is_trial else starter.run_warm("run", args, environ)
+    return (
+        starter.foresee("run", args, environ)
+        if is_trial
+        else starter.run_warm("run", args, environ, plan.job.head.settings)
+    )

@@ -11,8 +11,8 @@ from phalanx import _env
 from phalanx._launched import Launch
 from phalanx.launch.cpus import Share
 
-# Read by the pools of OpenMP, MKL, OpenBLAS and numexpr.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# MKL, OpenBLAS and numexpr obey it too where their own variables are not set, so a script need set no other.
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 # By which a user says how threads of OpenMP wait; the last three are those of GCC's and of LLVM's (Intel's) runtime.
 WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
 # By which a user binds threads of OpenMP; the runtime then chooses among the CPUs that it finds when it is loaded.
@@ -27,12 +27,12 @@ def binds_threads(environ: Mapping[str, str]) -> bool:
 
 
 def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
-    """Return `inherited` with the sizes of thread pools, unless the user has set OMP_NUM_THREADS or one of them.
+    """Return `inherited` with the size of thread pools, unless the user has set OMP_NUM_THREADS.
 
     Where ranks are crowded, threads of OpenMP sleep while they wait, unless the user has said how they do. By default
     they spin for milliseconds, since each runtime knows only the threads of its own process.
     """
-    threads = {} if "OMP_NUM_THREADS" in inherited else dict.fromkeys(_THREAD_VARIABLES, str(share.num_threads))
+    threads = {THREADS_VARIABLE: str(share.num_threads)}
     if share.is_crowded and WAIT_VARIABLES.isdisjoint(inherited):
         threads["OMP_WAIT_POLICY"] = "PASSIVE"
     return {**threads, **inherited}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from phalanx._memory import MemoryPolicy
 from phalanx._text import filled
 from phalanx.launch.cpus import Division
+from phalanx.launch.script_head import Head
 
 _COLUMNS = 80 - len("phalanx run: ")
 
@@ -23,6 +25,7 @@ class Job:
         typed: Command line of the launcher, as the user typed it; empty: unknown.
         remark: Line about that command line; empty: none.
         preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
+        head: What the script does before it imports torch, which is imported ahead as if that had been done.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
         divide: Function that divides threads and CPUs among a number of local ranks.
         memory: What ranks do about memory that they free.
@@ -65,6 +68,7 @@ class Job:
     typed: str = ""
     remark: str = ""
     preload: bool = True
+    head: Head = dataclasses.field(default_factory=Head)
     local_rank_argument: bool = False
     num_local_ranks: int = 1
     min_local_ranks: int = 1
@@ -116,4 +120,7 @@ class Job:
         if self.min_local_ranks < self.num_local_ranks:
             never = "" if self.max_restarts else ", but --max-restarts is 0"
             notes.append(f"{self.min_local_ranks} at least{never}")
+        if self.head.doubt:
+            script = os.path.basename(self.command[2 if self.command[1] == "-m" else 1])
+            notes.append(f"{script} may set {self.head.doubt} before it imports torch, so each rank imports it anew")
         return filled([*notes, *more], _COLUMNS)

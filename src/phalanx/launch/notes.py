@@ -10,6 +10,7 @@ import sysconfig
 
 from phalanx import _env
 from phalanx._files import write_whole
+from phalanx.launch import ahead
 
 _MODULES = "modules.json"
 _ROOM_MADE = "made_room"
@@ -72,12 +73,12 @@ def words_on_disk(checkpoints: str) -> str:
 
 
 def note_modules() -> None:
-    """Tell the supervisor which installed modules this rank has imported; called once it trains.
+    """Tell the supervisor which installed modules this rank has imported, and how; called once it trains.
 
-    Nothing happens outside ``phalanx run``, or when no restart is allowed.
+    Nothing happens outside ``phalanx run``, where no restart is allowed, or without preloading.
     """
-    environ, folder = _env.environment(), _own_folder()
-    if environ.get("LOCAL_RANK") != "0" or not environ.get(_env.SNAPSHOT_VARIABLE) or not folder:
+    folder = _own_folder()
+    if ahead.log is None or not folder:
         return
     places = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     names = []
@@ -88,7 +89,7 @@ def note_modules() -> None:
             names.append(name)
     path = modules_file(folder)
     with contextlib.suppress(OSError):  # a full disk: restarts are slower
-        write_whole(path, json.dumps(names))
+        write_whole(path, json.dumps(ahead.log.summary(names)))
 
 
 def run_logs() -> str:

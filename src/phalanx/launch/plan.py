@@ -21,6 +21,7 @@ from phalanx.launch.job import Job
 from phalanx.launch.node_flags import STATIC_PORT, check_nodes, rendezvous, scheduled_flags, with_spares
 from phalanx.launch.run_folder import name_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
+from phalanx.launch.script_head import Head, read_head
 from phalanx.launch.target import command_of, flags_behind_the_script
 from phalanx.launch.tuned import Tuned, recall
 
@@ -93,11 +94,14 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
     tuned = _tuned(settings, command, machine, environ)
     if tuned is not None:
         min_ranks, num_ranks, why = tuned.ranks, tuned.ranks, _TUNED
+    head = Head() if value["no-python"] or value["no-preload"] else read_head(command, environ)
+    foreseen = {**environ, **head.settings}
     job = Job(
         command=command,
         remark=flags_behind_the_script(target),
         typed=shlex.join(["phalanx", "run", *argv]),
-        preload=not (value["no-python"] or value["no-preload"] or binds_threads(environ)),
+        preload=not (value["no-python"] or value["no-preload"] or head.doubt or binds_threads(foreseen)),
+        head=head,
         local_rank_argument=value["no-use-env"],
         num_local_ranks=num_ranks,
         min_local_ranks=min_ranks,
@@ -106,7 +110,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
             divide,
             machine=machine,
             pin=not value["no-pin"],
-            omp_num_threads=environ.get("OMP_NUM_THREADS", ""),
+            omp_num_threads=foreseen.get("OMP_NUM_THREADS", ""),
             num_threads=tuned.threads if tuned is not None else 0,
         ),
         is_tuned=tuned is not None,

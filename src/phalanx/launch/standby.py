@@ -1,14 +1,15 @@
 """A second warden, prepared while the ranks run: it has imported what their script imports, so a restart is quick.
 
-The first one knows nothing of the script. Once the ranks train, rank 0 tells which modules of the standard library and
-of installed packages they have; the next attempt is forked from a process that has them too.
+The first one knows nothing of the script. Once the ranks train, they tell which modules of the standard library and of
+installed packages they have, and in which environment each was imported; the next attempt is forked from a process that
+has them too. Packages that have read what differs between ranks or attempts are left to the ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
@@ -36,38 +37,46 @@ class Standby:
         self._warden: Warden | None = None
         self._is_ready = False  # it has imported everything, and its forks can go on as ranks
         self._environ: Mapping[str, str] = {}  # of its ranks
-        self._last_folder = ""  # of the rank whose modules were tried last
+        self._files: Sequence[str] = ()  # in which its modules are named
+        self._left_out: tuple[str, ...] = ()  # packages
+        self._last_folder = ""  # of the first rank whose modules were tried last
         self._has_relieved = False
 
-    def prepare(self, environ: Mapping[str, str], rank_folder: str) -> bool:
-        """Start one that imports what the rank of that folder has noted; return whether there is still to be one.
+    def prepare(self, environ: Mapping[str, str], rank_folders: Sequence[str]) -> bool:
+        """Start one that imports what the ranks of those folders have noted; return whether there is still to be one.
 
         Called every now and then while the ranks run, until it returns false.
         """
         job = self._job
         if not (job.preload and job.max_restarts) or job.max_nodes > 1 or self._has_relieved:
             return False
-        if self._warden is not None or self._last_folder == rank_folder:
+        if self._warden is not None or self._last_folder == rank_folders[0]:
             return False
-        if os.path.exists(modules_file(rank_folder)):
-            self._last_folder = rank_folder
-            with contextlib.suppress(OSError):  # no process, no descriptor: restarts are slower
-                self._start(environ, modules_file(rank_folder))
+        files = list(map(modules_file, rank_folders))
+        if all(map(os.path.exists, files)):
+            self._last_folder = rank_folders[0]
+            self._start(environ, files)
         return True
 
-    def _start(self, environ: Mapping[str, str], modules: str) -> None:
+    def _start(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
+        with contextlib.suppress(OSError):  # no process, no descriptor: restarts are slower
+            self._start_importing(environ, files)
+
+    def _start_importing(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
         # What an import says, the ranks have said.
         self._output = Output(self._screen, b"", self._log, live=False, shown=False)
         warden = Warden(
             self._job.command,
             environ,
             preload=True,
+            settings=self._job.head.settings,
             output_fd=self._output.rank_fd,
             descriptors=self._descriptors,
-            modules_file=modules,
+            modules_files=files,
+            left_out=self._left_out,
         )
         self._output.hand_over()
-        self._warden, self._environ, self._is_ready = warden, environ, False
+        self._warden, self._environ, self._files, self._is_ready = warden, environ, files, False
         self._events.watch_output(self._output)
         self._events.watch(warden.channel.fileno(), self._hear)
 
@@ -78,7 +87,11 @@ class Standby:
             with contextlib.suppress(OSError), open(self._log, "a") as file:
                 file.write(f"{'ready' if self._is_ready else 'of no use'}: {packet}\n")
             if not self._is_ready:
-                return self.drop()
+                self.drop()
+                if (unfit := set(packet.get("unfit", ()))) - {"torch", *self._left_out}:
+                    self._left_out = (*self._left_out, *unfit)
+                    self._start(self._environ, self._files)
+                return
         if not self._warden.channel.alive:
             self.drop()
 

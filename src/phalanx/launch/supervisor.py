@@ -119,7 +119,7 @@ class Supervisor:
         return self._wardens.spared
 
     def _wants_standby(self) -> bool:
-        return self._shutdown.by is None and self._wardens.prepare_standby(self._ranks[0].folder)
+        return self._shutdown.by is None and self._wardens.prepare_standby([rank.folder for rank in self._ranks])
 
     def __exit__(self, *_: object) -> None:
         self.events.hold_signals()  # until this process has ended, none may change its exit code

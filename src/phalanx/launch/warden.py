@@ -18,7 +18,6 @@ import ctypes
 import errno
 import fcntl
 import gc
-import importlib
 import json
 import os
 import resource
@@ -29,15 +28,18 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from phalanx import _alone, _env, _trial
 from phalanx._memory import obey_launcher
 from phalanx.debugging import attached
+from phalanx.launch.ahead import Hidden, Imports, begin_log, replay
 from phalanx.launch.packets import MAX_PACKET_BYTES
 
 FD_VARIABLE = "PHALANX_WARDEN_FD"
 MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"
+SETTINGS_VARIABLE = "PHALANX_WARDEN_SETTINGS"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CHILDREN_S = 5.0  # for killed children to end
@@ -241,49 +243,56 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
         loaded_before: Modules that Python itself loads at start.
     """
     channel = socket.socket(fileno=int(_env.take(FD_VARIABLE)))
-    modules_file = _env.take(MODULES_VARIABLE)
+    orders = json.loads(_env.take(MODULES_VARIABLE))
+    settings = json.loads(_env.take(SETTINGS_VARIABLE))
     try:
-        _prepare_and_serve(channel, modules_file, loaded_before)
+        _prepare_and_serve(channel, orders, settings, loaded_before)
     except BaseException as error:  # site would go on, and the script would run here
         print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
-def _prepare_and_serve(channel: socket.socket, modules_file: str, loaded_before: Collection[str]) -> None:
+def _prepare_and_serve(
+    channel: socket.socket, orders: Sequence[Sequence[str]], settings: Mapping[str, str], loaded_before: Collection[str]
+) -> None:
     gc.disable()  # what an import leaves is not worth looking for: a sixth of the time
-    trouble = import_shared()
-    if modules_file and not trouble:
-        _import_all(modules_file)
+    imports = Imports()
+    trouble = import_shared(imports, settings)
+    unfit = set[str]()
+    modules_files, left_out = orders
+    if modules_files and not trouble:
+        unfit = replay([_read_json(path) for path in modules_files], imports, left_out)
         atexit.register(gc.unfreeze)  # of a rank: libraries report as leaked what the collector can't reach at its end
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
-    begin, can_go_on = way_into_script(sys.orig_argv, loaded_before)
-    serve(channel, begin, trouble=trouble, can_go_on=can_go_on and not trouble)
+    begin, can_go_on = way_into_script(sys.orig_argv, loaded_before, imports)
+    serve(channel, begin, trouble=trouble, unfit=sorted(unfit), can_go_on=can_go_on and not trouble and not unfit)
 
 
-def import_shared() -> str:
-    """Import what every rank needs; return why that failed, empty if it did not."""
-    for name in _PRELOADED_MODULES:
-        try:
-            __import__(name)
-        except BaseException as error:  # the script will meet it itself, and tell it as it would without us
-            return f"{type(error).__name__}: {error}"
+def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
+    """Import what every rank needs; return why that failed, empty if it did not.
+
+    Args:
+        settings: Variables that the script sets before it imports torch.
+    """
+    with imports.noted(settings):
+        for name in _PRELOADED_MODULES:
+            try:
+                __import__(name)
+            except BaseException as error:  # the script will meet it itself, and tell it as it would without us
+                return f"{type(error).__name__}: {error}"
     return ""
 
 
-def way_into_script(command: Sequence[str], loaded_before: Collection[str]) -> tuple[Begin, bool]:
+def way_into_script(command: Sequence[str], loaded_before: Collection[str], imports: Imports) -> tuple[Begin, bool]:
     """Return how a rank begins, and whether it is by going on where this process stands."""
     can_go_on = not has_threads_or_devices() and not _hides_modules_of_the_script(command, loaded_before)
-    return (_go_on if can_go_on else execute(command)), can_go_on
+    return (partial(_go_on, imports, loaded_before) if can_go_on else execute(command)), can_go_on
 
 
-def _import_all(modules_file: str) -> None:
-    """Import what ranks before have imported; what fails now is left to the script."""
-    with open(modules_file) as file:
-        names = json.load(file)
-    for name in names:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+def _read_json(path: str) -> Any:
+    with open(path) as file:
+        return json.load(file)
 
 
 def has_threads_or_devices() -> bool:
@@ -327,7 +336,7 @@ def _watch_torch() -> None:
     _shield.watch()
 
 
-def _go_on(packet: Mapping[str, Any]) -> None:
+def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str, Any]) -> None:
     """Undo what a rank shares with its siblings only because it was forked."""
     _leave_libraries_alone()
     if "torch" in sys.modules:
@@ -349,3 +358,16 @@ def _go_on(packet: Mapping[str, Any]) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if "numpy.random" in sys.modules:  # seeded at import, by now the same in all ranks
         sys.modules["numpy.random"].seed()
+    Hidden(imports, loaded_before, _say_change)
+    if _env.environment().get(_env.SNAPSHOT_VARIABLE):  # it may be restarted
+        begin_log({*packet["environ"], _env.PROCESS_VARIABLE})
+
+
+def _say_change(package: str, names: Sequence[str]) -> None:
+    has, it = ("has", "it") if len(names) == 1 else ("have", "them")
+    print(
+        f"phalanx: {', '.join(names)} {has} changed since {package} was imported ahead of the script, and may have no "
+        f"effect on it; set {it} for phalanx run itself, or use --no-preload",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from phalanx import _env
@@ -34,7 +36,9 @@ class Warden:
         preload: Whether `command` is a Python interpreter to be stopped in the site hook and forked there.
         output_fd: Descriptor for the warden's own output, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
-        modules_file: File that names modules to import beside torch, with `preload`; empty: none.
+        settings: Variables that are set while torch is imported, with `preload`.
+        modules_files: Files of ranks that name modules to import beside torch, with `preload`, see `ahead.replay`.
+        left_out: Packages that are not imported all the same.
         embryo: Process that becomes the keeper and the warden and has imported torch, with `preload`.
 
     Attributes:
@@ -50,7 +54,9 @@ class Warden:
         preload: bool,
         output_fd: int,
         descriptors: tuple[int, int],
-        modules_file: str = "",
+        settings: Mapping[str, str] = MappingProxyType({}),
+        modules_files: Sequence[str] = (),
+        left_out: Sequence[str] = (),
         embryo: Embryo | None = None,
     ) -> None:
         self._descriptors = descriptors
@@ -72,7 +78,7 @@ class Warden:
                 warden.hold_signals()
                 fork_warden(supervisor_pid, tell)
                 if preload:
-                    _execute_preloading(command, environ, theirs, modules_file)
+                    _execute_preloading(command, environ, theirs, settings, [modules_files, left_out])
                 _env.replace_all(environ)
                 warden.serve(theirs, warden.execute(command))
             except BaseException as error:
@@ -144,13 +150,18 @@ def _forget_handlers() -> None:
 
 
 def _execute_preloading(
-    command: Sequence[str], environ: Mapping[str, str], channel: socket.socket, modules_file: str
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    channel: socket.socket,
+    settings: Mapping[str, str],
+    orders: Sequence[Sequence[str]],
 ) -> None:
     os.set_inheritable(channel.fileno(), True)
     hooked = {
         **with_hook(environ),
         warden.FD_VARIABLE: str(channel.fileno()),
-        warden.MODULES_VARIABLE: modules_file,
+        warden.SETTINGS_VARIABLE: json.dumps(dict(settings)),
+        warden.MODULES_VARIABLE: json.dumps(orders),
     }
     os.execvpe(command[0], list(command), hooked)
 

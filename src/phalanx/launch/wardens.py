@@ -76,6 +76,7 @@ class Wardens:
             self._job.command,
             environ,
             preload=self._job.preload,
+            settings=self._job.head.settings,
             output_fd=output.rank_fd,
             descriptors=self._descriptors,
             embryo=embryo,
@@ -116,9 +117,9 @@ class Wardens:
         else:
             self._end(before)
 
-    def prepare_standby(self, rank_folder: str) -> bool:
-        """Start a standby once the rank of that folder has noted its imports; return whether to ask again."""
-        return self._standby.prepare(self.environ, rank_folder)
+    def prepare_standby(self, rank_folders: Sequence[str]) -> bool:
+        """Start a standby once the ranks of those folders have noted their imports; return whether to ask again."""
+        return self._standby.prepare(self.environ, rank_folders)
 
     @property
     def is_ready(self) -> bool:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from phalanx import _env
+from phalanx.launch.ahead import Imports
 from phalanx.launch.descriptors import take_streams
 from phalanx.launch.keeper import fork_warden
 from phalanx.launch.warden import hold_signals, serve, way_into_script
@@ -28,7 +29,8 @@ class Loaded:
 
     Attributes:
         interpreter: Its interpreter, which can go on into any script.
-        environ: Environment with which it was started.
+        environ: Environment with which it has imported torch.
+        imports: What it has imported.
         before: Modules that Python itself had loaded at start.
         shared: Modules that ranks keep; the others are the supervisor's.
         words: What its imports have printed.
@@ -37,6 +39,7 @@ class Loaded:
 
     interpreter: Interpreter
     environ: Mapping[str, str]
+    imports: Imports
     before: Collection[str]
     shared: Collection[str]
     words: bytes
@@ -102,7 +105,7 @@ def _become_warden(orders: socket.socket, loaded: Loaded, supervisor_pid: int) -
     forget_all_but(loaded.shared)
     loaded.interpreter.will_run(command)
     show_command_line(b"".join(os.fsencode(word) + b"\0" for word in command))
-    begin, can_go_on = way_into_script(command, loaded.before)
+    begin, can_go_on = way_into_script(command, loaded.before, loaded.imports)
     serve(channel, begin, can_go_on=can_go_on)
 
 

@@ -200,7 +200,8 @@ def _plan(request: Mapping[str, Any], loaded: Loaded) -> Plan | str:
     if not plan.job.preload:
         return "each rank imports torch for itself"
     _env.update(plan.environment({}))
-    name = facts.changed_variable(loaded.environ, plan.shared_environment(_env.environment()))
+    foreseen = {**plan.shared_environment(_env.environment()), **plan.job.head.settings}
+    name = facts.changed_variable(loaded.environ, foreseen)
     return f"was started with another {name}" if name else plan
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 from collections.abc import Collection
 
 from phalanx import _env
-from phalanx.launch.warden import import_shared
+from phalanx.launch.ahead import Imports
+from phalanx.launch.warden import SETTINGS_VARIABLE, import_shared
 
 
 def serve_warm(loaded_before: Collection[str]) -> None:
@@ -18,14 +20,16 @@ def serve_warm(loaded_before: Collection[str]) -> None:
         loaded_before: Modules that Python itself loads at start.
     """
     place = _env.take(_env.WARM_SERVER_VARIABLE)
-    environ = _env.environment()
+    settings = json.loads(_env.take(SETTINGS_VARIABLE))
+    environ = {**_env.environment(), **settings}
+    imports = Imports()
     try:
         gc.disable()  # what an import leaves is not worth looking for
-        trouble = import_shared()
+        trouble = import_shared(imports, settings)
         shared = frozenset(name for name in sys.modules if not f"{name}.".startswith(f"{__package__}."))
         from phalanx.launch.warm.server import WarmServer
 
-        server = WarmServer(place, environ, loaded_before, shared, trouble)
+        server = WarmServer(place, environ, imports, loaded_before, shared, trouble)
         gc.freeze()  # pages that the collector does not touch stay shared
         gc.enable()
         server.serve()

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from phalanx._peer import peer_of
+from phalanx.launch.ahead import Imports
 from phalanx.launch.warden import has_threads_or_devices
 from phalanx.launch.warm import facts, places, wire
 from phalanx.launch.warm.embryo import Loaded
@@ -34,14 +35,21 @@ class WarmServer:
     Args:
         place: Descriptors of the listening socket and of a pipe with what the imports have printed, and the socket's
             path, as `starter.start` wrote them.
-        environ: Environment with which this process was started.
+        environ: Environment with which this process has imported torch.
+        imports: What it has imported.
         before: Modules that Python itself had loaded at start.
         shared: Modules that ranks are to find imported.
         trouble: Reason that the imports failed; empty if they did not.
     """
 
     def __init__(
-        self, place: str, environ: Mapping[str, str], before: Collection[str], shared: Collection[str], trouble: str
+        self,
+        place: str,
+        environ: Mapping[str, str],
+        imports: Imports,
+        before: Collection[str],
+        shared: Collection[str],
+        trouble: str,
     ) -> None:
         listener_fd, words_fd, self._path = place.split(":", 2)
         self._listener = _socket.socket(fileno=int(listener_fd))
@@ -58,7 +66,7 @@ class WarmServer:
             interpreter = Interpreter()
         except RuntimeError as error:
             self._end(str(error))
-        self._loaded = Loaded(interpreter, environ, before, shared, words, tell)
+        self._loaded = Loaded(interpreter, environ, imports, before, shared, words, tell)
         self._watch = facts.Watch()
         places.announce_ready(self._path)
 

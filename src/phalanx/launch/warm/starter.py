@@ -5,17 +5,19 @@ from __future__ import annotations
 import _socket
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx._peer import peer_of
 from phalanx.launch.descriptors import take_streams
-from phalanx.launch.warden import die_with_parent
+from phalanx.launch.warden import SETTINGS_VARIABLE, die_with_parent
 from phalanx.launch.warden_client import with_hook
 from phalanx.launch.warm import client, facts, places, wire
 
@@ -27,13 +29,21 @@ NOT_WARM = "no warm start"
 """How the reasons begin for which a job starts cold."""
 
 
-def run_warm(kind: str, words: Sequence[str], environ: Mapping[str, str], *, passes_signals: bool = True) -> str:
+def run_warm(
+    kind: str,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    settings: Mapping[str, str] = MappingProxyType({}),
+    *,
+    passes_signals: bool = True,
+) -> str:
     """Have a warm process do what this one was started for, and end as that ends; return why none does it.
 
     Args:
         kind: Argument of `client.hand_over`.
         words: Argument of `client.hand_over`.
-        environ: Environment with which torch is to be imported, if a process has to be started.
+        environ: Environment of a process that has to be started.
+        settings: Variables that are set while it imports torch.
         passes_signals: Argument of `client.hand_over`.
     """
     if problem := _problem(kind, words, environ):
@@ -44,7 +54,7 @@ def run_warm(kind: str, words: Sequence[str], environ: Mapping[str, str], *, pas
         while True:
             with _locked():  # so that of several that come at once, one starts a process, and the others wait for it
                 if known.issuperset(places.sockets()):
-                    new = start(environ)
+                    new = start(environ, settings)
                 known |= set(places.sockets())
             answers = client.hand_over(kind, words, passes_signals=passes_signals)
             if new:
@@ -109,7 +119,7 @@ def _locked() -> Iterator[None]:
         os.close(fd)
 
 
-def start(environ: Mapping[str, str]) -> str:
+def start(environ: Mapping[str, str], settings: Mapping[str, str]) -> str:
     """Start a warm process and return its socket; whoever connects to that waits until it has imported torch.
 
     Raises:
@@ -124,7 +134,7 @@ def start(environ: Mapping[str, str]) -> str:
         fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     child = os.fork()
     if child == 0:
-        _execute(environ, listener, words, output, path)
+        _execute(environ, settings, listener, words, output, path)
     listener.close()
     os.close(words)
     os.close(output)
@@ -132,7 +142,14 @@ def start(environ: Mapping[str, str]) -> str:
     return path
 
 
-def _execute(environ: Mapping[str, str], listener: _socket.socket, words: int, output: int, path: str) -> NoReturn:
+def _execute(
+    environ: Mapping[str, str],
+    settings: Mapping[str, str],
+    listener: _socket.socket,
+    words: int,
+    output: int,
+    path: str,
+) -> NoReturn:
     """Become the warm process: nobody's child, in a session of its own, with nothing of ours open."""
     try:
         os.setsid()
@@ -144,7 +161,10 @@ def _execute(environ: Mapping[str, str], listener: _socket.socket, words: int, o
             with contextlib.suppress(OSError):  # the listing's own
                 os.set_inheritable(fd, fd in (0, 1, 2, listener.fileno(), words))
         os.chdir("/")
-        serves = {_env.WARM_SERVER_VARIABLE: f"{listener.fileno()}:{words}:{path}"}
+        serves = {
+            _env.WARM_SERVER_VARIABLE: f"{listener.fileno()}:{words}:{path}",
+            SETTINGS_VARIABLE: json.dumps(dict(settings)),
+        }
         os.execve(sys.executable, [sys.executable, _NAME], {**with_hook(environ), **serves})
     finally:
         os._exit(1)

@@ -1,0 +1,240 @@
+"""Modules that are imported ahead of the script: kept out of its sight until it imports them, and true when it does.
+
+What a module reads of the environment while it is imported, it has read before the script ran. So the process that
+imports ahead notes which package has read what; a rank that is forked from it hides the packages, and compares when
+the script comes to import one. Where a library in native code reads, nobody can note it: of torch, whatever
+`READ_BY_TORCH` names counts as read. No torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+from typing import Any
+
+from phalanx import _env
+
+READ_BY_TORCH = re.compile(
+    r"""
+    (TORCH|PYTORCH)(?!_(NCCL|HOME$|EXTENSIONS_DIR$)|ELASTIC_|INDUCTOR_CACHE_DIR$).*
+    | (OMP|GOMP|KMP|MKL|MKLDNN|ONEDNN|DNNL|OPENBLAS|GOTO|BLIS|VECLIB|NUMEXPR|NPY|NUMPY|FX|KINETO|CUBLAS|CUBLASLT)_.*
+    | GOTOBLAS_.* | COMPILE_STROBELIGHT_.* | NVPL_BLAS_.*
+    """,
+    re.VERBOSE,
+)
+"""Names of variables that ``import torch``, or what it loads, may read; what is read later, at use, is left out."""
+
+
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of an environment that ``import torch`` may read."""
+    return {name: value for name, value in environ.items() if READ_BY_TORCH.fullmatch(name)}
+
+
+class Imports:
+    """Which top-level packages this process has imported ahead, and what they have read meanwhile.
+
+    Attributes:
+        read: Value of each variable that a package has read, None where there was none, by package and name.
+        outer: Packages in the middle of whose import a package was imported, by package.
+    """
+
+    def __init__(self) -> None:
+        self.read: dict[str, dict[str, str | None]] = {}
+        self.outer: dict[str, set[str]] = {"phalanx": {"torch"}}  # whose entry point it is
+        self._set: set[str] = set()  # by the packages themselves
+
+    @contextlib.contextmanager
+    def noted(self, changes: Mapping[str, str | None]) -> Iterator[None]:
+        """Note what is imported within this context.
+
+        Args:
+            changes: Variables that are set meanwhile; None: unset.
+        """
+        own = _env.environment()
+        _env.change(changes)
+        before = _env.environment()
+        stop = _env.watch_reads(self._note)
+        sys.meta_path.insert(0, self)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(self)
+            stop()
+            after = _env.environment()
+            self._set |= {name for name in {*before, *after} if before.get(name) != after.get(name)}
+            _env.change({name: own.get(name) for name in changes if name not in self._set})
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Note that a package is being imported; others find it."""
+        if "." not in name and name not in self.outer:
+            self.outer[name] = set(_being_imported(sys._getframe()))
+            if name == "torch":
+                self.read[name] = dict(relevant(_env.environment()))
+        return None
+
+    def _note(self, name: str, value: str | None) -> None:
+        if reader := next(_being_imported(sys._getframe()), ""):
+            self.read.setdefault(reader, {}).setdefault(name, value)
+
+    def changed(self, package: str) -> list[str]:
+        """Return the variables that are not as the package has read them."""
+        before, now = self.read.get(package, {}), _env.environment()
+        names = {*before, *(relevant(now) if package == "torch" else ())}
+        return sorted(name for name in names - self._set if now.get(name) != before.get(name))
+
+
+def _being_imported(frame: FrameType | None) -> Iterator[str]:
+    """Return the packages whose modules are being executed, the innermost first, those of Python itself left out."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+            if package not in sys.stdlib_module_names and package not in ("__main__", "sitecustomize"):
+                yield package
+        frame = frame.f_back
+
+
+class Hidden:
+    """An import finder that keeps packages out of ``sys.modules`` until they are imported, and then puts them back.
+
+    Args:
+        imports: What is known of their import.
+        spared: Modules that stay in sight.
+        on_change: Function that is told, on the import of a package, the package and the variables that are not as it
+            has read them.
+    """
+
+    def __init__(
+        self, imports: Imports, spared: Collection[str], on_change: Callable[[str, Sequence[str]], None]
+    ) -> None:
+        self._imports, self._on_change = imports, on_change
+        packages = set(imports.outer).difference(sys.stdlib_module_names, map(_package_of, spared))
+        self._specs: dict[str, ModuleSpec | None] = {}  # of packages that are being brought back
+        self._modules: dict[str, dict[str, ModuleType]] = {}  # by package
+        for name in [name for name in sys.modules if _package_of(name) in packages]:
+            self._modules.setdefault(_package_of(name), {})[name] = sys.modules.pop(name)
+        if self._modules:
+            sys.meta_path.insert(0, self)
+            atexit.register(self._bring_back_all)  # modules out of sight would not be taken apart, and leak
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what brings a package back, if it is one of those."""
+        return ModuleSpec(name, self) if name in self._modules else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the package, which has been executed before."""
+        module = self._modules[spec.name][spec.name]
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Bring back all modules of the package, and of those that were imported together with it."""
+        name, outer = module.__name__, self._imports.outer
+        module.__spec__ = self._specs.pop(name)
+        for package in [one for one in self._modules if one == name or name in outer.get(one, ())]:
+            sys.modules.update(self._modules.pop(package))
+            if changed := self._imports.changed(package):
+                self._on_change(package, changed)
+        if not self._modules:
+            self._bring_back_all()
+
+    def _bring_back_all(self) -> None:
+        for modules in self._modules.values():
+            sys.modules.update(modules)
+        self._modules.clear()
+        sys.meta_path.remove(self)
+        atexit.unregister(self._bring_back_all)
+
+
+class Log:
+    """An import finder that notes which modules this rank imports, in which order and in which environment.
+
+    Args:
+        given: Variables that are this rank's, or this attempt's, own.
+    """
+
+    def __init__(self, given: Collection[str]) -> None:
+        self._given = sorted(given)
+        self._base = _env.environment()
+        self._last = dict(_env.raw())
+        self._steps: list[tuple[dict[str, str | None], dict[str, None]]] = [({}, {})]
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Note that a module is being imported; others find it."""
+        if _env.raw() != self._last:
+            self._last = dict(_env.raw())
+            now = _env.environment()
+            names = {*now, *self._base}.difference(self._given)
+            changes = {one: now.get(one) for one in names if now.get(one) != self._base.get(one)}
+            self._steps.append((changes, {}))
+        self._steps[-1][1][name] = None
+        return None
+
+    def summary(self, wanted: Collection[str]) -> dict[str, Any]:
+        """Return what another process needs to import the wanted modules as this one has, see `replay`.
+
+        Those that were imported before count as its first.
+        """
+        noted = {name for _, modules in self._steps for name in modules}
+        before = [name for name in wanted if name not in noted]
+        steps = [(changes, [name for name in modules if name in wanted]) for changes, modules in self._steps]
+        return {"given": self._given, "steps": [({}, before), *steps]}
+
+
+log: Log | None = None
+"""What this process has imported since it became a rank; None where nobody would read it."""
+
+
+def begin_log(given: Collection[str]) -> None:
+    """Begin to note what this rank imports; see `Log`."""
+    global log
+    log = Log(given)
+
+
+def replay(logs: Sequence[Mapping[str, Any]], imports: Imports, left_out: Collection[str]) -> set[str]:
+    """Import what the first of several ranks has imported, as it has; what fails now is left to the script.
+
+    Args:
+        logs: What `Log.summary` has returned in each rank.
+        left_out: Packages that are not imported.
+
+    Returns:
+        Packages that must be left out: they have read what is not the same in all ranks, or import one that has.
+    """
+    varying = {name for one in logs for name in one["given"]}
+    histories = [_histories(one) for one in logs]
+    varying |= {name for one in histories for name in one if any(other.get(name) != one[name] for other in histories)}
+    for changes, modules in logs[0]["steps"]:
+        with imports.noted({name: value for name, value in changes.items() if name not in varying}):
+            for name in modules:
+                if _package_of(name) not in left_out:
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
+    unfit = {package for package, read in imports.read.items() if not varying.isdisjoint(read)} - {"phalanx"}
+    return unfit.union(*(imports.outer.get(package, ()) for package in unfit))
+
+
+def _histories(summary: Mapping[str, Any]) -> dict[str, list[str | None]]:
+    """Return the values that each variable has had, one after the other."""
+    found: dict[str, list[str | None]] = {}
+    for changes, _ in summary["steps"]:
+        for name, value in changes.items():
+            if found.setdefault(name, [value])[-1] != value:
+                found[name].append(value)
+    return found
+
+
+def _package_of(module: str) -> str:
+    return module.partition(".")[0]
