@@ -96,7 +96,9 @@ def facts_of(
     facts |= _facts_of_loss(objective) if isinstance(objective, nn.Module) else {}
     facts |= _facts_of_optimizer(optimizer)
     facts["scheduler"] = "None" if scheduler is None else _name_of(type(scheduler))
-    if scheduler is not None:
+    if scheduler is not None and not hasattr(scheduler, "step"):  # a function that makes one
+        facts |= {"scheduler": _name_of(scheduler), "scheduler_interval": s.scheduler_interval}
+    elif scheduler is not None:
         facts |= {"scheduler_interval": s.scheduler_interval, **dict(_flat("scheduler", scheduler, 0))}
     facts |= {_TORCH: torch.__version__, **_facts_of_modules(module)}
     state = module.state_dict()
