@@ -72,8 +72,8 @@ class Settings:
         scheduler_interval: Interval at which the learning rate scheduler steps: "step" or "epoch".
         monitor: Name of the evaluated value that decides which checkpoint is best.
         patience: Number of evaluations without a better one after which training stops; None: unlimited.
-        min_delta: Improvement of `monitor` up to which an evaluation is no better one for `patience`. Small improvements
-            add up, and the best checkpoint is the best by however little.
+        min_delta: Improvement of `monitor` up to which an evaluation is no better one for `patience`. Small
+            improvements add up, and the best checkpoint is the best by however little.
         folder: Folder of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
         resume: Treatment of what an earlier start has left in the folder: "auto" resumes from the newest checkpoint,
             and refuses another run's; "never" starts over, and keeps the old run aside; "force" resumes with the

@@ -66,9 +66,9 @@ class Trainer:
             by name, each with one number for each sample or their mean. None: the training step, or the loss and the
             metrics.
         scheduler: Learning rate scheduler; or a function that makes one once the length of the run is known:
-            ``scheduler(optimizer, num_steps)``, where `num_steps` is how often it will be stepped, in steps or epochs as
-            `Settings.scheduler_interval` says. If a run that resumes is longer or shorter than it was, the function
-            makes another one, which is taken up where the run is.
+            ``scheduler(optimizer, num_steps)``, where `num_steps` is how often it will be stepped: in steps or in
+            epochs, see `Settings.scheduler_interval`. If a run that resumes is longer or shorter than it was, the
+            function makes another one, which is taken up where the run is.
         metrics: Functions by name to evaluate beside the loss: ``metric(outputs, targets)`` returns one number for each
             sample, or their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics,
             combine the states of all ranks in ``compute``; an `evaluation_step` updates them itself.
