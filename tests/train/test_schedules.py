@@ -15,6 +15,9 @@ from phalanx.train.settings import Settings
 from tests.train._programs import make_data, make_model, mean_squares, quietly
 
 
+LENGTHS: list[int] = []  # for which `falling` was called
+
+
 class Rates:
     """A callback that writes down the learning rate after each step."""
 
@@ -27,22 +30,19 @@ class Rates:
 
 def fit(folder, scheduler, data=None, validation=None, **settings):
     """Return the trainer, the learning rates, and the lengths for which the function was called."""
-    model, lengths, rates = make_model(), [], Rates()
-
-    def function(optimizer, num_steps):
-        lengths.append(num_steps)
-        return scheduler(optimizer, num_steps)
-
+    model, rates = make_model(), Rates()
+    LENGTHS.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     settings = {"global_batch_size": 8, "snapshot_every": 0, **settings}
     trainer = phalanx.Trainer(
-        model, optimizer, mean_squares, scheduler=function, callbacks=[rates], folder=folder, **settings
+        model, optimizer, mean_squares, scheduler=scheduler, callbacks=[rates], folder=folder, **settings
     )
     quietly(trainer.fit, make_data(32) if data is None else data, validation)
-    return trainer, rates.found, lengths
+    return trainer, rates.found, [*LENGTHS]
 
 
 def falling(optimizer, num_steps):
+    LENGTHS.append(num_steps)
     return LinearLR(optimizer, 1.0, 0.0, total_iters=num_steps)
 
 
