@@ -14,7 +14,6 @@ from phalanx.train.judge import Judge
 from phalanx.train.settings import Settings
 from tests.train._programs import make_data, make_model, mean_squares, quietly
 
-
 LENGTHS: list[int] = []  # for which `falling` was called
 
 
