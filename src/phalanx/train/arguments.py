@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -42,8 +43,10 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
             "with phalanx.DistributedDataParallel and optimizer.step(closure)"
         )
     _refuse_class("scheduler", scheduler, "{}(optimizer, ...)")
-    if scheduler is not None and not callable(scheduler):
+    if scheduler is not None and (hasattr(scheduler, "step") or not callable(scheduler)):
         check_schedule(scheduler)
+    elif scheduler is not None and not _takes(scheduler, optimizer, 1):  # a function for LambdaLR
+        raise _wrong("scheduler", "a schedule", scheduler, "torch.optim.lr_scheduler.LambdaLR(optimizer, function)")
     own = {id(parameter) for parameter in model.parameters()}
     if own and own.isdisjoint(_parameters_of(optimizer)):
         raise ValueError(
@@ -187,6 +190,16 @@ def _check_function(name: str, function: Any) -> None:
             'Trainer: the loss has reduction="none", which gives a value for each sample; it must return their mean: '
             'leave reduction="none" out'
         )
+
+
+def _takes(function: Any, *arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it tells no signature
+        return True
+    return True
 
 
 def _refuse_class(name: str, value: Any, right: str) -> None:
