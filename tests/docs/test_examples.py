@@ -72,6 +72,7 @@ WITHOUT = {
     ),
     "phalanx.DistributedDataParallel.divide_averaging": "the Trainer calls it; a division is not public",
     "phalanx.GroupOptions.over": "the backend calls it when it makes a group",
+    "phalanx.Trainer.stop": "a callback calls it while fit runs; guides/train_well.md shows it",
     "phalanx.ZeroRedundancyOptimizer.join_hook": "torch's Join calls it",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -42,7 +43,9 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
             "with phalanx.DistributedDataParallel and optimizer.step(closure)"
         )
     _refuse_class("scheduler", scheduler, "{}(optimizer, ...)")
-    if scheduler is not None and not hasattr(scheduler, "step"):
+    if scheduler is not None and (hasattr(scheduler, "step") or not callable(scheduler)):
+        check_schedule(scheduler)
+    elif scheduler is not None and not _takes(scheduler, optimizer, 1):  # a function for LambdaLR
         raise _wrong("scheduler", "a schedule", scheduler, "torch.optim.lr_scheduler.LambdaLR(optimizer, function)")
     own = {id(parameter) for parameter in model.parameters()}
     if own and own.isdisjoint(_parameters_of(optimizer)):
@@ -59,6 +62,26 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
     _check_callbacks(callbacks)
     for name, function in functions.items():
         _check_function(name, function)
+
+
+def check_schedule(scheduler: Any, function: Any = None) -> None:
+    """Refuse what is no learning rate scheduler.
+
+    Args:
+        function: Function that has made it; None: it was passed.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: The function has made a ReduceLROnPlateau, which goes by evaluations and not by a length.
+    """
+    right = "lambda optimizer, num_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)"
+    if not hasattr(scheduler, "step"):
+        name = "scheduler" if function is None else "what the function scheduler(optimizer, num_steps) returns"
+        raise _wrong(name, "a schedule", scheduler, f"scheduler={right}")
+    if function is not None and isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "Trainer: ReduceLROnPlateau needs no number of steps: pass the schedule itself, not a function"
+        )
 
 
 def check_fit(data: Any, validation_data: Any, s: Settings, given: Collection[str], *, is_plateau: bool) -> None:
@@ -167,6 +190,16 @@ def _check_function(name: str, function: Any) -> None:
             'Trainer: the loss has reduction="none", which gives a value for each sample; it must return their mean: '
             'leave reduction="none" out'
         )
+
+
+def _takes(function: Any, *arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it tells no signature
+        return True
+    return True
 
 
 def _refuse_class(name: str, value: Any, right: str) -> None:

@@ -49,6 +49,25 @@ def foresee(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) -> t
     return num_steps, _about_schedule(scheduler, left, s.scheduler_interval)
 
 
+def length_of_schedule(s: Settings, feed: Feed, step: int, epoch: int) -> int:
+    """Return how often a schedule is stepped in the whole run, the same on every rank; every rank calls it.
+
+    Raises:
+        ValueError: Nobody knows.
+    """
+    length, _ = foresee(None, s, feed, step, epoch)
+    if s.scheduler_interval == "epoch":
+        per_epoch = feed.num_steps
+        by_steps = max(1, length // per_epoch) if s.max_steps and per_epoch else sys.maxsize
+        length = min(s.max_epochs or sys.maxsize, by_steps)
+    if length == sys.maxsize:
+        raise ValueError(
+            "Trainer.fit: scheduler is a function of the number of steps, which nobody knows: the data has no length. "
+            "Set max_steps, or pass a schedule"
+        )
+    return length
+
+
 def _about_schedule(scheduler: Any, num_steps: int, interval: str) -> str:
     """Return what to say about a schedule that `num_steps` steps are left of, or `sys.maxsize` if nobody knows."""
     if num_steps == sys.maxsize:

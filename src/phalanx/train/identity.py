@@ -50,6 +50,7 @@ _MODULE = "module."
 _TORCH = "torch"  # of another version modules are not compared
 _PYTHON = "python"  # of another version code is not compared
 _CODE = "objective.code"
+_CODE_OF_SCHEDULE = "scheduler.code"
 _WRAPPERS = {"CheckpointWrapper", "OffloadWrapper", "OptimizedModule"}  # how it is computed, not what
 _OF_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 _INPLACE = re.compile(r",? ?inplace=(True|False)")
@@ -96,7 +97,11 @@ def facts_of(
     facts |= _facts_of_loss(objective) if isinstance(objective, nn.Module) else {}
     facts |= _facts_of_optimizer(optimizer)
     facts["scheduler"] = "None" if scheduler is None else _name_of(type(scheduler))
-    if scheduler is not None:
+    if scheduler is not None and not hasattr(scheduler, "step"):  # a function that makes one
+        facts |= {"scheduler": _name_of(scheduler), "scheduler_interval": s.scheduler_interval}
+        if inspect.isfunction(scheduler):  # what it returns depends on the length
+            facts |= {_PYTHON: _python(), _CODE_OF_SCHEDULE: _digest_of(scheduler)}
+    elif scheduler is not None:
         facts |= {"scheduler_interval": s.scheduler_interval, **dict(_flat("scheduler", scheduler, 0))}
     facts |= {_TORCH: torch.__version__, **_facts_of_modules(module)}
     state = module.state_dict()
@@ -216,7 +221,7 @@ def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
     whole = (_MODEL, _MODULE) if has_modules else (_MODEL,)
     names = [name for name in {**ours, **theirs} if name.startswith(whole) or (name in ours and name in theirs)]
     names = [name for name in names if name != _TORCH and (has_modules or not name.startswith(_MODULE))]
-    names = [name for name in names if name != _PYTHON and (has_code or name != _CODE)]
+    names = [name for name in names if name != _PYTHON and (has_code or name not in (_CODE, _CODE_OF_SCHEDULE))]
     pairs = ((name, theirs.get(name, "nothing"), ours.get(name, "nothing")) for name in names)
     return {name: (before, now) for name, before, now in pairs if before != now}
 
@@ -387,11 +392,18 @@ def _code_of(objective: Any, is_step: bool) -> Facts:
     name = objective.__qualname__ if inspect.isfunction(objective) else ""
     if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a step may have come to print something
         return {}
-    code = objective.__code__
-    if objective.__doc__ is not None:
+    return {_PYTHON: _python(), _CODE: _digest_of(objective)}
+
+
+def _python() -> str:
+    return f"{sys.version} optimized {sys.flags.optimize}"
+
+
+def _digest_of(function: types.FunctionType) -> str:
+    code = function.__code__
+    if function.__doc__ is not None:
         code = code.replace(co_consts=(None, *code.co_consts[1:]))
-    digest = hashlib.blake2b(repr(_compiled(code)).encode(), digest_size=4).hexdigest()
-    return {_PYTHON: f"{sys.version} optimized {sys.flags.optimize}", _CODE: digest}
+    return hashlib.blake2b(repr(_compiled(code)).encode(), digest_size=4).hexdigest()
 
 
 def _compiled(code: types.CodeType) -> tuple[object, ...]:

@@ -14,16 +14,18 @@ class Judge:
 
     Args:
         monitor: Name of the value.
+        min_delta: Improvement that ends a row of evaluations that count as worse.
 
     Attributes:
         best: Score of the best evaluation, where more is better; None: there was none.
-        num_worse: Number of evaluations since then.
+        num_worse: Number of evaluations since the last one that was better by more than `min_delta`.
     """
 
-    def __init__(self, monitor: str) -> None:
-        self._monitor = monitor
+    def __init__(self, monitor: str, min_delta: float = 0.0) -> None:
+        self._monitor, self._min_delta = monitor, min_delta
         self.best: float | None = None
         self.num_worse: int = 0
+        self._goal: float | None = None  # to be exceeded by `min_delta`: many small improvements add up
         self._score: float | None = None  # of the last evaluation, after `_step`
         self._step = -1
 
@@ -40,7 +42,9 @@ class Judge:
         score = -value if is_minimized(self._monitor) else value
         self._score, self._step = score if math.isfinite(score) else None, step
         is_best = math.isfinite(score) and (self.best is None or score > self.best)
-        self.best, self.num_worse = (score, 0) if is_best else (self.best, self.num_worse + 1)
+        self.best = score if is_best else self.best
+        is_better = math.isfinite(score) and (self._goal is None or score > self._goal + self._min_delta)
+        self._goal, self.num_worse = (score, 0) if is_better else (self._goal, self.num_worse + 1)
         return is_best
 
     def value_of(self, step: int) -> float | None:
@@ -50,9 +54,11 @@ class Judge:
         return -self._score if is_minimized(self._monitor) else self._score
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "num_worse": self.num_worse, "score": self._score, "step": self._step}
+        numbers = {"best": self.best, "num_worse": self.num_worse, "score": self._score, "step": self._step}
+        return {**numbers, "goal": self._goal}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.num_worse, self._score, self._step = (
             state[name] for name in ("best", "num_worse", "score", "step")
         )
+        self._goal = state.get("goal", self.best)  # earlier versions had no min_delta

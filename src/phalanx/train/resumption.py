@@ -17,7 +17,7 @@ from phalanx.train.identity import Identity
 class Progress:
     """The trainer's own numbers, as part of its state, and what run they are of."""
 
-    _names = ("step", "epoch", "evaluation", "_first_world_size")
+    _names = ("step", "epoch", "evaluation", "_first_world_size", "_length_of_schedule")
 
     def __init__(self, trainer: Any, identity: Identity) -> None:
         self._trainer, self._identity = trainer, identity
@@ -29,7 +29,8 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._identity.check(state.get("identity"), state["step"])
         for name in self._names:
-            setattr(self._trainer, name, state[name.lstrip("_")])
+            if (key := name.lstrip("_")) in state:  # those of earlier versions lack some
+                setattr(self._trainer, name, state[key])
 
 
 class Unforced:

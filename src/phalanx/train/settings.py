@@ -72,6 +72,8 @@ class Settings:
         scheduler_interval: Interval at which the learning rate scheduler steps: "step" or "epoch".
         monitor: Name of the evaluated value that decides which checkpoint is best.
         patience: Number of evaluations without a better one after which training stops; None: unlimited.
+        min_delta: Improvement of `monitor` up to which an evaluation is no better one for `patience`. Small
+            improvements add up, and the best checkpoint is the best by however little.
         folder: Folder of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
         resume: Treatment of what an earlier start has left in the folder: "auto" resumes from the newest checkpoint,
             and refuses another run's; "never" starts over, and keeps the old run aside; "force" resumes with the
@@ -109,6 +111,7 @@ class Settings:
     scheduler_interval: Literal["step", "epoch"] = "step"
     monitor: str = "loss"
     patience: int | None = None
+    min_delta: float = 0.0
     folder: str | None = None
     resume: Literal["auto", "never", "force"] = "auto"
     save_every: int | None = None
@@ -146,6 +149,12 @@ class Settings:
                 raise _wrong_type("clip_norm", "a number", self.clip_norm)
             if not self.clip_norm > 0:
                 raise ValueError(f"Trainer: clip_norm must be above 0, got {self.clip_norm}")
+        if not _is_real(self.min_delta):
+            raise _wrong_type("min_delta", "a number", self.min_delta)
+        if not 0 <= self.min_delta < math.inf:
+            raise ValueError(f"Trainer: min_delta must be at least 0 and finite, got {self.min_delta}")
+        if self.min_delta and self.patience is None:
+            raise ValueError("Trainer: min_delta is for early stopping: patience=3 says when")
         for name in ("drop_last", "channels_last"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong_type(name, "True or False", getattr(self, name))

@@ -52,7 +52,7 @@ class Stepper:
     ) -> None:
         self._model, self._module = model, checkpoint.unwrap(model)
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self.scheduler = optimizer, scheduler
         self._objective = objective
         self._ranks = ranks
         self._session, self._device = session, session.device
@@ -163,8 +163,8 @@ class Stepper:
         self._divided.step(self._step, self._averaging_s)
         self.scaler.update()
         self._optimizer.zero_grad()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self._clock.lap("optimizer")
 
     def __enter__(self) -> None: ...

@@ -21,13 +21,13 @@ from phalanx.launch.notes import note_modules
 from phalanx.record import writer
 from phalanx.session.survival import PlannedRestart, Survivor
 from phalanx.train import determinism, restarts
-from phalanx.train.arguments import check_arguments, check_attribute, check_fit
+from phalanx.train.arguments import check_arguments, check_attribute, check_fit, check_schedule
 from phalanx.train.callbacks import call, check_callbacks, has_hook
 from phalanx.train.consensus import Consensus
 from phalanx.train.evaluation import Evaluator
 from phalanx.train.feed import Part
 from phalanx.train.folder_lock import FolderLock
-from phalanx.train.foresight import foresee, refuse_unwritable
+from phalanx.train.foresight import foresee, length_of_schedule, refuse_unwritable
 from phalanx.train.identity import Identity, facts_of, refuse_differences, with_data
 from phalanx.train.judge import Judge
 from phalanx.train.loggers import Logger, Loggers
@@ -65,7 +65,10 @@ class Trainer:
         evaluation_step: Function that evaluates a batch: ``evaluation_step(model, batch)`` returns the loss, or values
             by name, each with one number for each sample or their mean. None: the training step, or the loss and the
             metrics.
-        scheduler: Learning rate scheduler.
+        scheduler: Learning rate scheduler; or a function that makes one once the length of the run is known:
+            ``scheduler(optimizer, num_steps)``, where `num_steps` is how often it will be stepped: in steps or in
+            epochs, see `Settings.scheduler_interval`. If a run that resumes is longer or shorter than it was, the
+            function makes another one, which is taken up where the run is.
         metrics: Functions by name to evaluate beside the loss: ``metric(outputs, targets)`` returns one number for each
             sample, or their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics,
             combine the states of all ranks in ``compute``; an `evaluation_step` updates them itself.
@@ -84,7 +87,7 @@ class Trainer:
         model: Model in its wrapper.
         module: Model without the wrapper.
         optimizer: Optimizer that was passed.
-        scheduler: Scheduler that was passed, or None.
+        scheduler: Scheduler that was passed, or None; one that a function makes is there once `fit` begins.
         callbacks: Callbacks that were passed.
         settings: Settings of this trainer.
         session: Session of this rank.
@@ -155,7 +158,10 @@ class Trainer:
             determinism.prepare(model)
         self.module: nn.Module = checkpoint.unwrap(model)
         self.optimizer: torch.optim.Optimizer = optimizer
-        self.scheduler: Any = scheduler
+        is_function = scheduler is not None and not hasattr(scheduler, "step")
+        self._make_scheduler: Callable[[Any, int], Any] | None = scheduler if is_function else None
+        self._length_of_schedule: int | None = None  # for which the function has made it
+        self.scheduler: Any = None if is_function else scheduler
         self.callbacks: Sequence[Any] = callbacks
         self._given_model, self._given_loggers = model, loggers
         self._objective, self._has_callbacks, self._collate_fn = objective, has_callbacks, collate_fn
@@ -168,7 +174,7 @@ class Trainer:
         self.evaluation: dict[str, float] = {}
         self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s, is_step=loss is None)
         self._hyperparameters = Hyperparameters(optimizer)
-        self._judge = Judge(s.monitor)
+        self._judge = Judge(s.monitor, s.min_delta)
         self._first_world_size = self.session.world_size
         self._has_fitted = self._has_said = False
         self._is_made = True
@@ -433,22 +439,40 @@ class Trainer:
         self._identity = Identity(
             self.folder, facts, is_known=self._lock.was_ours, may_force=may_force, is_own=self._is_again
         )
+        if self._make_scheduler is not None and self.scheduler is None:
+            self._schedule(length_of_schedule(s, self._feed, self.step, self.epoch))
         loaded = take_up(self.checkpoints, self._state(), self._identity)
         if self._identity.is_forced:
             changed = self._identity.changed
             self._hyperparameters.give_again(self.optimizer, keep_state="optimizer" not in changed)
-            if self.scheduler is not None and not self._is_plateau:
+            if self.scheduler is not None and not self._is_plateau and self._make_scheduler is None:
                 catch_up(self.scheduler, self.step if s.scheduler_interval == "step" else self.epoch)
             if "monitor" in changed:
-                self._judge = Judge(s.monitor)
+                self._judge = Judge(s.monitor, s.min_delta)
         self._lock.settle()
         self._lacks_end = loaded is not None and loaded.source == "memory" and self.step == s.max_steps
         return loaded
+
+    def _schedule(self, length: int) -> None:
+        """Let the function make a schedule of that length, and put it where the run is."""
+        assert self._make_scheduler is not None
+        if self.scheduler is not None:  # from where that one began
+            self._hyperparameters.give_again(self.optimizer, keep_state=True)
+        self.scheduler = self._make_scheduler(self.optimizer, length)
+        check_schedule(self.scheduler, self._make_scheduler)
+        self._length_of_schedule = length
+        in_steps = self.settings.scheduler_interval == "step"
+        catch_up(self.scheduler, self.step if in_steps else self.epoch)
+        self._stepper.scheduler = self.scheduler if in_steps else None
 
     def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
         """Make what the steps need, and record and say how the run begins."""
         s = self.settings
         self._feed.resize(self._batch_size())  # now that it is known
+        if self._make_scheduler is not None and not self._is_over():
+            length = length_of_schedule(s, self._feed, self.step, self.epoch)
+            if length != self._length_of_schedule or self._identity.is_forced:
+                self._schedule(length)
         num_steps, of_schedule = foresee(self.scheduler, s, self._feed, self.step, self.epoch)
         run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
         self._guard = self._stepper.begin(run_log, self.step)
