@@ -202,7 +202,8 @@ class BridgedGroup:
                 self._end_late()
         except BaseException as interruption:  # Ctrl-C: the others would wait for this rank
             self.abort(f"interrupted by {type(interruption).__name__}")
-            task.wait(END_S)  # a blocking call's memory is its caller's, who may free it next
+            if task.keep is None:  # a blocking call's memory, which its caller may free next
+                task.wait(END_S)
             raise
         error = task.error()
         if error is not None:
