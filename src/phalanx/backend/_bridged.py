@@ -202,6 +202,8 @@ class BridgedGroup:
                 self._end_late()
         except BaseException as interruption:  # Ctrl-C: the others would wait for this rank
             self.abort(f"interrupted by {type(interruption).__name__}")
+            if task.keep is None:  # a blocking call's memory, which its caller may free next
+                task.wait(END_S)
             raise
         error = task.error()
         if error is not None:
@@ -230,7 +232,7 @@ class BridgedGroup:
         """Start waiting for messages on a thread that can be left behind; return a function that waits for it."""
         assert self._current is not None
         limit = self._current.limit
-        task = self._landings.submit(lambda: [handle.wait(limit) for handle in handles])
+        task = self._landings.submit(lambda: [handle.wait(limit) for handle in handles], keep=self._tasks.current)
 
         def wait() -> None:
             while not task.wait(LOOK_S):

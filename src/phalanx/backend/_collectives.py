@@ -25,6 +25,7 @@ from phalanx.backend._flight import Flight, Joined, profiled
 from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, plain
 from phalanx.backend._sparse import sum_sparse
+from phalanx.backend._tasks import Task
 from phalanx.backend._types import RedOpType
 from phalanx.backend._work import PhalanxWork, finished
 from phalanx.record.sites import call_site
@@ -122,6 +123,8 @@ class Collectives:
                 settle()
             return None
         work = self._core.run(call, *at, timeout, call_site())
+        if isinstance(work, Task):
+            work.keep = keep
         return self._flight.track(
             PhalanxWork(work, self._core.wait_collective, result, settle, keep, self._flight.let_go)
         )

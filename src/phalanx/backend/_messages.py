@@ -239,34 +239,42 @@ class Messages:
 
     def _receive_from(self, peer: int) -> None:
         slot = torch.empty(_SLOT_BYTES, dtype=torch.uint8)
-        while True:
-            self._everyone.recv(slot, peer, _HEADS).wait(FOR_EVER)
-            tag, count, num_bytes, dtype = _HEAD.unpack(bytes(slot[: _HEAD.size].numpy()))
-            with self._changed:
-                message = self._match(peer, tag)
-                if message is not None:
-                    self._moving[peer] = message
-            if message is not None and not self._fits(message, peer, dtype, count):
-                return
-            target = message.data if message is not None else torch.empty(num_bytes, dtype=torch.uint8)
-            if num_bytes <= _INLINE_BYTES:
-                target.copy_(slot[_HEAD.size : _HEAD.size + num_bytes])
-            else:
-                self._everyone.recv(target, peer, _BODIES).wait(FOR_EVER)
+        while self._receive_one(slot, peer):
+            pass
+
+    def _receive_one(self, slot: torch.Tensor, peer: int) -> bool:
+        """Receive a message; return False if it did not fit.
+
+        Meanwhile, this frame holds the message and its memory, even if `_fail` has ended it; afterwards, nothing does.
+        """
+        self._everyone.recv(slot, peer, _HEADS).wait(FOR_EVER)
+        tag, count, num_bytes, dtype = _HEAD.unpack(bytes(slot[: _HEAD.size].numpy()))
+        with self._changed:
+            message = self._match(peer, tag)
             if message is not None:
-                with self._changed:
-                    self._moving.pop(peer, None)
-                message.source = peer
-                message.finish()
-                continue
+                self._moving[peer] = message
+        if message is not None and not self._fits(message, peer, dtype, count):
+            return False
+        target = message.data if message is not None else torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes <= _INLINE_BYTES:
+            target.copy_(slot[_HEAD.size : _HEAD.size + num_bytes])
+        else:
+            self._everyone.recv(target, peer, _BODIES).wait(FOR_EVER)
+        if message is not None:
             with self._changed:
-                late = self._match(peer, tag)  # posted while it came
-                if late is None:
-                    self._arrived.setdefault(peer, deque()).append(_Arrived(tag, dtype, count, target))
-                elif self._fits(late, peer, dtype, count):
-                    late.data.copy_(target)
-                    late.source = peer
-                    late.finish()
+                self._moving.pop(peer, None)
+            message.source = peer
+            message.finish()
+            return True
+        with self._changed:
+            late = self._match(peer, tag)  # posted while it came
+            if late is None:
+                self._arrived.setdefault(peer, deque()).append(_Arrived(tag, dtype, count, target))
+            elif self._fits(late, peer, dtype, count):
+                late.data.copy_(target)
+                late.source = peer
+                late.finish()
+        return True
 
     def _match(self, peer: int, tag: int) -> _Message | None:
         """Take the first posted receive that matches a message."""
@@ -310,25 +318,30 @@ class Messages:
 
     def _send_to(self, peer: int) -> None:
         queue = self._outgoing.get(peer, deque())  # empty if the group has ended since
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: queue or self._is_closed)
-                if not queue:
-                    return
-                message = queue[0]
-            slot = torch.zeros(_SLOT_BYTES, dtype=torch.uint8)
-            slot[: _HEAD.size] = torch.frombuffer(bytearray(message.head()), dtype=torch.uint8)
-            num_bytes = message.data.numel()
-            if num_bytes <= _INLINE_BYTES:
-                slot[_HEAD.size : _HEAD.size + num_bytes] = message.data
-                self._everyone.send(slot, peer, _HEADS).wait(FOR_EVER)
-            else:
-                head = self._everyone.send(slot, peer, _HEADS)
-                self._everyone.send(message.data, peer, _BODIES).wait(FOR_EVER)
-                head.wait(FOR_EVER)
-            with self._changed:
-                queue.popleft()
-            message.finish()
+        while self._send_one(queue, peer):
+            pass
+
+    def _send_one(self, queue: deque[_Message], peer: int) -> bool:
+        """Send the next message, whose memory this frame holds meanwhile; return False if the group is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: queue or self._is_closed)
+            if not queue:
+                return False
+            message = queue[0]
+        slot = torch.zeros(_SLOT_BYTES, dtype=torch.uint8)
+        slot[: _HEAD.size] = torch.frombuffer(bytearray(message.head()), dtype=torch.uint8)
+        num_bytes = message.data.numel()
+        if num_bytes <= _INLINE_BYTES:
+            slot[_HEAD.size : _HEAD.size + num_bytes] = message.data
+            self._everyone.send(slot, peer, _HEADS).wait(FOR_EVER)
+        else:
+            head = self._everyone.send(slot, peer, _HEADS)
+            self._everyone.send(message.data, peer, _BODIES).wait(FOR_EVER)
+            head.wait(FOR_EVER)
+        with self._changed:
+            queue.popleft()
+        message.finish()
+        return True
 
     # ---- failing ---------------------------------------------------------------------------------------------------
 

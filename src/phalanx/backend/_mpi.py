@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from phalanx._errors import PhalanxError
+from phalanx.backend._deadlines import END_S
 from phalanx.backend._links import Link
 
 _PIECE_BYTES = 1 << 30  # counts are C ints before MPI 4
@@ -84,12 +85,21 @@ class _Requests:
                 time.sleep(_POLL_S)
 
     def _cancel(self) -> None:
-        """Cancel receives, whose memory may be freed next; not sends, which MPI may refuse to cancel."""
+        """Cancel receives, whose memory may be freed next; not sends, which MPI may refuse to cancel.
+
+        MPI does not cancel a receive that has met its message: wait for its end, too, unless the sender is gone.
+        """
         with _lock:
             receives, self._receives = self._receives, []
             for request in receives:
                 if request != _mpi().REQUEST_NULL:
                     request.Cancel()
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
+            with _lock:
+                if _mpi().Request.Testall(receives):
+                    return
+            time.sleep(_POLL_S)
 
 
 class MpiChannel:

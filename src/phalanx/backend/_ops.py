@@ -23,6 +23,7 @@ from phalanx.backend._collectives import UNSET, Call, Collectives, Options, Sett
 from phalanx.backend._flight import Joined
 from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, addresses_of, do_overlap
+from phalanx.backend._tasks import Task
 from phalanx.backend._types import DTYPE_CODES, RedOpType
 from phalanx.backend._work import Over, PhalanxWork
 from phalanx.record.sites import call_site
@@ -215,6 +216,8 @@ class Operations(Collectives):
         codes = given.check(tensor)
         buffer = given.write(tensor) if given.op == "recv" else given.read(tensor)
         request = getattr(self._core, given.op)(buffer.data_ptr(), *codes, buffer.numel(), peer, tag, call_site())
+        if isinstance(request, Task):
+            request.keep = buffer
         settle: Settle = given.settle
         if is_profiling():
             settle = self._profiled("recvAnySource" if peer < 0 else given.op, tensors, settle)

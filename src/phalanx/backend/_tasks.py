@@ -21,8 +21,13 @@ class Task:
 
     Args:
         check: Function that raises in a thread that could never see the operation finish.
+
+    Attributes:
+        keep: Memory that an engine may read and write for it. Whichever thread runs the operation holds the task, and
+            so this, until the engine has returned, even if the operation was declared over before.
     """
 
+    keep: object = None
     source = -1  # rank that sent a message
 
     def __init__(self, check: Callable[[], object]) -> None:
@@ -149,6 +154,7 @@ class Tasks(_Thread):
         self._runner: int | None = None  # the thread that runs an operation; a lock would not say which
         self._waiting: set[int] = set()  # threads that wait for an operation
         self._num_pending = 0
+        self.current: Task | None = None  # which the thread runs
 
     def begin_here(self) -> bool:
         """Hold the thread back until `end_here` if nothing runs or waits; return whether it is held back."""
@@ -181,9 +187,10 @@ class Tasks(_Thread):
         finally:
             self._waiting.discard(threading.get_ident())
 
-    def submit(self, work: Callable[[], Any]) -> Task:
+    def submit(self, work: Callable[[], Any], keep: object = None) -> Task:
         """Queue an operation; raise GroupAborted once closed, because the thread may have ended."""
         task = Task(self._check)
+        task.keep = keep
         with self._changed:
             if self._is_closed:
                 raise GroupAborted("the group has ended")
@@ -209,13 +216,16 @@ class Tasks(_Thread):
                     return
                 task, work = self._queue.popleft()
                 self._runner = threading.get_ident()
+            self.current = task
             error: BaseException | None = None
             try:
                 task.value = work()
             except BaseException as caught:
                 error = caught
+            self.current = None
             with self._changed:
                 self._num_pending -= 1
                 self._runner = None
                 self._changed.notify_all()
             task.finish(error)
+            del task, work, error  # this thread sleeps next, and must not keep their memory
