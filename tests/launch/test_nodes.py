@@ -113,7 +113,10 @@ def test_ranks_of_two_nodes_meet_and_start_again_together(nodes, backend):
     for _, _, err in ends:  # each node names the cause, wherever it was
         assert "exited with code 9\nphalanx run: restart 1 of 1\n" in err
     said = re.findall(r"^phalanx run: (\w+) the job at \S+ as (.*)$", "".join(err for _, _, err in ends), re.M)
-    assert sorted(said) == [("began", "node 1 of 2, with ranks 0 and 1"), ("joined", "node 2 of 2, with ranks 2 and 3")]
+    assert sorted(said) == [
+        ("began", "node 0 (of 2), with ranks 0 and 1"),
+        ("joined", "node 1 (of 2), with ranks 2 and 3"),
+    ]
 
 
 def test_a_failure_on_one_node_is_the_last_word_on_every_node(nodes):
@@ -245,7 +248,7 @@ def test_a_node_that_is_killed_is_gone_on_without_from_the_memory_of_another(nod
     out, err = living.communicate(timeout=LIMIT_S)
     assert living.returncode == 0, err
     assert (
-        f"node {socket.gethostname()} #{lost + 1} (ranks {2 * lost} and {2 * lost + 1}) was lost: its process has ended"
+        f"node {socket.gethostname()} #{lost} (ranks {2 * lost} and {2 * lost + 1}) was lost: its process has ended"
         in err
     )
     begun = [line.split() for line in out.splitlines() if "from" in line]
