@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -243,6 +245,80 @@ def fail_while_waited_for(rank, world_size):
     reached("failed", (errors, error.ranks, error.op))
 
 
+class Meanwhile:
+    """A core with which something happens between the start of an operation and the return of the call."""
+
+    def __init__(self, group, happens):
+        self._core, self._happens = group._operations._core, happens
+        group._operations._core = self
+
+    def __getattr__(self, name):
+        found = getattr(self._core, name)
+        if name not in ("run", "recv_plain", "recv"):
+            return found
+
+        def start(*args):
+            handle = found(*args)
+            self._happens()
+            return handle
+
+        return start
+
+
+STARTS = {
+    "all_reduce": lambda tensor, group: dist.all_reduce(tensor, group=group, async_op=True),
+    "irecv": lambda tensor, group: dist.irecv(tensor, 1, group=group),
+    "irecv from any": lambda tensor, group: dist.irecv(tensor, group=group),
+}
+
+
+def leave_while_starting(rank, world_size):
+    """Another thread leaves the group while an operation starts that the other rank does not join."""
+    found = {}
+    for name, start in STARTS.items():
+        group = dist.new_group()
+        if rank == 0:
+            operations = group._operations
+            Meanwhile(group, lambda operations=operations: operations.shutdown("left"))
+            work = start(torch.zeros(1000), group)
+            found[name] = (work.is_completed(), type(work.exception()).__name__, len(operations._flight._works))
+    return found
+
+
+def interrupt_while_starting(rank, world_size):
+    """A signal handler raises once the operation has started."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    alive = {}
+    for name, start in STARTS.items():
+        group = dist.new_group()
+        tensor = torch.ones(1000)
+        freed = weakref.ref(tensor)
+        if rank == 0:
+            Meanwhile(group, interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                start(tensor, group)
+            del tensor
+            gc.collect()
+            before = freed() is not None
+            if name == "all_reduce":
+                dist.all_reduce(torch.ones(1), group=group)  # behind the other, which the other rank joins now
+            tensor = freed()
+            total = None if tensor is None else tensor.unique().tolist()
+            del tensor
+            dist.destroy_process_group(group)
+            gc.collect()
+            alive[name] = before, total, freed() is not None
+        else:
+            if name == "all_reduce":
+                dist.all_reduce(tensor, group=group)
+                dist.all_reduce(torch.ones(1), group=group)
+            dist.destroy_process_group(group)
+    return alive
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_several_operations_are_in_flight(run_ranks, world_size):
     assert run_ranks(start_many, world_size) == [[float(r) for r in range(world_size)]] * world_size
@@ -302,6 +378,17 @@ def test_tensors_of_finished_operations_are_let_go(run_ranks):
 @pytest.mark.parametrize(("world_size", "num_threads"), [(2, 4), (3, 2), (1, 3)])
 def test_threads_use_groups_of_their_own_at_the_same_time(run_ranks, world_size, num_threads):
     assert run_ranks(call_from_threads, world_size, num_threads) == [[]] * world_size
+
+
+def test_an_operation_outlives_that_another_thread_leaves_its_group_while_it_starts(run_ranks):
+    found = run_ranks(leave_while_starting, 2)[0]
+    assert {name: (over, works) for name, (over, _, works) in found.items()} == dict.fromkeys(STARTS, (True, 0))
+    assert "NoneType" not in [error for _, error, _ in found.values()]
+
+
+def test_tensors_of_an_operation_live_though_a_signal_handler_raises_while_it_starts(run_ranks):
+    found = run_ranks(interrupt_while_starting, 2)[0]
+    assert found == {name: (True, [2.0 if name == "all_reduce" else 1.0], False) for name in STARTS}
 
 
 def test_several_threads_wait_for_one_work(run_ranks):

@@ -122,12 +122,17 @@ class Collectives:
             if settle is not None:
                 settle()
             return None
-        work = self._core.run(call, *at, timeout, call_site())
-        if isinstance(work, Task):
-            work.keep = keep
-        return self._flight.track(
-            PhalanxWork(work, self._core.wait_collective, result, settle, keep, self._flight.let_go)
-        )
+        wait = self._core.wait_collective  # now: another thread may leave the group while the operation starts
+        try:
+            work = self._core.run(call, *at, timeout, call_site())
+            if isinstance(work, Task):
+                work.keep = keep
+            return self._flight.track(PhalanxWork(work, wait, result, settle, keep, self._flight.let_go))
+        except BaseException as error:
+            self._flight.keep_after(error, (result, keep))
+            raise
+        finally:
+            del wait
 
     def _done(self, opts: Options, result: Tensors) -> PhalanxWork | None:
         return finished(result) if opts.asyncOp else None

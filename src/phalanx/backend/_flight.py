@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from phalanx import _torch
+from phalanx._errors import PhalanxError
 from phalanx.backend._memory import Tensors
 from phalanx.backend._work import PhalanxWork, finished
 
@@ -20,6 +21,8 @@ class Flight:
     def __init__(self) -> None:
         self._works: OrderedDict[PhalanxWork, None] = OrderedDict()
         self._coalescing: list[PhalanxWork] | None = None
+        self._kept: list[object] = []
+        self._has_left = False
 
     def track(self, work: PhalanxWork) -> PhalanxWork:
         """Keep a started operation and its tensors until it is over, even if the caller drops the handle."""
@@ -29,7 +32,17 @@ class Flight:
         works[work] = None
         if self._coalescing is not None:
             self._coalescing.append(work)
+        if self._has_left:  # meanwhile, in another thread
+            self._leave_works()
         return work
+
+    def keep_after(self, error: BaseException, memory: object) -> None:
+        """Keep the tensors of an operation whose start raised `error`, until the group is left, if it may be running.
+
+        Where the core refused it, it is not. What a signal handler raises may come once it has started.
+        """
+        if not isinstance(error, PhalanxError):
+            self._kept.append(memory)
 
     def _look(self, works: OrderedDict[PhalanxWork, None]) -> None:
         """Drop finished works among the oldest few; there may be thousands, so each call checks others."""
@@ -54,9 +67,15 @@ class Flight:
 
     def leave(self) -> None:
         """Drop everything: a work holds the core, and with it the memory of the group."""
-        while self._works:
-            self._works.popitem()[0].let_go()
+        self._has_left = True
+        self._leave_works()
+        self._kept.clear()
         self._coalescing = None
+
+    def _leave_works(self) -> None:
+        with contextlib.suppress(KeyError):  # another thread may have taken the last
+            while self._works:
+                self._works.popitem()[0].let_go()
 
 
 class Joined(PhalanxWork):

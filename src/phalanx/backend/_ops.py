@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import ReduceOp
@@ -192,44 +192,54 @@ class Operations(Collectives):
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:
-        self.has_messages = True
-        request = None if is_profiling() else self._core.send_plain(tensors, dst, tag)
-        if request is not None:
-            return self._started(request, tensors)
+        work = None if is_profiling() else self._started("send_plain", (tensors, dst, tag), tensors)
+        if work is not None:
+            return work
         given = self.arguments("send")
         return self._message(given, tensors, given.root(dst), tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> PhalanxWork:
-        self.has_messages = True
-        request = None if is_profiling() else self._core.recv_plain(tensors, src, tag)
-        if request is not None:
-            return self._started(request, tensors)
+        work = None if is_profiling() else self._started("recv_plain", (tensors, src, tag), tensors)
+        if work is not None:
+            return work
         given = self.arguments("recv")
         return self._message(given, tensors, given.root(src), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PhalanxWork:
-        self.has_messages = True
         return self._message(self.arguments("recv"), tensors, -1, tag)
 
     def _message(self, given: Arguments, tensors: Tensors, peer: int, tag: int) -> PhalanxWork:
         tensor = given.one(tensors)
         codes = given.check(tensor)
         buffer = given.write(tensor) if given.op == "recv" else given.read(tensor)
-        request = getattr(self._core, given.op)(buffer.data_ptr(), *codes, buffer.numel(), peer, tag, call_site())
-        if isinstance(request, Task):
-            request.keep = buffer
+        args = (buffer.data_ptr(), *codes, buffer.numel(), peer, tag, call_site())
         settle: Settle = given.settle
         if is_profiling():
             settle = self._profiled("recvAnySource" if peer < 0 else given.op, tensors, settle)
-        return self._started(request, tensors, settle, buffer)
+        work = self._started(given.op, args, tensors, settle, buffer)
+        assert work is not None
+        return work
 
     def _started(
-        self, request: _core.Request | int, tensors: Tensors, settle: Settle | None = None, keep: object = None
-    ) -> PhalanxWork:
-        if type(request) is int:  # over already, as most small messages: the peer's rank
-            return PhalanxWork(Over(None, request), None, tensors)
-        work = PhalanxWork(request, self._core.wait_request, tensors, settle, keep, self._flight.let_go)
-        return self._flight.track(work)
+        self, op: str, args: tuple[Any, ...], tensors: Tensors, settle: Settle | None = None, keep: object = None
+    ) -> PhalanxWork | None:
+        """Start a message by the core's `op`; return None if that is for plain tensors alone, and has done nothing."""
+        self.has_messages = True
+        wait = self._core.wait_request  # now: another thread may leave the group while the message starts
+        try:
+            request = getattr(self._core, op)(*args)
+            if request is None:
+                return None
+            if type(request) is int:  # over already, as most small messages: the peer's rank
+                return PhalanxWork(Over(None, request), None, tensors)
+            if isinstance(request, Task):
+                request.keep = keep
+            return self._flight.track(PhalanxWork(request, wait, tensors, settle, keep, self._flight.let_go))
+        except BaseException as error:
+            self._flight.keep_after(error, (tensors, keep))
+            raise
+        finally:
+            del wait
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -262,6 +272,8 @@ class Operations(Collectives):
 
 class _Destroyed:
     """Takes the place of the core of a group that this rank has left; every call raises GroupUnusable."""
+
+    wait_collective = wait_request = None  # asked for before the call that is refused
 
     def __init__(self, name: str) -> None:
         self._name = name
