@@ -7,6 +7,7 @@ values mean is in `_settings`.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 TYPE_CHECKING = False  # typing is not imported for its own, nor datetime, where a command only passes a job on
@@ -54,7 +55,7 @@ EPOCH_VARIABLE = "PHALANX_EPOCH"
 """Set by ``phalanx run`` for its ranks: which attempt of which job they are, see `checkpoint.claim`."""
 REPLACE_VARIABLE = "PHALANX_REPLACE"
 """What phalanx stands in the place of, see `_replace`: ``gloo``; empty: nothing."""
-MISTAKEN_VARIABLE = "PHALANX_REPLACE_GLOO"
+MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
 """What somebody sets who takes it for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
 ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they are to do about freed memory."""
@@ -168,20 +169,21 @@ def watch_reads(note: Callable[[str, str | None], None]) -> Callable[[], None]:
         Function that ends it.
     """
     environ: Any = os.environ
-    encode, decode, listed = environ.encodekey, environ.decodekey, ""
+    encode, decode = environ.encodekey, environ.decodekey
+    listed: deque[str] = deque()  # by a copy, which reads them next, in the same order
 
     def note_listed(key: bytes) -> str:
-        nonlocal listed
-        listed = decode(key)
-        return listed
+        listed.append(decode(key))
+        return listed[-1]
 
     def note_read(name: str) -> bytes:
-        nonlocal listed
         key: bytes = encode(name)
-        if name != listed:
-            value = raw().get(key)
-            note(name, None if value is None else os.fsdecode(value))
-        listed = ""
+        if listed and name == listed[0]:
+            listed.popleft()
+            return key
+        listed.clear()
+        value = raw().get(key)
+        note(name, None if value is None else os.fsdecode(value))
         return key
 
     def stop() -> None:

@@ -62,7 +62,7 @@ def autoload() -> None:
         from phalanx import _env
 
         environ = _env.environment()
-        if environ.get(_env.REPLACE_VARIABLE) or _env.MISTAKEN_VARIABLE in environ:
+        if environ.get(_env.REPLACE_VARIABLE) or _env.MISTAKEN_FOR_REPLACE in environ:
             from phalanx import _replace
 
             _replace.obey()

@@ -34,8 +34,8 @@ def obey() -> None:
     """Put phalanx in the place of what PHALANX_REPLACE names; an unknown word becomes a line on stderr."""
     environ = _env.environment()
     word = environ.get(_env.REPLACE_VARIABLE, "")
-    if _env.MISTAKEN_VARIABLE in environ and not word:
-        return say_once(f"{_env.MISTAKEN_VARIABLE} means nothing: set {_env.REPLACE_VARIABLE}=gloo; Gloo stays")
+    if _env.MISTAKEN_FOR_REPLACE in environ and not word:
+        return say_once(f"{_env.MISTAKEN_FOR_REPLACE} means nothing: set {_env.REPLACE_VARIABLE}=gloo; Gloo stays")
     try:
         is_wanted = _env.replaces_gloo(word)
     except ValueError as error:

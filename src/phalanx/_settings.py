@@ -14,7 +14,7 @@ from typing import Any
 from phalanx._env import (
     LAUNCH_VARIABLES,
     LONGEST_S,
-    MISTAKEN_VARIABLE,
+    MISTAKEN_FOR_REPLACE,
     REPLACE_VARIABLE,
     did_you_mean,
     environment,
@@ -112,7 +112,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         is_ours = name.startswith("PHALANX_") and not name.startswith("PHALANX_TEST_")
         if is_service_link(name, environ):
             continue
-        if name == MISTAKEN_VARIABLE:
+        if name == MISTAKEN_FOR_REPLACE:
             raise ValueError(f"unknown environment variable {name}: set {REPLACE_VARIABLE}=gloo")
         if is_ours and name not in known and name not in LAUNCH_VARIABLES:
             raise ValueError(f"unknown environment variable {name}{did_you_mean(name, {*known, *LAUNCH_VARIABLES})}")

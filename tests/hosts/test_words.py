@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import timedelta
 
 import pytest
@@ -66,7 +67,7 @@ def mailbox():
 
 
 def test_a_store_whose_server_has_gone_is_silent_and_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(_notices, "CONNECT_S", 0.01)
+    monkeypatch.setattr(_notices, "RECONNECT_S", 0.01)
     has_answered = threading.Event()
 
     class Gone:
@@ -131,16 +132,28 @@ def test_what_a_rank_says_is_understood_or_names_it(name, text):
     assert "is not understood" in str(told)
 
 
+@contextmanager
+def without_collector():
+    """Keep the garbage collector from running: with torch loaded it takes longer than what is measured."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @settings(many, max_examples=10_000 if LONG else 50)
 @given(st.binary(max_size=99) | almost(VERDICTS[0].to_facts()), st.booleans())
 def test_a_mailbox_takes_a_message_or_nothing(data, is_known):
     box = Mailbox("127.0.0.1")
     with closing(box), connect(box, (box.name[2].encode() + b"\n") * is_known + data) as link:
         link.shutdown(socket.SHUT_WR)
-        began_s = time.thread_time()  # which a busy machine does not change
-        message = box.read()
+        with without_collector():
+            began_s = time.thread_time()  # which a busy machine does not change
+            message = box.read()
+            took_s = time.thread_time() - began_s
     assert message is None or (is_known and json.loads(data) == message)
-    assert time.thread_time() - began_s < 0.2
+    assert took_s < 0.2
 
 
 def test_a_stranger_who_drips_does_not_hold_up_a_message(mailbox):

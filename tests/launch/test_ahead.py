@@ -81,3 +81,19 @@ def test_a_script_that_sets_another_value_than_the_rank_before_is_told(run):
     logs = [log_of(run)]
     program = STANDBY.replace('"] = "late"', '"] = "other"')
     assert run(program, [logs, []])[5] == [["late", ["KIND"]]]
+
+
+def test_a_copy_of_the_environment_reads_nothing(run):
+    program = """
+        import json, os
+        from phalanx import _env
+        os.environ["OWN"] = "1"
+        seen = []
+        stop = _env.watch_reads(lambda name, value: seen.append([name, value]))
+        [dict(os.environ), os.environ.copy(), dict(os.environ.items()), [*os.environ]]
+        os.environ.get("OWN"), "NOT SET" in os.environ
+        stop()
+        os.environ.get("OWN")
+        print(json.dumps(seen))
+    """
+    assert run(program) == [["OWN", "1"], ["NOT SET", None]]

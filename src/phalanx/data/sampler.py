@@ -70,7 +70,12 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         return self.num_after(0)
 
     def num_after(self, place: int) -> int:
-        """Return the number of samples that this rank gets after the first `place` of an epoch's order."""
+        """Return the number of samples that this rank gets after the first `place` of an epoch's order.
+
+        Example:
+            >>> phalanx.DistributedSampler(range(7), 2, 0).num_after(2)
+            3
+        """
         left = len(self.dataset) - place  # type: ignore[arg-type]
         if self.drop_last:
             return left // self.num_replicas
