@@ -64,7 +64,8 @@ def load(
 
     - A tensor in `state` is filled if it has the same shape, and a dtype that holds every saved value; otherwise it is
       refused. In the place of None, or of a plain value, a new tensor on the CPU comes, which has no gradient, does not
-      require one and is of no subclass. New tensors share memory if those that were saved did.
+      require one and is of no subclass. New tensors share memory if those that were saved did;
+      views that are not contiguous, such as columns, become tensors of their own.
     - A module or an optimizer takes what its ``load_state_dict`` takes, which casts to its own dtypes.
     - A named tuple is of the class that `state` has there, otherwise of a new class with the same name and fields. A
       ``defaultdict`` keeps a factory that is a built-in class. Other mappings need one of their class in `state`, or a
