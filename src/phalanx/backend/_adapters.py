@@ -270,25 +270,12 @@ if HAS_PYTHON_BACKENDS:
         def supports_coalescing(self) -> bool:
             return False  # messages of a batch progress together anyway
 
-        # torch's own would ask Python again, without end.
-
-        @property
-        def supports_reconfigure(self) -> bool:
-            return False
-
-        @property
-        def supports_shrinking(self) -> bool:
-            return False
-
         @property
         def supports_window(self) -> bool:
-            return False
+            return False  # torch's own would ask Python again, without end; so would those below
 
-        @property
-        def _supports_time_estimate(self) -> bool:
-            return False
-
-        supports_time_estimate = _supports_time_estimate  # torch 2.14's name
+        supports_reconfigure = supports_shrinking = supports_window
+        _supports_time_estimate = supports_time_estimate = supports_window  # torch 2.14 has no underscore
 
         def start_coalescing(self) -> None:
             self._operations.start_coalescing()

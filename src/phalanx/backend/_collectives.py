@@ -25,7 +25,6 @@ from phalanx.backend._flight import Flight, Joined, profiled
 from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, plain
 from phalanx.backend._sparse import sum_sparse
-from phalanx.backend._tasks import Task
 from phalanx.backend._types import RedOpType
 from phalanx.backend._work import PhalanxWork, finished
 from phalanx.record.sites import call_site
@@ -124,10 +123,8 @@ class Collectives:
             return None
         wait = self._core.wait_collective  # now: another thread may leave the group while the operation starts
         try:
-            work = self._core.run(call, *at, timeout, call_site())
-            if isinstance(work, Task):
-                work.keep = keep
-            return self._flight.track(PhalanxWork(work, wait, result, settle, keep, self._flight.let_go))
+            handle = self._core.run(call, *at, timeout, call_site())
+            return self._flight.begin(handle, wait, result, settle, keep)
         except BaseException as error:
             self._flight.keep_after(error, (result, keep))
             raise

@@ -6,10 +6,12 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from phalanx import _torch
 from phalanx._errors import PhalanxError
 from phalanx.backend._memory import Tensors
+from phalanx.backend._tasks import Task
 from phalanx.backend._work import PhalanxWork, finished
 
 _NUM_LOOKS = 4  # works that each new one checks for completion
@@ -35,6 +37,27 @@ class Flight:
         if self._has_left:  # meanwhile, in another thread
             self._leave_works()
         return work
+
+    def begin(
+        self,
+        handle: Any,
+        wait: Callable[..., Any],
+        result: Tensors,
+        settle: Callable[[], None] | None,
+        keep: object,
+    ) -> PhalanxWork:
+        """Track an operation that the core has started.
+
+        Args:
+            handle: The core's own for it.
+            wait: Function of the core that waits for such a handle.
+            result: Tensors that it writes.
+            settle: Function that runs once it is over.
+            keep: Tensors whose memory it uses, kept alive until it is over.
+        """
+        if isinstance(handle, Task):  # whose thread may go on in the engine after the work has been dropped
+            handle.keep = keep
+        return self.track(PhalanxWork(handle, wait, result, settle, keep, self.let_go))
 
     def keep_after(self, error: BaseException, memory: object) -> None:
         """Keep the tensors of an operation whose start raised `error`, until the group is left, if it may be running.

@@ -255,14 +255,23 @@ class Meeting:
 
     def _hello_here(self, rank: int) -> dict[str, Any] | None:
         """Return the hello of a rank that waits for others; None if it has not come, as far as the store tells."""
-        told, first = self._hello_of(rank), self._hello if self.rank == 0 else self._hello_of(0)
-        if told is None or told["answers"] not in ("", first["token"] if first else ""):
+        return self._if_here(self._hello_of(rank), self._token_of_first())
+
+    def _token_of_first(self) -> str:
+        """Return the token of the rank 0 that is found; empty if there is none."""
+        first = self._hello if self.rank == 0 else self._hello_of(0)
+        return first["token"] if first else ""
+
+    def _if_here(self, told: dict[str, Any] | None, first: str) -> dict[str, Any] | None:
+        """Return a hello if it waits for the rank 0 of that token, and its process lives as far as can be seen."""
+        if told is None or told["answers"] not in ("", first):
             return None
         return None if self._has_ended(told) else told
 
     def _here(self) -> dict[int, str]:
         """Return the tokens of the ranks that wait for others."""
-        hellos = [self._hello_here(rank) for rank in range(self.size)]
+        first = self._token_of_first()
+        hellos = [self._if_here(self._hello_of(rank), first) for rank in range(self.size)]
         return {rank: hello["token"] for rank, hello in enumerate(hellos) if hello is not None}
 
     def _has_ended(self, hello: dict[str, Any]) -> bool:

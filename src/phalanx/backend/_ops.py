@@ -23,7 +23,6 @@ from phalanx.backend._collectives import UNSET, Call, Collectives, Options, Sett
 from phalanx.backend._flight import Joined
 from phalanx.backend._members import Ranks
 from phalanx.backend._memory import Tensors, addresses_of, do_overlap
-from phalanx.backend._tasks import Task
 from phalanx.backend._types import DTYPE_CODES, RedOpType
 from phalanx.backend._work import Over, PhalanxWork
 from phalanx.record.sites import call_site
@@ -232,9 +231,7 @@ class Operations(Collectives):
                 return None
             if type(request) is int:  # over already, as most small messages: the peer's rank
                 return PhalanxWork(Over(None, request), None, tensors)
-            if isinstance(request, Task):
-                request.keep = keep
-            return self._flight.track(PhalanxWork(request, wait, tensors, settle, keep, self._flight.let_go))
+            return self._flight.begin(request, wait, tensors, settle, keep)
         except BaseException as error:
             self._flight.keep_after(error, (tensors, keep))
             raise

@@ -108,10 +108,12 @@ def remove_old(
         kept |= {checkpoint.step for checkpoint in found if checkpoint.step % keep_every == 0}
     if keep_best is not None:
         sign = -1 if best_is_least else 1
-        ranked = [
-            (sign * c.metric, -c.step) for c in found if c.metric is not None and c.metric == c.metric
-        ]  # not a NaN
-        kept |= {-negative for _, negative in sorted(ranked)[-keep_best:]}
+        ranked = sorted(
+            (-sign * checkpoint.metric, checkpoint.step)
+            for checkpoint in found
+            if checkpoint.metric is not None and checkpoint.metric == checkpoint.metric  # not a NaN
+        )
+        kept |= {step for _, step in ranked[:keep_best]}
     doomed = [checkpoint.step for checkpoint in found if checkpoint.step not in kept]
     folders.remove(folders.find(folder), doomed)
     return doomed

@@ -279,9 +279,7 @@ class Handle:
             self.outcome.value, self._has_returned = message[1], True
         else:
             _, raised, self.outcome.error, self.outcome.last_words, self.outcome.when_s = message
-            with contextlib.suppress(
-                Exception
-            ):  # an exception may pickle and still not come back: another stands for it
+            with contextlib.suppress(Exception):  # it may pickle and still not come back: another stands for it
                 self.outcome.error = pickle.loads(raised)
 
     def close(self) -> None:
