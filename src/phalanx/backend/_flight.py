@@ -26,18 +26,6 @@ class Flight:
         self._kept: list[object] = []
         self._has_left = False
 
-    def track(self, work: PhalanxWork) -> PhalanxWork:
-        """Keep a started operation and its tensors until it is over, even if the caller drops the handle."""
-        works = self._works
-        if works:
-            self._look(works)
-        works[work] = None
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        if self._has_left:  # meanwhile, in another thread
-            self._leave_works()
-        return work
-
     def begin(
         self,
         handle: Any,
@@ -46,7 +34,7 @@ class Flight:
         settle: Callable[[], None] | None,
         keep: object,
     ) -> PhalanxWork:
-        """Track an operation that the core has started.
+        """Keep an operation that the core has started until it is over, even if the caller drops its work.
 
         Args:
             handle: The core's own for it.
@@ -57,7 +45,15 @@ class Flight:
         """
         if isinstance(handle, Task):  # whose thread may go on in the engine after the work has been dropped
             handle.keep = keep
-        return self.track(PhalanxWork(handle, wait, result, settle, keep, self.let_go))
+        work, works = PhalanxWork(handle, wait, result, settle, keep, self.let_go), self._works
+        if works:
+            self._look(works)
+        works[work] = None
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        if self._has_left:  # meanwhile, in another thread
+            self._leave_works()
+        return work
 
     def keep_after(self, error: BaseException, memory: object) -> None:
         """Keep the tensors of an operation whose start raised `error`, until the group is left, if it may be running.
