@@ -34,7 +34,7 @@ def watch() -> None:
     atexit.register(_end_workers, os.getpid())
     server: Any = forkserver._forkserver
     if "phalanx._forkserver" not in server._preload_modules:
-        forkserver.set_forkserver_preload([*server._preload_modules, "phalanx._forkserver"])
+        forkserver.set_forkserver_preload(["phalanx._forkserver", *server._preload_modules])
 
 
 def _shield() -> None:
