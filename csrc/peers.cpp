@@ -15,14 +15,16 @@
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <sstream>
+#include <string>
 #include <system_error>
 #include <utility>
+
+#include "text_file.h"
 
 namespace phalanx {
 namespace {
@@ -47,21 +49,19 @@ struct ProcStat {
 
 /// None if the process is gone, or if it can't be looked at: no /proc, no descriptor left, hidden from this user.
 std::optional<ProcStat> read_stat(int pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (!std::getline(file, line)) return std::nullopt;
-  const std::size_t end_of_name = line.rfind(')');  // the name may hold blanks and parentheses
+  const std::string text = read_text("/proc/" + std::to_string(pid) + "/stat");
+  const std::size_t end_of_name = text.rfind(')');  // the name may hold blanks and parentheses
   if (end_of_name == std::string::npos) return std::nullopt;
-  std::istringstream rest(line.substr(end_of_name + 1));
   ProcStat stat;
-  std::string field;
-  for (int number = 3; rest >> field; ++number) {  // as proc(5) counts them
-    std::istringstream value(field);
-    if (number == 3) value >> stat.state;
-    if (number == 20) value >> stat.num_threads;
-    if (number == 22) value >> stat.start_time;
-    if (number == 28) value >> stat.stack;
-    if (number == 52) value >> stat.exit_code;
+  std::size_t at = end_of_name + 1;
+  for (int number = 3; (at = text.find_first_not_of(" \n", at)) != std::string::npos; ++number) {  // as proc(5) counts them
+    const char* const field = text.c_str() + at;
+    if (number == 3) stat.state = *field;
+    if (number == 20) stat.num_threads = std::atoi(field);
+    if (number == 22) stat.start_time = std::strtoull(field, nullptr, 10);
+    if (number == 28) stat.stack = std::strtoull(field, nullptr, 10);
+    if (number == 52) stat.exit_code = std::atoi(field);
+    at = text.find_first_of(" \n", at);
   }
   return stat.start_time == 0 ? std::nullopt : std::optional(stat);
 }
@@ -87,14 +87,16 @@ double least_quota(const std::string& root, std::string path, Read&& read) {
 /// CPUs that the cgroup's quota (v2, else v1) pays for, rounded down; a large number without a quota.
 std::uint32_t quota_cpus() {
   auto read_v2 = [](const std::string& folder, double& quota, double& period) {
-    return bool(std::ifstream(folder + "/cpu.max") >> quota >> period);  // "max" is no number: no quota
+    return std::sscanf(read_text(folder + "/cpu.max").c_str(), "%lf %lf", &quota, &period) == 2;  // "max" is no number
   };
   auto read_v1 = [](const std::string& folder, double& quota, double& period) {
-    return std::ifstream(folder + "/cpu.cfs_quota_us") >> quota && std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+    return std::sscanf(read_text(folder + "/cpu.cfs_quota_us").c_str(), "%lf", &quota) == 1 &&
+           std::sscanf(read_text(folder + "/cpu.cfs_period_us").c_str(), "%lf", &period) == 1;
   };
   double least = 1e9;
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {  // "4:cpu,cpuacct:/path", "0::/path"
+  const std::string groups = read_text("/proc/self/cgroup");
+  for (std::size_t begin = 0, end; (end = groups.find('\n', begin)) != std::string::npos; begin = end + 1) {
+    const std::string line = groups.substr(begin, end - begin);  // "4:cpu,cpuacct:/path", "0::/path"
     const std::size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
     std::string controllers(1, ',');

@@ -4,12 +4,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <string>
 
 #if defined(__x86_64__)
 #include <x86intrin.h>
 #endif
+
+#include "text_file.h"
 
 namespace phalanx {
 namespace {
@@ -42,9 +43,8 @@ std::uint64_t kernels_ns() noexcept {
 
 bool kernel_counts_ticks() noexcept {
   try {
-    std::ifstream file("/sys/devices/system/clocksource/clocksource0/current_clocksource");
-    std::string source;
-    return file >> source && source == kClockSource;
+    const std::string source = read_text("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+    return *kClockSource != '\0' && source == std::string(kClockSource) + "\n";
   } catch (...) {
     return false;
   }

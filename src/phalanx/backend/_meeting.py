@@ -510,16 +510,21 @@ class Meeting:
         self.part()
 
     def _tell_each(self, cause: Failure) -> None:
-        """Tell each rank that is here or comes in a moment: there is no key yet that all of this life read."""
-        told: set[str] = set()
-        awaited = set(self.global_ranks) - {self.me, *(peer.rank for peer in cause.culprits)}
+        """Tell each rank that is here or comes in a moment: there is no key yet that all of this life read.
+
+        What looks like a rank may be the hello of an earlier life, so a rank counts once it has heard and parts.
+        """
+        told: dict[str, int] = {}
+        awaited = set(range(self.size)) - {self.rank}
+        awaited -= {r for r in awaited if self.global_ranks[r] in [peer.rank for peer in cause.culprits]}
 
         def tell() -> bool | None:
-            here = self._here()
-            for token in set(here.values()) - told - {self.token}:
-                self.store.set(f"{token}/failed", cause.to_facts(), STORE_S)
-                told.add(token)
-            return awaited <= {self.global_ranks[rank] for rank in here} or self.store.is_gone or None
+            for rank, token in self._here().items():
+                if token not in {self.token, *told}:
+                    self.store.set(f"{token}/failed", cause.to_facts(), STORE_S)
+                    told[token] = rank
+            parted = {rank for token, rank in told.items() if self.store.has(f"{token}/parted")}
+            return awaited <= parted or self.store.is_gone or None
 
         self._ask(lambda: wait_until(tell, time.monotonic() + PART_S))
 

@@ -83,6 +83,11 @@ _HINTS = (
         "torch 2.15", "more-ranks-than-gpus",
     ),
     Hint(
+        r"\w+", r"Duplicate GPU detected",
+        "two ranks use one GPU: --nproc-per-node gpu starts one rank per GPU, and phalanx.init() gives each its own",
+        "torch 2.11", "nccl-error",
+    ),
+    Hint(
         r"\w+", r"not compiled with CUDA|No CUDA GPUs|Found no NVIDIA driver",
         "torch finds no GPU here: leave cuda() and set_device() out, or use phalanx.init().device, "
         "which is the CPU where there is no GPU",
