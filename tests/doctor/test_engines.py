@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import signal
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
-from phalanx.doctor import engines, exercise
+from phalanx.doctor import engines, exercise, mpi_rank
 
 TOLD = {"torch": "2.15.0", "phalanx": "0.1.0", "python": "3.11.7", "num_threads": 2, "cuda": "", "import_s": 2.0}
 TOLD |= {"gloo": True, "nccl": False, "mpi": False}
@@ -117,3 +122,117 @@ def test_mpirun_inside_a_job_sees_nothing_of_it():
     given = engines.mpi_environment(job)
     assert "PATH" in given
     assert not {"SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & set(given)
+
+
+class Ranks:
+    """Ranks that are threads. Each has a clock, on which a collective takes what is given, and nothing else any time.
+
+    The first two calls of a rank take 20 times as long: nobody has touched the memory.
+    """
+
+    def __init__(self, monkeypatch, *call_s):
+        self.calls = [0] * len(call_s)
+        self._call_s, self._clock_s, self._given = call_s, [0.0] * len(call_s), [None] * len(call_s)
+        self._meet, self._local = threading.Barrier(len(call_s), timeout=30), threading.local()
+        clock = SimpleNamespace(perf_counter=lambda: self._clock_s[self.rank])
+        monkeypatch.setattr(exercise, "time", clock)
+
+    @property
+    def rank(self):
+        return self._local.rank
+
+    def run(self, main):
+        """Return what ``main()`` returns on each rank."""
+
+        def rank_main(rank):
+            self._local.rank = rank
+            return main()
+
+        with ThreadPoolExecutor(len(self.calls)) as pool:
+            return list(pool.map(rank_main, range(len(self.calls))))
+
+    def call(self):
+        """Let the time of a collective pass."""
+        self.calls[self.rank] += 1
+        self._clock_s[self.rank] += self._call_s[self.rank] * (20 if self.calls[self.rank] <= 2 else 1)
+
+    def join(self, given, how):
+        """Return ``how(all)`` of what the ranks give."""
+        self._given[self.rank] = given
+        self._meet.wait()
+        joined = how(self._given)
+        self._meet.wait()
+        return joined
+
+    def sum_in_place(self, buffer, is_wrong=False):
+        """Let a collective pass that sums buffers. Of zeros there is nothing to add, so nobody meets for them."""
+        self.call()
+        if buffer[0]:
+            total = self.join(float(buffer[0]), sum)
+            buffer[:] = array.array("f", [total]) * len(buffer)
+            buffer[-1] += is_wrong
+
+
+def test_a_collective_is_timed_warm_and_by_its_slowest_rank(monkeypatch):
+    ranks = Ranks(monkeypatch, 50e-6, 60e-6)
+    timed = ranks.run(lambda: exercise.time_calls(ranks.call, lambda number: ranks.join(number, max)))
+    assert timed == [pytest.approx(60e-6)] * 2
+    assert ranks.calls[0] == ranks.calls[1] > 1000
+
+
+def test_a_slow_collective_is_timed_a_few_times(monkeypatch):
+    ranks = Ranks(monkeypatch, 0.25, 0.25)
+    timed = ranks.run(lambda: exercise.time_calls(ranks.call, lambda number: ranks.join(number, max)))
+    assert timed == [pytest.approx(0.25)] * 2
+    assert ranks.calls == [4, 4]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_an_engine_is_checked_once_and_timed_without_the_check(monkeypatch, is_wrong):
+    ranks = Ranks(monkeypatch, 50e-6, 60e-6)
+
+    class Group:
+        def __init__(self, *_):
+            self.allreduce = lambda tensors, op: SimpleNamespace(wait=lambda: self._reduce(*tensors, op))
+
+        def _reduce(self, tensor, op):
+            if op == dist.ReduceOp.MAX:
+                tensor.fill_(ranks.join(tensor.item(), max))
+            else:
+                ranks.sum_in_place(tensor.numpy(), is_wrong)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Group)
+    if is_wrong:
+        with pytest.raises(ArithmeticError, match="the sum over 2 ranks is 4, and 3 is right"):
+            ranks.run(lambda: exercise.all_reduce_by_gloo(None, ranks.rank, 2))
+        return
+    assert ranks.run(lambda: exercise.all_reduce_by_gloo(None, ranks.rank, 2)) == [pytest.approx(60e-6)] * 2
+    assert ranks.calls[0] == ranks.calls[1] > 1000
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_mpi_is_timed_as_the_others_are(monkeypatch, capsys, is_wrong):
+    ranks = Ranks(monkeypatch, 50e-6, 60e-6)
+
+    class World:
+        size = 2
+        rank = property(lambda _: ranks.rank)
+
+        def Allreduce(self, given, buffer):
+            assert given == "in place"
+            ranks.sum_in_place(buffer, is_wrong and ranks.rank == 1)
+
+        def allreduce(self, number, how):
+            return ranks.join(number, how)
+
+    mpi = SimpleNamespace(
+        COMM_WORLD=World(), IN_PLACE="in place", MAX=max, LAND=all, Get_library_version=lambda: "Open MPI v4, package"
+    )
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+    ranks.run(mpi_rank.main)
+    finding = engines.judge_mpi(0, capsys.readouterr().out, "", deadline_s=8.0)
+    if is_wrong:
+        assert finding.found == "a wrong sum from Open MPI v4"
+        return
+    assert finding.found == "mpi: 1 MiB on 2 local ranks in 60 us (Open MPI v4)"
+    assert ranks.calls[0] == ranks.calls[1] > 1000

@@ -13,7 +13,8 @@ from typing import Any
 
 from phalanx._env import REPLACE_VARIABLE, replaces_gloo
 from phalanx._text import counted, in_units, shortened
-from phalanx.doctor.exercise import MPI_PROGRAM, SIZE_BYTES
+from phalanx.doctor import mpi_rank
+from phalanx.doctor.exercise import SIZE_BYTES
 from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
 from phalanx.launch.cpus import has_module
 
@@ -117,7 +118,7 @@ def examine_mpi(environ: Mapping[str, str], deadline_s: float) -> list[Finding]:
     if not mpirun or not has_mpi4py:
         missing = " and ".join([*["mpirun"] * (not mpirun), *["mpi4py"] * (not has_mpi4py)])
         return [ok("MPI", f"not tried: no {missing} (needed for training over MPI only)")]
-    done = _run([mpirun, "-n", "2", sys.executable, "-c", MPI_PROGRAM], mpi_environment(environ), deadline_s)
+    done = _run([mpirun, "-n", "2", sys.executable, "-m", mpi_rank.__name__], mpi_environment(environ), deadline_s)
     return [judge_mpi(*done, deadline_s=deadline_s)]
 
 
@@ -143,7 +144,7 @@ def judge_mpi(code: int | None, out: str, err: str, *, deadline_s: float) -> Fin
         err: Text that it wrote to stderr.
         deadline_s: Seconds that it had.
     """
-    told = [json.loads(line.partition("doctor:")[2]) for line in out.splitlines() if "doctor:" in line]
+    told = [json.loads(line.partition(mpi_rank.TOLD)[2]) for line in out.splitlines() if mpi_rank.TOLD in line]
     if len(told) == 2 and told[0]["size"] == 1:
         return problem(
             "MPI",

@@ -1,4 +1,4 @@
-"""An all_reduce with each engine, on ranks of the doctor's own: run a few times, check the result, take the time.
+"""An all_reduce with each engine, on ranks of the doctor's own: check the result once, then take the time in a loop.
 
 The ranks are processes that are killed at a deadline, because an engine that hangs is a finding.
 """
@@ -19,36 +19,16 @@ from typing import Any
 from phalanx.doctor.deadline import UnansweredError, within
 
 SIZE_BYTES = 1 << 20
-_NUM_WARM_UP, _NUM_TIMED = 3, 15
-_NUM_TIMED_BETWEEN_HOSTS = 5
-_ITEM_BYTES = 4
+ITEM_BYTES = 4
+_NUM_WARM_UP = 3
+_LOOP_S, _BUDGET_S = 0.01, 0.2  # of one loop, and of all
+_LEAST_S = 1e-6  # that anything counts as, however coarse the clock
 _GLOO_S = 5.0
 ABANDONED = "it waited for another host, which had failed"
 
-# For mpirun. Only mpi4py, so that a broken torch does not hide a working MPI.
-MPI_PROGRAM = f"""
-import array, json, time
-from mpi4py import MPI
-comm = MPI.COMM_WORLD
-given, got = (array.array("f", [x]) * {SIZE_BYTES // _ITEM_BYTES} for x in (comm.rank + 1.0, 0.0))
-times = []
-for _ in range({_NUM_WARM_UP + _NUM_TIMED}):
-    comm.Barrier()
-    began = time.perf_counter()
-    comm.Allreduce(given, got)
-    times.append(time.perf_counter() - began)
-right = comm.size * (comm.size + 1) / 2
-is_right = got[0] == got[-1] == right
-if comm.rank == 0:
-    library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip()
-    timed = sorted(times[{_NUM_WARM_UP}:])
-    told = dict(size=comm.size, is_right=is_right, seconds=timed[len(timed) // 2], library=library)
-    print("doctor:" + json.dumps(told))
-"""
-
 
 def all_reduce(engine: str, store: Any, rank: int, world_size: int, timeout_s: float, device: str = "cpu") -> float:
-    """Return the median time in seconds of an all_reduce of `SIZE_BYTES`, in a process group created for it.
+    """Return the seconds that an all_reduce of `SIZE_BYTES` takes, in a process group created for it.
 
     Raises:
         ArithmeticError: The sum is wrong.
@@ -57,15 +37,15 @@ def all_reduce(engine: str, store: Any, rank: int, world_size: int, timeout_s: f
     import torch
     import torch.distributed as dist
 
-    def reduce(tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor)
+    def reduce(tensor: torch.Tensor, op: Any) -> None:
+        dist.all_reduce(tensor, op)
         if device != "cpu":
             torch.cuda.synchronize()
 
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(engine, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        return _time(reduce, rank, world_size, _NUM_TIMED, device)
+        return _check_and_time(reduce, rank, world_size, device)
     finally:
         dist.destroy_process_group()
 
@@ -75,25 +55,51 @@ def all_reduce_by_gloo(store: Any, rank: int, world_size: int) -> float:
     import torch.distributed as dist
 
     group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))
-    return _time(lambda tensor: group.allreduce([tensor]).wait(), rank, world_size, _NUM_TIMED_BETWEEN_HOSTS)
+    return _check_and_time(lambda tensor, op: group.allreduce([tensor], op).wait(), rank, world_size)
 
 
-def _time(reduce: Callable[[Any], object], rank: int, world_size: int, num_timed: int, device: str = "cpu") -> float:
+def _check_and_time(reduce: Callable[[Any, Any], object], rank: int, world_size: int, device: str = "cpu") -> float:
     import torch
+    from torch.distributed import ReduceOp
 
-    tensor = torch.empty(SIZE_BYTES // _ITEM_BYTES, device=device)
-    together = torch.zeros(1, device=device)
+    def most(number: float) -> float:
+        told = torch.tensor([number], dtype=torch.float64, device=device)
+        reduce(told, ReduceOp.MAX)
+        return told.item()
+
+    tensor = torch.full((SIZE_BYTES // ITEM_BYTES,), rank + 1.0, device=device)
+    reduce(tensor, ReduceOp.SUM)
     want = world_size * (world_size + 1) / 2
-    times = []
-    for _ in range(_NUM_WARM_UP + num_timed):
-        tensor.fill_(rank + 1.0)
-        reduce(together)  # so that all begin at once, and waiting for another rank's check is not counted
-        began_s = time.perf_counter()
-        reduce(tensor)
-        times.append(time.perf_counter() - began_s)
-        if not bool((tensor == want).all()):
-            raise ArithmeticError(f"the sum over {world_size} ranks is {tensor[0].item():g}, and {want:g} is right")
-    return sorted(times[_NUM_WARM_UP:])[num_timed // 2]
+    for wrong in tensor[tensor != want][:1].tolist():
+        raise ArithmeticError(f"the sum over {world_size} ranks is {wrong:g}, and {want:g} is right")
+    tensor.zero_()  # a sum of zeros stays finite, however often it is taken
+    return time_calls(lambda: reduce(tensor, ReduceOp.SUM), most)
+
+
+def time_calls(call: Callable[[], object], most: Callable[[float], float]) -> float:
+    """Return the seconds that a call takes in a loop of nothing else, as training makes it: the same on all ranks.
+
+    It is the fastest of several loops: what other programs take meanwhile is not the engine's.
+
+    Args:
+        call: Function that runs a collective, once.
+        most: Function that returns the greatest of the numbers that the ranks give it, so that all loop equally often.
+    """
+    fastest_s = most(_loop_s(call, _NUM_WARM_UP)) / _NUM_WARM_UP
+    spent_s = 0.0
+    while spent_s < _BUDGET_S:
+        num = max(1, int(_LOOP_S / max(fastest_s, _LEAST_S)))
+        took_s = most(_loop_s(call, num))
+        fastest_s = min(fastest_s, took_s / num)
+        spent_s += max(took_s, _LEAST_S)
+    return fastest_s
+
+
+def _loop_s(call: Callable[[], object], num: int) -> float:
+    began_s = time.perf_counter()
+    for _ in range(num):
+        call()
+    return time.perf_counter() - began_s
 
 
 def answered(call: Callable[[], float], others_failed: Callable[[], bool]) -> dict[str, Any]:
@@ -112,7 +118,7 @@ def answered(call: Callable[[], float], others_failed: Callable[[], bool]) -> di
 
 
 def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]:
-    """Return ``{"seconds": median}`` of an engine on ranks forked from this process, or ``{"error": text}``.
+    """Return ``{"seconds": number}`` of an engine on ranks forked from this process, or ``{"error": text}``.
 
     Args:
         engine: Backend for ``init_process_group``.
@@ -135,7 +141,7 @@ def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]
 
         results = in_processes(rank_main, world_size, deadline_s)
     failed = [result for result in results if "error" in result]
-    return failed[0] if failed else {"seconds": max(result["seconds"] for result in results)}
+    return (failed or results)[0]
 
 
 def in_processes(fn: Callable[[int], dict[str, Any]], num: int, deadline_s: float) -> list[dict[str, Any]]:
