@@ -1,8 +1,9 @@
 """Whether ranks have trained apart: each tells its launcher at its end, for a user who has forgotten what joins them.
 
-A rank has trained alone if an optimizer of it has stepped and nobody was met. In a group it has trained apart if
-nothing but barriers ran since the first optimizer was made, although one has stepped twice. Whoever averages by hand,
-now and then, or by messages is seen by that, and a process whose exchanges can't all be counted says nothing.
+A rank has trained alone if an optimizer of it has stepped and nobody was met. In a group it has trained apart if an
+optimizer has stepped twice and nothing but barriers ran since the first one was made. So whoever averages by hand, now
+and then, at the end or by messages is not taken for one, and a process whose exchanges can't all be counted tells
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from phalanx._launched import Launch
 _wants_others = False
 _has_uncounted = False  # a group of another backend, or RPC
 _has_devices = False  # a group whose tensors on other devices another backend takes
-_has_peers = False
 _num_exchanges: Callable[[], int] | None = None
 
 
@@ -62,13 +62,15 @@ class _Training:
 
     Attributes:
         has_begun: Whether one has stepped.
-        goes_on: Whether one has stepped twice.
+        goes_on: Whether one has stepped twice, and so nothing that it needed came before the first.
+        was_in_group: Whether there was a group of several ranks then.
         num_before: Operations with data when the first one was made.
     """
 
     def __init__(self) -> None:
         self.has_begun: bool = False
         self.goes_on: bool = False
+        self.was_in_group: bool = False
         self.num_before: int | None = None
         self._first: Callable[[], Any] = lambda: None
 
@@ -100,7 +102,16 @@ class _Training:
         if first is None:
             self._first = weakref.ref(optimizer)
         elif first is optimizer:
+            from torch import distributed
+
             self.goes_on = True
+            self.was_in_group = _has_group() and distributed.get_world_size() > 1
+
+    def was_apart(self) -> bool:
+        """Return whether this process has trained in a group and surely exchanged nothing meanwhile."""
+        if not self.was_in_group or _num_exchanges is None or _has_uncounted or (_has_devices and _uses_accelerator()):
+            return False
+        return _num_exchanges() == self.num_before
 
 
 def _noted(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,12 +125,11 @@ def _noted(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_group(group: Any) -> None:
-    global _has_peers, _has_devices
+    global _has_devices
     from torch.distributed import ProcessGroup
 
     if not isinstance(group, ProcessGroup) or group.size() == 1:
         return
-    _has_peers = True
     if not hasattr(group, "num_collectives"):
         exchanges_uncounted()
     elif group.other_devices:
@@ -129,15 +139,15 @@ def _note_group(group: Any) -> None:
 def _tell(launch: Launch, pid: int, training: _Training) -> None:
     if os.getpid() != pid or not training.has_begun:
         return
-    distributed = sys.modules["torch.distributed"]
-    if not (_wants_others or (distributed.is_available() and distributed.is_initialized())):
+    if not (_wants_others or _has_group()):
         launch.note_alone()
-    elif _has_peers and training.goes_on and _counts_all() and _num_exchanges() == training.num_before:  # type: ignore[misc]
+    elif training.was_apart():
         launch.note_apart()
 
 
-def _counts_all() -> bool:
-    return _num_exchanges is not None and not (_has_uncounted or (_has_devices and _uses_accelerator()))
+def _has_group() -> bool:
+    distributed = sys.modules["torch.distributed"]
+    return bool(distributed.is_available() and distributed.is_initialized())
 
 
 def _uses_accelerator() -> bool:
