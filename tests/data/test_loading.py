@@ -147,7 +147,8 @@ def give_samplers(rank, world_size):
             assert not said, "an evaluation is no training"
             for _ in range(2):
                 list(loader)
-        told |= {name: [(str(warning.message), warning.filename) for warning in said]} if said else {}
+        ours = [(str(one.message), one.filename) for one in said if "divides nothing" in str(one.message)]
+        told |= {name: ours} if ours else {}
     return told
 
 

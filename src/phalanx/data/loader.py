@@ -35,8 +35,8 @@ class DataLoader(torch_data.DataLoader[Any]):
     - Without `sampler` and `batch_sampler`, a `DistributedSampler` divides the dataset among the ranks of the default
       group; `shuffle` and `drop_last` are passed to it. Without `drop_last` it pads when it shuffles, as torch's does,
       and gives each sample exactly once when it does not. Its epochs advance by themselves, or `set_epoch` chooses one.
-    - A `sampler` of torch's for one process, such as ``RandomSampler``, or a list divides nothing. If it is as long as the
-      dataset, rank 0 warns when training first iterates the loader, unless `is_own_part` is given.
+    - A `sampler` of torch's for one process, such as ``RandomSampler``, or a list divides nothing. If it is as long as
+      the dataset, rank 0 warns when training first iterates the loader, unless `is_own_part` is given.
     - Without `worker_init_fn`, each worker of each rank draws its own random numbers from Python, NumPy and torch.
     - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. Its workers
       are its own matter, as with torch: a stream that does not look at ``get_worker_info()`` yields every item in every

@@ -142,11 +142,11 @@ class Reducer:
         """Warn of trained parameters that the model has been given since it was wrapped, each once."""
         names = self._replica.newcomers()
         if names and self._replica.group.size() > 1:
-            it, gets = ("it", "its gradient is") if len(names) == 1 else ("them", "their gradients are")
+            some = listed([repr(name) for name in names], 8)
             warn_caller(  # in the same words on every rank, which the launcher shows once
-                f"DistributedDataParallel: {listed([repr(name) for name in names], 8)} came after the model was "
-                f"wrapped: {gets} not averaged, and each rank trains {it} alone. Add {it} before wrapping the model, "
-                "or call remove_hooks() and wrap it again"
+                f"DistributedDataParallel: gradients of {some} are not averaged, because the model was given them after "
+                "it was wrapped, so each rank trains its own. Wrap the model last, or call remove_hooks() and wrap it "
+                "again"
             )
 
     def follow_freezing(self) -> None:
