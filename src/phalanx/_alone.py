@@ -126,9 +126,10 @@ def _noted(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note_group(group: Any) -> None:
     global _has_devices
-    from torch.distributed import ProcessGroup
+    from torch import distributed
 
-    if not isinstance(group, ProcessGroup) or group.size() == 1:
+    is_member = isinstance(group, distributed.ProcessGroup)
+    if not is_member or group.size() == 1:
         return
     if not hasattr(group, "num_collectives"):
         exchanges_uncounted()

@@ -244,8 +244,8 @@ def test_a_sampler_that_divides_nothing_is_told_once_by_rank_0(run_ranks):
     assert list(told) == ["random", "in batches", "in order", "weighted", "by hand"]
     assert {(len(said), said[0][1]) for said in told.values()} == {(1, __file__)}
     assert told["random"][0][0] == (
-        "phalanx.DataLoader: a RandomSampler divides nothing, so each of the 2 ranks takes 23 samples an epoch. Make it "
-        f"{DIVIDING_LOADER}; or pass is_own_part=True if the dataset is this rank's own, False if every rank is to "
+        "phalanx.DataLoader: a RandomSampler divides nothing, so each of the 2 ranks takes 23 samples an epoch. Make "
+        f"it {DIVIDING_LOADER}; or pass is_own_part=True if the dataset is this rank's own, False if every rank is to "
         "take all"
     )
     assert give_samplers(0, 1) == {}

@@ -144,9 +144,9 @@ class Reducer:
         if names and self._replica.group.size() > 1:
             some = listed([repr(name) for name in names], 8)
             warn_caller(  # in the same words on every rank, which the launcher shows once
-                f"DistributedDataParallel: gradients of {some} are not averaged, because the model was given them after "
-                "it was wrapped, so each rank trains its own. Wrap the model last, or call remove_hooks() and wrap it "
-                "again"
+                f"DistributedDataParallel: gradients of {some} are not averaged, because the model was given them "
+                "after it was wrapped, so each rank trains its own. Wrap the model last, or call remove_hooks() and "
+                "wrap it again"
             )
 
     def follow_freezing(self) -> None:
