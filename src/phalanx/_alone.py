@@ -1,15 +1,28 @@
-"""Whether a rank has trained all by itself: its launcher tells a user who has forgotten the process group."""
+"""Whether ranks have trained apart: each tells its launcher at its end, for a user who has forgotten what joins them.
+
+A rank has trained alone if an optimizer of it has stepped and nobody was met. In a group it has trained apart if an
+optimizer has stepped twice and nothing but barriers ran since the first one was made. So whoever averages by hand, now
+and then, at the end or by messages is not taken for one, and a process whose exchanges can't all be counted tells
+nothing.
+"""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 from phalanx import _env
 from phalanx._launched import Launch
 
 _wants_others = False
+_has_uncounted = False  # a group of another backend, or RPC
+_has_devices = False  # a group whose tensors on other devices another backend takes
+_num_exchanges: Callable[[], int] | None = None
 
 
 def wants_others() -> None:
@@ -18,17 +31,128 @@ def wants_others() -> None:
     _wants_others = True
 
 
+def exchanges_uncounted() -> None:
+    """Note that this process may exchange tensors of which nobody here hears."""
+    global _has_uncounted
+    _has_uncounted = True
+
+
+def count_exchanges(count: Callable[[], int]) -> None:
+    """Have a function asked for the number of operations with data, of all groups of phalanx that this process had."""
+    global _num_exchanges
+    _num_exchanges = count
+
+
 def watch() -> None:
-    """Have this rank tell its launcher at its end whether it has trained alone, although there were others."""
+    """Have this rank tell its launcher at its end whether it has trained alone or apart, although there were others."""
     launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
-    if launch is not None and launch.world_size > 1 and _env.is_rank():
-        atexit.register(_tell, launch, os.getpid())
-
-
-def _tell(launch: Launch, pid: int) -> None:
+    if launch is None or launch.world_size == 1 or not _env.is_rank():
+        return
     from phalanx import _torch  # not for the supervisor, which only forks
 
-    distributed = sys.modules.get("torch.distributed")
-    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if os.getpid() == pid and not (_wants_others or has_group) and _torch.has_made_optimizer():
+    training = _Training()
+    training.watch()
+    if sys.modules["torch.distributed"].is_available():
+        _torch.wrap_making_of_groups(_noted)
+    atexit.register(_tell, launch, os.getpid(), training)
+
+
+class _Training:
+    """What the optimizers of this process do.
+
+    Attributes:
+        has_begun: Whether one has stepped.
+        goes_on: Whether one has stepped twice, and so nothing that it needed came before the first.
+        was_in_group: Whether there was a group of several ranks then.
+        num_before: Operations with data when the first one was made.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun: bool = False
+        self.goes_on: bool = False
+        self.was_in_group: bool = False
+        self.num_before: int | None = None
+        self._first: Callable[[], Any] = lambda: None
+
+    def watch(self) -> None:
+        """Look at each class's `step` when torch hooks it, as it does when the first optimizer of a class is made."""
+        from torch.compiler import is_dynamo_compiling
+        from torch.optim import Optimizer
+
+        torchs = Optimizer.profile_hook_step
+
+        def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+            if self.num_before is None:
+                self.num_before = _num_exchanges() if _num_exchanges is not None else 0
+            hooked = torchs(step)
+
+            @functools.wraps(hooked)
+            def noted(optimizer: Any, *args: Any, **named: Any) -> Any:
+                if not self.goes_on and not is_dynamo_compiling():
+                    self._note(optimizer)
+                return hooked(optimizer, *args, **named)
+
+            return noted
+
+        Optimizer.profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[method-assign, assignment]
+
+    def _note(self, optimizer: Any) -> None:
+        self.has_begun = True
+        first = self._first()
+        if first is None:
+            self._first = weakref.ref(optimizer)
+        elif first is optimizer:
+            from torch import distributed
+
+            self.goes_on = True
+            self.was_in_group = _has_group() and distributed.get_world_size() > 1
+
+    def was_apart(self) -> bool:
+        """Return whether this process has trained in a group and surely exchanged nothing meanwhile."""
+        if not self.was_in_group or _num_exchanges is None or _has_uncounted or (_has_devices and _uses_accelerator()):
+            return False
+        return _num_exchanges() == self.num_before
+
+
+def _noted(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def new_process_group_helper(*args: Any, **named: Any) -> Any:
+        made = make(*args, **named)
+        _note_group(made[0])
+        return made
+
+    return new_process_group_helper
+
+
+def _note_group(group: Any) -> None:
+    global _has_devices
+    from torch import distributed
+
+    is_member = isinstance(group, distributed.ProcessGroup)
+    if not is_member or group.size() == 1:
+        return
+    if not hasattr(group, "num_collectives"):
+        exchanges_uncounted()
+    elif group.other_devices:
+        _has_devices = True
+
+
+def _tell(launch: Launch, pid: int, training: _Training) -> None:
+    if os.getpid() != pid or not training.has_begun:
+        return
+    if not (_wants_others or _has_group()):
         launch.note_alone()
+    elif training.was_apart():
+        launch.note_apart()
+
+
+def _has_group() -> bool:
+    distributed = sys.modules["torch.distributed"]
+    return bool(distributed.is_available() and distributed.is_initialized())
+
+
+def _uses_accelerator() -> bool:
+    import torch
+
+    device = torch.accelerator.current_accelerator()
+    return device is not None and torch.get_device_module(device).is_initialized()

@@ -107,6 +107,10 @@ class Launch:
         """Note that this process has trained without meeting any other."""
         self._note("alone", (self.rank,))
 
+    def note_apart(self) -> None:
+        """Note that this process has trained in a group, and exchanged nothing with any other."""
+        self._note("apart", (self.rank,))
+
     def waiting(self) -> dict[int, tuple[int, str]]:
         """Return who waits, by the rank that each was given: the rank that it claims, and its line in the script."""
         waits = {facts[0]: (facts[1], facts[2]) for kind, facts in self._read() if kind == "waits"}
@@ -263,6 +267,11 @@ class Notes:
     def num_alone(self) -> int:
         """The number of ranks that have noted since `clear` that they trained alone."""
         return len(self._ranks("alone"))
+
+    @property
+    def num_apart(self) -> int:
+        """The number of ranks that have noted since `clear` that they trained in a group and exchanged nothing."""
+        return len(self._ranks("apart"))
 
     def _ranks(self, kind: str) -> set[int]:
         """Return the ranks that have left a note of this kind."""

@@ -12,9 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 import phalanx
+from phalanx.data.loader import DIVIDING_LOADER
 
 NUMBERS = torch.arange(23)
 
@@ -36,6 +46,10 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(range(self._length))
+
+
+class OwnSampler(RandomSampler):
+    """Might divide, for all that its class says."""
 
 
 class OwnTurns(Stream):
@@ -105,6 +119,37 @@ def read_streams(rank, world_size):
         read["as it comes"] = items(Stream(17))
         read["as it comes, of workers of its own"] = items(OwnTurns(17))
     return read, [str(warning.message) for warning in said]
+
+
+def give_samplers(rank, world_size):
+    """Iterate loaders with samplers of each kind, and return those of which a rank is told."""
+    whole, some = torch.randperm(23).tolist(), range(rank, 23, world_size)
+    loaders = {
+        "random": {"sampler": RandomSampler(NUMBERS)},
+        "in batches": {"batch_sampler": BatchSampler(RandomSampler(NUMBERS), 5, drop_last=False)},
+        "in order": {"sampler": SequentialSampler(NUMBERS)},
+        "weighted": {"sampler": WeightedRandomSampler([1.0] * 23, 23)},
+        "by hand": {"sampler": whole},
+        "part by hand": {"sampler": list(some)},
+        "random part": {"sampler": SubsetRandomSampler(some)},
+        "of another class": {"sampler": OwnSampler(NUMBERS)},
+        "divided": {"sampler": phalanx.DistributedSampler(NUMBERS)},
+        "own dataset": {"sampler": RandomSampler(NUMBERS), "is_own_part": True},
+        "all on purpose": {"sampler": RandomSampler(NUMBERS), "is_own_part": False},
+    }
+    told = {}
+    for name, options in loaders.items():
+        loader = phalanx.DataLoader(NUMBERS, **options)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with torch.no_grad():
+                list(loader)
+            assert not said, "an evaluation is no training"
+            for _ in range(2):
+                list(loader)
+        ours = [(str(one.message), one.filename) for one in said if "divides nothing" in str(one.message)]
+        told |= {name: ours} if ours else {}
+    return told
 
 
 def read_partition(rank, world_size):
@@ -191,6 +236,19 @@ def test_a_stream_gives_each_item_once_whoever_divides_it(run_ranks, world_size)
     said = [warning for _, warnings_of_rank in results for warning in warnings_of_rank]
     assert len(said) == (2 if world_size > 1 else 0)
     assert all("take turns at this" in warning and "is_own_part=True" in warning for warning in said)
+
+
+def test_a_sampler_that_divides_nothing_is_told_once_by_rank_0(run_ranks):
+    told, of_rank_1 = run_ranks(give_samplers, 2, backend="gloo")
+    assert of_rank_1 == {}
+    assert list(told) == ["random", "in batches", "in order", "weighted", "by hand"]
+    assert {(len(said), said[0][1]) for said in told.values()} == {(1, __file__)}
+    assert told["random"][0][0] == (
+        "phalanx.DataLoader: a RandomSampler divides nothing, so each of the 2 ranks takes 23 samples an epoch. Make "
+        f"it {DIVIDING_LOADER}; or pass is_own_part=True if the dataset is this rank's own, False if every rank is to "
+        "take all"
+    )
+    assert give_samplers(0, 1) == {}
 
 
 def test_a_partition_is_not_divided_again_unless_told_to(run_ranks):

@@ -7,17 +7,20 @@ import textwrap
 import pytest
 
 from phalanx._memory import MemoryPolicy
+from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.launch.cpus import Division, Share
 from phalanx.launch.job import Job
 
 from .jobs import run_job
 
 ALONE = "phalanx run: the ranks made no process group, so each has trained on its own;\n"
+APART = "phalanx run: the ranks exchanged no gradients, so each has trained on its own;\n"
 STEP = """
 weight = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([weight], lr=0.1)
-weight.sum().backward()
-optimizer.step()
+for _ in range(2):
+    weight.sum().backward()
+    optimizer.step()
 """
 INDENTED = textwrap.indent(STEP, "    ")
 OWN_STORE = """
@@ -59,6 +62,15 @@ def test_ranks_that_train_without_a_process_group_are_told(tmp_path, flags):
     assert max(map(len, done.stderr.splitlines())) <= 80
 
 
+@pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="before torch 2.14 not every exchange is counted")
+def test_ranks_that_train_in_a_group_without_a_wrapper_are_told(tmp_path):
+    done = run_job(tmp_path, f"import torch, phalanx; phalanx.init().barrier(){STEP}phalanx.shutdown()")
+    assert done.returncode == 0, done.stderr
+    advice = "phalanx run: use a Trainer, or call what DistributedDataParallel(model) returns\n"
+    assert done.stderr.endswith(f"{APART}{advice}")
+    assert max(map(len, done.stderr.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     ("source", "num_ranks"),
     [
@@ -67,10 +79,11 @@ def test_ranks_that_train_without_a_process_group_are_told(tmp_path, flags):
         (f"import torch, torch.distributed as dist; dist.init_process_group('gloo')\n{STEP}", 2),
         (f"import torch, phalanx; phalanx.init(); phalanx.shutdown()\n{STEP}", 2),
         (f"import torch, torch.distributed as dist{OWN_STORE}{STEP}", 2),
+        (f"import torch, phalanx; phalanx.init(){STEP}torch.distributed.all_reduce(weight.data)", 2),
         (f"import torch\nif RANK == 0:{INDENTED}", 2),
         (f"import torch\nif not os.fork():{INDENTED}    sys.exit()\nos.wait()", 2),
     ],
-    ids=["no training", "one rank", "gloo", "left", "own store", "rank 0 alone", "child"],
+    ids=["no training", "one rank", "gloo", "left", "own store", "averaged", "rank 0 alone", "child"],
 )
 def test_no_other_job_is_told_so(tmp_path, source, num_ranks):
     done = run_job(tmp_path, source, num_ranks=num_ranks)

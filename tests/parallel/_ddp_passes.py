@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.parallel import _ddp_tools
 from tests.parallel._ddp_tools import (
@@ -339,6 +340,32 @@ def unused_parameters_are_named_once(rank, world_size):
     assert warned[0].filename == _ddp_tools.__file__, "the line that calls backward()"
     assert "first" not in str(warned[0].message)
     assert_grads(model.module, mean_grads(world_size, 2, spare=True))
+
+
+@behaviour
+def parameters_that_came_after_wrapping_are_named_once(rank, world_size):
+    net = Net()
+    net.inner = nn.Sequential(nn.Linear(4, 4))
+    model = wrap(net, find_unused_parameters=True)
+    train_step(model, rank)
+    nn.Linear(4, 4).extra = nn.Linear(1, 1)  # of no wrapped model
+    net.inner.append(nn.Linear(4, 4))
+    net.inner.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    net.more.bias = nn.Parameter(torch.zeros_like(net.more.bias))  # in the place of another
+    net.absent = None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            model(batch(rank))
+        for number in range(2):
+            train_step(model, rank, number)
+        net.inner[1].scale = nn.Parameter(torch.ones(1))  # to one that came late itself
+        train_step(model, rank)
+    names = ["'more.bias', 'inner.1.weight', 'inner.1.bias'", "'inner.1.scale'"] if world_size > 1 else []
+    assert [str(warning.message).partition(" are not averaged")[0] for warning in warned] == [
+        f"DistributedDataParallel: gradients of {of_step}" for of_step in names
+    ]
+    assert all(warning.filename == _ddp_tools.__file__ for warning in warned), "the line that calls the model"
 
 
 @behaviour

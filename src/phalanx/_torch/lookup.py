@@ -16,7 +16,6 @@ from phalanx._torch.names import (
     ATTRIBUTES,
     HOOKS_OF_OPTIMIZER,
     MARK_IGNORED_BY_DDP,
-    MARK_MADE_OPTIMIZER,
     MARK_STEPS_IN_BACKWARD,
     MILESTONES_OF_SCHEDULER,
     NAMES,
@@ -33,7 +32,6 @@ __all__ = [
     "ATTRIBUTES",
     "HOOKS_OF_OPTIMIZER",
     "MARK_IGNORED_BY_DDP",
-    "MARK_MADE_OPTIMIZER",
     "MARK_STEPS_IN_BACKWARD",
     "MILESTONES_OF_SCHEDULER",
     "NAMES",
@@ -110,15 +108,6 @@ def attribute_of(value: object, attribute: str) -> Any:
     except AttributeError:
         owner, use = ATTRIBUTES[attribute]
         raise missing(f"{owner}.{attribute}", use) from None
-
-
-def has_made_optimizer() -> bool:
-    """Return whether this process has made an optimizer of torch's, or of a class derived from one."""
-    module = sys.modules.get("torch.optim.optimizer")
-    kinds = [] if module is None else [module.Optimizer]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    return any(getattr(kind.step, MARK_MADE_OPTIMIZER, False) for kind in kinds)
 
 
 # ---- what takes several names --------------------------------------------------------------------------------------

@@ -217,8 +217,6 @@ ATTRIBUTES = {
 
 MARK_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Names on a module the parameters that DistributedDataParallel leaves alone, in torch as well."""
-MARK_MADE_OPTIMIZER = "hooked"
-"""What torch sets on the step of an optimizer's class when it makes the first one; without, nobody notices one."""
 MARK_STEPS_IN_BACKWARD = "_in_backward_optimizers"
 """What torch sets on parameters whose optimizer steps within backward; without it, such a model is not refused."""
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

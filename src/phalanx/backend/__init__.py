@@ -17,11 +17,21 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _torch
+from phalanx._alone import count_exchanges
 from phalanx._env import seconds
 from phalanx._last_words import tell_when_ended
 from phalanx._launched import met_in
 from phalanx._settings import GroupOptions
-from phalanx.backend._adapters import CLASSES, GroupName, InnerGloo, PhalanxGroup, keep, keep_from_compiler, kept_groups
+from phalanx.backend._adapters import (
+    CLASSES,
+    GroupName,
+    InnerGloo,
+    PhalanxGroup,
+    keep,
+    keep_from_compiler,
+    kept_groups,
+    num_exchanges,
+)
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._core_failures import from_core, report_core_stall
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
@@ -98,6 +108,8 @@ def _begin() -> None:
     atexit.register(_end_as_member)
     attached.listen()  # a rank that was not forked from a warden does so only now
     keep_from_compiler(*CLASSES)
+    if HAS_PYTHON_BACKENDS:  # before, some calls of C++ take a way past us
+        count_exchanges(num_exchanges)
     if not HAS_PYTHON_BACKENDS:
         _serve_monitored_barrier()
 

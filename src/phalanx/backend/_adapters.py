@@ -53,7 +53,7 @@ class _Common:
     @property
     def has_messages(self) -> bool:
         """Whether this rank has sent or received a message in the group."""
-        return self._operations.has_messages
+        return self._operations.num_messages > 0
 
     def _get_sequence_number_for_group(self) -> int:
         return self.num_collectives
@@ -200,7 +200,9 @@ class PhalanxGroup(_Common, ProcessGroup):
         if os.getpid() != self._pid:
             return  # forked: the inner backend's threads stayed in the parent, and destroying it would hang
         super().shutdown()
-        _kept.discard(self)
+        if self in _kept:
+            _kept.discard(self)
+            _left.append(self._operations.num_exchanges)
         if not _kept:
             end_threads()
 
@@ -239,6 +241,10 @@ _kept: set[PhalanxGroup] = set()
 """Groups to which torch may refer from C++ alone: their Python half must not be collected before they are shut down."""
 
 
+_left: list[int] = []
+"""Numbers of operations with data of the groups that were shut down."""
+
+
 def keep(group: PhalanxGroup) -> None:
     _kept.add(group)
 
@@ -246,6 +252,11 @@ def keep(group: PhalanxGroup) -> None:
 def kept_groups() -> list[PhalanxGroup]:
     """Return the groups of this process that have not been shut down."""
     return list(_kept)
+
+
+def num_exchanges() -> int:
+    """Return how many collectives with data and messages this process has begun, in all groups that it ever had."""
+    return sum(_left) + sum(group._operations.num_exchanges for group in kept_groups())
 
 
 if HAS_PYTHON_BACKENDS:

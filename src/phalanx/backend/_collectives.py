@@ -61,6 +61,7 @@ class Collectives:
 
     Attributes:
         title: Name of the backend that programs see: that of Gloo, where phalanx stands in its place.
+        num_barriers: Number of barriers among the collectives.
     """
 
     title = "phalanx"
@@ -72,6 +73,7 @@ class Collectives:
         self._flight = Flight()
         # torch's DDP counts the ranks that go on with such all_reduces, and keeps only the C++ half of the work.
         self._last_of_one: deque[PhalanxWork | None] = deque(maxlen=4)
+        self.num_barriers: int = 0
         self._in_event = False  # inside a profiler event that covers several operations
 
     # ---- running ---------------------------------------------------------------------------------------------------
@@ -335,6 +337,8 @@ class Collectives:
         return self._run(call, at, opts, [output], given.settle, keep, [source])
 
     def barrier(self, opts: Options) -> PhalanxWork | None:
-        if self._goes_plainly(BARRIER, (), (), opts):
-            return None
-        return self._run(BARRIER, ([], []), opts, [], None)
+        work = None
+        if not self._goes_plainly(BARRIER, (), (), opts):
+            work = self._run(BARRIER, ([], []), opts, [], None)
+        self.num_barriers += 1
+        return work

@@ -125,7 +125,9 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
-        if not self._run_plain(BARRIER, (), ()):
+        if self._run_plain(BARRIER, (), ()):
+            self._operations.num_barriers += 1
+        else:
             self._operations.barrier(Blocking())
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -135,6 +137,8 @@ class Communicator:
             raise self._no_peer("send", "dst", dst)
         if is_profiling() or self._operations._core.send_now(tensor, peer, tag) is None:
             self._run(Operations.send, [tensor], peer, tag).wait()
+        else:
+            self._operations.num_messages += 1
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive into a tensor from `src`, or from any rank if it is None; return the sender."""
@@ -147,6 +151,8 @@ class Communicator:
             work = self._run(method, [tensor], *given, tag)
             work.wait()
             source = work.source_rank()
+        else:
+            self._operations.num_messages += 1
         return self._operations.ranks.global_ranks[source]
 
     def _run_plain(

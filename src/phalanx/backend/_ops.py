@@ -41,6 +41,9 @@ class Operations(Collectives):
         name: Name of the group in messages.
         ranks: Ranks of the group.
         timeout: Deadline of operations that name none; `set_timeout` changes it.
+
+    Attributes:
+        num_messages: Number of messages that this rank has sent or received.
     """
 
     def __init__(self, core: _core.Group, segment: _core.Segment, name: str, ranks: Ranks, timeout: timedelta) -> None:
@@ -48,7 +51,8 @@ class Operations(Collectives):
         self._segment: _core.Segment | None = segment
         self._name = name
         self.timeout = timeout
-        self.has_messages: bool = False  # whether this rank has sent or received any
+        self.num_messages: int = 0
+        self._num_exchanges = 0  # once it has left
         self.start_coalescing = self._flight.start_coalescing
         self.end_coalescing = self._flight.end_coalescing
 
@@ -171,6 +175,7 @@ class Operations(Collectives):
             raise CollectiveTimeout(f"Rank {me} timed out in monitoredBarrier after 0 ms", op="monitored_barrier")
         try:
             self._core.run(Call("barrier"), [], [], timeout, None)
+            self.num_barriers += 1
         except GroupUnusable:
             raise  # no rank is missing
         except PhalanxError as error:
@@ -223,7 +228,7 @@ class Operations(Collectives):
         self, op: str, args: tuple[Any, ...], tensors: Tensors, settle: Settle | None = None, keep: object = None
     ) -> PhalanxWork | None:
         """Start a message by the core's `op`; return None if that is for plain tensors alone, and has done nothing."""
-        self.has_messages = True
+        self.num_messages += 1
         wait = self._core.wait_request  # now: another thread may leave the group while the message starts
         try:
             request = getattr(self._core, op)(*args)
@@ -249,6 +254,13 @@ class Operations(Collectives):
         self._core.set_timeout(timeout.total_seconds())  # first, because it checks the value
         self.timeout = timeout
 
+    @property
+    def num_exchanges(self) -> int:
+        """Number of collectives with data and of messages that this rank has begun in the group."""
+        if isinstance(self._core, _Destroyed):
+            return self._num_exchanges
+        return self._core.seq - self.num_barriers + self.num_messages
+
     def note_progress(self) -> None:
         """Tell the launcher that a restart may be worthwhile, if this rank got beyond the beginning of a training."""
         if not isinstance(self._core, _Destroyed) and self._core.seq > _TO_BEGIN:
@@ -261,6 +273,7 @@ class Operations(Collectives):
             why: Error that makes this rank leave, for the peers; empty: none.
         """
         self.note_progress()
+        self._num_exchanges = self.num_exchanges
         core, self._core = self._core, _Destroyed(self._name)
         core.leave(why)
         self._flight.leave()

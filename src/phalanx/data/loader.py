@@ -20,6 +20,12 @@ from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.data.shards import Shard
 from phalanx.record.loop import loading
 
+DIVIDING_LOADER = "a phalanx.DataLoader without a sampler, or one with sampler=phalanx.DistributedSampler(dataset)"
+_OF_ONE_PROCESS = (
+    torch_data.RandomSampler, torch_data.SequentialSampler, torch_data.WeightedRandomSampler,
+    torch_data.SubsetRandomSampler, list, tuple, range, torch.Tensor,
+)  # fmt: skip
+
 
 class DataLoader(torch_data.DataLoader[Any]):
     """torch's DataLoader, which loads this rank's part of the data. Arguments and defaults are torch's.
@@ -29,6 +35,8 @@ class DataLoader(torch_data.DataLoader[Any]):
     - Without `sampler` and `batch_sampler`, a `DistributedSampler` divides the dataset among the ranks of the default
       group; `shuffle` and `drop_last` are passed to it. Without `drop_last` it pads when it shuffles, as torch's does,
       and gives each sample exactly once when it does not. Its epochs advance by themselves, or `set_epoch` chooses one.
+    - A `sampler` of torch's for one process, such as ``RandomSampler``, or a list divides nothing. If it is as long as
+      the dataset, rank 0 warns when training first iterates the loader, unless `is_own_part` is given.
     - Without `worker_init_fn`, each worker of each rank draws its own random numbers from Python, NumPy and torch.
     - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. Its workers
       are its own matter, as with torch: a stream that does not look at ``get_worker_info()`` yields every item in every
@@ -39,7 +47,7 @@ class DataLoader(torch_data.DataLoader[Any]):
 
     Args:
         is_own_part: Whether the dataset is this rank's own part already, to be taken as it is. With several ranks, a
-            `Partition` needs True or False.
+            `Partition` needs True or False. False with a sampler: every rank is meant to take all samples.
 
     Raises:
         RuntimeError: There are several ranks and no process group yet.
@@ -82,6 +90,8 @@ class DataLoader(torch_data.DataLoader[Any]):
         is_own_part: bool | None = None,
     ) -> None:
         rank, num_replicas = rank_and_size()
+        is_told = rank == 0 and num_replicas > 1 and is_own_part is None
+        self._remark: str = _undivided(dataset, sampler, batch_sampler, num_replicas) if is_told else ""
         if isinstance(dataset, torch_data.IterableDataset):
             dataset = _part_of_stream(dataset, rank, num_replicas, is_own_part)
         elif sampler is None and batch_sampler is None and not is_own_part:
@@ -102,6 +112,9 @@ class DataLoader(torch_data.DataLoader[Any]):
         self._has_drawn = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._remark and torch.is_grad_enabled():  # not of an evaluation, of which each rank may take all
+            remark, self._remark = self._remark, ""
+            warn_caller(remark)
         # torch draws the workers' seed here, also without workers. Of a resumed epoch the run before has drawn it.
         with random_state_kept() if self._has_drawn else contextlib.nullcontext():
             batches = super().__iter__()
@@ -172,6 +185,22 @@ def _dividing_sampler(
     sampler = DistributedSampler(dataset, num_replicas, rank, shuffle, drop_last=drop_last, pad=pad)
     sampler.expects_set_epoch = False  # nobody else has it in hand
     return sampler
+
+
+def _undivided(dataset: Any, sampler: Any, batch_sampler: Any, num_replicas: int) -> str:
+    """Return words about a sampler by which each rank takes as many samples as there are; empty if it is none.
+
+    A sampler of another class may divide them, and a shorter one may have this rank's own indices.
+    """
+    if type(batch_sampler) is torch_data.BatchSampler:
+        sampler = batch_sampler.sampler
+    if type(sampler) not in _OF_ONE_PROCESS or not hasattr(dataset, "__len__") or len(sampler) < len(dataset):
+        return ""
+    return (
+        f"phalanx.DataLoader: a {type(sampler).__name__} divides nothing, so each of the {num_replicas} ranks takes "
+        f"{len(sampler):,} samples an epoch. Make it {DIVIDING_LOADER}; or pass is_own_part=True if the dataset is "
+        "this rank's own, False if every rank is to take all"
+    )
 
 
 def _part_of_stream(

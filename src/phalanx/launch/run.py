@@ -66,6 +66,9 @@ def _run_attempts(supervisor: Supervisor, job: Job, folder: RunFolder) -> int:
     if culprit is None and supervisor.have_trained_alone:
         supervisor.say("the ranks made no process group, so each has trained on its own;")
         supervisor.say("use a Trainer, or phalanx.init() and DistributedDataParallel")
+    elif culprit is None and supervisor.have_trained_apart:
+        supervisor.say("the ranks exchanged no gradients, so each has trained on its own;")
+        supervisor.say("use a Trainer, or call what DistributedDataParallel(model) returns")
     if supervisor.received is not None:
         cause = supervisor.cause_before
         culprit = cause if cause is not None and cause.raised and not cause.is_victim else None

@@ -266,6 +266,11 @@ class Supervisor:
         """Whether several ranks have trained in the last attempt, each without meeting any other."""
         return self._notes.num_alone == len(self._ranks) > 1
 
+    @property
+    def have_trained_apart(self) -> bool:
+        """Whether several ranks have trained in a group in the last attempt, and exchanged nothing meanwhile."""
+        return self._notes.num_apart == len(self._ranks) > 1
+
     def _save_boxes(self) -> None:
         """Keep what the ranks of this attempt have recorded, and make room for those of the next."""
         folder = Path(self._folder.path, "blackbox", f"attempt_{self._num_attempts - 1}")

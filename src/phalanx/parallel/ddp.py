@@ -38,6 +38,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     - Parameters without a gradient in a backward pass cause neither a hang nor an error. If another rank has a
       gradient, this rank counts as zeros; if no rank has one, ``.grad`` stays as it was. Each rank names each such
       parameter once, when it is first left out, unless `find_unused_parameters` is set.
+    - Parameters that the module is given after it was wrapped are not averaged, as with torch's, and are named.
     - If the models differ between ranks, all ranks raise the same error, which names the first difference.
     - If a loop forgets to call ``set_epoch`` of torch's DistributedSampler, rank 0 warns once.
     - ``grad_norm()`` returns the norm of all gradients. Parameters may be frozen and unfrozen at any time;
@@ -193,6 +194,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _before_forward(self, inputs: Any, kwargs: Any) -> Any:
         self._reducer.follow_freezing()
         if torch.is_grad_enabled():
+            self._reducer.name_newcomers()
             self._reducer.loop.begin_forward()
         if self._is_joining():
             Join.notify_join_context(self)

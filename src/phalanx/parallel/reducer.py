@@ -81,6 +81,7 @@ class Reducer:
         self._comm_hook = comm_hook
         self._warns_of_unused = warns_of_unused
         self._named: set[nn.Parameter] = set()  # in such a warning
+        self._all = dict(replica.parameters())
         self._averaging_s = self._waiting_s = 0.0
         self._division: Division | None = None
         self._buckets: list[Bucket] = []
@@ -92,7 +93,7 @@ class Reducer:
 
     def _build(self) -> None:
         """Make buckets for the parameters that may have a gradient to average, and hang a hook on each."""
-        parameters = dict(self._replica.parameters())
+        parameters = self._all
         self._parameters = list(parameters.values())
         self._is_trained = [p.requires_grad for p in self._parameters]
         self._may_hold.update(p for p in self._parameters if p.requires_grad)
@@ -136,6 +137,17 @@ class Reducer:
     def remove_hooks(self) -> None:
         """Leave the model to itself: no gradient is averaged any more."""
         _remove_all(self._handles)
+
+    def name_newcomers(self) -> None:
+        """Warn of trained parameters that the model has been given since it was wrapped, each once."""
+        names = self._replica.newcomers()
+        if names and self._replica.group.size() > 1:
+            some = listed([repr(name) for name in names], 8)
+            warn_caller(  # in the same words on every rank, which the launcher shows once
+                f"DistributedDataParallel: gradients of {some} are not averaged, because the model was given them "
+                "after it was wrapped, so each rank trains its own. Wrap the model last, or call remove_hooks() and "
+                "wrap it again"
+            )
 
     def follow_freezing(self) -> None:
         """Make the buckets anew if a parameter was frozen or unfrozen."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,9 @@ from phalanx import _torch
 from phalanx._rank_group import RankGroup
 
 _BROADCAST_BYTES = 250 << 20
+
+_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of all replicas
+_num_additions = 0  # to them, in this process
 
 
 class Replica:
@@ -31,6 +36,20 @@ class Replica:
         self.group = group
         self.ignored: set[str] = set(getattr(module, _torch.MARK_IGNORED_BY_DDP, ()))
         self._module = module
+        self._known = {p for _, p in self.parameters()}
+        _watch_registrations()
+        _parts.update(module.modules())
+        self._num_seen = _num_additions
+
+    def newcomers(self) -> list[str]:
+        """Return the names of trained parameters that came since this was made or asked; costs nothing if none did."""
+        if self._num_seen == _num_additions:
+            return []
+        self._num_seen = _num_additions
+        _parts.update(self._module.modules())
+        fresh = {p: name for name, p in self.parameters() if p.requires_grad and p not in self._known}
+        self._known |= fresh.keys()
+        return list(fresh.values())
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter once, with its name."""
@@ -87,6 +106,18 @@ class Replica:
     def _broadcast(self, tensors: list[Any], src: int) -> None:
         if tensors:
             _torch.broadcast_coalesced(self.group, tensors, _BROADCAST_BYTES, src)
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    nn.modules.module.register_module_parameter_registration_hook(_note_addition)
+    nn.modules.module.register_module_module_registration_hook(_note_addition)
+
+
+def _note_addition(module: nn.Module, _: str, added: nn.Parameter | nn.Module | None) -> None:
+    global _num_additions
+    if added is not None and module in _parts:
+        _num_additions += 1
 
 
 def _describe(tensor: tuple[str, tuple[int, ...], str, bool] | None) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx import _env
-from phalanx._alone import wants_others
+from phalanx._alone import exchanges_uncounted, wants_others
 from phalanx._errors import require_linux
 from phalanx._launched import note_meeting
 from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
@@ -41,7 +41,8 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]
     """
     wants_others()
     backend, where = caller()
-    if backend is None:
+    if backend is None:  # RPC
+        exchanges_uncounted()
         return torchs()
     _check_backend(backend, where, is_launched=launch_of(_env.environment()) is not None)
     if "phalanx" in backend.lower():

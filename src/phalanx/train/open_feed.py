@@ -10,6 +10,7 @@ from torch.utils import data as torch_data
 from phalanx._rank_group import RankGroup
 from phalanx._text import counted
 from phalanx.data.batches import GivenBatches, GlobalBatches
+from phalanx.data.loader import DIVIDING_LOADER
 from phalanx.data.parts import have_the_same, refuse_different
 from phalanx.train.dataset_feed import DatasetFeed
 from phalanx.train.feed import Collate, Feed, is_dataset
@@ -53,8 +54,8 @@ def open_feed(
             raise ValueError(f"Trainer: {problem}")
     if ranks.world_size > 1 and not is_divided(data, ranks):
         raise ValueError(
-            "Trainer: this loader gives the same samples to every rank: pass the dataset itself, or a "
-            "phalanx.DataLoader, or one with sampler=phalanx.DistributedSampler(dataset). If its batch sampler "
+            "Trainer: this loader gives the same samples to every rank: pass the dataset itself, or "
+            f"{DIVIDING_LOADER}. If its batch sampler "
             "divides them: phalanx.DataLoader(dataset, batch_sampler=batch_sampler, is_own_part=True)"
         )
     return LoaderFeed(data, settings.seed, ranks=ranks, without_effect=_without_effect(data, settings, ranks, given))
