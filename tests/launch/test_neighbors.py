@@ -13,7 +13,7 @@ import pytest
 import phalanx
 from phalanx.launch import neighbors
 from phalanx.launch.cpus import Machine
-from phalanx.launch.neighbors import RUN, SPAWN, Claim, Presence, advice
+from phalanx.launch.neighbors import RUN, SPAWN, TUNE, Claim, Presence, crowding
 
 from .jobs import LIMIT_S, PHALANX_RUN, await_line
 
@@ -52,8 +52,7 @@ def one_core_for_each_cpu(monkeypatch):
         (
             claim(2, 8, range(8)),
             {7: claim(2, 8, range(8), launcher=SPAWN)},
-            "another phalanx.spawn (pid 7) uses these 8 cores: 16 threads in all; "
-            "each needs OMP_NUM_THREADS=2 to be fast",
+            "phalanx.spawn (pid 7) uses these 8 cores: 16 threads in all; each needs OMP_NUM_THREADS=2 to be fast",
         ),
         (
             claim(8, 8, range(8)),
@@ -64,7 +63,7 @@ def one_core_for_each_cpu(monkeypatch):
         (
             claim(2, 2, launcher=SPAWN),
             {7: claim(2, 2)},
-            "another phalanx run (pid 7) uses these 2 cores: 4 threads in all; "
+            "phalanx run (pid 7) uses these 2 cores: 4 threads in all; "
             "each needs OMP_NUM_THREADS=1 and nprocs=1 to be fast",
         ),
         (
@@ -72,6 +71,12 @@ def one_core_for_each_cpu(monkeypatch):
             {9: claim(1, 2), 7: claim(1, 2)},
             "another phalanx run (pid 7) and another phalanx run (pid 9) use these 2 cores: 6 threads in all; "
             "run one after another: there is not a core for each",
+        ),
+        (
+            claim(1, 2),
+            {7: claim(1, 2, launcher=TUNE)},
+            "phalanx tune (pid 7) uses these 2 cores: 4 threads in all; "
+            "run one after another: what is measured now is not how fast the script is",
         ),
         (claim(2, 2, job="a"), {7: claim(2, 2, job="a")}, ""),
         (
@@ -89,7 +94,7 @@ def one_core_for_each_cpu(monkeypatch):
 )
 @pytest.mark.usefixtures("one_core_for_each_cpu")
 def test_who_has_the_cores_and_what_to_set_is_said_only_if_they_are_too_few(own, others, told):
-    assert "; ".join(advice(own, others)) == told
+    assert "; ".join(crowding(own, others)) == told
 
 
 @contextlib.contextmanager
@@ -146,7 +151,8 @@ def test_a_second_launcher_names_the_first_and_what_a_rank_starts_does_not(tmp_p
         await_line(other.stderr, "logs in")
         (line,) = said_beside(other, launch(num_ranks, "true"))
         assert line.startswith(f"phalanx run: another phalanx run (pid {other.pid}) uses these ")
-        assert said_beside(other, launch(num_ranks, "true"), env={**os.environ, "LOCAL_RANK": "0"}) == []
+        for variable in ("LOCAL_RANK", "PHALANX_TRIAL"):
+            assert said_beside(other, launch(num_ranks, "true"), env={**os.environ, variable: "{}"}) == []
     nested = launch(1, *launch(num_ranks, "true"))
     done = subprocess.run(nested, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert "uses these" not in done.stderr
@@ -174,4 +180,4 @@ def test_spawn_names_another_launcher_once(tmp_path, monkeypatch, capfd):
         phalanx.spawn(nothing)
         phalanx.spawn(nothing)
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"phalanx.spawn: another phalanx run (pid {other.pid}) uses these ")
+    assert line.startswith(f"phalanx.spawn: phalanx run (pid {other.pid}) uses these ")

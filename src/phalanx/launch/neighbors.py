@@ -18,7 +18,7 @@ from phalanx._text import counted
 from phalanx.launch.cpus import Share, read_machine
 from phalanx.launch.warm.places import make_folder
 
-RUN, SPAWN = "phalanx run", "phalanx.spawn"
+RUN, SPAWN, TUNE = "phalanx run", "phalanx.spawn", "phalanx tune"
 _KIND = "launcher-"
 
 
@@ -54,7 +54,8 @@ class Presence:
     Attributes:
         others: Claims of those that were there before, by pid.
 
-    What a rank starts is not there: its cores are the rank's. Nor is anybody if there is no folder to meet in.
+    What a rank starts is not there, since its cores are the rank's, nor are trials of ``phalanx tune``, which take
+    turns. Nobody is if there is no folder to meet in.
 
     Source: POSIX record locks. They end with their process, whatever ends it, and are not inherited by fork.
     """
@@ -62,7 +63,8 @@ class Presence:
     def __init__(self, claim: Claim) -> None:
         self._path, self._fd = "", -1
         self.others: dict[int, Claim] = {}
-        if "LOCAL_RANK" in _env.environment():
+        environ = _env.environment()
+        if "LOCAL_RANK" in environ or _env.TRIAL_VARIABLE in environ:
             return
         with contextlib.suppress(OSError):
             folder = make_folder()
@@ -118,7 +120,7 @@ def _claims_in(folder: str) -> dict[int, Claim]:
     return claims
 
 
-def advice(own: Claim, others: Mapping[int, Claim]) -> list[str]:
+def crowding(own: Claim, others: Mapping[int, Claim]) -> list[str]:
     """Return who else has our cores if these are too few for all, and what to set; nothing if they are enough.
 
     Nodes of one job on one machine play a cluster, with as many ranks as they are meant to have: threads alone count.
@@ -135,6 +137,8 @@ def advice(own: Claim, others: Mapping[int, Claim]) -> list[str]:
     verb, cores = "uses" if len(sharing) == 1 else "use", counted(num_cores, "core")
     found = f"{names} {verb} these {cores}: {counted(num_threads, 'thread')} in all"
     per_launcher = num_cores // len(everyone)
+    if any(claim.launcher == TUNE for claim in everyone):
+        return [found, "run one after another: what is measured now is not how fast the script is"]
     if is_one_job or num_ranks <= num_cores:
         return [found, f"each needs OMP_NUM_THREADS={max(1, num_cores // num_ranks)} to be fast"]
     if per_launcher == 0:
@@ -144,4 +148,6 @@ def advice(own: Claim, others: Mapping[int, Claim]) -> list[str]:
 
 
 def _name(other: Claim, own: Claim) -> str:
-    return "a node of this job" if own.job and own.job == other.job else f"another {other.launcher}"
+    if own.job and own.job == other.job:
+        return "a node of this job"
+    return f"another {other.launcher}" if other.launcher == own.launcher else other.launcher

@@ -13,7 +13,7 @@ from phalanx.launch.descriptors import descriptor_problem, open_streams
 from phalanx.launch.failure import report
 from phalanx.launch.hints import hint_for
 from phalanx.launch.job import MESSAGE_COLUMNS, Job
-from phalanx.launch.neighbors import RUN, Claim, Presence, advice
+from phalanx.launch.neighbors import RUN, Claim, Presence, crowding
 from phalanx.launch.ports import port_advice, port_problem
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.supervisor import Supervisor
@@ -49,7 +49,7 @@ def run(job: Job, embryo: Embryo | None = None) -> int:
     with Supervisor(job, folder, embryo) as supervisor, Presence(claim) as presence:
         for line in job.opening(f"logs in {folder.path}", *filter(None, [folder.note])):
             supervisor.say(line)
-        for line in filled(advice(claim, presence.others), MESSAGE_COLUMNS):
+        for line in filled(crowding(claim, presence.others), MESSAGE_COLUMNS):
             supervisor.say(line)
         return _run_attempts(supervisor, job)
 

@@ -17,7 +17,7 @@ from phalanx.launch.cpus import divide, read_machine
 from phalanx.launch.deadlines import CAUSE_S, GRACE_S, KILL_S
 from phalanx.launch.environment import thread_environment
 from phalanx.launch.failure import first_true_failure
-from phalanx.launch.neighbors import SPAWN, Claim, Presence, advice
+from phalanx.launch.neighbors import SPAWN, Claim, Presence, crowding
 from phalanx.launch.workers import Workers
 
 _RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"
@@ -113,7 +113,7 @@ class SpawnContext:
         self._workers = Workers(fn, args, nprocs, environ=environ, num_threads=num_threads, daemon=daemon, warm=warm)
         claim = Claim.of(SPAWN, shares)
         self._presence = Presence(claim)
-        _say_once(advice(claim, self._presence.others))
+        _say_once(crowding(claim, self._presence.others))
         self._is_daemon = daemon
         self._joined = False
         self.results: list[Any] = []
