@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from multiprocessing import forkserver
@@ -48,6 +49,16 @@ def _leave_or_kill(process: subprocess.Popen, kind: type | None, *rest: object) 
 
 subprocess.Popen.__exit__ = _leave_or_kill
 _LONG = {"slow": 3600, "cluster": 900, "wheels": 3600, "integrations": 1800}  # limits of their tests, in seconds
+
+
+@pytest.fixture(scope="session", autouse=True)
+def meets_no_strangers():
+    """Give launchers of this test process a folder of their own to meet in: they say who else has their cores."""
+    folder = tempfile.mkdtemp(prefix="phx-", dir="/tmp")  # short enough for a socket
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

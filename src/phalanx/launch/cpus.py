@@ -29,12 +29,14 @@ class Share:
 
     Attributes:
         num_threads: For OMP_NUM_THREADS and its like, at least 1.
+        used_threads: Number that the rank will have: `num_threads`, unless the user has set OMP_NUM_THREADS.
         cpus: Numbers of the CPUs that the rank is pinned to; empty: not pinned.
         is_crowded: Whether the threads of all ranks are more than the CPUs: one that spins while it waits then takes
             the CPU from one that computes.
     """
 
     num_threads: int = 1
+    used_threads: int = 1
     cpus: tuple[int, ...] = ()
     is_crowded: bool = False
 
@@ -216,9 +218,13 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
     is_pinned = num_ranks > 1 and not why_not
     num_threads = num_threads or (min(map(len, parts)) if is_pinned else max(1, machine.num_cores // num_ranks))
     cpus = [tuple(sorted(cpu for core in cores for cpu in core)) if is_pinned else () for cores in parts]
-    is_crowded = (given_threads or num_threads) * num_ranks > machine.budget_cpus
+    used_threads = given_threads or num_threads
+    is_crowded = used_threads * num_ranks > machine.budget_cpus
     threads = f"OMP_NUM_THREADS={omp_num_threads}" if omp_num_threads else counted(num_threads, "thread")
-    shares = tuple(Share(num_threads=num_threads, cpus=of_rank, is_crowded=is_crowded) for of_rank in cpus)
+    shares = tuple(
+        Share(num_threads=num_threads, used_threads=used_threads, cpus=of_rank, is_crowded=is_crowded)
+        for of_rank in cpus
+    )
     return Division(shares, f"{counted(num_ranks, 'rank')} x {threads}{why_not}")
 
 

@@ -13,7 +13,8 @@ from phalanx._text import filled
 from phalanx.launch.cpus import Division
 from phalanx.launch.script_head import Head
 
-_COLUMNS = 80 - len("phalanx run: ")
+MESSAGE_COLUMNS = 80 - len("phalanx run: ")
+"""Width of what the launcher says on a terminal of the usual width."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,4 +124,4 @@ class Job:
         if self.head.doubt:
             script = os.path.basename(self.command[2 if self.command[1] == "-m" else 1])
             notes.append(f"{script} may set {self.head.doubt} before it imports torch, so each rank imports it anew")
-        return filled([*notes, *more], _COLUMNS)
+        return filled([*notes, *more], MESSAGE_COLUMNS)

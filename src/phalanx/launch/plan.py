@@ -67,7 +67,7 @@ class Plan:
         ]
         for rank, share in enumerate(job.divide(most).shares):
             where = f"CPUs {format_ranges(share.cpus)}" if share.cpus else "any CPU"
-            rows.append((f"local rank {rank}", counted(share.num_threads, "thread"), where))
+            rows.append((f"local rank {rank}", counted(share.used_threads, "thread"), where))
         widths = [max(len(str(row[column])) for row in rows if row[2]) for column in (0, 1)]
         lines = [f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {origin}".rstrip() for name, value, origin in rows]
         lines += [f"phalanx run: {line}" for line in job.opening()]

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from phalanx import _env
 from phalanx._cgroups import count_oom_kills
+from phalanx._text import filled
 from phalanx.launch.attempts import run_on_this_node
 from phalanx.launch.descriptors import descriptor_problem, open_streams
 from phalanx.launch.failure import report
 from phalanx.launch.hints import hint_for
-from phalanx.launch.job import Job
+from phalanx.launch.job import MESSAGE_COLUMNS, Job
+from phalanx.launch.neighbors import RUN, Claim, Presence, crowding
 from phalanx.launch.ports import port_advice, port_problem
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.supervisor import Supervisor
@@ -43,14 +45,22 @@ def run(job: Job, embryo: Embryo | None = None) -> int:
     except OSError as error:
         print(f"phalanx run: can't write to --log-dir {job.log_dir}: {error.strerror}", file=sys.stderr)
         return 1
-    with Supervisor(job, folder, embryo) as supervisor:
-        return _run_attempts(supervisor, job, folder)
+    claim = _claim(job)
+    with Supervisor(job, folder, embryo) as supervisor, Presence(claim) as presence:
+        for line in job.opening(f"logs in {folder.path}", *filter(None, [folder.note])):
+            supervisor.say(line)
+        for line in filled(crowding(claim, presence.others), MESSAGE_COLUMNS):
+            supervisor.say(line)
+        return _run_attempts(supervisor, job)
 
 
-def _run_attempts(supervisor: Supervisor, job: Job, folder: RunFolder) -> int:
+def _claim(job: Job) -> Claim:
+    shares = job.divide(job.num_local_ranks).shares
+    return Claim.of(RUN, shares, f"{job.run_id} {job.rdzv_endpoint}" if job.max_nodes > 1 else "")
+
+
+def _run_attempts(supervisor: Supervisor, job: Job) -> int:
     num_oom_kills = count_oom_kills()
-    for line in job.opening(f"logs in {folder.path}", *filter(None, [folder.note])):
-        supervisor.say(line)
     if job.remark:
         supervisor.say(job.remark)
     if job.max_nodes > 1:

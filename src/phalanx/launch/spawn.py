@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,9 +17,11 @@ from phalanx.launch.cpus import divide, read_machine
 from phalanx.launch.deadlines import CAUSE_S, GRACE_S, KILL_S
 from phalanx.launch.environment import thread_environment
 from phalanx.launch.failure import first_true_failure
+from phalanx.launch.neighbors import SPAWN, Claim, Presence, crowding
 from phalanx.launch.workers import Workers
 
 _RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"
+_said: set[str] = set()  # of other launchers
 _NO_GUARD = 88  # exit code of a rank whose import of the script comes to spawn again
 
 
@@ -103,10 +106,14 @@ class SpawnContext:
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], nprocs: int, *, daemon: bool, warm: bool) -> None:
         inherited = _env.environment()
         given = inherited.get("OMP_NUM_THREADS", "")
-        share = divide(nprocs, read_machine(), pin=False, omp_num_threads=given).shares[0]
+        shares = divide(nprocs, read_machine(), pin=False, omp_num_threads=given).shares
+        share = shares[0]
         num_threads = int(given) if given.isdigit() and int(given) else share.num_threads
         environ = thread_environment(inherited, share)
         self._workers = Workers(fn, args, nprocs, environ=environ, num_threads=num_threads, daemon=daemon, warm=warm)
+        claim = Claim.of(SPAWN, shares)
+        self._presence = Presence(claim)
+        _say_once(crowding(claim, self._presence.others))
         self._is_daemon = daemon
         self._joined = False
         self.results: list[Any] = []
@@ -191,4 +198,12 @@ class SpawnContext:
     def _close(self) -> None:
         self._joined = True
         atexit.unregister(self._finish)
+        self._presence.close()
         self._workers.close()
+
+
+def _say_once(pieces: list[str]) -> None:
+    """Say what is short on this machine; a loop of calls beside the same launcher is told once."""
+    if pieces and pieces[0] not in _said:
+        _said.add(pieces[0])
+        print(f"phalanx.spawn: {'; '.join(pieces)}", file=sys.stderr)

@@ -18,11 +18,12 @@ from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._memory import MemoryPolicy, choose
 from phalanx._text import columns
-from phalanx.launch.cpus import read_machine
+from phalanx.launch.cpus import Share, read_machine
 from phalanx.launch.flag_parser import add_flags, split_off_flags, without_flags
 from phalanx.launch.flag_values import number
 from phalanx.launch.flags import Flag, Setting
 from phalanx.launch.job import Job
+from phalanx.launch.neighbors import TUNE, Claim, Presence, crowding
 from phalanx.launch.plan import count_local_ranks, make_plan, read_command
 from phalanx.launch.trial_folder import PREFIX, folder_of_jobs
 from phalanx.launch.tuned import Tuned, remember, tuned_file
@@ -73,7 +74,11 @@ def main(argv: Sequence[str]) -> int:
         return parser.refuse(error)
     try:
         _say(f"{shlex.join(target)} on {limits.machine.describe()}; memory {policy}")
-        return _search(words, target, job, limits, settings["json"].value)
+        cores = Share(used_threads=limits.machine.num_cores)
+        with Presence(claim := Claim.of(TUNE, [cores])) as presence:
+            if said := crowding(claim, presence.others):
+                _say("; ".join(said))
+            return _search(words, target, job, limits, settings["json"].value)
     except BrokenPipeError:
         raise
     except OSError as error:  # no room for what the trials write

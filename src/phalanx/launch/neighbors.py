@@ -1,0 +1,153 @@
+"""Launchers of one user on one machine: they meet in a folder, and the one that comes last says if cores are short.
+
+Each takes all cores that it may use, since it can't know how long the others go on. Threads of OpenMP spin while they
+wait, so two jobs with more threads than cores take many times as long, not twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+from phalanx import _env
+from phalanx._text import counted
+from phalanx.launch.cpus import Share, read_machine
+from phalanx.launch.warm.places import make_folder
+
+RUN, SPAWN, TUNE = "phalanx run", "phalanx.spawn", "phalanx tune"
+_KIND = "launcher-"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a launcher takes of the machine.
+
+    Attributes:
+        launcher: Name of the launcher for users, such as ``phalanx run``.
+        cpus: CPUs that it may use.
+        num_ranks: Number of its ranks on this machine.
+        num_threads: Number of threads of all of them.
+        job: What it has in common with the other nodes of its job; empty: it is the only one.
+    """
+
+    launcher: str
+    cpus: tuple[int, ...]
+    num_ranks: int
+    num_threads: int
+    job: str = ""
+
+    @classmethod
+    def of(cls, launcher: str, shares: Sequence[Share], job: str = "") -> Claim:
+        """Return the claim of a launcher with these shares, from any of this process's CPUs."""
+        cpus = tuple(sorted(os.sched_getaffinity(0)))
+        num_threads = sum(share.used_threads for share in shares)
+        return cls(launcher=launcher, cpus=cpus, num_ranks=len(shares), num_threads=num_threads, job=job)
+
+
+class Presence:
+    """Lets other launchers know of a claim until `close`.
+
+    Attributes:
+        others: Claims of those that were there before, by pid.
+
+    What a rank starts is not there, since its cores are the rank's, nor are trials of ``phalanx tune``, which take
+    turns. Nobody is if there is no folder to meet in.
+
+    Source: POSIX record locks. They end with their process, whatever ends it, and are not inherited by fork.
+    """
+
+    def __init__(self, claim: Claim) -> None:
+        self._path, self._fd = "", -1
+        self.others: dict[int, Claim] = {}
+        environ = _env.environment()
+        if "LOCAL_RANK" in environ or _env.TRIAL_VARIABLE in environ:
+            return
+        with contextlib.suppress(OSError):
+            folder = make_folder()
+            self._announce(folder, claim)  # first: of two that come at once, at least one sees the other
+            self.others = _claims_in(folder)
+
+    def _announce(self, folder: str, claim: Claim) -> None:
+        name = f"{_KIND}{os.getpid()}-{os.urandom(4).hex()}"
+        hidden, path = os.path.join(folder, f".{name}"), os.path.join(folder, name)
+        self._fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(self._fd, json.dumps(dataclasses.asdict(claim)).encode())
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            os.rename(hidden, path)  # with its lock: whoever finds it unlocked may remove it
+        except OSError:
+            os.unlink(hidden)
+            raise
+        self._path = path
+
+    def __enter__(self) -> Presence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._path:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._path, self._fd = "", -1
+
+
+def _claims_in(folder: str) -> dict[int, Claim]:
+    """Return the claims of other processes that live, by pid; what is left of those that were killed is removed."""
+    claims = {}
+    for name in os.listdir(folder):
+        pid = name.removeprefix(_KIND).partition("-")[0]
+        if not name.startswith(_KIND) or pid == str(os.getpid()):  # to close a file of our own would end its lock
+            continue
+        with (
+            contextlib.suppress(OSError, ValueError, TypeError, KeyError),
+            open(os.path.join(folder, name), "rb") as file,
+        ):
+            try:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two who look do not take each other for the owner
+            except OSError:
+                told = json.loads(file.read())
+                claims[int(pid)] = Claim(**told | {"cpus": tuple(told["cpus"])})
+            else:
+                os.unlink(file.name)
+    return claims
+
+
+def crowding(own: Claim, others: Mapping[int, Claim]) -> list[str]:
+    """Return who else has our cores if these are too few for all, and what to set; nothing if they are enough.
+
+    Nodes of one job on one machine play a cluster, with as many ranks as they are meant to have: threads alone count.
+    """
+    sharing = {pid: other for pid, other in others.items() if set(other.cpus) & set(own.cpus)}
+    everyone = [own, *sharing.values()]
+    machine = read_machine(usable=sorted({cpu for claim in everyone for cpu in claim.cpus}))
+    num_cores, num_ranks = machine.num_cores, sum(claim.num_ranks for claim in everyone)
+    num_threads = sum(claim.num_threads for claim in everyone)
+    is_one_job = own.job != "" and all(claim.job == own.job for claim in everyone)
+    if not sharing or num_threads <= max(num_cores, num_ranks if is_one_job else 0):
+        return []
+    names = " and ".join(f"{_name(other, own)} (pid {pid})" for pid, other in sorted(sharing.items()))
+    verb, cores = "uses" if len(sharing) == 1 else "use", counted(num_cores, "core")
+    found = f"{names} {verb} these {cores}: {counted(num_threads, 'thread')} in all"
+    per_launcher = num_cores // len(everyone)
+    if any(claim.launcher == TUNE for claim in everyone):
+        return [found, "run one after another: what is measured now is not how fast the script is"]
+    if is_one_job or num_ranks <= num_cores:
+        return [found, f"each needs OMP_NUM_THREADS={max(1, num_cores // num_ranks)} to be fast"]
+    if per_launcher == 0:
+        return [found, "run one after another: there is not a core for each"]
+    ranks = f"nprocs={per_launcher}" if own.launcher == SPAWN else f"--nproc-per-node {per_launcher}"
+    return [found, f"each needs OMP_NUM_THREADS=1 and {ranks} to be fast"]
+
+
+def _name(other: Claim, own: Claim) -> str:
+    if own.job and own.job == other.job:
+        return "a node of this job"
+    return f"another {other.launcher}" if other.launcher == own.launcher else other.launcher
