@@ -8,9 +8,9 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, TypeVar
 
-from phalanx._env import unknown_argument
+from phalanx._env import did_you_mean, unknown_argument
 
 _MINIMIZED = frozenset(("loss", "error", "perplexity", "mae", "mse", "rmse"))
 
@@ -34,9 +34,44 @@ _LEAST = {  # of whole numbers
     "seed": 0,
 }  # fmt: skip
 _CAN_BE_AUTO = ("num_workers", "snapshot_every", "compare_every")
+ENDS = ("max_epochs", "max_steps")
+"""Settings that may change once the Trainer is made, to train longer."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
+class GivenSettings(TypedDict, total=False):
+    """Names and types of `Settings`, for editors and type checkers to read in ``**settings`` of `Trainer`."""
+
+    max_epochs: int | None
+    max_steps: int | None
+    global_batch_size: int
+    micro_batch_size: int | None
+    on_resize: Literal["keep", "scale"]
+    seed: int
+    num_workers: int | Literal["auto"]
+    drop_last: bool
+    precision: Literal["fp32", "bf16", "fp16"]
+    channels_last: bool
+    divide_optimizer: Literal["auto", "always", "never"]
+    clip_norm: float | None
+    on_nan: Literal["raise", "warn", "ignore"]
+    compare_every: int | Literal["auto"]
+    scheduler_interval: Literal["step", "epoch"]
+    monitor: str
+    patience: int | None
+    min_delta: float
+    folder: str | os.PathLike[str] | None
+    resume: Literal["auto", "never", "force"]
+    save_every: int | None
+    keep_last: int
+    snapshot_every: int | Literal["auto"]
+    log_every: int
+    deterministic: Literal["world"] | None
+    virtual_shards: int
+
+
+@dataclasses.dataclass(kw_only=True)
 class Settings:
     """Settings of a `Trainer`; each is an argument of its constructor.
 
@@ -112,7 +147,7 @@ class Settings:
     monitor: str = "loss"
     patience: int | None = None
     min_delta: float = 0.0
-    folder: str | None = None
+    folder: str | os.PathLike[str] | None = None
     resume: Literal["auto", "never", "force"] = "auto"
     save_every: int | None = None
     keep_last: int = 3
@@ -121,21 +156,22 @@ class Settings:
     deterministic: Literal["world"] | None = None
     virtual_shards: int = 8
 
+    _is_made = False  # from then on a change that would mean nothing is refused
+
     @classmethod
     def of(cls, given: Mapping[str, Any], call: Callable[..., Any]) -> Settings:
         """Return the settings of these arguments of `Trainer`.
 
         Args:
-            call: Constructor, whose own arguments an unknown one may stand for as well.
+            call: Constructor `with_settings`, whose own arguments an unknown one may stand for as well.
 
         Raises:
             TypeError: There is no such argument; names the one that is meant, and all of them.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
         for name in given:
-            if name not in known:
-                _, *own, _ = inspect.signature(call).parameters  # between self and the settings
-                raise unknown_argument("Trainer", name, [*own, *known], _OTHER_NAMES.get(name))
+            if name not in cls.__dataclass_fields__:
+                _, *known = inspect.signature(call).parameters  # after self
+                raise unknown_argument("Trainer", name, known, _OTHER_NAMES.get(name))
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -168,6 +204,18 @@ class Settings:
             raise ValueError("Trainer: say when to stop: max_epochs=10 or max_steps=1000")
         if self.virtual_shards & (self.virtual_shards - 1):
             raise ValueError(f"Trainer: virtual_shards must be a power of two, got {self.virtual_shards}")
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_made:
+            if name not in ENDS:
+                hint = "" if name in self.__dataclass_fields__ else did_you_mean(name, self.__dataclass_fields__)
+                raise AttributeError(
+                    f"Trainer: setting {name} now would change nothing{hint}: make the Trainer anew, with "
+                    f"{name}={value!r}. Only {' and '.join(ENDS)} may change, to train longer"
+                )
+            value = getattr(dataclasses.replace(self, **{name: value}), name)  # checked
+        super().__setattr__(name, value)
 
     def _whole(self, name: str, least: int) -> Any:
         """Return a setting as a whole number, or as it is where it may be something else.
@@ -191,6 +239,18 @@ class Settings:
         if self.on_resize == "keep":
             return self.global_batch_size
         return max(world_size, self.global_batch_size * world_size // first_world_size)
+
+
+def with_settings(call: _Function) -> _Function:
+    """Return a function whose signature, as `help` and editors show it, has each setting instead of ``**settings``."""
+    signature = inspect.signature(call)
+    *own, _ = signature.parameters.values()
+    each = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in dataclasses.fields(Settings)
+    ]
+    call.__signature__ = signature.replace(parameters=[*own, *each])  # type: ignore[attr-defined]
+    return call
 
 
 def is_minimized(name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from phalanx import _trial, checkpoint, session
 from phalanx._errors import NonFinite, RankFailed, ReplicaMismatch
@@ -40,7 +41,7 @@ from phalanx.train.preemption import Preemption, leave
 from phalanx.train.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
 from phalanx.train.run_log import RunLog
 from phalanx.train.saving import RunSaver
-from phalanx.train.settings import Settings
+from phalanx.train.settings import GivenSettings, Settings, with_settings
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.stepper import Stepper
 from phalanx.train.wrapper import leave_wrapper, wrap
@@ -51,6 +52,8 @@ class Trainer:
 
     Every rank makes the same Trainer and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks keep
     snapshots, as often as `Settings.snapshot_every` allows, and resume from the last one after a rank was killed.
+
+    Arguments that are not described here are the fields of `phalanx.train.Settings`, such as ``max_epochs=10``.
 
     Args:
         model: Module to train. It is wrapped in `DistributedDataParallel`, unless it is wrapped already: in ours, in
@@ -81,7 +84,6 @@ class Trainer:
         loggers: Loggers that get the numbers of metrics.jsonl on rank 0: "tensorboard", "wandb" (offline, unless a key
             or WANDB_MODE is set), "mlflow", "csv", or objects with ``log(metrics, step)`` and ``close()``. A logger
             that fails is named once, and training goes on without it.
-        settings: Fields of `Settings`, such as ``max_epochs=10``.
 
     Attributes:
         model: Model in its wrapper.
@@ -89,7 +91,7 @@ class Trainer:
         optimizer: Optimizer that was passed.
         scheduler: Scheduler that was passed, or None; one that a function makes is there once `fit` begins.
         callbacks: Callbacks that were passed.
-        settings: Settings of this trainer.
+        settings: Settings of this trainer, of which `max_epochs` and `max_steps` may change, to train longer.
         session: Session of this rank.
         device: Device of the model.
         folder: Folder of the run.
@@ -121,6 +123,7 @@ class Trainer:
 
     _is_made = False  # from then on attributes that mean nothing are refused
 
+    @with_settings
     def __init__(
         self,
         model: nn.Module,
@@ -134,15 +137,15 @@ class Trainer:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         callbacks: Sequence[Any] = (),
         loggers: str | Logger | Sequence[str | Logger] = (),
-        **settings: Any,
+        **settings: Unpack[GivenSettings],
     ) -> None:
-        self._given = frozenset(settings)
+        self._given, given = frozenset(settings), {**settings}
         callbacks = callbacks if isinstance(callbacks, str) or not isinstance(callbacks, Iterable) else [*callbacks]
         has_callbacks = bool(callbacks)
         if _trial.is_on():
-            settings, trial = _trial.of_trainer(settings, model)
+            given, trial = _trial.of_trainer(given, model)
             scheduler, loggers, callbacks = None, (), (*callbacks, trial)
-        s = self.settings = Settings.of(settings, Trainer.__init__)
+        s = self.settings = Settings.of(given, Trainer.__init__)
         check_arguments(
             model, optimizer, scheduler, callbacks,
             loss=loss, training_step=training_step, evaluation_step=evaluation_step, collate_fn=collate_fn,
