@@ -13,7 +13,7 @@ from torch import nn
 
 from phalanx._env import nearest
 from phalanx.train.callbacks import check_callbacks
-from phalanx.train.settings import Settings
+from phalanx.train.settings import ENDS, Settings
 
 _LOSS = "nn.functional.cross_entropy or nn.CrossEntropyLoss()"
 _OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1)"
@@ -21,6 +21,7 @@ _OTHER_ATTRIBUTES = {  # under which other trainers know what this one has
     "should_stop": "trainer.stop()", "stop_training": "trainer.stop()", "should_training_stop": "trainer.stop()",
     "should_epoch_stop": "trainer.stop()",
 }  # fmt: skip
+_FIXED = ("module", "optimizer", "settings", "folder", "checkpoints")  # of which a Trainer is made
 _METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float()}'
 
 
@@ -119,6 +120,11 @@ def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -
         AttributeError: There is no such attribute, or it is a method.
     """
     own = getattr(trainer, name, None)
+    if name in _FIXED and value is not own:
+        raise AttributeError(
+            f"Trainer: setting {name} now would not change what trains: make the Trainer anew. Of its settings, "
+            f"{' and '.join(f'trainer.settings.{end}' for end in ENDS)} may change, to train longer"
+        )
     if hasattr(trainer, name) and (callable(value) or not callable(own) or isinstance(own, nn.Module)):
         return
     meant = _OTHER_ATTRIBUTES.get(name, f"trainer.{name}()" if callable(own) else "")
@@ -126,7 +132,7 @@ def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -
         return
     known = sorted(attribute for attribute in vars(trainer) if not attribute.startswith("_"))
     if name in Settings.__dataclass_fields__:
-        meant = f"Trainer({name}=...)"
+        meant = f"trainer.settings.{name} = ..." if name in ENDS else f"Trainer({name}=...)"
     elif not meant and (near := nearest(name, known)):
         meant = f"trainer.{near}"
     raise AttributeError(
