@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar
 
-from phalanx._env import did_you_mean, unknown_argument
+from phalanx._env import did_you_mean, nearest, unknown_argument
 
 _MINIMIZED = frozenset(("loss", "error", "perplexity", "mae", "mse", "rmse"))
 
@@ -27,6 +27,11 @@ _CHOICES = {
     "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never", "force"),
     "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"), "on_nan": ("raise", "warn", "ignore"),
     "divide_optimizer": ("auto", "always", "never"),
+}  # fmt: skip
+_OTHER_VALUES = {  # as a script would write the one that is meant
+    "resume": {"True": '"auto"', "False": '"never"'}, "deterministic": {"True": '"world"', "False": "None"},
+    "divide_optimizer": {"True": '"always"', "False": '"never"'},
+    "scheduler_interval": {"batch": '"step"', "iteration": '"step"'}, "on_nan": {"error": '"raise"'},
 }  # fmt: skip
 _LEAST = {  # of whole numbers
     "max_epochs": 1, "max_steps": 1, "micro_batch_size": 1, "patience": 1, "save_every": 1, "global_batch_size": 1,
@@ -177,7 +182,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"Trainer: {name} must be one of {allowed}, got {getattr(self, name)!r}")
+                value = getattr(self, name)
+                hint = f"; right: {name}={right}" if (right := _choice_meant(name, value)) else ""
+                raise ValueError(f"Trainer: {name} must be one of {allowed}, got {value!r}{hint}")
         for name, least in _LEAST.items():
             setattr(self, name, self._whole(name, least))
         if self.clip_norm is not None:
@@ -256,6 +263,16 @@ def with_settings(call: _Function) -> _Function:
 def is_minimized(name: str) -> bool:
     """Return whether less of a value of that name is better, as of ``loss``, ``error_rate`` or ``val_mae``."""
     return not _MINIMIZED.isdisjoint(name.lower().split("_"))
+
+
+def _choice_meant(name: str, value: object) -> str:
+    """Return the choice that is meant, as a script would write it; empty if it is not known."""
+    if name == "precision":
+        from phalanx._loop import right_precision  # only on the way to an error
+
+        return right_precision(value)
+    near = nearest(value, filter(None, _CHOICES[name])) if isinstance(value, str) else ""
+    return _OTHER_VALUES.get(name, {}).get(str(value)) or (f'"{near}"' if near else "")
 
 
 def _is_real(value: object) -> bool:

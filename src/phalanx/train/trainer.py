@@ -284,7 +284,10 @@ class Trainer:
         s = self.settings
         refuse_differences(self._facts, s, evaluates=validation_data is not None, ranks=self._ranks)
         check_callbacks(self.callbacks)  # a script may have added some
-        check_fit(data, validation_data, s, self._given, is_plateau=self._is_plateau)
+        check_fit(
+            data, validation_data, batch_sampler, s, self._given,
+            is_plateau=self._is_plateau, needs_pairs=self._objective.is_split and self._collate_fn is None,
+        )  # fmt: skip
         self._feed = open_feed(
             data, s, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
@@ -331,8 +334,8 @@ class Trainer:
         self._lacks_end = False
         if is_empty:
             raise ValueError(
-                "Trainer: the data yields no step: fewer samples than a batch, an empty loader, or a generator "
-                "that an earlier epoch has used up"
+                "Trainer: the data yields no step: fewer samples than a batch, an empty loader, or an iterator "
+                "that an earlier epoch has used up; pass the loader itself, or a list of batches"
             )
         if self._run_log.has_news:
             self._log()
