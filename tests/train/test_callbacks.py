@@ -146,7 +146,17 @@ def set_attributes(rank, world_size, folder):
     """Return what was said of each attribute that was set in vain, and of `stop` without a `fit`."""
     trainer = trainer_of(folder)
     said = {}
-    for name in ("should_stop", "stop_training", "stop", "max_epochs", "seed", "schedule", "my_counter", "folder"):
+    for name in (
+        "should_stop",
+        "stop_training",
+        "stop",
+        "max_epochs",
+        "seed",
+        "schedule",
+        "my_counter",
+        "folder",
+        "scheduler",
+    ):
         with pytest.raises(AttributeError) as caught:
             setattr(trainer, name, True)
         said[name] = str(caught.value)
@@ -221,4 +231,5 @@ def test_an_attribute_that_would_mean_nothing_is_refused_with_what_is_meant(run_
         "schedule": r"; right: trainer\.scheduler\.", "my_counter": r"\. The attributes .* in a callback",
     }.items():  # fmt: skip
         assert re.match(f"Trainer: setting {name} would change nothing{meant}", said[name]), said[name]
-    assert "setting folder now would not change what trains: make the Trainer anew. Of its settings" in said["folder"]
+    for name in ("folder", "scheduler"):
+        assert f"setting {name} now would not change what trains: make the Trainer anew. Of its settings" in said[name]

@@ -25,7 +25,7 @@ _OTHER_ATTRIBUTES = {  # under which other trainers know what this one has
 _SCHEDULER = "scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)"
 _OF_PLATEAU = "Trainer: ReduceLROnPlateau needs no number of steps: pass the schedule itself, not a function"
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # as torch's schedules call the number of steps
-_FIXED = ("module", "optimizer", "settings", "folder", "checkpoints")  # of which a Trainer is made
+_FIXED = ("model", "module", "optimizer", "scheduler", "settings", "folder", "checkpoints")  # a Trainer is made of them
 _METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float()}'
 
 

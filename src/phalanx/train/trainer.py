@@ -159,6 +159,7 @@ class Trainer:
             lay_out_model(model)
         if s.deterministic:
             determinism.prepare(model)
+        self.model: nn.Module = model
         self.module: nn.Module = checkpoint.unwrap(model)
         self.optimizer: torch.optim.Optimizer = optimizer
         is_function = scheduler is not None and not hasattr(scheduler, "step")
@@ -187,6 +188,10 @@ class Trainer:
             check_attribute(self, name, value, is_subclass=type(self) is not Trainer)
         super().__setattr__(name, value)
 
+    def _change(self, name: str, value: Any) -> None:
+        """Set an attribute that a script is refused, since more than the attribute must change."""
+        super().__setattr__(name, value)
+
     def _join(self) -> None:
         """Join the job, and make what belongs to its process group; again if the group is another one now."""
         s = self.settings
@@ -194,7 +199,7 @@ class Trainer:
         self._ranks = RankGroup()
         self._loggers = Loggers(self._given_loggers, self._ranks)
         self.device: torch.device = self.session.device
-        self.model: nn.Module = wrap(self._given_model, self.device, self.session.world_size)
+        self._change("model", wrap(self._given_model, self.device, self.session.world_size))
         in_steps = self.scheduler if s.scheduler_interval == "step" else None
         divides = "never" if self._has_callbacks and s.divide_optimizer == "auto" else s.divide_optimizer
         self._stepper = Stepper(
@@ -276,7 +281,7 @@ class Trainer:
         """Drop what belongs to a process group that has failed, and leave the model and the optimizer as they are."""
         self._place.is_lost = True
         leave_wrapper(self.model)
-        self.model = self.module
+        self._change("model", self.module)
         for name in ("_stepper", "_evaluator", "_guard", "_snapshots", "_saver", "_run_log", "_feed"):
             self.__dict__.pop(name, None)
 
@@ -464,7 +469,7 @@ class Trainer:
         assert self._make_scheduler is not None
         if self.scheduler is not None:  # from where that one began
             self._hyperparameters.give_again(self.optimizer, keep_state=True)
-        self.scheduler = self._make_scheduler(self.optimizer, length)
+        self._change("scheduler", self._make_scheduler(self.optimizer, length))
         check_schedule(self.scheduler, self._make_scheduler)
         self._length_of_schedule = length
         in_steps = self.settings.scheduler_interval == "step"
