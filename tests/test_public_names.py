@@ -58,7 +58,13 @@ def test_the_settings_are_in_the_trainers_signature_with_types_and_defaults():
     assert [*types] == [*settings]
     of_trainer = inspect.signature(phalanx.Trainer).parameters
     assert dict(settings) == {name: of_trainer[name] for name in [*of_trainer][-len(settings) :]}
-    assert "min_delta: 'float' = 0.0" in pydoc.render_doc(phalanx.Trainer.__init__)
+    assert "min_delta: 'float' = 0.0" in pydoc.render_doc(phalanx.Trainer)
+    assert "min_delta" not in inspect.signature(OfMine).parameters
+
+
+class OfMine(phalanx.Trainer):
+    def __init__(self, folder):
+        super().__init__(torch.nn.Linear(1, 1), "adam", folder=folder, max_epochs=1)
 
 
 def test_a_users_script_passes_mypy_strict(tmp_path, cache):

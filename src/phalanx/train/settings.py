@@ -7,8 +7,8 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, TypedDict
 
 from phalanx._env import did_you_mean, nearest, unknown_argument
 
@@ -41,8 +41,6 @@ _LEAST = {  # of whole numbers
 _CAN_BE_AUTO = ("num_workers", "snapshot_every", "compare_every")
 ENDS = ("max_epochs", "max_steps")
 """Settings that may change once the Trainer is made, to train longer."""
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class GivenSettings(TypedDict, total=False):
@@ -164,18 +162,17 @@ class Settings:
     _is_made = False  # from then on a change that would mean nothing is refused
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], call: Callable[..., Any]) -> Settings:
+    def of(cls, given: Mapping[str, Any], known: Collection[str]) -> Settings:
         """Return the settings of these arguments of `Trainer`.
 
         Args:
-            call: Constructor `with_settings`, whose own arguments an unknown one may stand for as well.
+            known: Names of all arguments, since an unknown one may stand for another than a setting.
 
         Raises:
             TypeError: There is no such argument; names the one that is meant, and all of them.
         """
         for name in given:
             if name not in cls.__dataclass_fields__:
-                _, *known = inspect.signature(call).parameters  # after self
                 raise unknown_argument("Trainer", name, known, _OTHER_NAMES.get(name))
         return cls(**given)
 
@@ -248,16 +245,17 @@ class Settings:
         return max(world_size, self.global_batch_size * world_size // first_world_size)
 
 
-def with_settings(call: _Function) -> _Function:
-    """Return a function whose signature, as `help` and editors show it, has each setting instead of ``**settings``."""
-    signature = inspect.signature(call)
-    *own, _ = signature.parameters.values()
-    each = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in dataclasses.fields(Settings)
-    ]
-    call.__signature__ = signature.replace(parameters=[*own, *each])  # type: ignore[attr-defined]
-    return call
+class SignatureWithSettings:
+    """Signature of a class for `help` and notebooks: each setting instead of ``**settings`` of its constructor."""
+
+    def __init__(self, constructor: Callable[..., None]) -> None:
+        self._constructor = constructor
+
+    def __get__(self, _instance: object, owner: Any) -> inspect.Signature:
+        if owner.__init__ is not self._constructor:  # a subclass with one of its own
+            raise AttributeError("__signature__")
+        _, *own, _ = inspect.signature(self._constructor).parameters.values()
+        return inspect.Signature([*own, *inspect.signature(Settings).parameters.values()])
 
 
 def is_minimized(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import time
@@ -41,7 +42,7 @@ from phalanx.train.preemption import Preemption, leave
 from phalanx.train.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
 from phalanx.train.run_log import RunLog
 from phalanx.train.saving import RunSaver
-from phalanx.train.settings import GivenSettings, Settings, with_settings
+from phalanx.train.settings import GivenSettings, Settings, SignatureWithSettings
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.stepper import Stepper
 from phalanx.train.wrapper import leave_wrapper, wrap
@@ -123,7 +124,6 @@ class Trainer:
 
     _is_made = False  # from then on attributes that mean nothing are refused
 
-    @with_settings
     def __init__(
         self,
         model: nn.Module,
@@ -145,7 +145,7 @@ class Trainer:
         if _trial.is_on():
             given, trial = _trial.of_trainer(given, model)
             scheduler, loggers, callbacks = None, (), (*callbacks, trial)
-        s = self.settings = Settings.of(given, Trainer.__init__)
+        s = self.settings = Settings.of(given, inspect.signature(Trainer).parameters)
         check_arguments(
             model, optimizer, scheduler, callbacks,
             loss=loss, training_step=training_step, evaluation_step=evaluation_step, collate_fn=collate_fn,
@@ -182,6 +182,8 @@ class Trainer:
         self._first_world_size = self.session.world_size
         self._has_fitted = self._has_said = False
         self._is_made = True
+
+    __signature__ = SignatureWithSettings(__init__)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_made and not name.startswith("_"):
