@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import pydoc
 import subprocess
 import sys
+import typing
 from importlib import resources
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import torch
 
 import phalanx
 import phalanx.train
+from phalanx.train.settings import GivenSettings
 
 TYPED_SCRIPT = Path(__file__).with_name("typed_script.py")
 PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
@@ -45,6 +49,22 @@ def test_import_phalanx_imports_nothing_else_of_it():
     code = "import sys, phalanx; print([m for m in sys.modules if m.partition('.')[0] in ('phalanx', 'torch')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "['phalanx']\n"
+
+
+def test_the_settings_are_in_the_trainers_signature_with_types_and_defaults():
+    types = typing.get_type_hints(GivenSettings)
+    assert types == typing.get_type_hints(phalanx.train.Settings)
+    settings = inspect.signature(phalanx.train.Settings).parameters
+    assert [*types] == [*settings]
+    of_trainer = inspect.signature(phalanx.Trainer).parameters
+    assert dict(settings) == {name: of_trainer[name] for name in [*of_trainer][-len(settings) :]}
+    assert "min_delta: 'float' = 0.0" in pydoc.render_doc(phalanx.Trainer)
+    assert "min_delta" not in inspect.signature(OfMine).parameters
+
+
+class OfMine(phalanx.Trainer):
+    def __init__(self, folder):
+        super().__init__(torch.nn.Linear(1, 1), "adam", folder=folder, max_epochs=1)
 
 
 def test_a_users_script_passes_mypy_strict(tmp_path, cache):

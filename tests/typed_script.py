@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -36,6 +38,11 @@ def newest(checkpoints: list[Checkpoint]) -> int:
 def trained(model: nn.Module, data: TensorDataset) -> dict[str, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = phalanx.Trainer(model, optimizer, nn.functional.mse_loss, max_epochs=2, loggers="csv")
+    phalanx.Trainer(
+        model, optimizer, nn.functional.mse_loss, max_steps=100, folder=Path("runs"), precision="bf16", clip_norm=1,
+        num_workers="auto", patience=3, min_delta=1e-3, deterministic=None,
+    )  # fmt: skip
+    trainer.settings.max_epochs = 3
     values: dict[str, float] = trainer.fit(data, data)
     step: int = trainer.step
     return {**values, "steps": float(step), "batch": float(trainer.settings.global_batch_size)}
@@ -64,3 +71,7 @@ print(phalanx.Tariner)  # type: ignore[attr-defined]
 print(phalanx.train.Setings)  # type: ignore[attr-defined]
 phalanx.seed_everything("zero")  # type: ignore[arg-type]
 phalanx.checkpoint.load("runs/loop", {}, missing="maybe")  # type: ignore[arg-type]
+SGD = torch.optim.SGD(nn.Linear(8, 1).parameters(), lr=0.1)
+phalanx.Trainer(nn.Linear(8, 1), SGD, nn.functional.mse_loss, max_epoch=2)  # type: ignore[call-arg]
+phalanx.Trainer(nn.Linear(8, 1), SGD, nn.functional.mse_loss, max_epochs="2")  # type: ignore[arg-type]
+phalanx.Trainer(nn.Linear(8, 1), SGD, nn.functional.mse_loss, precision="bf16-mixed")  # type: ignore[arg-type]

@@ -19,6 +19,26 @@ from phalanx._rank_group import RankGroup
 
 _NUMBERS = "numbers"
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OTHER_NAMES = {  # of other libraries and of torch
+    "32": "fp32", "32-true": "fp32", "float32": "fp32", "float": "fp32", "no": "fp32", "none": "fp32",
+    "bf16-mixed": "bf16", "bfloat16": "bf16",
+    "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16",
+}  # fmt: skip
+_OF_WEIGHTS = {
+    "bf16-true": "bfloat16",
+    "16-true": "float16",
+    "64": "float64",
+    "64-true": "float64",
+    "float64": "float64",
+}
+
+
+def right_precision(given: object) -> str:
+    """Return what to write instead of another library's name of a precision; empty if it is not known."""
+    name = str(given).lower().removeprefix("torch.")
+    if name in _OF_WEIGHTS:
+        return f'"fp32" and model.to(torch.{_OF_WEIGHTS[name]}), for this changes the weights too'
+    return f'"{_OTHER_NAMES[name]}"' if name in _OTHER_NAMES else ""
 
 
 class LoopTools:
@@ -106,14 +126,29 @@ class LoopTools:
         Raises:
             ValueError: `precision` is none of these.
         """
-        if precision not in _DTYPES:
-            raise ValueError(f"autocast: precision must be one of {', '.join(_DTYPES)}, got {precision!r}")
-        dtype = _DTYPES[precision]
+        dtype = _DTYPES[_checked("autocast", precision)]
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def grad_scaler(self, precision: str) -> torch.amp.GradScaler:
-        """Return torch's ``GradScaler`` for this device, which only scales if `precision` is "fp16"."""
-        return torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        """Return torch's ``GradScaler`` for this device, which only scales if `precision` is "fp16".
+
+        Raises:
+            ValueError: `precision` is none that `autocast` knows.
+        """
+        return torch.amp.GradScaler(self.device.type, enabled=_checked("grad_scaler", precision) == "fp16")
+
+
+def _checked(call: str, precision: str) -> str:
+    """Return a precision that there is.
+
+    Raises:
+        ValueError: There is no such one; names the right call if another library has it.
+    """
+    if precision in _DTYPES:
+        return precision
+    right = right_precision(precision)
+    hint = f"; right: {call}({right})" if right in map('"{}"'.format, _DTYPES) else f"; right: {right}" if right else ""
+    raise ValueError(f"{call}: precision must be one of {', '.join(_DTYPES)}, got {precision!r}{hint}")
 
 
 @contextlib.contextmanager

@@ -393,12 +393,32 @@ def test_a_script_with_a_guard_runs_and_prints_in_order(tmp_path):
     assert done.stderr == ""
 
 
-def test_a_script_without_a_guard_is_told_the_right_call_once(tmp_path):
-    (tmp_path / "train.py").write_text(GUARDED.replace('if __name__ == "__main__":', "if True:"))
+@pytest.mark.parametrize("call", ["phalanx.spawn(fn, nprocs=2)", "phalanx.testing.run_ranks(fn, 2)"])
+def test_a_script_without_a_guard_is_told_the_right_call_once(tmp_path, call):
+    (tmp_path / "train.py").write_text(f"import phalanx\nfn = print\n{call}\n")
     done = run_python("train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("RuntimeError: ") == 1
+    assert done.stderr.endswith(f' right:\n    if __name__ == "__main__":\n        {call}\n')
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("torch.multiprocessing.spawn(fn)", "  hint: guard the call that starts processes: if __name__ == "),
+        (
+            "phalanx.spawn(fn)",
+            "  or call fn(phalanx.init().rank) alone: a launcher has started this script on each rank",
+        ),
+    ],
+)
+def test_a_rank_that_starts_processes_without_a_guard_is_told_so_last(tmp_path, call, said):
+    (tmp_path / "train.py").write_text(f"import phalanx, torch\nfn = print\n{call}\n")
+    done = run_python("-m", "phalanx", "run", "--nproc-per-node", "1", "train.py", cwd=tmp_path)
+    screen = done.stderr.partition("phalanx run: rank 0 ")[2]
     assert done.returncode == 1
-    assert done.stderr.count("RuntimeError") == 1
-    assert 'if __name__ == "__main__":\n        phalanx.spawn(fn, nprocs=2)' in done.stderr
+    assert f"\n{said}" in screen
+    assert f"\n      {call}\n" in screen
 
 
 FOREVER = """

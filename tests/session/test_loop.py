@@ -121,6 +121,10 @@ def half_precision(session, folder):
         dtypes.append((str(model(torch.ones(4)).dtype), scaler.is_enabled()))
     with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16, got 'fp8'"):
         session.autocast("fp8")
+    with pytest.raises(ValueError, match=r"got 'bf16-mixed'; right: autocast\(\"bf16\"\)"):
+        session.autocast("bf16-mixed")
+    with pytest.raises(ValueError, match=r"grad_scaler: .* got '16-mixed'; right: grad_scaler\(\"fp16\"\)"):
+        session.grad_scaler("16-mixed")
     return dtypes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -50,9 +52,21 @@ def test_every_hook_a_state_and_names_that_are_no_methods_are_taken():
     check_callbacks([Seen(), having("state_dict", "load_state_dict"), having("on_step", "one_step", on_gpu=True)])
 
 
-def test_settings_know_no_other_names():
-    with pytest.raises(AttributeError):
-        Settings(max_epochs=1).max_epoch = 2
+def test_settings_that_are_in_use_change_in_their_end_alone_and_as_checked_as_at_first():
+    settings = Settings(max_epochs=1)
+    with pytest.raises(AttributeError, match=r"setting max_epoch now would change nothing, did you mean max_epochs\?"):
+        settings.max_epoch = 2
+    with pytest.raises(
+        AttributeError, match=r"seed now .* nothing: make the Trainer anew, with seed=3\. Only max_epochs "
+    ):
+        settings.seed = 3
+    with pytest.raises(TypeError, match=r"max_epochs must be a whole number, got '2' \(str\); right: max_epochs=2"):
+        settings.max_epochs = "2"
+    with pytest.raises(ValueError, match="say when to stop"):
+        settings.max_epochs = None
+    settings.max_steps = 1e4
+    assert (type(settings.max_steps), settings) == (int, Settings(max_epochs=1, max_steps=10_000))
+    assert copy.deepcopy(settings) == pickle.loads(pickle.dumps(settings)) == settings
 
 
 # ---- on ranks ------------------------------------------------------------------------------------------------------
@@ -132,11 +146,21 @@ def set_attributes(rank, world_size, folder):
     """Return what was said of each attribute that was set in vain, and of `stop` without a `fit`."""
     trainer = trainer_of(folder)
     said = {}
-    for name in ("should_stop", "stop_training", "stop", "max_epochs", "schedule", "my_counter"):
+    for name in (
+        "should_stop",
+        "stop_training",
+        "stop",
+        "max_epochs",
+        "seed",
+        "schedule",
+        "my_counter",
+        "folder",
+        "scheduler",
+    ):
         with pytest.raises(AttributeError) as caught:
             setattr(trainer, name, True)
         said[name] = str(caught.value)
-    trainer.callbacks = []
+    trainer.callbacks, trainer.optimizer = [], trainer.optimizer
     mine = trainer_of(folder, kind=OfMine)
     mine.my_counter = 3
     with pytest.raises(AttributeError, match=r"trainer\.stop\(\)"):
@@ -202,7 +226,10 @@ def test_an_attribute_that_would_mean_nothing_is_refused_with_what_is_meant(run_
     [said] = run_ranks(set_attributes, 1, str(tmp_path), timeout_s=LIMIT_S)
     for name, meant in {
         "should_stop": r"; right: trainer\.stop\(\)", "stop_training": r"; right: trainer\.stop\(\)",
-        "stop": r"; right: trainer\.stop\(\)", "max_epochs": r"; right: Trainer\(max_epochs=\.\.\.\)",
+        "stop": r"; right: trainer\.stop\(\)", "max_epochs": r"; right: trainer\.settings\.max_epochs",
+        "seed": r"; right: Trainer\(seed=\.\.\.\)",
         "schedule": r"; right: trainer\.scheduler\.", "my_counter": r"\. The attributes .* in a callback",
     }.items():  # fmt: skip
         assert re.match(f"Trainer: setting {name} would change nothing{meant}", said[name]), said[name]
+    for name in ("folder", "scheduler"):
+        assert f"setting {name} now would not change what trains: make the Trainer anew. Of its settings" in said[name]

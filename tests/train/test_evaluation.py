@@ -435,9 +435,9 @@ def test_what_makes_no_sense_is_refused_on_every_rank_with_the_right_call(result
         assert "trainer.predict(loader.dataset)" in texts["predict"]
         assert "the data has no samples" in texts["empty"]
         assert "Subset(dataset, indices)" in texts["left out"]
-        assert "such as [*generator]" in texts["generator"]
-        assert "a generator that is used up" in texts["used up"]
-        assert "data is needed in each epoch, and a generator is used up" in texts["used up in training"]
+        assert "such as [*batches]" in texts["generator"]
+        assert "an iterator that is used up" in texts["used up"]
+        assert "data is needed in each epoch, and an iterator (generator) is used up" in texts["used up in training"]
         assert ("batch_sampler=batch_sampler, is_own_part=True" in texts["undivided"]) == (world_size > 1)
 
 

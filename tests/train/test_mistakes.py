@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import BatchSampler, DataLoader
 
 import phalanx
-from phalanx.train.arguments import check_arguments
+from phalanx.train.arguments import check_arguments, check_fit
 from phalanx.train.objective import Objective
 from phalanx.train.settings import Settings
 from tests.train._programs import Seen, make_data, make_model, mean_squares, quietly
@@ -46,10 +49,28 @@ class Arguments:
         ({"optimizer": torch.optim.SGD}, r"the class torch\.optim\.SGD .*torch\.optim\.SGD\(model\.parameters\(\), "),
         ({"optimizer": "sgd"}, r"optimizer must be an optimizer, got 'sgd'; right: torch\.optim\.SGD\(model\.param"),
         ({"optimizer": mean_squares}, "optimizer must be an optimizer, got an object of type function"),
+        ({"optimizer": "adamw"}, r"got 'adamw'; right: torch\.optim\.AdamW\(model\.parameters\(\)\)"),
         ({"loss": nn.CrossEntropyLoss}, r"loss is the class .*: loss=nn\.CrossEntropyLoss\(\)"),
         ({"loss": "mse"}, r"loss must be a function, got 'mse'; right: loss=nn\.functional\.cross_entropy or"),
         ({"scheduler": lr_scheduler.StepLR}, r"the class lr_scheduler\.StepLR itself.*StepLR\(optimizer, \.\.\.\)"),
         ({"scheduler": lambda step: 1.0}, r"scheduler must be a schedule.*LambdaLR\(optimizer, function\)"),
+        (
+            {"scheduler": lambda optimizer: lr_scheduler.StepLR(optimizer, 3)},
+            r"or scheduler=lambda optimizer, num_steps: ",
+        ),
+        (
+            {"scheduler": "cosine"},
+            r"got 'cosine'; right: scheduler=lambda optimizer, num_steps: torch\.optim\.lr_scheduler\.CosineAnnea",
+        ),
+        (
+            {"scheduler": functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1)},
+            r"right: scheduler=lambda optimizer, num_steps: "
+            r"lr_scheduler\.OneCycleLR\(optimizer, max_lr=0\.1, total_steps=num_steps\)",
+        ),
+        (  # the number of steps would be its step_size
+            {"scheduler": functools.partial(lr_scheduler.StepLR, gamma=0.5)},
+            r"take the number of steps there; right: .*lr_scheduler\.StepLR\(optimizer, step_size=\.\.\., gamma=0\.5\)",
+        ),
         (
             {"callbacks": Seen()},
             r"callbacks must be a list of objects, got an object of type Seen; right: callbacks=\[callback\]",
@@ -64,6 +85,17 @@ def test_a_class_or_a_name_instead_of_an_object_is_a_type_error_with_the_right_c
         Arguments().check(**wrong)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        functools.partial(lr_scheduler.CosineAnnealingLR, eta_min=1e-5),
+        lambda optimizer, num_steps: lr_scheduler.StepLR(optimizer, num_steps // 3),
+    ],
+)
+def test_what_takes_the_optimizer_and_the_number_of_steps_makes_the_schedule(function):
+    Arguments().check(scheduler=function)
+
+
 def test_an_optimizer_that_calls_the_model_itself_is_refused():
     model = make_model()
     with pytest.raises(ValueError, match="LBFGS computes the loss several times in a step"):
@@ -76,6 +108,7 @@ def test_a_loss_without_a_mean_and_an_optimizer_or_schedule_of_another_model_are
         ({"loss": nn.MSELoss(reduction="none")}, 'reduction="none", which gives a value for each sample'),
         ({"optimizer": others}, "the optimizer has no parameter of this model"),
         ({"scheduler": lr_scheduler.StepLR(others, 1)}, "the scheduler is that of another optimizer"),
+        ({"scheduler": functools.partial(lr_scheduler.ReduceLROnPlateau, patience=3)}, "needs no number of steps"),
     ):
         with pytest.raises(ValueError, match=message):
             Arguments().check(**wrong)
@@ -114,6 +147,65 @@ def test_metrics_without_names_or_functions_are_a_type_error(metrics, message):
 def test_a_setting_of_another_type_is_a_type_error_that_names_it(settings, message):
     with pytest.raises(TypeError, match=message):
         Settings(**({"max_epochs": 1} | settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "right"),
+    [
+        ("precision", "bf16-mixed", '"bf16"'), ("precision", "16-mixed", '"fp16"'), ("precision", "32", '"fp32"'),
+        ("precision", 16, '"fp16"'), ("precision", torch.bfloat16, '"bf16"'), ("precision", None, '"fp32"'),
+        ("precision", "bf16-true", '"fp32" and model.to(torch.bfloat16), for this changes the weights too'),
+        ("resume", True, '"auto"'), ("resume", False, '"never"'), ("deterministic", True, '"world"'),
+        ("deterministic", False, "None"), ("on_nan", "warning", '"warn"'), ("scheduler_interval", "batch", '"step"'),
+        ("divide_optimizer", False, '"never"'),
+    ],
+)  # fmt: skip
+def test_another_librarys_word_for_a_choice_is_told_the_one_that_is_meant(name, given, right):
+    with pytest.raises(ValueError, match=re.escape(f"got {given!r}; right: {name}={right}") + "$"):
+        Settings(max_epochs=1, **{name: given})
+
+
+def refusal(data, validation_data=None, batch_sampler=None, *, needs_pairs=True, **settings):
+    """Return the error for such data, if there is one."""
+    s = Settings(**(settings or {"max_epochs": 2}))
+    try:
+        check_fit(data, validation_data, batch_sampler, s, (), is_plateau=False, needs_pairs=needs_pairs)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+BATCHES = [make_data(2).tensors] * 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: map(tuple, BATCHES), lambda: iter(BATCHES), lambda: iter(loader(4)), lambda: (batch for batch in BATCHES)],
+    ids=["map", "iter", "loader", "generator"],
+)
+def test_an_iterator_is_refused_where_it_would_be_needed_again(make):
+    kind = type(make()).__name__
+    for name, said in {
+        "data": refusal(make()), "validation_data": refusal(BATCHES, make()),
+        "batch_sampler": refusal(make_data(), batch_sampler=make(), max_epochs=1),
+    }.items():  # fmt: skip
+        assert f"ValueError: Trainer: {name} is needed in each epoch, and an iterator ({kind}) is used up after" in said
+        assert said.endswith("or a list of batches, such as [*batches]")
+    assert refusal(make(), make(), max_epochs=1) == refusal(make(), max_epochs=2, max_steps=1) == ""
+
+
+def test_inputs_and_targets_that_are_apart_are_refused_and_arrays_that_are_data_are_taken():
+    inputs, targets = make_data().tensors
+    right = r"got an array of shape \(\d+, 6\); right: trainer\.fit\(torch\.utils\.data\.TensorDataset\(X, Y\)\)"
+    for data, validation in (
+        (inputs, targets),
+        (inputs.numpy(), targets.numpy()),
+        (inputs, None),
+        (make_data(), inputs),
+    ):
+        assert re.match(f"TypeError: Trainer: (validation_)?data must have inputs.*{right}", refusal(data, validation))
+    assert re.search(right, refusal(inputs, targets, needs_pairs=False))
+    assert refusal(inputs, inputs[:8], needs_pairs=False) == refusal(inputs, needs_pairs=False) == ""
 
 
 @pytest.mark.parametrize(
@@ -260,6 +352,8 @@ def make_mistakes(rank, world_size, folder):
         "longer on one rank": fit(folder, max_epochs=2 + rank),
         "judged on one rank": fit(folder, validation=make_data(8) if rank else None),
         "small batch": fit(folder, global_batch_size=1),
+        "apart": fit(folder, data=make_data().tensors[0], validation=make_data().tensors[1]),
+        "in a tuple": fit(folder, data=make_data().tensors),
         "few parts": fit(folder, deterministic="world", virtual_shards=1),
     }
 
@@ -307,6 +401,11 @@ EXPECTED = {
     "small batch": (
         "ValueError",
         "global_batch_size=1 is too small for 2 ranks, each of which takes a part of a batch: ",
+    ),
+    "apart": ("TypeError", "data must have inputs and targets in each sample, got an array of shape (50, 6); right: "),
+    "in a tuple": (
+        "ValueError",
+        "the batch is Tensor, not (inputs, targets) or a dictionary. Put them together: torch.u",
     ),
     "few parts": ("ValueError", "in virtual_shards=1 parts, which 2 ranks can't share alike: start 1, 2, 4 or another"),
 }

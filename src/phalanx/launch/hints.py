@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -28,6 +29,9 @@ _OUT_OF_MEMORY = (
 _KILLED = "it was killed from outside: by a person, a job's limit, or a container's memory limit"
 _ADVISED = re.compile("it made fewer calls: |another rank ran out of data earlier: ")  # by the error itself
 _REFUSED = re.compile(r"(?:unrecognized arguments|[Nn]o such option|Unknown command line flag)\b(.*)")
+_OF_A_CHILD = re.compile(r"^\S*ProcessExitedException: .* with exit code 1$|worker \(pid.*exited unexpectedly", re.M)
+_NO_GUARD = r"before the\s+current process has finished its bootstrapping phase"
+_LOG_BYTES = 2**16
 _SHELLS_SIGKILL = 128 + signal.SIGKILL
 _EXPLAINED_SIGNALS = {
     signal.SIGABRT: "exit-134",
@@ -112,7 +116,7 @@ _HINTS = (
         "call phalanx.init() or torch.distributed.init_process_group() first", "torch 2.15", "no-process-group",
     ),
     Hint(
-        "RuntimeError", r"before the\s+current process has finished its bootstrapping phase",
+        r"\w+", _NO_GUARD,
         'guard the call that starts processes: if __name__ == "__main__": main()', "Python 3.11", "spawn",
     ),
     Hint(
@@ -225,7 +229,12 @@ def _entry_for(end: Outcome) -> str:
 
 
 def _said(end: Outcome) -> str:
-    return "\n".join([*end.last_words.lines, end.last_words.summary])
+    lines = [*end.last_words.lines, end.last_words.summary]
+    if end.folder and _OF_A_CHILD.search("\n".join(lines)):  # whose own words are in the log alone
+        with contextlib.suppress(OSError), open(end.log, "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_BYTES))
+            lines += re.findall(_NO_GUARD, log.read().decode(errors="replace"))[:1]
+    return "\n".join(lines)
 
 
 def _hints_that_fit(end: Outcome) -> Iterator[Hint]:

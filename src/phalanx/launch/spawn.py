@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -22,7 +20,7 @@ from phalanx.launch.workers import Workers
 
 _RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"
 _said: set[str] = set()  # of other launchers
-_NO_GUARD = 88  # exit code of a rank whose import of the script comes to spawn again
+_INSTEAD = "\nor call fn(phalanx.init().rank) alone: a launcher has started this script on each rank"
 
 
 def spawn(
@@ -78,8 +76,6 @@ def spawn(
         warnings.warn(message, FutureWarning, stacklevel=2)
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise TypeError(f"args must be a tuple, got {args!r}; right: phalanx.spawn(fn, args=({args!r},))")
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        os._exit(_NO_GUARD)  # the parent tells, once
     context = SpawnContext(fn, args, nprocs, daemon=daemon, warm=warm)
     if not join:
         return context
@@ -157,7 +153,9 @@ class SpawnContext:
             return False
         self._close()
         if self._workers.failures:
-            raise self._failure()
+            is_rank = _env.LAUNCH_VARIABLE in _env.environment()
+            self._workers.check_guard("phalanx.spawn(fn, nprocs=2)", _INSTEAD if is_rank else "")
+            raise first_true_failure(self._workers.outcomes)
         self.results = [outcome.value for outcome in self._workers.outcomes]
         return True
 
@@ -178,14 +176,6 @@ class SpawnContext:
             wake_s = give_up_s if failures else deadline
             workers.pump(wake_s if deadline is None or wake_s is None else min(wake_s, deadline))
         return True
-
-    def _failure(self) -> Exception:
-        if any(outcome.exitcode == _NO_GUARD and outcome.error is None for outcome in self._workers.failures):
-            return RuntimeError(
-                "phalanx.spawn is called while a rank imports the script; right:\n"
-                '    if __name__ == "__main__":\n        phalanx.spawn(fn, nprocs=2)'
-            )
-        return first_true_failure(self._workers.outcomes)
 
     def _finish(self) -> None:
         """Wait for ranks that nobody has joined, as multiprocessing does when the interpreter ends."""

@@ -40,6 +40,7 @@ _PRELOAD = (
 # What this process has imported, its ranks need soon: torch._dynamo by the first optimizer, and slow.
 _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
 _PRELOAD_LAST = "phalanx.launch.shared_pages"
+_NO_GUARD = 88  # exit code of a rank whose import of the script comes to start ranks again
 
 
 def start_server(environ: Mapping[str, str] | None = None, *, warm: bool = False) -> None:
@@ -89,6 +90,8 @@ class Workers:
         warm: bool = False,
     ) -> None:
         require_linux("starting ranks", "start the script with torchrun")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            os._exit(_NO_GUARD)  # the parent tells, once
         try:
             call = dumps((Function.of(fn), tuple(args)))
         except Exception as error:
@@ -154,6 +157,22 @@ class Workers:
     @property
     def all_ended(self) -> bool:
         return all(handle.ended for handle in self.handles)
+
+    def check_guard(self, call: str, instead: str = "") -> None:
+        """Refuse a script that starts ranks while it is imported, as each rank does.
+
+        Args:
+            call: Call that has started the ranks.
+            instead: What may be written without it.
+
+        Raises:
+            RuntimeError: A rank has come to the call; shows the right one.
+        """
+        if any(outcome.exitcode == _NO_GUARD and outcome.error is None for outcome in self.failures):
+            raise RuntimeError(
+                f"{call.partition('(')[0]} is called while a rank imports the script; right:\n"
+                f'    if __name__ == "__main__":\n        {call}{instead}'
+            )
 
     def pump(self, deadline: float | None) -> None:
         """Take in what the ranks have sent; return after the first news, at `deadline`, or within the hour."""

@@ -214,6 +214,7 @@ class Ranks:
                 deadline = min(limit, time.monotonic() + CAUSE_S)
         if verdict := verdict_of(workers.outcomes):
             raise verdict
+        workers.check_guard("phalanx.testing.run_ranks(fn, 2)")
         return workers.outcomes
 
     def _kill_hung(self) -> None:

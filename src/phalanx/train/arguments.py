@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils import data as torch_data
 
 from phalanx._env import nearest
 from phalanx.train.callbacks import check_callbacks
-from phalanx.train.settings import Settings
+from phalanx.train.settings import ENDS, Settings
 
 _LOSS = "nn.functional.cross_entropy or nn.CrossEntropyLoss()"
 _OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1)"
@@ -21,6 +22,10 @@ _OTHER_ATTRIBUTES = {  # under which other trainers know what this one has
     "should_stop": "trainer.stop()", "stop_training": "trainer.stop()", "should_training_stop": "trainer.stop()",
     "should_epoch_stop": "trainer.stop()",
 }  # fmt: skip
+_SCHEDULER = "scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)"
+_OF_PLATEAU = "Trainer: ReduceLROnPlateau needs no number of steps: pass the schedule itself, not a function"
+_LENGTHS = ("total_steps", "T_max", "total_iters")  # as torch's schedules call the number of steps
+_FIXED = ("model", "module", "optimizer", "scheduler", "settings", "folder", "checkpoints")  # a Trainer is made of them
 _METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float()}'
 
 
@@ -36,7 +41,7 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
         raise _wrong("model", "a torch.nn.Module", model, "Trainer(model, optimizer, loss)")
     _refuse_class("optimizer", optimizer, "{}(model.parameters(), lr=0.1)")
     if not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
-        raise _wrong("optimizer", "an optimizer", optimizer, _OPTIMIZER)
+        raise _wrong("optimizer", "an optimizer", optimizer, _right_optimizer(optimizer))
     if isinstance(optimizer, torch.optim.LBFGS) or isinstance(getattr(optimizer, "optim", None), torch.optim.LBFGS):
         raise ValueError(
             "Trainer: LBFGS computes the loss several times in a step, and the Trainer once: write the loop yourself, "
@@ -45,8 +50,8 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
     _refuse_class("scheduler", scheduler, "{}(optimizer, ...)")
     if scheduler is not None and (hasattr(scheduler, "step") or not callable(scheduler)):
         check_schedule(scheduler)
-    elif scheduler is not None and not _takes(scheduler, optimizer, 1):  # a function for LambdaLR
-        raise _wrong("scheduler", "a schedule", scheduler, "torch.optim.lr_scheduler.LambdaLR(optimizer, function)")
+    elif scheduler is not None:
+        _check_function_of_length(scheduler)
     own = {id(parameter) for parameter in model.parameters()}
     if own and own.isdisjoint(_parameters_of(optimizer)):
         raise ValueError(
@@ -74,38 +79,49 @@ def check_schedule(scheduler: Any, function: Any = None) -> None:
         TypeError: It is something else.
         ValueError: The function has made a ReduceLROnPlateau, which goes by evaluations and not by a length.
     """
-    right = "lambda optimizer, num_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)"
     if not hasattr(scheduler, "step"):
         name = "scheduler" if function is None else "what the function scheduler(optimizer, num_steps) returns"
-        raise _wrong(name, "a schedule", scheduler, f"scheduler={right}")
-    if function is not None and isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            "Trainer: ReduceLROnPlateau needs no number of steps: pass the schedule itself, not a function"
-        )
+        raise _wrong(name, "a schedule", scheduler, _SCHEDULER)
+    if function is not None and isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(_OF_PLATEAU)
 
 
-def check_fit(data: Any, validation_data: Any, s: Settings, given: Collection[str], *, is_plateau: bool) -> None:
+def check_fit(
+    data: Any,
+    validation_data: Any,
+    batch_sampler: Any,
+    s: Settings,
+    given: Collection[str],
+    *,
+    is_plateau: bool,
+    needs_pairs: bool,
+) -> None:
     """Refuse data that can't be trained on, and settings that go by an evaluation where there is none.
+
+    Args:
+        needs_pairs: Whether samples must be inputs and targets.
 
     Raises:
         TypeError: `data` or `validation_data` is neither a dataset nor something that gives batches.
-        ValueError: A setting needs validation data, or a generator is needed more than once.
+        ValueError: A setting needs validation data, or an iterator is needed more than once.
     """
     _check_data("data", data)
     if validation_data is not None:
         _check_data("validation_data", validation_data)
+    _refuse_arrays(data, validation_data, needs_pairs=needs_pairs)
     judges = {"patience": s.patience, "monitor": "monitor" in given, "ReduceLROnPlateau": is_plateau}
     for name in [name for name, is_given in judges.items() if is_given] if validation_data is None else ():
         raise ValueError(f"Trainer: {name} needs validation_data to judge by: fit(data, validation_data)")
     has_epochs = (s.max_epochs or 1) > 1
-    for name, given, is_again in (
-        ("data", data, has_epochs and s.max_steps is None),
-        ("validation_data", validation_data, has_epochs),
+    for name, given, is_again, instead in (
+        ("data", data, has_epochs and s.max_steps is None, "a dataset, the loader itself"),
+        ("validation_data", validation_data, has_epochs, "a dataset, the loader itself"),
+        ("batch_sampler", batch_sampler, True, "a BatchSampler"),
     ):
-        if isinstance(given, types.GeneratorType) and is_again:
+        if isinstance(given, Iterator) and is_again and not hasattr(given, "reset"):  # as some loaders can be
             raise ValueError(
-                f"Trainer: {name} is needed in each epoch, and a generator is used up after one: pass a dataset, a "
-                "loader or a list of batches, such as [*generator]"
+                f"Trainer: {name} is needed in each epoch, and an iterator ({type(given).__name__}) is used up after "
+                f"one: pass {instead}, or a list of batches, such as [*batches]"
             )
 
 
@@ -119,6 +135,11 @@ def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -
         AttributeError: There is no such attribute, or it is a method.
     """
     own = getattr(trainer, name, None)
+    if name in _FIXED and value is not own:
+        raise AttributeError(
+            f"Trainer: setting {name} now would not change what trains: make the Trainer anew. Of its settings, "
+            f"{' and '.join(f'trainer.settings.{end}' for end in ENDS)} may change, to train longer"
+        )
     if hasattr(trainer, name) and (callable(value) or not callable(own) or isinstance(own, nn.Module)):
         return
     meant = _OTHER_ATTRIBUTES.get(name, f"trainer.{name}()" if callable(own) else "")
@@ -126,7 +147,7 @@ def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -
         return
     known = sorted(attribute for attribute in vars(trainer) if not attribute.startswith("_"))
     if name in Settings.__dataclass_fields__:
-        meant = f"Trainer({name}=...)"
+        meant = f"trainer.settings.{name} = ..." if name in ENDS else f"Trainer({name}=...)"
     elif not meant and (near := nearest(name, known)):
         meant = f"trainer.{near}"
     raise AttributeError(
@@ -167,6 +188,71 @@ def _check_data(name: str, data: Any) -> None:
         raise _wrong(
             name, "a dataset with __getitem__ and __len__, or a loader", data, "trainer.fit(dataset, held_back)"
         )
+
+
+def _refuse_arrays(data: Any, validation_data: Any, *, needs_pairs: bool) -> None:
+    """Refuse inputs and targets that are not put together, as in ``fit(X, Y)``."""
+    shapes: list[Any] = [getattr(one, "shape", None) if _is_array(one) else None for one in (data, validation_data)]
+    are_apart = None not in shapes and shapes[0][1:] != shapes[1][1:]
+    for name, shape in zip(("data", "validation_data"), shapes, strict=True):
+        if shape is not None and (needs_pairs or are_apart):
+            raise TypeError(
+                f"Trainer: {name} must have inputs and targets in each sample, got an array of shape {tuple(shape)}; "
+                "right: trainer.fit(torch.utils.data.TensorDataset(X, Y)), of tensors; the second argument of fit is "
+                "validation_data"
+            )
+
+
+def _is_array(data: Any) -> bool:
+    return isinstance(data, Tensor) or (hasattr(data, "__array__") and not isinstance(data, torch_data.Dataset))
+
+
+def _check_function_of_length(function: Any) -> None:
+    """Refuse a function that can't make a schedule of the optimizer and the number of steps.
+
+    Raises:
+        TypeError: It takes something else.
+    """
+    kind = function.func if isinstance(function, functools.partial) else None
+    if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
+        _check_partial_schedule(function, kind)
+    elif not _takes(function, 1, 1):  # a function for LambdaLR, or of the optimizer alone
+        right = f"torch.optim.lr_scheduler.LambdaLR(optimizer, function) for a factor of each step, or {_SCHEDULER}"
+        raise _wrong("scheduler", "a schedule, or a function of the optimizer and the number of steps", function, right)
+
+
+def _check_partial_schedule(function: functools.partial[Any], kind: type) -> None:
+    """Refuse a schedule's class with some arguments if the number of steps would be taken for something else.
+
+    Raises:
+        TypeError: It would.
+        ValueError: The class is ReduceLROnPlateau.
+    """
+    if issubclass(kind, lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(_OF_PLATEAU)
+    positional = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(positional) > 1 and positional[1] in _LENGTHS:
+        return
+    signature, called = inspect.signature(kind), _called(kind)
+    given = signature.bind_partial(*function.args, **function.keywords).arguments
+    arguments = ["optimizer"]
+    for name, parameter in [*signature.parameters.items()][1:]:
+        if name in given:
+            shown = repr(given[name])
+            arguments.append(f"{name}={'...' if shown.startswith('<') else shown}")
+        elif name in _LENGTHS:
+            arguments.append(f"{name}=num_steps")
+        elif parameter.default is parameter.empty:
+            arguments.append(f"{name}=...")
+    raise TypeError(
+        f"Trainer: scheduler is called as scheduler(optimizer, num_steps), and functools.partial({called}, ...) does "
+        f"not take the number of steps there; right: scheduler=lambda optimizer, num_steps: "
+        f"{called}({', '.join(arguments)})"
+    )
 
 
 def _check_callbacks(callbacks: Any) -> None:
@@ -222,6 +308,14 @@ def _wrong(name: str, wanted: str, value: Any, right: str) -> TypeError:
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         shown = repr(value)
     return TypeError(f"Trainer: {name} must be {wanted}, got {shown[:60]}; right: {right}")
+
+
+def _right_optimizer(given: Any) -> str:
+    """Return the call that makes the optimizer whose name was given, in whatever letters, or else one to begin with."""
+    text = given.lower().replace("_", "") if isinstance(given, str) else ""
+    classes = (name for name, value in vars(torch.optim).items() if isinstance(value, type))
+    name = next((name for name in classes if name.lower() == text != "sgd"), "")
+    return f"torch.optim.{name}(model.parameters())" if name else _OPTIMIZER
 
 
 def _parameters_of(optimizer: Any) -> set[int]:

@@ -222,7 +222,7 @@ class _Tally:
         sums = [of_rank for of_rank, _ in every]
         names = dict.fromkeys(name for of_rank in sums for name in of_rank)
         if not names:
-            raise ValueError("Trainer.evaluate: the data has no samples, or is a generator that is used up")
+            raise ValueError("Trainer.evaluate: the data has no samples, or is an iterator that is used up")
         refuse_reserved(names)
         if needs_every_rank and (without := [rank for rank, of_rank in enumerate(sums) if not of_rank]):
             raise ValueError(

@@ -168,7 +168,8 @@ def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
         return model(batch[0]), batch[1]
     else:
         problem = f"is {_describe(batch)}, not (inputs, targets) or a dictionary"
-    raise ValueError(f"Trainer: a loss needs inputs and targets, and the batch {problem}. Or pass {_EXAMPLE}")
+    hint = "Put them together: torch.utils.data.TensorDataset(X, Y). " if isinstance(batch, Tensor) else ""
+    raise ValueError(f"Trainer: a loss needs inputs and targets, and the batch {problem}. {hint}Or pass {_EXAMPLE}")
 
 
 def outputs_of(model: nn.Module, batch: Any) -> Any:

@@ -20,10 +20,10 @@ _trained: dict[str, weakref.ref[object]] = {}  # who trained last in a folder
 _by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDictionary()  # who trained a model last
 
 
-def run_folder(given: str | None) -> str:
+def run_folder(given: str | os.PathLike[str] | None) -> str:
     """Return the folder of the run: PHALANX_RUN_FOLDER, else as given, else named after the script."""
     script = os.path.splitext(os.path.basename(sys.argv[0]))[0]
-    return _env.environment().get(_env.FOLDER_VARIABLE) or given or os.path.join("runs", script or "run")
+    return os.fspath(_env.environment().get(_env.FOLDER_VARIABLE) or given or os.path.join("runs", script or "run"))
 
 
 def is_restart() -> bool:

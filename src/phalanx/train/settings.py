@@ -7,10 +7,10 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, TypedDict
 
-from phalanx._env import unknown_argument
+from phalanx._env import did_you_mean, nearest, unknown_argument
 
 _MINIMIZED = frozenset(("loss", "error", "perplexity", "mae", "mse", "rmse"))
 
@@ -28,15 +28,53 @@ _CHOICES = {
     "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"), "on_nan": ("raise", "warn", "ignore"),
     "divide_optimizer": ("auto", "always", "never"),
 }  # fmt: skip
+_OTHER_VALUES = {  # as a script would write the one that is meant
+    "resume": {"True": '"auto"', "False": '"never"'}, "deterministic": {"True": '"world"', "False": "None"},
+    "divide_optimizer": {"True": '"always"', "False": '"never"'},
+    "scheduler_interval": {"batch": '"step"', "iteration": '"step"'}, "on_nan": {"error": '"raise"'},
+}  # fmt: skip
 _LEAST = {  # of whole numbers
     "max_epochs": 1, "max_steps": 1, "micro_batch_size": 1, "patience": 1, "save_every": 1, "global_batch_size": 1,
     "keep_last": 1, "log_every": 1, "virtual_shards": 1, "num_workers": 0, "snapshot_every": 0, "compare_every": 0,
     "seed": 0,
 }  # fmt: skip
 _CAN_BE_AUTO = ("num_workers", "snapshot_every", "compare_every")
+ENDS = ("max_epochs", "max_steps")
+"""Settings that may change once the Trainer is made, to train longer."""
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
+class GivenSettings(TypedDict, total=False):
+    """Names and types of `Settings`, for editors and type checkers to read in ``**settings`` of `Trainer`."""
+
+    max_epochs: int | None
+    max_steps: int | None
+    global_batch_size: int
+    micro_batch_size: int | None
+    on_resize: Literal["keep", "scale"]
+    seed: int
+    num_workers: int | Literal["auto"]
+    drop_last: bool
+    precision: Literal["fp32", "bf16", "fp16"]
+    channels_last: bool
+    divide_optimizer: Literal["auto", "always", "never"]
+    clip_norm: float | None
+    on_nan: Literal["raise", "warn", "ignore"]
+    compare_every: int | Literal["auto"]
+    scheduler_interval: Literal["step", "epoch"]
+    monitor: str
+    patience: int | None
+    min_delta: float
+    folder: str | os.PathLike[str] | None
+    resume: Literal["auto", "never", "force"]
+    save_every: int | None
+    keep_last: int
+    snapshot_every: int | Literal["auto"]
+    log_every: int
+    deterministic: Literal["world"] | None
+    virtual_shards: int
+
+
+@dataclasses.dataclass(kw_only=True)
 class Settings:
     """Settings of a `Trainer`; each is an argument of its constructor.
 
@@ -112,7 +150,7 @@ class Settings:
     monitor: str = "loss"
     patience: int | None = None
     min_delta: float = 0.0
-    folder: str | None = None
+    folder: str | os.PathLike[str] | None = None
     resume: Literal["auto", "never", "force"] = "auto"
     save_every: int | None = None
     keep_last: int = 3
@@ -121,27 +159,29 @@ class Settings:
     deterministic: Literal["world"] | None = None
     virtual_shards: int = 8
 
+    _is_made = False  # from then on a change that would mean nothing is refused
+
     @classmethod
-    def of(cls, given: Mapping[str, Any], call: Callable[..., Any]) -> Settings:
+    def of(cls, given: Mapping[str, Any], known: Collection[str]) -> Settings:
         """Return the settings of these arguments of `Trainer`.
 
         Args:
-            call: Constructor, whose own arguments an unknown one may stand for as well.
+            known: Names of all arguments, since an unknown one may stand for another than a setting.
 
         Raises:
             TypeError: There is no such argument; names the one that is meant, and all of them.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
         for name in given:
-            if name not in known:
-                _, *own, _ = inspect.signature(call).parameters  # between self and the settings
-                raise unknown_argument("Trainer", name, [*own, *known], _OTHER_NAMES.get(name))
+            if name not in cls.__dataclass_fields__:
+                raise unknown_argument("Trainer", name, known, _OTHER_NAMES.get(name))
         return cls(**given)
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"Trainer: {name} must be one of {allowed}, got {getattr(self, name)!r}")
+                value = getattr(self, name)
+                hint = f"; right: {name}={right}" if (right := _choice_meant(name, value)) else ""
+                raise ValueError(f"Trainer: {name} must be one of {allowed}, got {value!r}{hint}")
         for name, least in _LEAST.items():
             setattr(self, name, self._whole(name, least))
         if self.clip_norm is not None:
@@ -168,6 +208,18 @@ class Settings:
             raise ValueError("Trainer: say when to stop: max_epochs=10 or max_steps=1000")
         if self.virtual_shards & (self.virtual_shards - 1):
             raise ValueError(f"Trainer: virtual_shards must be a power of two, got {self.virtual_shards}")
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_made:
+            if name not in ENDS:
+                hint = "" if name in self.__dataclass_fields__ else did_you_mean(name, self.__dataclass_fields__)
+                raise AttributeError(
+                    f"Trainer: setting {name} now would change nothing{hint}: make the Trainer anew, with "
+                    f"{name}={value!r}. Only {' and '.join(ENDS)} may change, to train longer"
+                )
+            value = getattr(dataclasses.replace(self, **{name: value}), name)  # checked
+        super().__setattr__(name, value)
 
     def _whole(self, name: str, least: int) -> Any:
         """Return a setting as a whole number, or as it is where it may be something else.
@@ -193,9 +245,32 @@ class Settings:
         return max(world_size, self.global_batch_size * world_size // first_world_size)
 
 
+class SignatureWithSettings:
+    """Signature of a class for `help` and notebooks: each setting instead of ``**settings`` of its constructor."""
+
+    def __init__(self, constructor: Callable[..., None]) -> None:
+        self._constructor = constructor
+
+    def __get__(self, _instance: object, owner: Any) -> inspect.Signature:
+        if owner.__init__ is not self._constructor:  # a subclass with one of its own
+            raise AttributeError("__signature__")
+        _, *own, _ = inspect.signature(self._constructor).parameters.values()
+        return inspect.Signature([*own, *inspect.signature(Settings).parameters.values()])
+
+
 def is_minimized(name: str) -> bool:
     """Return whether less of a value of that name is better, as of ``loss``, ``error_rate`` or ``val_mae``."""
     return not _MINIMIZED.isdisjoint(name.lower().split("_"))
+
+
+def _choice_meant(name: str, value: object) -> str:
+    """Return the choice that is meant, as a script would write it; empty if it is not known."""
+    if name == "precision":
+        from phalanx._loop import right_precision  # only on the way to an error
+
+        return right_precision(value)
+    near = nearest(value, filter(None, _CHOICES[name])) if isinstance(value, str) else ""
+    return _OTHER_VALUES.get(name, {}).get(str(value)) or (f'"{near}"' if near else "")
 
 
 def _is_real(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from phalanx import _trial, checkpoint, session
 from phalanx._errors import NonFinite, RankFailed, ReplicaMismatch
@@ -40,7 +42,7 @@ from phalanx.train.preemption import Preemption, leave
 from phalanx.train.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
 from phalanx.train.run_log import RunLog
 from phalanx.train.saving import RunSaver
-from phalanx.train.settings import Settings
+from phalanx.train.settings import GivenSettings, Settings, SignatureWithSettings
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.stepper import Stepper
 from phalanx.train.wrapper import leave_wrapper, wrap
@@ -51,6 +53,8 @@ class Trainer:
 
     Every rank makes the same Trainer and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks keep
     snapshots, as often as `Settings.snapshot_every` allows, and resume from the last one after a rank was killed.
+
+    Arguments that are not described here are the fields of `phalanx.train.Settings`, such as ``max_epochs=10``.
 
     Args:
         model: Module to train. It is wrapped in `DistributedDataParallel`, unless it is wrapped already: in ours, in
@@ -81,7 +85,6 @@ class Trainer:
         loggers: Loggers that get the numbers of metrics.jsonl on rank 0: "tensorboard", "wandb" (offline, unless a key
             or WANDB_MODE is set), "mlflow", "csv", or objects with ``log(metrics, step)`` and ``close()``. A logger
             that fails is named once, and training goes on without it.
-        settings: Fields of `Settings`, such as ``max_epochs=10``.
 
     Attributes:
         model: Model in its wrapper.
@@ -89,7 +92,7 @@ class Trainer:
         optimizer: Optimizer that was passed.
         scheduler: Scheduler that was passed, or None; one that a function makes is there once `fit` begins.
         callbacks: Callbacks that were passed.
-        settings: Settings of this trainer.
+        settings: Settings of this trainer, of which `max_epochs` and `max_steps` may change, to train longer.
         session: Session of this rank.
         device: Device of the model.
         folder: Folder of the run.
@@ -134,15 +137,15 @@ class Trainer:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         callbacks: Sequence[Any] = (),
         loggers: str | Logger | Sequence[str | Logger] = (),
-        **settings: Any,
+        **settings: Unpack[GivenSettings],
     ) -> None:
-        self._given = frozenset(settings)
+        self._given, given = frozenset(settings), {**settings}
         callbacks = callbacks if isinstance(callbacks, str) or not isinstance(callbacks, Iterable) else [*callbacks]
         has_callbacks = bool(callbacks)
         if _trial.is_on():
-            settings, trial = _trial.of_trainer(settings, model)
+            given, trial = _trial.of_trainer(given, model)
             scheduler, loggers, callbacks = None, (), (*callbacks, trial)
-        s = self.settings = Settings.of(settings, Trainer.__init__)
+        s = self.settings = Settings.of(given, inspect.signature(Trainer).parameters)
         check_arguments(
             model, optimizer, scheduler, callbacks,
             loss=loss, training_step=training_step, evaluation_step=evaluation_step, collate_fn=collate_fn,
@@ -156,6 +159,7 @@ class Trainer:
             lay_out_model(model)
         if s.deterministic:
             determinism.prepare(model)
+        self.model: nn.Module = model
         self.module: nn.Module = checkpoint.unwrap(model)
         self.optimizer: torch.optim.Optimizer = optimizer
         is_function = scheduler is not None and not hasattr(scheduler, "step")
@@ -179,9 +183,15 @@ class Trainer:
         self._has_fitted = self._has_said = False
         self._is_made = True
 
+    __signature__ = SignatureWithSettings(__init__)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_made and not name.startswith("_"):
             check_attribute(self, name, value, is_subclass=type(self) is not Trainer)
+        super().__setattr__(name, value)
+
+    def _change(self, name: str, value: Any) -> None:
+        """Set an attribute that a script is refused, since more than the attribute must change."""
         super().__setattr__(name, value)
 
     def _join(self) -> None:
@@ -191,7 +201,7 @@ class Trainer:
         self._ranks = RankGroup()
         self._loggers = Loggers(self._given_loggers, self._ranks)
         self.device: torch.device = self.session.device
-        self.model: nn.Module = wrap(self._given_model, self.device, self.session.world_size)
+        self._change("model", wrap(self._given_model, self.device, self.session.world_size))
         in_steps = self.scheduler if s.scheduler_interval == "step" else None
         divides = "never" if self._has_callbacks and s.divide_optimizer == "auto" else s.divide_optimizer
         self._stepper = Stepper(
@@ -273,7 +283,7 @@ class Trainer:
         """Drop what belongs to a process group that has failed, and leave the model and the optimizer as they are."""
         self._place.is_lost = True
         leave_wrapper(self.model)
-        self.model = self.module
+        self._change("model", self.module)
         for name in ("_stepper", "_evaluator", "_guard", "_snapshots", "_saver", "_run_log", "_feed"):
             self.__dict__.pop(name, None)
 
@@ -281,7 +291,10 @@ class Trainer:
         s = self.settings
         refuse_differences(self._facts, s, evaluates=validation_data is not None, ranks=self._ranks)
         check_callbacks(self.callbacks)  # a script may have added some
-        check_fit(data, validation_data, s, self._given, is_plateau=self._is_plateau)
+        check_fit(
+            data, validation_data, batch_sampler, s, self._given,
+            is_plateau=self._is_plateau, needs_pairs=self._objective.is_split and self._collate_fn is None,
+        )  # fmt: skip
         self._feed = open_feed(
             data, s, self._batch_size(), self._ranks, given=self._given,
             collate_fn=self._collate_fn, batch_sampler=batch_sampler,
@@ -328,8 +341,8 @@ class Trainer:
         self._lacks_end = False
         if is_empty:
             raise ValueError(
-                "Trainer: the data yields no step: fewer samples than a batch, an empty loader, or a generator "
-                "that an earlier epoch has used up"
+                "Trainer: the data yields no step: fewer samples than a batch, an empty loader, or an iterator "
+                "that an earlier epoch has used up; pass the loader itself, or a list of batches"
             )
         if self._run_log.has_news:
             self._log()
@@ -458,7 +471,7 @@ class Trainer:
         assert self._make_scheduler is not None
         if self.scheduler is not None:  # from where that one began
             self._hyperparameters.give_again(self.optimizer, keep_state=True)
-        self.scheduler = self._make_scheduler(self.optimizer, length)
+        self._change("scheduler", self._make_scheduler(self.optimizer, length))
         check_schedule(self.scheduler, self._make_scheduler)
         self._length_of_schedule = length
         in_steps = self.settings.scheduler_interval == "step"
