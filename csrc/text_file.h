@@ -10,8 +10,8 @@ namespace phalanx {
 
 /// What a file holds; empty where it can't be read.
 ///
-/// Not by a stream: streams are instantiated in every library that uses them, and the loader may bind ours to those that
-/// torch was linked with, of another compiler.
+/// Not by a stream: where the core is linked with a libstdc++ of its own, beside torch's, a stream may ask a locale of the
+/// other for a facet, and get another kind of facet, whose functions then crash.
 inline std::string read_text(const std::string& path) {
   std::string text;
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);

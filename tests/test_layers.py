@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Collection
@@ -14,6 +15,7 @@ import pytest
 import phalanx
 
 PACKAGE = Path(phalanx.__file__).parent
+REPO = Path(__file__).parents[1]
 FLOORS = {
     "__init__": 0,
     "_cgroups": 0,
@@ -122,6 +124,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_few_units_import_the_core() -> None:
     users = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "_core" in imports_of(path)}
     assert users == {"_digest.py", "_memory.py", "_shield.py", "backend", "debugging", "record"}
+
+
+def test_the_core_uses_no_streams() -> None:
+    """Where it holds a libstdc++ of its own, they would ask torch's for facets by numbers that mean others there."""
+    sources = [path for pattern in ("*.cpp", "*.h") for path in (REPO / "csrc").glob(pattern)]
+    assert len(sources) > 40
+    streams = {"fstream", "iomanip", "iostream", "istream", "locale", "ostream", "regex", "sstream", "streambuf"}
+    included = {name for path in sources for name in re.findall(r"#include <(\w+)>", path.read_text())}
+    assert included & {"string", "vector"}
+    assert not included & streams
 
 
 def test_the_environment_is_read_in_one_place() -> None:

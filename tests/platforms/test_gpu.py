@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -108,7 +109,7 @@ dist.all_reduce(torch.ones(1, device=phalanx.init().device))
 
 
 def test_two_ranks_on_one_gpu_are_told(tmp_path):
-    if torch.cuda.device_count() > 1:
+    if len([name for name in os.listdir("/dev") if name.removeprefix("nvidia").isdigit()]) > 1:
         pytest.skip("needs a machine with one GPU")
     done = run_job(tmp_path, SUMS)
     assert done.returncode == 1
