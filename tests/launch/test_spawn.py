@@ -22,6 +22,8 @@ import torch.distributed as dist
 import phalanx
 from phalanx.launch.cpus import read_machine
 from phalanx.launch.worker import channel_to_parent
+from phalanx.launch.workers import servers
+from phalanx.testing import await_release, reached, run_ranks, spawn_ranks
 
 LIMIT_S = 60
 
@@ -460,3 +462,47 @@ def test_torchs_own_pattern_of_a_loop_around_join_works(tmp_path):
         """)
     )
     assert run_python("train.py", cwd=tmp_path).stdout == "[0, 1]\n"
+
+
+def settings(rank, *_):
+    names = ("OMP_NUM_THREADS", "MPLBACKEND", "HF_HOME")
+    return dist.get_debug_level().name, torch.get_num_threads(), [os.environ.get(name) for name in names]
+
+
+def set_settings(monkeypatch, level, threads, word):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setenv("MPLBACKEND", word)
+    monkeypatch.setenv("HF_HOME", word)
+
+
+def test_what_torch_reads_when_it_is_imported_counts_at_each_start(monkeypatch):
+    set_settings(monkeypatch, "DETAIL", "3", "one")
+    assert phalanx.spawn(settings) == [("DETAIL", 3, ["3", "one", "one"])]
+    set_settings(monkeypatch, "INFO", "2", "two")
+    assert phalanx.spawn(settings) == [("INFO", 2, ["2", "two", "two"])]
+    ((level, _, _),) = run_ranks(settings, 1, init=False, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"})
+    assert level == "OFF"
+    set_settings(monkeypatch, "DETAIL", "3", "three")
+    assert phalanx.spawn(settings) == [("DETAIL", 3, ["3", "three", "three"])]
+
+
+def wait_for_release(rank, *_):
+    reached("waits", os.getppid())
+    return await_release("end")
+
+
+def test_of_many_servers_those_are_kept_that_ranks_are_of(monkeypatch):
+    with spawn_ranks(wait_for_release, 1, init=False, env={"TORCH_OF_TEST": "in use"}) as ranks:
+        (server,) = ranks.wait_until_reached("waits")
+        keepers = set()
+        for i in range(5):
+            assert run_ranks(settings, 1, init=False, env={"TORCH_OF_TEST": str(i)})
+            keepers |= servers.known[0]
+        ranks.release("end", "went on")
+        assert [outcome.value for outcome in ranks.join()] == ["went on"]
+    kept, _ = servers.known
+    assert len(kept) == 4
+    assert Path(f"/proc/{server}").exists()
+    for ended in keepers - kept:
+        wait_until_gone(ended)

@@ -105,8 +105,16 @@ class SpawnContext:
         given = inherited.get("OMP_NUM_THREADS", "")
         share = divide(nprocs, read_machine(), pin=False, omp_num_threads=given).shares[0]
         num_threads = int(given) if given.isdigit() and int(given) else share.num_threads
-        environ = thread_environment(inherited, share)
-        self._workers = Workers(fn, args, nprocs, environ=environ, num_threads=num_threads, daemon=daemon, warm=warm)
+        self._workers = Workers(
+            fn,
+            args,
+            nprocs,
+            environ=inherited,
+            defaults=thread_environment(inherited, share),
+            num_threads=num_threads,
+            daemon=daemon,
+            warm=warm,
+        )
         self._is_daemon = daemon
         self._joined = False
         self.results: list[Any] = []
