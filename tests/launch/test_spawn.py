@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.launch import workers
 from phalanx.launch.cpus import read_machine
 from phalanx.launch.worker import channel_to_parent
-from phalanx.launch.workers import servers
 from phalanx.testing import await_release, reached, run_ranks, spawn_ranks
 
 LIMIT_S = 60
@@ -481,28 +481,27 @@ def test_what_torch_reads_when_it_is_imported_counts_at_each_start(monkeypatch):
     assert phalanx.spawn(settings) == [("DETAIL", 3, ["3", "one", "one"])]
     set_settings(monkeypatch, "INFO", "2", "two")
     assert phalanx.spawn(settings) == [("INFO", 2, ["2", "two", "two"])]
-    ((level, _, _),) = run_ranks(settings, 1, init=False, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"})
-    assert level == "OFF"
-    set_settings(monkeypatch, "DETAIL", "3", "three")
-    assert phalanx.spawn(settings) == [("DETAIL", 3, ["3", "three", "three"])]
+    env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "3"}
+    ((level, _, values),) = run_ranks(settings, 1, init=False, env=env)
+    assert (level, values) == ("DETAIL", ["3", "two", "two"])
 
 
 def wait_for_release(rank, *_):
     reached("waits", os.getppid())
-    return await_release("end")
+    return await_release("end", timeout_s=LIMIT_S * 10)
 
 
 def test_of_many_servers_those_are_kept_that_ranks_are_of(monkeypatch):
+    monkeypatch.setattr(workers, "_MAX_SERVERS", 2)
     with spawn_ranks(wait_for_release, 1, init=False, env={"TORCH_OF_TEST": "in use"}) as ranks:
-        (server,) = ranks.wait_until_reached("waits")
-        keepers = set()
-        for i in range(5):
-            assert run_ranks(settings, 1, init=False, env={"TORCH_OF_TEST": str(i)})
-            keepers |= servers.known[0]
+        (server,) = ranks.wait_until_reached("waits", timeout_s=LIMIT_S)
+        before, _ = workers.servers.known
+        for number in range(2):
+            assert run_ranks(divmod, 1, init=False, env={"TORCH_OF_TEST": str(number)}) == [(0, 0)]
         ranks.release("end", "went on")
         assert [outcome.value for outcome in ranks.join()] == ["went on"]
-    kept, _ = servers.known
-    assert len(kept) == 4
+    kept, _ = workers.servers.known
+    assert len(kept) == 2
     assert Path(f"/proc/{server}").exists()
-    for ended in keepers - kept:
+    for ended in before - kept:
         wait_until_gone(ended)
