@@ -62,7 +62,7 @@ class _Servers:
 
     def choose(self, environ: Mapping[str, str]) -> None:
         """Have multiprocessing know the server for an environment, or none, so that it starts one."""
-        server = forkserver._forkserver  # type: ignore[attr-defined]
+        server = forkserver._forkserver
         names = [name for name in vars(server) if name.startswith("_forkserver_")]
         state = self._states.pop(frozenset(relevant(environ).items()), None) or dict.fromkeys(names)
         vars(server).update(state)
@@ -71,7 +71,7 @@ class _Servers:
 
     def keep(self, environ: Mapping[str, str]) -> None:
         """Note what multiprocessing knows of the server that it has started or found."""
-        known = vars(forkserver._forkserver)  # type: ignore[attr-defined]
+        known = vars(forkserver._forkserver)
         state = {name: value for name, value in known.items() if name.startswith("_forkserver_")}
         self._states[frozenset(relevant(environ).items())] = state
 
