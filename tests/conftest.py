@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from multiprocessing import forkserver
+from itertools import chain
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +17,7 @@ import pytest
 import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and need not each import it
 
 import phalanx.testing
+from phalanx.launch import workers
 from phalanx.record.box import MEMORY_NAME
 from tests import namespaces, shm
 
@@ -90,13 +91,13 @@ def _process_name(pid: int) -> str:
 
 def _holdings() -> dict[str, set[str]]:
     """Everything that a test could leave behind, as one set of names per kind."""
-    keeper = forkserver._forkserver._forkserver_pid  # the fork server's: what ranks leave becomes the server's child
-    children = _children(os.getpid()) - {keeper}
+    keepers, alive_fds = workers.servers.known  # what ranks leave becomes the child of a server
+    children = _children(os.getpid()) - keepers
     processes = {child for child in children if "multiprocessing.resource_tracker" not in _process_name(child)}
-    for server in _children(keeper):
+    for server in chain.from_iterable(map(_children, keepers)):
         processes |= _children(server)
     descriptors = set()
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in set(os.listdir("/proc/self/fd")).difference(map(str, alive_fds)):
         try:
             place = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:  # the listing's own

@@ -54,7 +54,7 @@ class Callback:
             print("trains", flush=True)
 
 model = nn.Linear(1, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 trainer = phalanx.Trainer(model, optimizer, nn.functional.mse_loss, global_batch_size=8, num_workers=2,
                           callbacks=(Callback(),), folder="folder", max_epochs=1)
 trainer.fit(Numbers())

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.launch import workers
 from phalanx.launch.cpus import read_machine
 from phalanx.launch.worker import channel_to_parent
+from phalanx.testing import await_release, reached, run_ranks, spawn_ranks
 
 LIMIT_S = 60
 
@@ -480,3 +482,46 @@ def test_torchs_own_pattern_of_a_loop_around_join_works(tmp_path):
         """)
     )
     assert run_python("train.py", cwd=tmp_path).stdout == "[0, 1]\n"
+
+
+def settings(rank, *_):
+    names = ("OMP_NUM_THREADS", "MPLBACKEND", "HF_HOME")
+    return dist.get_debug_level().name, torch.get_num_threads(), [os.environ.get(name) for name in names]
+
+
+def set_settings(monkeypatch, level, threads, word):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setenv("MPLBACKEND", word)
+    monkeypatch.setenv("HF_HOME", word)
+
+
+def test_what_torch_reads_when_it_is_imported_counts_at_each_start(monkeypatch):
+    set_settings(monkeypatch, "DETAIL", "3", "one")
+    assert phalanx.spawn(settings) == [("DETAIL", 3, ["3", "one", "one"])]
+    set_settings(monkeypatch, "INFO", "2", "two")
+    assert phalanx.spawn(settings) == [("INFO", 2, ["2", "two", "two"])]
+    env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "3"}
+    ((level, _, values),) = run_ranks(settings, 1, init=False, env=env)
+    assert (level, values) == ("DETAIL", ["3", "two", "two"])
+
+
+def wait_for_release(rank, *_):
+    reached("waits", os.getppid())
+    return await_release("end", timeout_s=LIMIT_S * 10)
+
+
+def test_of_many_servers_those_are_kept_that_ranks_are_of(monkeypatch):
+    monkeypatch.setattr(workers, "_MAX_SERVERS", 2)
+    with spawn_ranks(wait_for_release, 1, init=False, env={"TORCH_OF_TEST": "in use"}) as ranks:
+        (server,) = ranks.wait_until_reached("waits", timeout_s=LIMIT_S)
+        before, _ = workers.servers.known
+        for number in range(2):
+            assert run_ranks(divmod, 1, init=False, env={"TORCH_OF_TEST": str(number)}) == [(0, 0)]
+        ranks.release("end", "went on")
+        assert [outcome.value for outcome in ranks.join()] == ["went on"]
+    kept, _ = workers.servers.known
+    assert len(kept) == 2
+    assert Path(f"/proc/{server}").exists()
+    for ended in before - kept:
+        wait_until_gone(ended)

@@ -389,3 +389,18 @@ def test_two_at_once_start_one_process(warm):
     ]
     assert [job.communicate(timeout=LIMIT_S)[0] for job in jobs] == ["[rank 0] hello 0\n"] * 2
     assert len(servers()) == 1
+
+
+def test_what_a_script_sets_above_import_torch_counts(warm):
+    source = """
+        import os
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = LEVEL
+        import torch.distributed as dist
+        print(dist.get_debug_level().name)
+    """
+    for level, num_servers in (("DETAIL", 1), ("DETAIL", 1), ("INFO", 2)):
+        done = warm(source.replace("LEVEL", repr(level)))
+        assert done.returncode == 0, done.stderr
+        assert "no warm start" not in done.stderr
+        assert done.stdout.split()[-1] == level
+        assert len(servers()) == num_servers

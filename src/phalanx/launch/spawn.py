@@ -105,8 +105,16 @@ class SpawnContext:
         shares = divide(nprocs, read_machine(), pin=False, omp_num_threads=given).shares
         share = shares[0]
         num_threads = int(given) if given.isdigit() and int(given) else share.num_threads
-        environ = thread_environment(inherited, share)
-        self._workers = Workers(fn, args, nprocs, environ=environ, num_threads=num_threads, daemon=daemon, warm=warm)
+        self._workers = Workers(
+            fn,
+            args,
+            nprocs,
+            environ=inherited,
+            defaults=thread_environment(inherited, share),
+            num_threads=num_threads,
+            daemon=daemon,
+            warm=warm,
+        )
         claim = Claim.of(SPAWN, shares)
         self._presence = Presence(claim)
         _say_once(crowding(claim, self._presence.others))

@@ -1,7 +1,8 @@
 """The side of the parent in `phalanx.spawn`: start the ranks, hear from them, signal them, end them.
 
-Ranks are forked from one server process that has imported torch and that ends with this process, so that a group of two
-starts in a tenth of a second.
+Ranks are forked from a server process that has imported torch and that ends with this process, so that a group of two
+starts in a tenth of a second. What torch reads of the environment while it is imported, a server has read: ranks with
+other settings have another server.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver
+from types import MappingProxyType
 from typing import Any
 
 from phalanx import _env
@@ -25,10 +28,12 @@ from phalanx._last_words import LastWords
 from phalanx._launched import Notes
 from phalanx._memory import choose
 from phalanx._sockets import keep_paths_short
+from phalanx.launch.ahead import relevant
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
 from phalanx.launch.outcome import Outcome, read_stderr
 from phalanx.launch.ports import ReservedPort
+from phalanx.launch.warden import children_of
 from phalanx.launch.worker import Assignment, Function, Inherited, dumps, worker_main
 from phalanx.record.memory import BoxMemory
 
@@ -43,26 +48,97 @@ _PRELOAD_LAST = "phalanx.launch.shared_pages"
 _NO_GUARD = 88  # exit code of a rank whose import of the script comes to start ranks again
 
 
+_MAX_SERVERS = 4
+
+
+class _Servers:
+    """The processes that ranks are forked from: one for each environment that ``import torch`` may read.
+
+    multiprocessing knows one at a time: the one that was chosen last.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # held while ranks are started: others would choose another server meanwhile
+        self._states: dict[frozenset[tuple[str, str]], dict[str, Any]] = {}  # what it knows of each, the last used last
+
+    def choose(self, environ: Mapping[str, str]) -> None:
+        """Have multiprocessing know the server for an environment, or none, so that it starts one."""
+        server = forkserver._forkserver
+        names = [name for name in vars(server) if name.startswith("_forkserver_")]
+        state = self._states.pop(frozenset(relevant(environ).items()), None) or dict.fromkeys(names)
+        vars(server).update(state)
+        while len(self._states) >= _MAX_SERVERS and self._end_one():
+            pass
+
+    def keep(self, environ: Mapping[str, str]) -> None:
+        """Note what multiprocessing knows of the server that it has started or found."""
+        known = vars(forkserver._forkserver)
+        state = {name: value for name, value in known.items() if name.startswith("_forkserver_")}
+        self._states[frozenset(relevant(environ).items())] = state
+
+    @property
+    def known(self) -> tuple[set[int], set[int]]:
+        """The processes that were started for servers, and the descriptors that they live by."""
+        states = self._states.values()
+        return {one["_forkserver_pid"] for one in states}, {one["_forkserver_alive_fd"] for one in states}
+
+    def _end_one(self) -> bool:
+        """End the least recently used of those below which nothing runs; return whether there is one.
+
+        One that a warm process has forked stays: it is not below its keeper here, and shares its memory.
+        """
+        for key, state in self._states.items():
+            keeper = state["_forkserver_pid"]
+            below = children_of(keeper)
+            if below and not any(map(children_of, below)):
+                os.kill(keeper, signal.SIGKILL)  # and the kernel kills the server
+                os.waitpid(keeper, 0)
+                os.close(state["_forkserver_alive_fd"])
+                with contextlib.suppress(OSError, TypeError):  # an abstract one is no file
+                    os.unlink(state["_forkserver_address"])
+                del self._states[key]
+                return True
+        return False
+
+
+servers = _Servers()
+"""Those of this process."""
+
+
 def start_server(environ: Mapping[str, str] | None = None, *, warm: bool = False) -> None:
     """Start the process that ranks are forked from, unless it runs; it and all below it end with this one.
 
+    Ranks with other settings for ``import torch`` are forked from another one. Up to four are kept, and those that are
+    in use.
+
     Args:
-        environ: Environment of its first ranks; how threads wait is read once, when the server imports torch.
+        environ: Environment of its ranks; None: that of this process.
         warm: Whether it is forked from a process that has torch imported and outlives this one, as with ``phalanx run
             --warm``; the default without PHALANX_WARM=1.
 
     Example:
         >>> phalanx.testing.start_server()
     """
+    _start_server(_env.environment() if environ is None else environ, {}, warm)
+
+
+def _start_server(environ: Mapping[str, str], defaults: Mapping[str, str], warm: bool) -> None:
     keep_paths_short()
     loaded = [name for name in sys.modules if _PRELOAD_IF_LOADED.fullmatch(name)]
     forkserver.set_forkserver_preload([*_PRELOAD, *loaded, _PRELOAD_LAST])
-    wanted = {name: value for name, value in (environ or {}).items() if name in WAIT_VARIABLES}
-    exported = _env.export(wanted | ({_env.WARM_VARIABLE: "1"} if warm else {}))
-    try:
-        forkserver.ensure_running()
-    finally:
-        _env.withdraw(exported)
+    own = _env.environment()
+    changes = {name: value for name, value in relevant(environ).items() if own.get(name) != value}
+    changes |= {name: value for name, value in defaults.items() if name in WAIT_VARIABLES}
+    if warm and _env.WARM_VARIABLE not in own:
+        changes[_env.WARM_VARIABLE] = "1"
+    with servers.lock:
+        servers.choose(environ)
+        _env.change(changes)
+        try:
+            forkserver.ensure_running()
+        finally:
+            _env.change({name: own.get(name) for name in changes})
+        servers.keep(environ)
 
 
 class Workers:
@@ -70,6 +146,7 @@ class Workers:
 
     Args:
         environ: Environment of every rank, beside torchrun's variables.
+        defaults: Variables that ranks have unless they are in `environ`.
         num_threads: Number of torch's threads in each rank.
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``.
         warm: Whether the first ranks of this process may come from a warm process, see `start_server`.
@@ -86,6 +163,7 @@ class Workers:
         *,
         environ: Mapping[str, str],
         num_threads: int,
+        defaults: Mapping[str, str] = MappingProxyType({}),
         daemon: bool = False,
         warm: bool = False,
     ) -> None:
@@ -111,7 +189,7 @@ class Workers:
             folder=self._folder.name,
             attempt=Attempt(world_size=num_ranks, num_local_ranks=num_ranks, master_port=self._port.port),
             notes=self._notes.path,
-            environ={**environ, _env.RECORD_VARIABLE: self._boxes.path},
+            environ={**defaults, **environ, _env.RECORD_VARIABLE: self._boxes.path},
             memory=choose(environ, wanted=environ.get(_env.MEMORY_VARIABLE, "auto"), num_ranks=num_ranks),
             cpus=os.sched_getaffinity(0),
             num_threads=num_threads,
@@ -119,13 +197,14 @@ class Workers:
             or multiprocessing.get_all_start_methods()[0],
         )
         try:
-            self._start(assignment, daemon, warm)
+            with servers.lock:
+                _start_server(environ, defaults, warm)
+                self._start(assignment, daemon)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, assignment: Assignment, daemon: bool, warm: bool) -> None:
-        start_server(assignment.environ, warm=warm)
+    def _start(self, assignment: Assignment, daemon: bool) -> None:
         context = multiprocessing.get_context("forkserver")
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
