@@ -38,7 +38,7 @@ def watch() -> None:
 
     @functools.wraps(start)
     def start_shielded(process: Any) -> None:
-        target = getattr(process, "_target", None)
+        target: Any = getattr(process, "_target", None)
         if getattr(target, "__name__", "") != _torch.worker_loop.__name__:  # torchdata's has the same
             return start(process)
         process._target = functools.partial(_work, target)
