@@ -171,10 +171,11 @@ def test_workers_that_start_hear_no_signals_that_ask_a_rank_to_save(tmp_path, me
         for sig, child in itertools.product(SIGNALS, children):
             with contextlib.suppress(ProcessLookupError):  # Python's tracker of resources ends, and is started again
                 os.kill(child, sig)
-        with open(tmp_path / "goes on", "w"):
-            rank.stdin.close()
-            assert rank.stdout.readline() == "tensor([1])\n"
-            assert rank.wait(LIMIT_S) == 0
+        goes_on = os.open(tmp_path / "goes on", os.O_RDWR)  # to write alone would wait for one that reads
+        rank.stdin.close()
+        assert rank.stdout.readline() == "tensor([1])\n"
+        assert rank.wait(LIMIT_S) == 0
+        os.close(goes_on)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
