@@ -83,11 +83,11 @@ def _children(task):
         return []
 
 
-def signal_all(job):
-    """Send SIGTERM to every process of a job, as a service manager does; those that load data are the first."""
+def signal_all(job, sig=signal.SIGTERM):
+    """Send a signal to every process of a job, as a service manager does; those that load data are the first."""
     for pid in children_first(job.pid):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, sig)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,48 @@ if __name__ == "__main__":
     if sys.argv[3:] != ["ends"]:
         print(next(loading), flush=True)
 """
+
+
+WITH_YOUNG = """
+import os, sys
+
+class Young(Numbers):
+    def __init__(self):
+        self.has_state = True
+
+    def __setstate__(self, state):
+        os.write(1, b"starts\\n")
+        open("goes on").close()
+
+if __name__ == "__main__":
+    phalanx.init()
+    loader = DataLoader(Young(), batch_size=4, num_workers=1, sampler=phalanx.DistributedSampler(Young()),
+                        multiprocessing_context=sys.argv[1])
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    phalanx.Trainer(model, optimizer, nn.functional.mse_loss, folder="folder", max_epochs=1).fit(loader)
+"""
+
+
+@pytest.mark.parametrize(("method", "sig"), [("spawn", signal.SIGTERM), ("forkserver", signal.SIGUSR1)])
+def test_ranks_save_if_all_are_signalled_while_workers_start(tmp_path, method, sig):
+    os.mkfifo(tmp_path / "goes on")
+    command = [*PHALANX_RUN, "--nproc-per-node", "2", write_script(tmp_path, DATA + WITH_YOUNG), method]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with subprocess.Popen(command, **options) as job:
+        try:
+            for _ in range(2):
+                while "starts" not in (line := job.stdout.readline()):
+                    assert line, job.stderr.read()
+            signal_all(job, sig)
+            goes_on = os.open(tmp_path / "goes on", os.O_RDWR)
+            _, said = job.communicate(timeout=LIMIT_S)
+            os.close(goes_on)
+        finally:
+            job.kill()
+    assert job.returncode == 75, said
+    assert "DataLoader worker" not in said
+    assert checkpoint.list_checkpoints(tmp_path / "folder")
 
 
 @contextlib.contextmanager
