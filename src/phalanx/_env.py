@@ -77,13 +77,11 @@ WARM_SERVER_VARIABLE = "PHALANX_WARM_SERVER"
 """Set for a warm process alone: where it serves."""
 PREEMPTED_CODE = 75
 """Exit code of a rank that saved its state after it was preempted: EX_TEMPFAIL, try again later."""
-SHIELD_VARIABLE = "PHALANX_SHIELD"
-"""Set by a rank for what it starts: those that load data for it are to be shielded from signals, see `_shield`."""
 _OF_LAUNCHES = frozenset(
     {
         *(SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE, TRIAL_VARIABLE),
         *(WARM_SERVER_VARIABLE, RECORD_VARIABLE, PROMPT_VARIABLE, EPOCH_VARIABLE, SURVIVORS_VARIABLE),
-        *(PROCESS_VARIABLE, SHIELD_VARIABLE),
+        PROCESS_VARIABLE,
     }
 )
 LAUNCH_VARIABLES = _OF_LAUNCHES | {f"PHALANX_{flag}" for flag in _FLAGS.split()}

@@ -1,23 +1,19 @@
-"""Imported by the server that forks a rank's processes, if they are not forked from the rank: it ignores signals.
+"""Imported by the server that forks a rank's processes, if they are not forked from the rank: it hears no signals.
 
-It forks workers of loaders, which torch takes for dead when it has ended. It ends with the rank in any case.
+It forks workers of loaders, which torch takes for dead when it has ended. It ends with the rank in any case. What it
+forks begins without hearing them, too; workers of loaders hear them when they are shielded, others when they begin.
 """
 
-import os
 import signal
+from multiprocessing import process, util
 
-_IGNORED = tuple(
-    number
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-    if signal.getsignal(number) == signal.SIG_DFL
-)  # the server itself ignores SIGINT
+from phalanx import _shield
 
 
-def _hear_again() -> None:
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_DFL)
+def _hear_again(_: object) -> None:
+    if not _shield.loads_data(process.current_process()):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _shield.SIGNALS)
 
 
-for _number in _IGNORED:
-    signal.signal(_number, signal.SIG_IGN)
-os.register_at_fork(after_in_child=_hear_again)
+signal.pthread_sigmask(signal.SIG_BLOCK, _shield.SIGNALS)
+util.register_after_fork(_hear_again, _hear_again)

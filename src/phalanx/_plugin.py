@@ -80,10 +80,6 @@ def autoload() -> None:
 
                 gloo.watch()
                 _shield.watch()
-        if _env.SHIELD_VARIABLE in environ and _may_load_data():
-            from phalanx import _shield
-
-            _shield.watch()
         if _env.TRIAL_VARIABLE in environ:
             from phalanx import _trial
 
@@ -96,14 +92,6 @@ def autoload() -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _may_load_data() -> bool:
-    """Tell whether this process was begun by multiprocessing, so that a loader's worker may run in it, or be forked."""
-    import multiprocessing
-    import sys
-
-    return hasattr(multiprocessing.current_process(), "_inheriting") or "phalanx._forkserver" in sys.modules
 
 
 def _watch_rendezvous() -> None:

@@ -10,12 +10,15 @@ import atexit
 import contextlib
 import functools
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx import _env, _torch
+from phalanx import _torch
 
-_NAME_OF_WORKER = "pt_data_worker"  # which torch gives it
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_LOADS_DATA = "_phalanx_loads_data"
 _AGAIN_S = 0.5
 
 
@@ -23,43 +26,101 @@ _AGAIN_S = 0.5
 def watch() -> None:
     """Shield the workers of the loaders that this process makes from here on, torch's own too.
 
-    They obey this process, which ends them, and anybody once it has ended.
+    They obey this process, which ends them, and anybody once it has ended. Until they can tell who has sent a signal,
+    signals are held back: a process inherits that from the thread that starts it, also if it is executed.
     """
     if not sys.platform.startswith("linux"):
         return
     from multiprocessing import forkserver
+    from multiprocessing.process import BaseProcess
 
-    _env.update({_env.SHIELD_VARIABLE: "1"})  # for those that are not forked from this one: see `_plugin.autoload`
-    _torch.begin_workers_with(_shield)
+    start = BaseProcess.start
+
+    @functools.wraps(start)
+    def start_shielded(process: Any) -> None:
+        target: Any = getattr(process, "_target", None)
+        if getattr(target, "__name__", "") != _torch.worker_loop.__name__:  # torchdata's has the same
+            return start(process)
+        process._target = functools.partial(_work, target)
+        setattr(process, _LOADS_DATA, True)
+        with _held_back():
+            _start_tracker(process)
+            start(process)
+
+    setattr(BaseProcess, "start", start_shielded)  # noqa: B010  mypy
     atexit.register(_end_workers, os.getpid())
     server: Any = forkserver._forkserver
     if "phalanx._forkserver" not in server._preload_modules:
         forkserver.set_forkserver_preload(["phalanx._forkserver", *server._preload_modules])
 
 
-def _shield() -> None:
-    """Begin a worker."""
+def loads_data(process: object) -> bool:
+    """Tell whether a process of multiprocessing is a loader's worker that was started shielded."""
+    return hasattr(process, _LOADS_DATA)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a handler may raise in there
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_tracker(process: Any) -> None:
+    """Start what tracks the resources of processes that are executed: its start lets some signals through again."""
     import multiprocessing
-    import signal
+    from multiprocessing import resource_tracker
+
+    if (process._start_method or multiprocessing.get_start_method()) != "fork":
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _work(loop: Callable[..., object], *args: Any) -> None:
+    """Run a worker, in which signals are held back."""
+    _torch.begin_workers_with(_hear_owner)
+    with _hear_owner():
+        pass
+    loop(*args)
+
+
+@contextlib.contextmanager
+def _hear_owner() -> Iterator[None]:
+    """From the end of the block on, obey the owner alone; in it, torch may set a handler of its own."""
+    import multiprocessing
 
     from phalanx import _core
 
     owner = multiprocessing.parent_process()
     obeyed = os.getppid() if owner is None or owner.pid is None else owner.pid
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-    _core.obey_only(obeyed, signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    yield
+    _core.obey_only(obeyed, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _end_workers(pid: int) -> None:
     """End the workers that still live at the end of this process, and so before multiprocessing does.
 
-    It tells them once, and waits for ever: but a signal is lost while the same, from somebody else, is still pending.
+    It tells them once, and waits for ever: but a signal is lost while the same, from somebody else, is still pending,
+    and one that has not begun to work hears none.
     """
     import multiprocessing
 
-    for worker in multiprocessing.active_children() if os.getpid() == pid else ():
-        with contextlib.suppress(OSError), open(f"/proc/{worker.pid}/comm") as file:
-            while file.read().strip() == _NAME_OF_WORKER and worker.is_alive():
-                worker.terminate()
-                worker.join(_AGAIN_S)
-                file.seek(0)
+    workers = [child for child in multiprocessing.active_children() if loads_data(child)] if os.getpid() == pid else []
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for one that is killed
+    for worker in workers:
+        while worker.is_alive():
+            (worker.kill if _is_held_back(worker.pid) else worker.terminate)()
+            worker.join(_AGAIN_S)
+
+
+def _is_held_back(pid: int | None) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        blocked = next((line for line in file if line.startswith("SigBlk:")), ": 0").split()[1]
+        return bool(int(blocked, 16) >> (signal.SIGTERM - 1) & 1)
+    return False

@@ -83,11 +83,11 @@ def _children(task):
         return []
 
 
-def signal_all(job):
-    """Send SIGTERM to every process of a job, as a service manager does; those that load data are the first."""
+def signal_all(job, sig=signal.SIGTERM):
+    """Send a signal to every process of a job, as a service manager does; those that load data are the first."""
     for pid in children_first(job.pid):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, sig)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,117 @@ def test_ranks_that_are_told_to_end_save_although_processes_load_data_for_them(t
     assert checkpoint.list_checkpoints(tmp_path / "folder")
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+YOUNG = """
+import os, signal, sys
+
+def wait_in(place):
+    if place == sys.argv[2]:
+        os.write(1, b"starts\\n")
+        open("goes on").close()  # which waits until somebody opens it to write
+
+if __name__ == "__mp_main__":
+    wait_in("import")
+
+class Numbers(list):
+    def __setstate__(self, state):
+        wait_in("data")
+
+if __name__ == "__main__":
+    from torch.utils.data import DataLoader
+    from phalanx import _shield
+
+    _shield.watch()
+    data = Numbers([1])
+    data.has_state = True
+    loading = iter(DataLoader(data, num_workers=1, multiprocessing_context=sys.argv[1]))
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    sys.stdin.readline()
+    if sys.argv[3:] != ["ends"]:
+        print(next(loading), flush=True)
+"""
+
+
+WITH_YOUNG = """
+import os, sys
+
+class Young(Numbers):
+    def __init__(self):
+        self.has_state = True
+
+    def __setstate__(self, state):
+        os.write(1, b"starts\\n")
+        open("goes on").close()
+
+if __name__ == "__main__":
+    phalanx.init()
+    loader = DataLoader(Young(), batch_size=4, num_workers=1, sampler=phalanx.DistributedSampler(Young()),
+                        multiprocessing_context=sys.argv[1])
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    phalanx.Trainer(model, optimizer, nn.functional.mse_loss, folder="folder", max_epochs=1).fit(loader)
+"""
+
+
+@pytest.mark.parametrize(("method", "sig"), [("spawn", signal.SIGTERM), ("forkserver", signal.SIGUSR1)])
+def test_ranks_save_if_all_are_signalled_while_workers_start(tmp_path, method, sig):
+    os.mkfifo(tmp_path / "goes on")
+    command = [*PHALANX_RUN, "--nproc-per-node", "2", write_script(tmp_path, DATA + WITH_YOUNG), method]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with subprocess.Popen(command, **options) as job:
+        try:
+            for _ in range(2):
+                while "starts" not in (line := job.stdout.readline()):
+                    assert line, job.stderr.read()
+            signal_all(job, sig)
+            goes_on = os.open(tmp_path / "goes on", os.O_RDWR)
+            _, said = job.communicate(timeout=LIMIT_S)
+            os.close(goes_on)
+        finally:
+            job.kill()
+    assert job.returncode == 75, said
+    assert "DataLoader worker" not in said
+    assert checkpoint.list_checkpoints(tmp_path / "folder")
+
+
+@contextlib.contextmanager
+def young_workers(tmp_path, *args):
+    """Run a process whose worker waits, as its fork server may, until "goes on" is opened to write."""
+    os.mkfifo(tmp_path / "goes on")
+    script = tmp_path / "rank.py"
+    script.write_text(YOUNG)
+    command = [sys.executable, str(script), *args]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with subprocess.Popen(command, **options) as rank:
+        try:
+            assert rank.stdout.readline() == "starts\n"
+            yield rank, children_first(rank.pid)[:-1]
+        finally:
+            rank.kill()
+
+
+@pytest.mark.parametrize("place", ["import", "data"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_start_hear_no_signals_that_ask_a_rank_to_save(tmp_path, method, place):
+    with young_workers(tmp_path, method, place) as (rank, children):
+        for sig, child in itertools.product(SIGNALS, children):
+            with contextlib.suppress(ProcessLookupError):  # Python's tracker of resources ends, and is started again
+                os.kill(child, sig)
+        goes_on = os.open(tmp_path / "goes on", os.O_RDWR)  # to write alone would wait for one that reads
+        rank.stdin.close()
+        assert rank.stdout.readline() == "tensor([1])\n"
+        assert rank.wait(LIMIT_S) == 0
+        os.close(goes_on)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_start_end_with_their_rank(tmp_path, method):
+    with young_workers(tmp_path, method, "data", "ends") as (rank, children):
+        rank.stdin.close()
+        assert rank.wait(LIMIT_S) == 0
+        assert all(ends(child) for child in children)
+
+
 STUCK = """
 import os, signal, sys
 from torch.utils.data import DataLoader
@@ -135,9 +246,6 @@ _shield.watch()
 loading = iter(DataLoader(Stuck(), num_workers=2))
 sys.stdin.readline()
 """
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])

@@ -220,15 +220,15 @@ def wrap_making_of_groups(wrap: Callable[[Callable[..., Any]], Callable[..., Any
     c10d._new_process_group_helper = wrap(__getattr__("new_process_group_helper"))
 
 
-def begin_workers_with(do: Callable[[], None]) -> None:
-    """Have every process that loads data for a loader of this one call a function when it begins."""
+def begin_workers_with(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Have torch set the signal handlers of a worker, which this process is about to be, inside of a context."""
     from torch.utils.data._utils import signal_handling
 
     begin = __getattr__("begin_worker")
 
     def begin_worker(*args: Any) -> None:
-        begin(*args)
-        do()
+        with around():
+            begin(*args)
 
     signal_handling._set_worker_signal_handlers = begin_worker
 

@@ -67,6 +67,10 @@ def _disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function)
 
 
+def _load_nothing() -> None:
+    """Stand for what no process runs."""
+
+
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 NAMES = {
@@ -125,6 +129,12 @@ NAMES = {
         "to keep signals that ask a rank to save from the processes that load data for it",
         "a signal that asks ranks to save may end the processes that load data for them",
         lambda *_: None,
+    ),
+    "worker_loop": Name(
+        "torch.utils.data._utils.worker._worker_loop",
+        "to know a process that loads data when it is started",
+        "a signal that asks ranks to save may end the processes that load data for them",
+        _load_nothing,
     ),
     # What a tensor is, and who listens.
     "dispatch_keys": Name("torch._C._dispatch_keys", "to know whether a tensor's memory may be touched"),
