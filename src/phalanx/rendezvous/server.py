@@ -58,12 +58,9 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
 
 def _refuse_stranger(asked: Asked) -> None:
     """Raise if something other than a store listens on rank 0's port; torch would wait for its answer."""
-    try:
-        with socket.create_connection((asked.host, asked.port), CONNECT_S) as found:
-            is_there = found.getsockname() != found.getpeername()
-    except OSError:
+    if not _listens(asked) or store_of_another(asked) is not None:
         return
-    if is_there and store_of_another(asked) is None:
+    if _listens(asked):  # and not the store of an earlier group, which has ended meanwhile
         raise PhalanxError(
             f"{asked.name}: port {asked.port} is taken by another program. Set MASTER_PORT to a free one, the same on "
             "every rank",
@@ -71,6 +68,14 @@ def _refuse_stranger(asked: Asked) -> None:
             ranks=(0,),
             entry="port-in-use",
         )
+
+
+def _listens(asked: Asked) -> bool:
+    try:
+        with socket.create_connection((asked.host, asked.port), CONNECT_S) as found:
+            return bool(found.getsockname() != found.getpeername())
+    except OSError:
+        return False
 
 
 def store_of_another(asked: Asked) -> dist.Store | None:
