@@ -113,9 +113,7 @@ def _obey_replace() -> None:
 def _say_failure(error: Exception) -> None:
     import sys
 
-    print(
-        f"phalanx: can't be set up at import torch, which goes on without it: {error!r}", file=sys.stderr, flush=True
-    )
+    print(f"phalanx: can't be set up at import torch, which goes on without it: {error!r}", file=sys.stderr, flush=True)
 
 
 def _may_load_data() -> bool:

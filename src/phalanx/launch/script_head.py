@@ -22,23 +22,19 @@ from phalanx.launch.ahead import READ_BY_TORCH
 from phalanx.launch.environment import THREADS_VARIABLE
 
 _MOST_FILES = 100
-_TORCH = frozenset("torch phalanx torchvision torchaudio torchmetrics lightning pytorch_lightning timm".split())
+_TORCH = ("torch", "phalanx", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "timm")
 """Packages that import torch as soon as they are imported."""
 _ANYTHING = ""  # the name of a variable that is not told
-_KNOWN_PACKAGES = frozenset(
-    """
+_KNOWN_PACKAGES = """
     PIL absl accelerate attr attrs click cv2 datasets einops evaluate fire h5py jsonargparse loguru matplotlib numpy
     omegaconf packaging pandas polars psutil pyarrow pydantic pytest regex requests rich safetensors scipy sentencepiece
     simple_parsing sklearn tabulate tensorboard tiktoken tokenizers tomli tqdm transformers typer typing_extensions
     wandb yaml
-    """.split()
-)
+"""
 """Packages whose functions leave alone what torch reads of the environment."""
-_OPAQUE_MODULES = frozenset(
-    """
+_OPAQUE_MODULES = """
     bdb builtins cProfile code codeop ctypes doctest imp importlib nt pkgutil posix profile runpy timeit trace unittest
-    """.split()
-)
+"""
 """Modules of Python that execute what the source does not show, or change the environment."""
 _SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # of those
 _BEHIND_ENVIRON = ("environb", "putenv", "unsetenv")
@@ -144,9 +140,12 @@ class _Reader:
             self._note_names(statement)
             return self._take_import(statement, path)
         for part in _outside_of_blocks(statement):
-            changes = self._plain_changes(part) or [(name, None) for name in self._changes_in(part)]
-            for name, value in changes:
-                self._take_change(name, value)
+            if plain := self._plain_changes(part):
+                for name, value in plain:
+                    self._take_change(name, value)
+            else:
+                for name in self._changes_in(part):
+                    self._take_change(name)
         if isinstance(statement, (ast.With, ast.ClassDef)):
             return self._walk(statement.body, path)
         if isinstance(statement, ast.If) and (wanted := _known_test(statement.test, is_program)) is not None:
@@ -184,11 +183,13 @@ class _Reader:
 
     def _is_own(self, package: str) -> bool:
         """Whether a package is found in the user's folders."""
+        if package in _TORCH:
+            return False
         paths = [os.path.join(folder, package) for folder in self._folders]
         if any(os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__init__.py")) for path in paths):
             return True
-        is_known = package in sys.stdlib_module_names or package in _TORCH
-        return not is_known and any(map(os.path.isdir, paths)) and not _is_installed(package)
+        is_folder = any(map(os.path.isdir, paths))  # which an installed package goes before
+        return is_folder and package not in sys.stdlib_module_names and not _is_installed(package)
 
     def _note_names(self, statement: ast.Import | ast.ImportFrom) -> None:
         """Note which names stand for the environment from now on, and which for what is not seen through."""
@@ -214,8 +215,8 @@ class _Reader:
         if self._is_own(package):
             return False
         if package in sys.stdlib_module_names:
-            return package in _OPAQUE_MODULES and not origin.startswith(_SEEN_THROUGH)
-        return package not in _KNOWN_PACKAGES and package not in _TORCH
+            return package in _OPAQUE_MODULES.split() and not origin.startswith(_SEEN_THROUGH)
+        return package not in _KNOWN_PACKAGES.split() and package not in _TORCH
 
     def _take_change(self, name: str, value: str | None = None) -> None:
         if name != _ANYTHING and not READ_BY_TORCH.fullmatch(name):
@@ -238,7 +239,9 @@ class _Reader:
                     pairs.append((name, value))
             case ast.Expr(ast.Call(ast.Attribute(owner, "update"), args, keywords)) if self._is_environment(owner):
                 for given in args:
-                    pairs += zip(given.keys, given.values, strict=True) if isinstance(given, ast.Dict) else [(None, given)]
+                    pairs += (
+                        zip(given.keys, given.values, strict=True) if isinstance(given, ast.Dict) else [(None, given)]
+                    )
                 pairs += [(ast.Constant(keyword.arg), keyword.value) for keyword in keywords]
         changes = [(_text_of(name), _text_of(value)) for name, value in pairs]
         plain = [(name, value) for name, value in changes if name and value is not None]
@@ -270,7 +273,7 @@ class _Reader:
                 yield _ANYTHING
             case ast.Attribute() if ast.unparse(node).startswith(_SEEN_THROUGH):
                 parts = []
-            case ast.Name(name) if name in self._os_names | self._environ_names | self._opaque_names:
+            case ast.Name(name, ast.Load()) if name in self._os_names | self._environ_names | self._opaque_names:
                 yield _ANYTHING
         for part in parts:
             yield from self._changes_in(part)
