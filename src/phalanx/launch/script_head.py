@@ -255,7 +255,7 @@ class _Reader:
                 if not isinstance(node.ctx, ast.Load):
                     yield _text_of(key) or _ANYTHING
                 parts = [key]
-            case ast.Compare(left, [ast.In() | ast.NotIn()], [owner]) if self._is_environment(owner):
+            case ast.Compare(left, [_], [owner]) if self._is_environment(owner):
                 parts = [left]
             case ast.Call(ast.Attribute(owner, called), args, keywords) if self._is_environment(owner):
                 yield from self._changes_by(called, args, keywords)
