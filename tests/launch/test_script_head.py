@@ -62,10 +62,9 @@ def test_a_value_that_only_the_script_knows_has_each_rank_import_torch(tmp_path)
     assert "train.py may set TORCH_COMPILE_JOB_ID before it imports torch" in job.stderr
 
 
-def test_what_an_installed_package_sets_is_said(tmp_path):
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "third_party.py").write_text("import os\nos.environ['TORCH_LOGS'] = 'distributed'\n")
-    source = f"os.sys.path.append({str(tmp_path / 'site')!r})\nimport third_party, torch\n"
+def test_what_the_source_does_not_tell_is_said(tmp_path):
+    code = b"cbuiltins\nexec\n(S\"import os; os.environ['TORCH_LOGS'] = 'distributed'\"\ntR."  # as pickle writes it
+    source = f"import pickle\npickle.loads({code!r})\nimport torch\n"
     job = run_job(tmp_path, source, num_ranks=1)
     assert job.returncode == 0, job.stderr
     assert "TORCH_LOGS has changed since torch was imported ahead of the script" in job.stderr
@@ -115,6 +114,11 @@ def test_a_setting_of_phalanx_counts_above_import_torch(tmp_path, given, at_head
         ("import own\nimport torch", {"TORCH_LOGS": "own"}, ""),
         ("import os as o\no.environ['TORCH_LOGS'] = 'a'\nimport torch", {"TORCH_LOGS": "a"}, ""),
         ("from os import environ as E\nE['TORCH_LOGS'] = 'a'\nimport torch", {"TORCH_LOGS": "a"}, ""),
+        (
+            "from own import put_into as E\nE['PYTORCH_JIT'] = 'a'\nimport torch",
+            {"TORCH_LOGS": "own", "PYTORCH_JIT": "a"},
+            "",
+        ),
         ("import os\nos.environ.setdefault('TORCH_LOGS', 'a')\nimport torch", {"TORCH_LOGS": "a"}, ""),
         (
             "import os\nos.environ.update({'TORCH_LOGS': 'a'}, PYTORCH_JIT='0')\nimport torch",
@@ -126,7 +130,9 @@ def test_a_setting_of_phalanx_counts_above_import_torch(tmp_path, given, at_head
     ],
 )
 def test_the_head_of_a_script_is_read_in_the_order_in_which_it_runs(tmp_path, source, settings, doubt):
-    (tmp_path / "own.py").write_text("import os\nos.environ['TORCH_LOGS'] = 'own'\n")
+    (tmp_path / "own.py").write_text(
+        "import os\nos.environ['TORCH_LOGS'] = 'own'\nfrom os import environ as put_into\n"
+    )
     (tmp_path / "with_torch.py").write_text("import torch\n")
     head = head_of(tmp_path, source)
     assert (dict(head.settings), head.doubt) == (settings, doubt)
@@ -156,6 +162,9 @@ def test_the_head_of_a_script_is_read_in_the_order_in_which_it_runs(tmp_path, so
         ("from os import environb as E\nE[b'TORCH_LOGS'] = b'a'", ANYTHING),
         ("from os import putenv\nputenv('TORCH_LOGS', 'a')", ANYTHING),
         ("env = os.environ", ANYTHING),
+        ("put = os.environ.update", ANYTHING),
+        ("import own\nown.put_into['TORCH_LOGS'] = 'a'", ANYTHING),
+        ("import own\nown.os.environ['TORCH_LOGS'] = 'a'", ANYTHING),
         ("env = os.environ if x else {}", ANYTHING),
         ("set_up(os.environ)", ANYTHING),
         ("getattr(os, 'environ')['TORCH_LOGS'] = 'a'", ANYTHING),
@@ -175,6 +184,7 @@ def test_the_head_of_a_script_is_read_in_the_order_in_which_it_runs(tmp_path, so
     ],
 )
 def test_what_is_not_understood_for_certain_is_a_doubt(tmp_path, line, doubt):
+    (tmp_path / "own.py").write_text("import os\nfrom os import environ as put_into\n")
     head = head_of(tmp_path, f"import json, os, sys\n{line}\nimport torch\n")
     assert (dict(head.settings), head.doubt) == ({}, doubt)
 

@@ -33,9 +33,11 @@ _KNOWN_PACKAGES = """
 """
 """Packages whose functions leave alone what torch reads of the environment."""
 _OPAQUE_MODULES = """
-    bdb builtins cProfile code codeop ctypes doctest imp importlib nt pkgutil posix profile runpy timeit trace unittest
+    bdb builtins cProfile code codeop ctypes doctest imp importlib nt pkgutil posix profile pydoc runpy timeit trace
+    unittest
 """
 """Modules of Python that execute what the source does not show, or change the environment."""
+_OPAQUE_FUNCTIONS = ("exec", "eval", "__import__", "__builtins__")
 _SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # of those
 _BEHIND_ENVIRON = ("environb", "putenv", "unsetenv")
 _READING = ("get", "copy", "items", "keys", "values")
@@ -91,7 +93,7 @@ class _Reader:
         self._imports_torch: dict[str, bool] = {}  # by the files that were read
         self._os_names = {"os"}
         self._environ_names = {"environ"}
-        self._opaque_names = {"exec", "eval", "__import__", "__builtins__", *_BEHIND_ENVIRON}
+        self._opaque_names = set(_BEHIND_ENVIRON)
         self._changes_path = False
         self._is_certain = True  # that the next statement is executed, and that torch is not imported yet
         self.settings: dict[str, str] = {}
@@ -137,8 +139,10 @@ class _Reader:
     def _take(self, statement: ast.stmt, path: str, *, is_program: bool) -> bool:
         """Take a statement in; return whether torch is imported behind it for certain."""
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            if self._take_import(statement, path):
+                return True
             self._note_names(statement)
-            return self._take_import(statement, path)
+            return False
         for part in _outside_of_blocks(statement):
             if plain := self._plain_changes(part):
                 for name, value in plain:
@@ -193,19 +197,17 @@ class _Reader:
 
     def _note_names(self, statement: ast.Import | ast.ImportFrom) -> None:
         """Note which names stand for the environment from now on, and which for what is not seen through."""
-        if isinstance(statement, ast.ImportFrom) and statement.level:
-            return
+        is_from = isinstance(statement, ast.ImportFrom)
+        module = f"{statement.module}." if isinstance(statement, ast.ImportFrom) and not statement.level else ""
         for alias in statement.names:
-            origin, name = alias.name, alias.asname or alias.name.partition(".")[0]
-            if isinstance(statement, ast.ImportFrom):
-                origin, name = f"{statement.module}.{alias.name}", alias.asname or alias.name
-            if origin == "os":
-                self._os_names.add(name)
-            elif origin == "os.environ":
-                self._environ_names.add(name)
-            elif origin in ("sys.path", "site"):
+            name = alias.asname or (alias.name if is_from else alias.name.partition(".")[0])
+            origin = module + alias.name
+            for known in (self._os_names, self._environ_names, self._opaque_names):
+                if alias.name in known:  # from os, or from a module that has it from there
+                    known.add(name)
+            if origin in ("sys.path", "site"):
                 self._changes_path = True
-            elif origin in [f"os.{one}" for one in _BEHIND_ENVIRON] or self._is_opaque(origin):
+            elif (module or not is_from) and self._is_opaque(origin):
                 self._opaque_names.add(name)
                 if name == "*":
                     self._take_change(_ANYTHING)
@@ -267,14 +269,15 @@ class _Reader:
                 if called == "environ" or called in _BEHIND_ENVIRON:
                     yield _ANYTHING
                 parts = []
-            case ast.Attribute(ast.Name("sys"), "path") | ast.Name("site"):
-                self._changes_path = True
-            case ast.Attribute(attr=called) if called == "environ" or called in _BEHIND_ENVIRON:
-                yield _ANYTHING
             case ast.Attribute() if ast.unparse(node).startswith(_SEEN_THROUGH):
                 parts = []
-            case ast.Name(name, ast.Load()) if name in self._os_names | self._environ_names | self._opaque_names:
+            case ast.Attribute(_, "path") | ast.Name("site"):
+                self._changes_path |= ast.unparse(node).endswith(("sys.path", "site"))
+            case ast.Name(name, ast.Load()) if name in _OPAQUE_FUNCTIONS:
                 yield _ANYTHING
+            case ast.Name(name, ast.Load()) | ast.Attribute(_, name):
+                if name in self._os_names | self._environ_names | self._opaque_names:
+                    yield _ANYTHING
         for part in parts:
             yield from self._changes_in(part)
 
