@@ -62,7 +62,10 @@ def autoload() -> None:
         from phalanx import _env
 
         environ = _env.environment()
-        _obey_replace()
+        if environ.get(_env.REPLACE_VARIABLE) or _env.MISTAKEN_FOR_REPLACE in environ:
+            from phalanx import _replace
+
+            _replace.obey()
         if _env.ALLOCATION_VARIABLE in environ:
             from phalanx._memory import obey_launcher
 
@@ -86,34 +89,13 @@ def autoload() -> None:
 
             _trial.begin()
     except Exception as error:
-        _say_failure(error)
+        import sys
 
-
-def obey_script() -> None:
-    """Obey what a rank's script has set above its import of torch, if torch was imported ahead of the script."""
-    from phalanx import _env
-
-    if _env.environment().get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
-        try:
-            _obey_replace()
-        except Exception as error:
-            _say_failure(error)
-
-
-def _obey_replace() -> None:
-    from phalanx import _env
-
-    environ = _env.environment()
-    if environ.get(_env.REPLACE_VARIABLE) or _env.MISTAKEN_FOR_REPLACE in environ:
-        from phalanx import _replace
-
-        _replace.obey()
-
-
-def _say_failure(error: Exception) -> None:
-    import sys
-
-    print(f"phalanx: can't be set up at import torch, which goes on without it: {error!r}", file=sys.stderr, flush=True)
+        print(
+            f"phalanx: can't be set up at import torch, which goes on without it: {error!r}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _may_load_data() -> bool:

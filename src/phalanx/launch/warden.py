@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx import _alone, _env, _plugin, _trial
+from phalanx import _alone, _env, _trial
 from phalanx._memory import obey_launcher
 from phalanx.debugging import attached
 from phalanx.launch.ahead import Hidden, Imports, begin_log, replay
@@ -367,7 +367,9 @@ def _on_return(package: str, names: Sequence[str]) -> None:
     if names:
         _say_change(package, names)
     if package in ("torch", "phalanx"):
-        _plugin.obey_script()
+        from phalanx import _replace
+
+        _replace.obey_script()
 
 
 def _say_change(package: str, names: Sequence[str]) -> None:
