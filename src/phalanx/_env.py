@@ -57,6 +57,8 @@ REPLACE_VARIABLE = "PHALANX_REPLACE"
 """What phalanx stands in the place of, see `_replace`: ``gloo``; empty: nothing."""
 MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
 """What somebody sets who takes it for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
+OBEYED_BY_RANKS = (REPLACE_VARIABLE, MISTAKEN_FOR_REPLACE)
+"""What ``import torch`` obeys, which a rank's script may still set: so not what imports torch for ranks to come."""
 ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they are to do about freed memory."""
 COMMAND_VARIABLE = "PHALANX_COMMAND"

@@ -44,6 +44,15 @@ def obey() -> None:
         begin(_env.REPLACE_VARIABLE)
 
 
+def obey_script() -> None:
+    """Obey what a rank's script has set above its import of torch, if torch was imported ahead of the script."""
+    if _env.environment().get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+        try:
+            obey()
+        except Exception as error:  # the import goes on
+            say_once(f"{_env.REPLACE_VARIABLE} can't be obeyed at import torch: {error!r}")
+
+
 def begin(who: str) -> None:
     """Put phalanx, which torch knows already, in the place of Gloo in this process.
 

@@ -29,7 +29,7 @@ logs, left_out = json.load(sys.stdin)
 imports = Imports()
 unfit = sorted(replay(logs, imports, left_out))
 said = []
-Hidden(imports, (), lambda package, names: said.append([package, names]))
+Hidden(imports, (), lambda package, names: names and said.append([package, names]))
 hidden = "early" not in sys.modules and "late" not in sys.modules
 import early
 os.environ["KIND"] = "late"

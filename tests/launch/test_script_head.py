@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from phalanx.launch.script_head import read_head
+from phalanx.launch.script_head import Head, read_head
 from tests.launch.jobs import LIMIT_S, run_job, write_script
 
 HEAD = """
@@ -22,6 +24,15 @@ print("SEES", hidden, str(dist.get_debug_level()), torch.get_num_threads(), torc
       logging.getLogger("torch.distributed").level, torch.compiler.config.job_id,
       torch._subclasses.fake_tensor.FakeTensorConfig.debug)
 """
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ANYTHING = "what is not known"
+
+
+def head_of(folder, source):
+    (folder / "train.py").write_text(source)
+    return read_head((sys.executable, str(folder / "train.py")), {})
 
 
 def seen(output):
@@ -52,9 +63,38 @@ def test_a_value_that_only_the_script_knows_has_each_rank_import_torch(tmp_path)
 
 
 def test_what_the_source_does_not_tell_is_said(tmp_path):
-    job = run_job(tmp_path, "exec(\"os.environ['TORCH_LOGS'] = 'distributed'\")\nimport torch\n", num_ranks=1)
+    code = b"cbuiltins\nexec\n(S\"import os; os.environ['TORCH_LOGS'] = 'distributed'\"\ntR."  # as pickle writes it
+    source = f"import pickle\npickle.loads({code!r})\nimport torch\n"
+    job = run_job(tmp_path, source, num_ranks=1)
     assert job.returncode == 0, job.stderr
     assert "TORCH_LOGS has changed since torch was imported ahead of the script" in job.stderr
+
+
+def test_a_script_that_executes_other_code_first_has_each_rank_import_torch(tmp_path):
+    source = """
+    exec("os.environ['TORCH_COMPILE_JOB_ID'] = 'unseen'")
+    import torch
+    print("SEES", torch.compiler.config.job_id)
+    """
+    job = run_job(tmp_path, source, num_ranks=1)
+    assert job.returncode == 0, job.stderr
+    assert seen(job.stdout) == ["unseen"]
+    assert "train.py may set what is not known before it imports torch" in job.stderr
+
+
+@pytest.mark.parametrize(("given", "at_head", "group"), [("", "gloo", "PhalanxGroup"), ("gloo", "", "ProcessGroup")])
+def test_a_setting_of_phalanx_counts_above_import_torch(tmp_path, given, at_head, group):
+    source = f"""
+    os.environ["PHALANX_REPLACE"] = {at_head!r}
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    print("SEES", type(dist.group.WORLD).__name__)
+    dist.destroy_process_group()
+    """
+    job = run_job(tmp_path, source, num_ranks=1, env={**os.environ, "PHALANX_REPLACE": given})
+    assert job.returncode == 0, job.stderr
+    assert seen(job.stdout) == [group]
+    assert "imports it anew" not in job.stderr
 
 
 @pytest.mark.parametrize(
@@ -70,13 +110,110 @@ def test_what_the_source_does_not_tell_is_said(tmp_path):
         ("import os, third_party\nos.environ['TORCH_LOGS'] = 'a'\nimport torch", {}, "TORCH_LOGS"),
         ("import os\nos.environ.pop('TORCH_LOGS', None)\nimport torch", {}, "TORCH_LOGS"),
         ("import os\nos.environ.setdefault('OMP_NUM_THREADS', '4')\nimport torch", {}, ""),
-        ("from dotenv import load_dotenv\nload_dotenv()\nimport torch", {}, "what is not known"),
         ("def main():\n    os.environ['TORCH_LOGS'] = 'a'\n    import torch\nmain()", {}, "TORCH_LOGS"),
         ("import own\nimport torch", {"TORCH_LOGS": "own"}, ""),
+        ("import os as o\no.environ['TORCH_LOGS'] = 'a'\nimport torch", {"TORCH_LOGS": "a"}, ""),
+        ("from os import environ as E\nE['TORCH_LOGS'] = 'a'\nimport torch", {"TORCH_LOGS": "a"}, ""),
+        (
+            "from own import put_into as E\nE['PYTORCH_JIT'] = 'a'\nimport torch",
+            {"TORCH_LOGS": "own", "PYTORCH_JIT": "a"},
+            "",
+        ),
+        ("import os\nos.environ.setdefault('TORCH_LOGS', 'a')\nimport torch", {"TORCH_LOGS": "a"}, ""),
+        (
+            "import os\nos.environ.update({'TORCH_LOGS': 'a'}, PYTORCH_JIT='0')\nimport torch",
+            {"TORCH_LOGS": "a", "PYTORCH_JIT": "0"},
+            "",
+        ),
+        ("import os\ntry:\n    import torch\nexcept ImportError:\n    raise\nos.environ['TORCH_LOGS'] = 'a'", {}, ""),
+        ("def f():\n    import with_torch\nimport os, with_torch\nos.environ['TORCH_LOGS'] = 'a'", {}, ""),
     ],
 )
 def test_the_head_of_a_script_is_read_in_the_order_in_which_it_runs(tmp_path, source, settings, doubt):
-    (tmp_path / "own.py").write_text("import os\nos.environ['TORCH_LOGS'] = 'own'\n")
-    (tmp_path / "train.py").write_text(source)
-    head = read_head((sys.executable, str(tmp_path / "train.py")), {})
+    (tmp_path / "own.py").write_text(
+        "import os\nos.environ['TORCH_LOGS'] = 'own'\nfrom os import environ as put_into\n"
+    )
+    (tmp_path / "with_torch.py").write_text("import torch\n")
+    head = head_of(tmp_path, source)
     assert (dict(head.settings), head.doubt) == (settings, doubt)
+
+
+@pytest.mark.parametrize(
+    ("line", "doubt"),
+    [
+        ("os.environ['TORCH_LOGS'], x = 'a', 1", "TORCH_LOGS"),
+        ("os.environ['TORCH_LOGS']: str = 'a'", "TORCH_LOGS"),
+        ("os.environ['TORCH_LOGS'] += 'a'", "TORCH_LOGS"),
+        ("del os.environ['TORCH_LOGS']", "TORCH_LOGS"),
+        ("os.environ.__setitem__('TORCH_LOGS', 'a')", "TORCH_LOGS"),
+        ("os.putenv('TORCH_LOGS', 'a')", "TORCH_LOGS"),
+        ("if os.environ.setdefault('TORCH_LOGS', 'a'): pass", "TORCH_LOGS"),
+        ("while os.environ.pop('TORCH_LOGS', ''): pass", "TORCH_LOGS"),
+        ("lambda: os.environ.update(TORCH_LOGS='a')", "TORCH_LOGS"),
+        ("x and os.environ.update(TORCH_LOGS='a')", "TORCH_LOGS"),
+        ("def f(x=os.environ.setdefault('TORCH_LOGS', 'a')): pass", "TORCH_LOGS"),
+        ("for os.environ['TORCH_LOGS'] in 'ab': pass", "TORCH_LOGS"),
+        ("os.environ.clear()", ANYTHING),
+        ("os.environ |= {'TORCH_LOGS': 'a'}", ANYTHING),
+        ("os.environ[name] = 'a'", ANYTHING),
+        ("os.environ.update(**given)", ANYTHING),
+        ("os.environ.update(json.loads(text))", ANYTHING),
+        ("os.environb[b'TORCH_LOGS'] = b'a'", ANYTHING),
+        ("from os import environb as E\nE[b'TORCH_LOGS'] = b'a'", ANYTHING),
+        ("from os import putenv\nputenv('TORCH_LOGS', 'a')", ANYTHING),
+        ("env = os.environ", ANYTHING),
+        ("put = os.environ.update", ANYTHING),
+        ("import own\nown.put_into['TORCH_LOGS'] = 'a'", ANYTHING),
+        ("import own\nown.os.environ['TORCH_LOGS'] = 'a'", ANYTHING),
+        ("env = os.environ if x else {}", ANYTHING),
+        ("set_up(os.environ)", ANYTHING),
+        ("getattr(os, 'environ')['TORCH_LOGS'] = 'a'", ANYTHING),
+        ("sys.modules['os'].environ['TORCH_LOGS'] = 'a'", ANYTHING),
+        ("def put(name, value): os.environ[name] = value", ANYTHING),
+        ("exec(text)", ANYTHING),
+        ("__import__('settings')", ANYTHING),
+        ("import importlib\nimportlib.import_module('settings')", ANYTHING),
+        ("from importlib import import_module as load\nload('settings')", ANYTHING),
+        ("import runpy\nrunpy.run_path('settings.py')", ANYTHING),
+        ("from unittest import mock\nmock.patch.dict(os.environ, {'TORCH_LOGS': 'a'}).start()", ANYTHING),
+        ("from unittest import mock\nwith mock.patch.dict('os.environ', TORCH_LOGS='a'): pass", ANYTHING),
+        ("from dotenv import load_dotenv\nload_dotenv()", ANYTHING),
+        ("import third_party\nthird_party.set_up()", ANYTHING),
+        ("from third_party import *", ANYTHING),
+        ("sys.path.insert(0, 'src')\nimport in_src", ANYTHING),
+    ],
+)
+def test_what_is_not_understood_for_certain_is_a_doubt(tmp_path, line, doubt):
+    (tmp_path / "own.py").write_text("import os\nfrom os import environ as put_into\n")
+    head = head_of(tmp_path, f"import json, os, sys\n{line}\nimport torch\n")
+    assert (dict(head.settings), head.doubt) == ({}, doubt)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        # As nanoGPT begins.
+        "import os, time, math, pickle\nfrom contextlib import nullcontext\nimport numpy as np",
+        "import argparse, logging\nlogging.basicConfig(level='INFO')\nlog = logging.getLogger(__name__)",
+        "import warnings\nimport matplotlib\nwarnings.filterwarnings('ignore')\nmatplotlib.use('Agg')",
+        "import random, numpy as np\nrandom.seed(0)\nnp.random.seed(0)",
+        "import sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).parent))\nimport own, numpy",
+        "import os\nrank = int(os.environ.get('RANK', 0))\nport = os.environ['PORT'] if 'PORT' in os.environ else ''",
+        "import os\nos.makedirs('out', exist_ok=True)\nos.environ['CUDA_VISIBLE_DEVICES'] = str(rank)",
+        "import importlib.util\nhas_apex = importlib.util.find_spec('apex') is not None",
+        "try:\n    import third_party\nexcept ImportError:\n    third_party = None",
+        "import yaml\nfrom tqdm import tqdm\nconfig = yaml.safe_load(open('config.yaml'))",
+        "from own import helper\nhelper()",
+    ],
+)
+def test_the_heads_of_most_scripts_are_understood(tmp_path, lines):
+    (tmp_path / "own.py").write_text("import json\ndef helper():\n    return json.dumps({})\n")
+    assert head_of(tmp_path, f"{lines}\nimport torch\nexec(text)\n") == Head()
+
+
+def test_the_heads_of_the_examples_are_understood():
+    paths = sorted(EXAMPLES.rglob("*.py"))
+    assert paths
+    assert {path.name: read_head((sys.executable, str(path)), {}) for path in paths} == {
+        path.name: Head() for path in paths
+    }

@@ -40,6 +40,27 @@ def test_without_the_variable_gloo_is_gloo(tmp_path):
     assert got(run(LAUNCHERS["spawn"], tmp_path)) == EXPECTED | {"group": "ProcessGroup"}
 
 
+SPAWNS_TWICE = """
+import os, phalanx, torch.distributed as dist
+
+def say(rank):
+    dist.init_process_group("gloo")
+    print(type(dist.group.WORLD).__name__, flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    phalanx.spawn(say, nprocs=1)
+    del os.environ["PHALANX_REPLACE"]
+    phalanx.spawn(say, nprocs=1)
+"""
+
+
+def test_spawn_obeys_the_variable_as_it_is_at_each_call(tmp_path):
+    (tmp_path / "train.py").write_text(SPAWNS_TWICE)
+    done = run([sys.executable, "train.py"], tmp_path, **BY_VARIABLE)
+    assert done.stdout.split() == ["PhalanxGroup", "ProcessGroup"], done.stderr
+
+
 def test_a_dry_run_says_whether_and_who_asked(tmp_path):
     command = [*LAUNCHERS["phalanx run"][:4], "--dry-run", *LAUNCHERS["phalanx run"][4:]]
     flagged = [*command[:5], "--replace-gloo", *command[5:]]

@@ -22,9 +22,10 @@ from phalanx import _env
 
 READ_BY_TORCH = re.compile(
     r"""
-    (TORCH|PYTORCH)(?!_(NCCL|HOME$|EXTENSIONS_DIR$)|ELASTIC_|INDUCTOR_CACHE_DIR$).*
+    (?!KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)$)  # which scikit-learn sets, for Intel's OpenMP alone
+    (?:(TORCH|PYTORCH)(?!_(NCCL|HOME$|EXTENSIONS_DIR$)|ELASTIC_|INDUCTOR_CACHE_DIR$).*
     | (OMP|GOMP|KMP|MKL|MKLDNN|ONEDNN|DNNL|OPENBLAS|GOTO|BLIS|VECLIB|NUMEXPR|NPY|NUMPY|FX|KINETO|CUBLAS|CUBLASLT)_.*
-    | GOTOBLAS_.* | COMPILE_STROBELIGHT_.* | NVPL_BLAS_.*
+    | GOTOBLAS_.* | COMPILE_STROBELIGHT_.* | NVPL_BLAS_.*)
     """,
     re.VERBOSE,
 )
@@ -107,14 +108,14 @@ class Hidden:
     Args:
         imports: What is known of their import.
         spared: Modules that stay in sight.
-        on_change: Function that is told, on the import of a package, the package and the variables that are not as it
+        on_return: Function that is told, on the import of a package, the package and the variables that are not as it
             has read them.
     """
 
     def __init__(
-        self, imports: Imports, spared: Collection[str], on_change: Callable[[str, Sequence[str]], None]
+        self, imports: Imports, spared: Collection[str], on_return: Callable[[str, Sequence[str]], None]
     ) -> None:
-        self._imports, self._on_change = imports, on_change
+        self._imports, self._on_return = imports, on_return
         packages = set(imports.outer).difference(sys.stdlib_module_names, map(_package_of, spared))
         self._specs: dict[str, ModuleSpec | None] = {}  # of packages that are being brought back
         self._modules: dict[str, dict[str, ModuleType]] = {}  # by package
@@ -140,12 +141,13 @@ class Hidden:
         """Bring back all modules of the package, and of those that were imported together with it."""
         name, outer = module.__name__, self._imports.outer
         module.__spec__ = self._specs.pop(name)
-        for package in [one for one in self._modules if one == name or name in outer.get(one, ())]:
+        packages = [one for one in self._modules if one == name or name in outer.get(one, ())]
+        for package in packages:
             sys.modules.update(self._modules.pop(package))
-            if changed := self._imports.changed(package):
-                self._on_change(package, changed)
         if not self._modules:
             self._bring_back_all()
+        for package in packages:
+            self._on_return(package, self._imports.changed(package))
 
     def _bring_back_all(self) -> None:
         for modules in self._modules.values():

@@ -2,12 +2,17 @@
 
 torch reads variables when it is imported. Where ranks are forked from a process that has imported it, it must have read
 what each rank would have read; where that can't be known, ranks import it themselves. Nothing is executed here.
+
+Understood is ``os.environ["NAME"] = "value"``, and ``setdefault`` and ``update`` with literals, each as a statement of
+its own. Whatever else mentions the environment for more than reading, or what may change it unseen, is a doubt: code
+that is not in the source (``exec``, ``importlib``), and packages that are not known here.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -17,8 +22,25 @@ from phalanx.launch.ahead import READ_BY_TORCH
 from phalanx.launch.environment import THREADS_VARIABLE
 
 _MOST_FILES = 100
-_TORCH = ("torch", "phalanx")
+_TORCH = ("torch", "phalanx", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "timm")
+"""Packages that import torch as soon as they are imported."""
 _ANYTHING = ""  # the name of a variable that is not told
+_KNOWN_PACKAGES = """
+    PIL absl accelerate attr attrs click cv2 datasets einops evaluate fire h5py jsonargparse loguru matplotlib numpy
+    omegaconf packaging pandas polars psutil pyarrow pydantic pytest regex requests rich safetensors scipy sentencepiece
+    simple_parsing sklearn tabulate tensorboard tiktoken tokenizers tomli tqdm transformers typer typing_extensions
+    wandb yaml
+"""
+"""Packages whose functions leave alone what torch reads of the environment."""
+_OPAQUE_MODULES = """
+    bdb builtins cProfile code codeop ctypes doctest imp importlib nt pkgutil posix profile pydoc runpy timeit trace
+    unittest
+"""
+"""Modules of Python that execute what the source does not show, or change the environment."""
+_OPAQUE_FUNCTIONS = ("exec", "eval", "__import__", "__builtins__")
+_SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # of those
+_BEHIND_ENVIRON = ("environb", "putenv", "unsetenv")
+_READING = ("get", "copy", "items", "keys", "values")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +77,9 @@ def read_head(command: Sequence[str], environ: Mapping[str, str]) -> Head:
 class _Reader:
     """Walks through statements in the order in which they run, up to the first import of torch.
 
+    A name that stands for something counts as that in all files, and whatever else it is bound to: which can only add
+    doubts.
+
     Args:
         folder: Folder of the script, in which its modules lie.
         environ: Environment in which it will run.
@@ -65,7 +90,11 @@ class _Reader:
         on_path = [path for path in sys.path if path not in ("", os.getcwd()) and not path.startswith(installed)]
         self._folders = [folder, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *on_path]
         self._environ = environ
-        self._seen: set[str] = set()
+        self._imports_torch: dict[str, bool] = {}  # by the files that were read
+        self._os_names = {"os"}
+        self._environ_names = {"environ"}
+        self._opaque_names = set(_BEHIND_ENVIRON)
+        self._changes_path = False
         self._is_certain = True  # that the next statement is executed, and that torch is not imported yet
         self.settings: dict[str, str] = {}
         self.doubt: str = ""
@@ -73,15 +102,19 @@ class _Reader:
     def read_file(self, path: str, *, is_program: bool = False) -> bool:
         """Return whether torch is imported by the end of this file for certain."""
         path = os.path.realpath(path)
-        if path in self._seen or len(self._seen) >= _MOST_FILES:
+        if path in self._imports_torch:
+            return self._imports_torch[path]
+        if len(self._imports_torch) >= _MOST_FILES:
+            self._take_change(_ANYTHING)
             return False
-        self._seen.add(path)
+        self._imports_torch[path] = False  # for modules that import each other
         try:
             with open(path, "rb") as file:
                 tree = ast.parse(file.read())
         except (OSError, SyntaxError, ValueError, RecursionError):  # a program of another kind, or one that fails
             return False
-        return self._walk(tree.body, path, is_program=is_program)
+        self._imports_torch[path] = self._walk(tree.body, path, is_program=is_program)
+        return self._imports_torch[path]
 
     def read_module(self, name: str, *folders: str, is_program: bool = False) -> bool:
         """Read the files that an import of that module executes; return whether torch is imported by then."""
@@ -94,7 +127,7 @@ class _Reader:
     def _walk(self, body: Iterable[ast.stmt], path: str, *, is_program: bool = False) -> bool:
         return any(self._take(statement, path, is_program=is_program) for statement in body)
 
-    def _maybe(self, bodies: Iterable[Iterable[ast.stmt]], path: str) -> bool:
+    def _maybe(self, bodies: Iterable[Iterable[ast.stmt]], path: str) -> None:
         """Walk through what may be executed or not."""
         was_certain = self._is_certain
         imports_torch = False
@@ -102,27 +135,31 @@ class _Reader:
             self._is_certain = False
             imports_torch |= self._walk(body, path)
         self._is_certain = was_certain and not imports_torch
-        return False
 
     def _take(self, statement: ast.stmt, path: str, *, is_program: bool) -> bool:
         """Take a statement in; return whether torch is imported behind it for certain."""
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            return self._take_import(statement, path)
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            was_certain = self._is_certain
-            self._maybe([statement.body], path)
-            self._is_certain = was_certain  # its imports are executed when somebody calls it
+            if self._take_import(statement, path):
+                return True
+            self._note_names(statement)
             return False
+        for part in _outside_of_blocks(statement):
+            if plain := self._plain_changes(part):
+                for name, value in plain:
+                    self._take_change(name, value)
+            else:
+                for name in self._changes_in(part):
+                    self._take_change(name)
         if isinstance(statement, (ast.With, ast.ClassDef)):
             return self._walk(statement.body, path)
         if isinstance(statement, ast.If) and (wanted := _known_test(statement.test, is_program)) is not None:
             return self._walk(statement.body if wanted else statement.orelse, path)
-        bodies = list(_bodies_of(statement))
-        if bodies:
-            return self._maybe(bodies, path)
-        for node in ast.walk(statement):
-            for name, value in self._changes_of(node):
-                self._take_change(name, value)
+        if isinstance(statement, ast.Try) and self._take(statement.body[0], path, is_program=is_program):
+            return True  # if that fails, there is no torch
+        was_certain = self._is_certain
+        self._maybe(_blocks_of(statement), path)
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            self._is_certain = was_certain  # its imports are executed when somebody calls it
         return False
 
     def _take_import(self, statement: ast.Import | ast.ImportFrom, path: str) -> bool:
@@ -137,16 +174,53 @@ class _Reader:
             names, folders = [alias.name for alias in statement.names], self._folders
         for name in filter(None, names):
             package = name.partition(".")[0]
-            if package in _TORCH and not is_relative:
-                return True
-            if any(os.path.exists(os.path.join(folder, package + end)) for folder in folders for end in (".py", "")):
+            if is_relative or self._is_own(package):
                 if self.read_module(name, *folders):
                     return True
-            elif package not in sys.stdlib_module_names and not is_relative:
+            elif package in _TORCH:
+                return True
+            elif package not in sys.stdlib_module_names:
                 self._is_certain = False  # it may import torch
+                if self._changes_path and not _is_installed(package):
+                    self._take_change(_ANYTHING)
         return False
 
-    def _take_change(self, name: str, value: str | None) -> None:
+    def _is_own(self, package: str) -> bool:
+        """Whether a package is found in the user's folders."""
+        if package in _TORCH:
+            return False
+        paths = [os.path.join(folder, package) for folder in self._folders]
+        if any(os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__init__.py")) for path in paths):
+            return True
+        is_folder = any(map(os.path.isdir, paths))  # which an installed package goes before
+        return is_folder and package not in sys.stdlib_module_names and not _is_installed(package)
+
+    def _note_names(self, statement: ast.Import | ast.ImportFrom) -> None:
+        """Note which names stand for the environment from now on, and which for what is not seen through."""
+        is_from = isinstance(statement, ast.ImportFrom)
+        module = f"{statement.module}." if isinstance(statement, ast.ImportFrom) and not statement.level else ""
+        for alias in statement.names:
+            name = alias.asname or (alias.name if is_from else alias.name.partition(".")[0])
+            origin = module + alias.name
+            for known in (self._os_names, self._environ_names, self._opaque_names):
+                if alias.name in known:  # from os, or from a module that has it from there
+                    known.add(name)
+            if origin in ("sys.path", "site"):
+                self._changes_path = True
+            elif (module or not is_from) and self._is_opaque(origin):
+                self._opaque_names.add(name)
+                if name == "*":
+                    self._take_change(_ANYTHING)
+
+    def _is_opaque(self, origin: str) -> bool:
+        package = origin.partition(".")[0]
+        if self._is_own(package):
+            return False
+        if package in sys.stdlib_module_names:
+            return package in _OPAQUE_MODULES.split() and not origin.startswith(_SEEN_THROUGH)
+        return package not in _KNOWN_PACKAGES.split() and package not in _TORCH
+
+    def _take_change(self, name: str, value: str | None = None) -> None:
         if name != _ANYTHING and not READ_BY_TORCH.fullmatch(name):
             return
         if value is not None and self._is_certain:
@@ -154,43 +228,81 @@ class _Reader:
         elif not self.doubt:
             self.doubt = name or "what is not known"
 
-    def _changes_of(self, node: ast.AST) -> Iterator[tuple[str, str | None]]:
-        """Return the variables that an expression or a statement changes, and to what; None: that is not known."""
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Subscript) and _is_environment(target.value):
-                    yield _text_of(target.slice) or _ANYTHING, _text_of(node.value)
-            if _is_environment(node.value):  # under another name from now on
-                yield _ANYTHING, None
-        elif isinstance(node, (ast.AugAssign, ast.Delete)):
-            for target in [node.target] if isinstance(node, ast.AugAssign) else node.targets:
-                if _is_environment(target):
-                    yield _ANYTHING, None
-                elif isinstance(target, ast.Subscript) and _is_environment(target.value):
-                    yield _text_of(target.slice) or _ANYTHING, None
-        elif isinstance(node, ast.Call):
-            yield from self._changes_of_call(node)
+    def _plain_changes(self, statement: ast.AST) -> list[tuple[str, str]]:
+        """Return the variables that a statement sets, and their values; none if it may do anything else."""
+        pairs: list[tuple[ast.expr | None, ast.expr]] = []
+        match statement:
+            case ast.Assign(targets, value):
+                for target in targets:
+                    is_item = isinstance(target, ast.Subscript) and self._is_environment(target.value)
+                    pairs.append((target.slice if is_item else None, value))  # type: ignore[attr-defined]
+            case ast.Expr(ast.Call(ast.Attribute(owner, "setdefault"), [name, value], [])):
+                if self._is_environment(owner) and not self._is_set(_text_of(name)):
+                    pairs.append((name, value))
+            case ast.Expr(ast.Call(ast.Attribute(owner, "update"), args, keywords)) if self._is_environment(owner):
+                for given in args:
+                    pairs += (
+                        zip(given.keys, given.values, strict=True) if isinstance(given, ast.Dict) else [(None, given)]
+                    )
+                pairs += [(ast.Constant(keyword.arg), keyword.value) for keyword in keywords]
+        changes = [(_text_of(name), _text_of(value)) for name, value in pairs]
+        plain = [(name, value) for name, value in changes if name and value is not None]
+        return plain if len(plain) == len(changes) else []
 
-    def _changes_of_call(self, call: ast.Call) -> Iterator[tuple[str, str | None]]:
-        called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        first = call.args[0] if call.args else None
-        if called in ("load_dotenv", "putenv", "unsetenv"):
-            yield (called != "load_dotenv" and _text_of(first)) or _ANYTHING, None
-        elif isinstance(call.func, ast.Attribute) and _is_environment(call.func.value):
-            name = _text_of(first) or _ANYTHING
-            if called == "setdefault":
-                if name not in self._environ and name != THREADS_VARIABLE:  # which every rank has
-                    yield name, self.settings.get(name) or (_text_of(call.args[1]) if len(call.args) == 2 else None)
-            elif called in ("pop", "clear", "popitem"):
-                yield name, None
-            elif called == "update":
-                for keyword in call.keywords:
-                    yield keyword.arg or _ANYTHING, _text_of(keyword.value) if keyword.arg else None
-                if isinstance(first, ast.Dict):
-                    for key, item in zip(first.keys, first.values, strict=True):
-                        yield _text_of(key) or _ANYTHING, _text_of(item)
-                elif first is not None:
-                    yield _ANYTHING, None
+    def _changes_in(self, node: ast.AST) -> Iterator[str]:
+        """Return the variables that the execution of an expression or a statement may change."""
+        parts: Iterable[ast.AST] = ast.iter_child_nodes(node)
+        match node:
+            case ast.Subscript(owner, key) if self._is_environment(owner):
+                if not isinstance(node.ctx, ast.Load):
+                    yield _text_of(key) or _ANYTHING
+                parts = [key]
+            case ast.Compare(left, [_], [owner]) if self._is_environment(owner):
+                parts = [left]
+            case ast.Call(ast.Attribute(owner, called), args, keywords) if self._is_environment(owner):
+                yield from self._changes_by(called, args, keywords)
+                parts = [*args, *(keyword.value for keyword in keywords)]
+            case ast.Call(ast.Attribute(ast.Name(owner), "putenv" | "unsetenv"), args) if owner in self._os_names:
+                yield _text_of(args[0] if args else None) or _ANYTHING
+                parts = args
+            case ast.Attribute(ast.Name(owner), called) if owner in self._os_names:
+                if called == "environ" or called in _BEHIND_ENVIRON:
+                    yield _ANYTHING
+                parts = []
+            case ast.Attribute() if ast.unparse(node).startswith(_SEEN_THROUGH):
+                parts = []
+            case ast.Attribute(_, "path") | ast.Name("site"):
+                self._changes_path |= ast.unparse(node).endswith(("sys.path", "site"))
+            case ast.Name(name, ast.Load()) if name in _OPAQUE_FUNCTIONS:
+                yield _ANYTHING
+            case ast.Name(name, ast.Load()) | ast.Attribute(_, name):
+                if name in self._os_names | self._environ_names | self._opaque_names:
+                    yield _ANYTHING
+        for part in parts:
+            yield from self._changes_in(part)
+
+    def _changes_by(self, called: str, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> Iterator[str]:
+        """Return the variables that a method of the environment may change."""
+        first = args[0] if args else None
+        if called == "update":
+            yield from (keyword.arg or _ANYTHING for keyword in keywords)
+            names = first.keys if isinstance(first, ast.Dict) else [None] * len(args)
+            yield from (_text_of(name) or _ANYTHING for name in names)
+        elif called == "setdefault" and self._is_set(_text_of(first)):
+            pass
+        elif called not in _READING:
+            yield _text_of(first) or _ANYTHING
+
+    def _is_set(self, name: str | None) -> bool:
+        return name in self._environ or name in self.settings or name == THREADS_VARIABLE  # which every rank has
+
+    def _is_environment(self, expression: ast.expr) -> bool:
+        match expression:
+            case ast.Name(name):
+                return name in self._environ_names
+            case ast.Attribute(ast.Name(owner), "environ"):
+                return owner in self._os_names
+        return False
 
 
 def _files_of(name: str, folder: str, *, is_program: bool) -> Iterator[str]:
@@ -206,6 +318,15 @@ def _files_of(name: str, folder: str, *, is_program: bool) -> Iterator[str]:
         yield os.path.join(folder, *parts, "__main__.py")
 
 
+def _is_installed(package: str) -> bool:
+    """Whether Python finds a package by itself."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None
+
+
 def _known_test(test: ast.expr, is_program: bool) -> bool | None:
     """Return what a condition comes to; None: that is not known."""
     text = ast.unparse(test)
@@ -214,19 +335,27 @@ def _known_test(test: ast.expr, is_program: bool) -> bool | None:
     return is_program if text == "__name__ == '__main__'" else None
 
 
-def _is_environment(expression: ast.expr) -> bool:
-    return ast.unparse(expression) in ("os.environ", "environ")
-
-
 def _text_of(expression: ast.expr | None) -> str | None:
     """Return the text that a literal is; None if it is not one."""
     return expression.value if isinstance(expression, ast.Constant) and isinstance(expression.value, str) else None
 
 
-def _bodies_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+def _blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
     """Return the blocks in a statement, one of which may be executed."""
     for name in ("body", "orelse", "finalbody"):
         if block := getattr(statement, name, None):
             yield block
     for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
         yield part.body
+
+
+def _outside_of_blocks(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Return what is executed of a statement beside its blocks."""
+    if not any(_blocks_of(statement)):
+        yield statement
+        return
+    for part in ast.iter_child_nodes(statement):
+        if isinstance(part, (ast.ExceptHandler, ast.match_case)):
+            yield from (one for one in ast.iter_child_nodes(part) if not isinstance(one, ast.stmt))
+        elif not isinstance(part, ast.stmt):
+            yield part

@@ -275,7 +275,7 @@ def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
     Args:
         settings: Variables that the script sets before it imports torch.
     """
-    with imports.noted(settings):
+    with imports.noted({**settings, **dict.fromkeys(_env.OBEYED_BY_RANKS)}):
         for name in _PRELOADED_MODULES:
             try:
                 __import__(name)
@@ -358,9 +358,18 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if "numpy.random" in sys.modules:  # seeded at import, by now the same in all ranks
         sys.modules["numpy.random"].seed()
-    Hidden(imports, loaded_before, _say_change)
+    Hidden(imports, loaded_before, _on_return)
     if _env.environment().get(_env.SNAPSHOT_VARIABLE):  # it may be restarted
         begin_log({*packet["environ"], _env.PROCESS_VARIABLE})
+
+
+def _on_return(package: str, names: Sequence[str]) -> None:
+    if names:
+        _say_change(package, names)
+    if package in ("torch", "phalanx"):
+        from phalanx import _replace
+
+        _replace.obey_script()
 
 
 def _say_change(package: str, names: Sequence[str]) -> None:

@@ -127,8 +127,11 @@ def _start_server(environ: Mapping[str, str], defaults: Mapping[str, str], warm:
     loaded = [name for name in sys.modules if _PRELOAD_IF_LOADED.fullmatch(name)]
     forkserver.set_forkserver_preload([*_PRELOAD, *loaded, _PRELOAD_LAST])
     own = _env.environment()
-    changes = {name: value for name, value in relevant(environ).items() if own.get(name) != value}
+    changes: dict[str, str | None] = {
+        name: value for name, value in relevant(environ).items() if own.get(name) != value
+    }
     changes |= {name: value for name, value in defaults.items() if name in WAIT_VARIABLES}
+    changes |= dict.fromkeys(_env.OBEYED_BY_RANKS)
     if warm and _env.WARM_VARIABLE not in own:
         changes[_env.WARM_VARIABLE] = "1"
     with servers.lock:
