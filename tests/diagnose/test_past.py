@@ -363,7 +363,7 @@ def test_a_trainer_s_folder_without_a_start_stands_for_the_runs_of_its_script(tm
     assert record_of(Path("runs/job")) == Path("runs/job")
     run = Path("logs/job/20260101-000000-1")
     (run / "attempt_0/rank_0").mkdir(parents=True)
-    (run / "blackbox/attempt_0/rank_0.box").mkdir(parents=True)
+    save(Job(2).boxes(5), run / "blackbox/attempt_0")
     assert (record_of(Path("runs/job")), record_of(Path("runs"))) == (run.parent, run.parent.parent)
     assert record_of(tmp_path / "runs/job") == tmp_path / run.parent
     assert [last_run_of(name) for name in ("", "job.py", "logs", "logs/job")] == [run] * 4

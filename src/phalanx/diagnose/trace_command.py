@@ -35,13 +35,13 @@ def main(args: Sequence[str]) -> int:
         "ui.perfetto.dev, which uploads nothing. Of a run that is over it shows what its black boxes hold, some 8,000 "
         "events of each rank; of a running job, the same and the next seconds. Exit code: 1 if no rank "
         "runs yet or none records anything, 2 if there is no such run or job.",
-        "phalanx trace runs/train, or phalanx trace --seconds 10 train.py",
+        "phalanx trace logs/train, or phalanx trace --seconds 10 train.py",
     )
     parser.add_argument(
         "what",
         nargs="*",
         metavar="RUN | JOB | PID",
-        help="folder of a run, or several, one from each host; a job's name or any of its process ids (default: the "
+        help="folder of a run or of a Trainer, or several, one from each host; a job's name or any of its process ids (default: the "
         "job that runs on this host, or the last run)",
     )
     parser.add_argument(
