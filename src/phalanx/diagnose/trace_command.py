@@ -41,8 +41,8 @@ def main(args: Sequence[str]) -> int:
         "what",
         nargs="*",
         metavar="RUN | JOB | PID",
-        help="folder of a run or of a Trainer, or several, one from each host; a job's name or any of its process ids (default: the "
-        "job that runs on this host, or the last run)",
+        help="folder of a run or of a Trainer, or several, one from each host; a job's name or any of its process ids "
+        "(default: the job that runs on this host, or the last run)",
     )
     parser.add_argument(
         "--seconds",
