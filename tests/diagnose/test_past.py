@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import cli
-from phalanx.diagnose.past import examine_run, launch_of_run
+from phalanx.diagnose.past import examine_run, last_run_of, record_of
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.diagnose.why import main
 from phalanx.diagnose.wording import sentence
@@ -103,7 +103,7 @@ dist.all_reduce(torch.ones(2))
 
 def test_a_wait_that_timed_out_has_lasted_until_then_and_its_error_is_named(tmp_path):
     assert run(tmp_path, LATE).returncode == 1
-    _, answer, *more = why(tmp_path, "runs/job")
+    _, answer, *more = why(tmp_path, "logs/job")
     waited = re.search(
         r"^rank 1 had not begun all_reduce #2 .*; 2 ranks waited up to (\S+) s for it, and raised (\S+)$", answer
     )
@@ -113,20 +113,20 @@ def test_a_wait_that_timed_out_has_lasted_until_then_and_its_error_is_named(tmp_
     each = re.findall(r" for (\S+) s, and raised CollectiveTimeout$", "\n".join(more), re.MULTILINE)
     assert each
     assert all(2 <= float(one_s) <= float(waited[1]) for one_s in each)
-    assert why(tmp_path, "runs/job", "--brief") == [answer]
+    assert why(tmp_path, "logs/job", "--brief") == [answer]
 
 
 def test_what_ended_the_launcher_is_told_of_a_run_that_no_rank_ended(tmp_path):
     with waiting_job(tmp_path, 2) as process:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-    (folder,) = tmp_path.glob("runs/job/*")
+    (folder,) = tmp_path.glob("logs/job/*")
     assert why(tmp_path, folder)[0] == f"{folder} has ended: phalanx run got SIGTERM. When it did:"
 
 
 def test_after_ctrl_c_on_a_young_hang_it_is_known_who_was_missing_and_at_which_line(tmp_path):
     with waiting_job(tmp_path, 2) as process:
-        (folder,) = tmp_path.glob("runs/job/*")
+        (folder,) = tmp_path.glob("logs/job/*")
         while "; 1 rank has waited " not in why(tmp_path, folder)[0]:
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
@@ -182,7 +182,7 @@ def test_a_rank_that_ctrl_c_interrupts_in_a_message_or_while_it_joins_was_waitin
 
 def test_a_rank_that_left_while_its_own_call_was_about_to_begin_is_not_said_not_to_have_called_it(tmp_path):
     run(tmp_path, LEAVES)
-    (folder,) = tmp_path.glob("runs/job/*")
+    (folder,) = tmp_path.glob("logs/job/*")
     answer = why(tmp_path, folder)[1]
     assert "rank 1 " in answer
     assert "not called" not in answer
@@ -191,7 +191,7 @@ def test_a_rank_that_left_while_its_own_call_was_about_to_begin_is_not_said_not_
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_of_a_run_that_failed_the_rank_and_its_exception_are_named(tmp_path, backend):
     assert run(tmp_path, RAISES.replace("BACKEND", repr(backend))).returncode == 1
-    (folder,) = tmp_path.glob("runs/job/*")
+    (folder,) = tmp_path.glob("logs/job/*")
     title, answer, *_ = why(tmp_path, folder)
     assert title == f"{folder} has ended. When it did:"
     assert answer.startswith("rank 1 raised ValueError: a bad batch at job.py:6")
@@ -201,12 +201,12 @@ def test_of_a_run_that_failed_the_rank_and_its_exception_are_named(tmp_path, bac
 
 def test_of_a_run_that_ended_long_ago_it_is_said_when_and_that_torchruns_leave_no_record(tmp_path):
     run(tmp_path, "raise OSError('an old one')", num_ranks=1)
-    (folder,) = tmp_path.glob("runs/job/*")
+    (folder,) = tmp_path.glob("logs/job/*")
     then = time.time() - 750
     for path in (folder, *folder.rglob("*")):
         os.utime(path, (then, then))
     by_name, by_folder = why(tmp_path, "job.py"), why(tmp_path, folder)
-    assert re.fullmatch(r"runs/job/\S+ has ended, 1[23] min \d+ s ago\. When it did:", by_name[0])
+    assert re.fullmatch(r"logs/job/\S+ has ended, 1[23] min \d+ s ago\. When it did:", by_name[0])
     assert (
         by_name[2] == "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
     )
@@ -219,13 +219,13 @@ def test_a_rank_that_was_ended_when_its_wait_just_had_is_told_as_waiting(tmp_pat
     script = RAISES.replace("BACKEND", "'phalanx'").replace("dist.all_reduce(torch.ones(2))", caught)
     script = f"import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n{script}"
     assert run(tmp_path, script).returncode == 1
-    answer = why(tmp_path, *tmp_path.glob("runs/job/*"))[1]
+    answer = why(tmp_path, *tmp_path.glob("logs/job/*"))[1]
     assert re.search(r"a bad batch at .*; 2 ranks waited for it in all_reduce #4 of group 'default' at job.py", answer)
 
 
 def test_a_run_that_came_to_its_end_is_no_hang(tmp_path):
     assert run(tmp_path, RAISES.replace("BACKEND", "'phalanx'").replace("(1, 3)", "(1, 30)")).returncode == 0
-    (folder,) = tmp_path.glob("runs/job/*")
+    (folder,) = tmp_path.glob("logs/job/*")
     (_, answer, _, ranks, *_) = why(tmp_path, folder)
     assert answer == "nothing went wrong: ranks 0, 1 and 2 ended with exit code 0"
     assert ranks.startswith("ranks 0, 1 and 2 (pids ")
@@ -239,7 +239,7 @@ def test_a_rank_that_left_without_a_word_is_named_with_its_exit_code(tmp_path):
         'raise ValueError("a bad batch")', "__import__('os')._exit(7)"
     )
     assert run(tmp_path, script).returncode == 7
-    (folder,) = tmp_path.glob("runs/job/*")
+    (folder,) = tmp_path.glob("logs/job/*")
     assert why(tmp_path, folder)[1].startswith("rank 1 ended with exit code 7 after all_reduce #3 of group 'default'")
 
 
@@ -248,7 +248,7 @@ def test_a_rank_whose_native_code_crashed_is_named_with_its_line(tmp_path):
         tmp_path,
         RAISES.replace("BACKEND", "'phalanx'").replace("raise ValueError", "__import__('ctypes').string_at(0)#"),
     )
-    assert why(tmp_path, *tmp_path.glob("runs/job/*"))[1].startswith(
+    assert why(tmp_path, *tmp_path.glob("logs/job/*"))[1].startswith(
         "rank 1 was killed by SIGSEGV at job.py:6; 2 ranks waited for it in all_reduce #4"
     )
 
@@ -260,14 +260,14 @@ def test_ranks_that_called_different_collectives_are_told_with_their_lines(tmp_p
         f"{ranks} in {op} #4 of group 'default' at job.py:{line}"
         for ranks, op, line in (("ranks 0 and 2", "all_reduce", 7), ("rank 1", "barrier", 6))
     ]
-    _, answer, *proof = why(tmp_path, *tmp_path.glob("runs/job/*"))
+    _, answer, *proof = why(tmp_path, *tmp_path.glob("logs/job/*"))
     assert answer == f"ranks 0, 1 and 2 raised phalanx.CollectiveMismatch: {'; '.join(named)}: {what}"
     assert what not in "".join(proof), "it is said once"
 
 
 def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tmp_path):
     with waiting_job(tmp_path, 3) as process:
-        (folder,) = tmp_path.glob("runs/job/*")
+        (folder,) = tmp_path.glob("logs/job/*")
         while "; 2 ranks have waited up to " not in why(tmp_path, folder)[0]:  # until they do
             assert process.poll() is None
         assert "has not called all_reduce #2 of group 'default'" in why(tmp_path, folder)[0]
@@ -287,15 +287,15 @@ def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tm
 
 def test_a_run_is_found_by_its_script_and_nothing_is_claimed_of_ranks_that_left_no_record(tmp_path):
     run(tmp_path, RAISES.replace("BACKEND", "'phalanx'"))
-    (folder,) = tmp_path.glob("runs/job/*")
+    (folder,) = tmp_path.glob("logs/job/*")
     for name in ("job.py", folder.parent, folder.parent.parent):
         assert why(tmp_path, name)[1].startswith("rank 1 raised ValueError: a bad batch")
     shutil.rmtree(folder / "blackbox")
-    for path in folder.glob("logs/attempt_0/*/*"):
+    for path in folder.glob("attempt_0/*/*"):
         path.unlink()
-    (line,) = why(tmp_path, tmp_path / "runs")
+    (line,) = why(tmp_path, tmp_path / "logs")
     assert line == (
-        f"{folder} has ended without a record: phalanx run itself was probably killed. Its logs are in {folder}/logs."
+        f"{folder} has ended without a record: phalanx run itself was probably killed. Its logs are in {folder}."
     )
     (folder / "blackbox" / "attempt_0").mkdir(parents=True)
     (line,) = why(tmp_path, "--brief", folder)
@@ -325,7 +325,7 @@ def printed(folder, *command):
 
 def test_a_torn_box_of_a_run_is_named_and_the_others_are_read(tmp_path):
     run(tmp_path, RAISES.replace("BACKEND", "'phalanx'"))
-    (torn,) = tmp_path.glob("runs/job/*/blackbox/attempt_0/rank_0.box")
+    (torn,) = tmp_path.glob("logs/job/*/blackbox/attempt_0/rank_0.box")
     torn.write_bytes(torn.read_bytes()[:-9])
     lines = why(tmp_path, torn.parents[2])
     assert lines[1].startswith("rank 1 raised ValueError: a bad batch")
@@ -333,11 +333,11 @@ def test_a_torn_box_of_a_run_is_named_and_the_others_are_read(tmp_path):
 
 
 def test_a_copy_of_a_box_in_the_place_of_another_is_named_for_that_rank(tmp_path):
-    folder = tmp_path / "runs/job/20260101-000000-1"
+    folder = tmp_path / "logs/job/20260101-000000-1"
     boxes = folder / "blackbox/attempt_0"
     save(Job(3).boxes(60), boxes)
     for rank in range(3):
-        (folder / f"logs/attempt_0/rank_{rank}").mkdir(parents=True)
+        (folder / f"attempt_0/rank_{rank}").mkdir(parents=True)
     shutil.copy(boxes / "rank_0.box", boxes / "rank_2.box")
     shutil.copy(boxes / "rank_0.box", boxes / "rank_0 (copy).box")
     answer = examine_run(folder)
@@ -347,25 +347,40 @@ def test_a_copy_of_a_box_in_the_place_of_another_is_named_for_that_rank(tmp_path
 
 
 def test_of_a_trainer_s_records_no_more_is_read_than_up_to_its_last_start(tmp_path):
-    folder = tmp_path / "runs/job/20260101-000000-1"
-    (folder / "logs").mkdir(parents=True)
+    folder = tmp_path / "logs/job/20260101-000000-1"
+    (folder / "attempt_0/rank_0").mkdir(parents=True)
     start = '{"kind": "start", "origin": {"logs": "%s", "hosts": "here"}}\n'
     with open(tmp_path / "metrics.jsonl", "w") as file:
-        file.write(start % "elsewhere/logs")
+        file.write(start % "elsewhere")
         file.seek(1 << 36)  # a hole, which nobody could read
-        file.write("\n" + start % "runs/job/20260101-000000-1/logs" + '{"kind": "step"}\n' * 50_000)
-    assert launch_of_run(tmp_path) == folder
+        file.write("\n" + start % "logs/job/20260101-000000-1" + '{"kind": "step"}\n' * 50_000)
+    assert record_of(tmp_path) == folder
+
+
+def test_a_trainer_s_folder_without_a_start_stands_for_the_runs_of_its_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/job/checkpoints").mkdir(parents=True)
+    assert record_of(Path("runs/job")) == Path("runs/job")
+    run = Path("logs/job/20260101-000000-1")
+    (run / "attempt_0/rank_0").mkdir(parents=True)
+    save(Job(2).boxes(5), run / "blackbox/attempt_0")
+    assert (record_of(Path("runs/job")), record_of(Path("runs"))) == (run.parent, run.parent.parent)
+    assert record_of(tmp_path / "runs/job") == tmp_path / run.parent
+    assert [last_run_of(name) for name in ("", "job.py", "logs", "logs/job")] == [run] * 4
+    asked_for = Path("runs/20260101-000000-2")  # with --log-dir runs
+    (asked_for / "attempt_0/rank_0").mkdir(parents=True)
+    assert (record_of(Path("runs")), record_of(asked_for)) == (Path("runs"), asked_for)
 
 
 def test_a_run_in_which_every_file_is_damaged_is_told_without_them(tmp_path):
-    folder = tmp_path / "runs/job/20260101-000000-1"
+    folder = tmp_path / "logs/job/20260101-000000-1"
     save(Job(2).boxes(60), folder / "blackbox/attempt_0")
     for rank in range(2):
-        (folder / f"logs/attempt_0/rank_{rank}").mkdir(parents=True)
+        (folder / f"attempt_0/rank_{rank}").mkdir(parents=True)
     deep = "[" * 100_000
     (folder / "blackbox/attempt_0/ends.json").write_text(deep)
-    (folder / "logs/attempt_0/rank_0/error.json").write_text(deep)
-    os.mkfifo(folder / "logs/attempt_0/rank_0/stderr.log")
+    (folder / "attempt_0/rank_0/error.json").write_text(deep)
+    os.mkfifo(folder / "attempt_0/rank_0/stderr.log")
     (folder / "blackbox/attempt_0/rank_1.box").unlink()
     (folder / "blackbox/attempt_0/rank_1.box").symlink_to("/dev/zero")
     answer = sentence_of(examine_run(folder))
@@ -378,7 +393,7 @@ def damaged_run(folder):
     boxes = folder / "blackbox/attempt_0"
     save(Job(3).boxes(60), boxes)
     for rank in range(3):
-        (folder / f"logs/attempt_0/rank_{rank}").mkdir(parents=True)
+        (folder / f"attempt_0/rank_{rank}").mkdir(parents=True)
     (boxes / "ends.json").write_text("{}")
     for long in ("rank_2.box", "ends.json"):
         os.truncate(boxes / long, 30 << 30)
@@ -386,7 +401,7 @@ def damaged_run(folder):
 
 
 def test_of_files_that_are_too_large_to_be_ours_the_beginning_alone_is_read(tmp_path, monkeypatch, capsys):
-    boxes = damaged_run(tmp_path / "runs/job/20260101-000000-1")
+    boxes = damaged_run(tmp_path / "logs/job/20260101-000000-1")
     answer = examine_run(boxes.parents[1])
     assert [one.look.box is not None for one in answer.seen] == [True, True, False]
     assert answer.seen[2].look.box_problem == f"{boxes / 'rank_2.box'} can't be read: it is larger than a black box"
@@ -398,7 +413,7 @@ def test_of_files_that_are_too_large_to_be_ours_the_beginning_alone_is_read(tmp_
 
 
 def test_a_box_tells_its_rank_and_not_the_name_of_its_file(tmp_path):
-    boxes = damaged_run(tmp_path / "runs/job/20260101-000000-1")
+    boxes = damaged_run(tmp_path / "logs/job/20260101-000000-1")
     before = examine_run(boxes.parents[1])
     (boxes / "rank_0.box").rename(boxes / "rank_7.box")
     (boxes / "rank_1.box").rename(boxes / "rank_0.box")
@@ -433,8 +448,10 @@ phalanx.Trainer(
 
 def test_the_folder_of_a_trainer_stands_for_the_run_that_trained_in_it(tmp_path):
     assert run(tmp_path, TRAINS, 2).returncode == 1
-    (folder,) = tmp_path.glob("runs/job/*")
-    assert why(tmp_path, "runs/long") == why(tmp_path, f"runs/job/{folder.name}")
+    (folder,) = tmp_path.glob("logs/job/*")
+    assert why(tmp_path, "runs/long") == why(tmp_path, f"logs/job/{folder.name}")
+    assert os.listdir(tmp_path / "runs") == ["long"], "checkpoints and a launcher's records lie apart"
+    assert "out.json: 2 ranks, " in printed(tmp_path, "trace", "runs/long", "--out", "out.json")
     shutil.rmtree(folder)  # as on a host that shares the Trainer's folder alone
     done = subprocess.run(
         [*PHALANX, "why", "runs/long"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
@@ -447,9 +464,9 @@ def test_the_folder_of_a_trainer_stands_for_the_run_that_trained_in_it(tmp_path)
 
 def test_of_a_script_whose_last_run_left_no_record_the_one_beside_it_is_told(tmp_path):
     assert run(tmp_path, RAISES.replace("BACKEND", '"phalanx"')).returncode == 1
-    (folder,) = tmp_path.glob("runs/job/*")
+    (folder,) = tmp_path.glob("logs/job/*")
     killed = folder.with_name("99991231-235959-1")  # of a launcher that was killed with its host
-    (killed / "logs" / "attempt_0" / "rank_3").mkdir(parents=True)
+    (killed / "attempt_0" / "rank_3").mkdir(parents=True)
     assert why(tmp_path, "job.py")[0].startswith(f"{killed.relative_to(tmp_path)} has ended without a record: ")
     (folder / "blackbox" / "attempt_0" / "ends.json").touch()
     os.utime(folder / "blackbox" / "attempt_0")  # what it saved lies behind the other's beginning
@@ -473,7 +490,7 @@ def test_a_rank_that_waits_asks_by_itself_and_its_timeout_tells_the_answer(tmp_p
     assert len(re.findall(rf"^\[rank 0\] {sentence}", done.stdout + done.stderr, re.MULTILINE)) == 1
     later = r"  Pass a larger timeout .* \(phalanx explain timeout\)"
     assert re.search(rf"CollectiveTimeout: rank 0: .*\n(.*\n)+{later}\n  {sentence}", done.stderr), done.stderr
-    (folder,) = tmp_path.glob("runs/job/*")
+    (folder,) = tmp_path.glob("logs/job/*")
     _, answer, asked, *_ = why(tmp_path, folder)
     assert answer.startswith("rank 1 had not begun all_reduce #2 of group 'default'; it last called ")
     assert re.match(sentence.replace("phalanx why", "While it ran"), asked)

@@ -47,10 +47,10 @@ def ask(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("named", ["early.py", "./early.py", "runs/early", "the run", "the launcher"])
+@pytest.mark.parametrize("named", ["early.py", "./early.py", "logs/early", "runs/early", "the run", "the launcher"])
 def test_why_says_what_the_launcher_waits_for(launcher, named):
     folder, pid = launcher
-    job = {"the run": next(folder.glob("runs/early/*")), "the launcher": pid}.get(named, named)
+    job = {"the run": next(folder.glob("logs/early/*")), "the launcher": pid}.get(named, named)
     for flags in [], ["--brief"]:
         done = ask(folder, "why", job, *flags)
         assert done.returncode == 0, done.stderr
@@ -132,7 +132,7 @@ def test_commands_that_need_a_rank_say_that_there_is_none_yet(launcher, command)
 def test_a_run_that_ended_before_its_ranks_were_started_says_what_ended_it(tmp_path):
     with launcher_that_waits(tmp_path) as pid:
         assert pid
-    (run,) = tmp_path.glob("runs/early/*")
+    (run,) = tmp_path.glob("logs/early/*")
     for named in "early.py", run:
         done = ask(tmp_path, "why", named)
         assert done.returncode == 2

@@ -229,9 +229,9 @@ def traced(folder: Path, *arguments: str) -> tuple[str, dict]:
 def test_a_run_that_is_over_is_traced_from_any_of_its_folders(script):
     command = [*PHALANX, "run", "--nproc-per-node", "2", "train.py", "20"]
     subprocess.run(command, cwd=script, capture_output=True, timeout=120, check=True)
-    (run,) = script.glob("runs/train/*")
+    (run,) = script.glob("logs/train/*")
     (attempt,) = run.glob("blackbox/*")
-    for folder in ("runs", "runs/train", str(run), str(attempt), "train.py"):
+    for folder in ("logs", "logs/train", str(run), str(attempt), "train.py"):
         said, trace = traced(script, folder)
         assert said.startswith("out.json: 2 ranks, ")
         assert {event["args"].get("line") for event in slices(trace, "collective")[1:]} >= {LINE}
@@ -239,7 +239,7 @@ def test_a_run_that_is_over_is_traced_from_any_of_its_folders(script):
         assert from_last.count(1) >= 19
 
 
-@pytest.mark.parametrize("what", ["PID", "runs/train"])
+@pytest.mark.parametrize("what", ["PID", "logs/train"])
 def test_a_running_job_is_traced_with_what_came_before_and_for_some_seconds(script, what):
     command = [*PHALANX, "run", "--nproc-per-node", "2", "train.py", "100000"]
     with subprocess.Popen(command, cwd=script, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
@@ -291,14 +291,14 @@ def jobs_of(pid: int) -> list:
 
 def test_of_runs_without_a_record_an_older_one_is_taken_and_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    save(Job(2, seed=1).boxes(5), tmp_path / "runs/train/20260101-000000-1/blackbox/attempt_0")
-    (tmp_path / "runs/train/20260101-000000-1/logs").mkdir()
-    assert cli.main(["trace", "runs/train"]) == 0
+    save(Job(2, seed=1).boxes(5), tmp_path / "logs/train/20260101-000000-1/blackbox/attempt_0")
+    (tmp_path / "logs/train/20260101-000000-1/attempt_0/rank_0").mkdir(parents=True)
+    assert cli.main(["trace", "logs/train"]) == 0
     assert "has no record" not in capsys.readouterr().err
-    (tmp_path / "runs/train/20260102-000000-2/logs/attempt_0/rank_0").mkdir(parents=True)
-    assert cli.main(["trace", "runs/train"]) == 0
+    (tmp_path / "logs/train/20260102-000000-2/attempt_0/rank_0").mkdir(parents=True)
+    assert cli.main(["trace", "logs/train"]) == 0
     assert capsys.readouterr().err == (
-        "phalanx trace: runs/train/20260102-000000-2 has no record, so this is runs/train/20260101-000000-1\n"
+        "phalanx trace: logs/train/20260102-000000-2 has no record, so this is logs/train/20260101-000000-1\n"
     )
 
 

@@ -92,7 +92,7 @@ def job(tmp_path_factory):
     assert len(said) == len(CASES), done.stderr
     files = {}
     for number, case in enumerate(CASES):
-        paths = sorted(folder.glob(f"runs/train/*/logs/attempt_{number}/rank_*/error.json"))
+        paths = sorted(folder.glob(f"logs/train/*/attempt_{number}/rank_*/error.json"))
         files[case] = {int(path.parent.name[5:]): json.loads(path.read_text()) for path in paths}
     return dict(zip(CASES, said, strict=True)), files
 

@@ -23,7 +23,7 @@ dist.barrier()
 """
 
 
-def folder_of(tmp_path, base="runs/train"):
+def folder_of(tmp_path, base="logs/train"):
     (run,) = (tmp_path / base).iterdir()
     return run
 
@@ -62,7 +62,7 @@ def test_the_end_says_how_where_and_what_to_do(tmp_path, source, code, said, hin
     assert said in last.splitlines()[0]
     assert last.splitlines()[0].endswith(f"code {code}")
     assert "\n  rank 0: ended because of it\n" in last
-    assert f"  log: {folder_of(tmp_path).relative_to(tmp_path)}/logs/attempt_0/rank_1/stderr.log\n" in last
+    assert f"  log: {folder_of(tmp_path).relative_to(tmp_path)}/attempt_0/rank_1/stderr.log\n" in last
     assert ("  hint: " in last) == bool(hint)
     assert hint in last.splitlines()[-1] or not hint
     assert last.rstrip().endswith(f" (phalanx explain {entry})") or not entry
@@ -115,7 +115,7 @@ def test_each_rank_has_its_streams_and_its_error_in_the_runs_folder(tmp_path):
         "--no-preload",
     )
     assert done.returncode == 1
-    attempt = folder_of(tmp_path) / "logs" / "attempt_0"
+    attempt = folder_of(tmp_path) / "attempt_0"
     assert (attempt / "rank_0" / "stdout.log").read_text() == "out 0\n"
     assert (attempt / "rank_1" / "stderr.log").read_text().startswith("err 1\nTraceback")
     assert not (attempt / "rank_0" / "error.json").exists()
@@ -134,7 +134,7 @@ def test_the_error_file_of_torchs_record_is_kept(tmp_path):
     """
     done = run_job(tmp_path, source, num_ranks=1)
     assert done.returncode == 1
-    error = json.loads((folder_of(tmp_path) / "logs/attempt_0/rank_0/error.json").read_text())
+    error = json.loads((folder_of(tmp_path) / "attempt_0/rank_0/error.json").read_text())
     assert error["message"]["message"] == "ValueError: bad learning rate"
     assert "exit_code" not in error
 
@@ -159,7 +159,7 @@ def test_streams_are_kept_off_the_screen_and_never_out_of_the_logs(tmp_path, fla
     assert done.returncode == 0, done.stderr
     assert {rank for rank in range(2) if f"out {rank}" in done.stdout} == out
     assert {rank for rank in range(2) if f"err {rank}" in done.stderr} == err
-    attempt = folder_of(tmp_path, "here") / "logs" / "attempt_0"
+    attempt = folder_of(tmp_path, "here") / "attempt_0"
     for rank in range(2):
         assert (attempt / f"rank_{rank}" / "stdout.log").read_text() == f"out {rank}\n"
         assert (attempt / f"rank_{rank}" / "stderr.log").read_text() == f"err {rank}\n"
@@ -210,7 +210,7 @@ def test_a_failed_group_starts_again_with_a_fresh_rendezvous(tmp_path, backend):
     assert sorted(done.stdout.splitlines()) == sorted(want)
     for number, code in ((1, 5), (2, 6)):
         assert f"exited with code {code}\nphalanx run: restart {number} of 2\n" in done.stderr
-    assert sorted(path.name for path in (folder_of(tmp_path) / "logs").iterdir()) == [
+    assert sorted(path.name for path in folder_of(tmp_path).glob("attempt_*")) == [
         "attempt_0",
         "attempt_1",
         "attempt_2",
@@ -256,7 +256,7 @@ def test_the_error_file_is_found_after_a_change_of_folder(tmp_path):
     """
     done = run_job(tmp_path, source, num_ranks=1)
     assert "raised ValueError and exited with code 1" in done.stderr
-    error = json.loads((folder_of(tmp_path) / "logs/attempt_0/rank_0/error.json").read_text())
+    error = json.loads((folder_of(tmp_path) / "attempt_0/rank_0/error.json").read_text())
     assert error["message"]["message"] == "ValueError: bad learning rate"
 
 
@@ -271,7 +271,7 @@ def test_a_job_runs_without_some_of_its_streams_and_the_logs_have_all(tmp_path, 
     assert "Traceback" not in done.stderr
     assert "can't write to" in done.stdout + done.stderr or "full" not in redirection
     for rank in range(2):
-        folder = folder_of(tmp_path) / "logs" / "attempt_0" / f"rank_{rank}"
+        folder = folder_of(tmp_path) / "attempt_0" / f"rank_{rank}"
         assert (folder / "stdout.log").read_text() == f"out {rank}\n"
         assert (folder / "stderr.log").read_text() == f"err {rank}\n"
 

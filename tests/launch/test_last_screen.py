@@ -40,7 +40,7 @@ def job(tmp_path_factory):
         timeout=6 * LIMIT_S,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
-    (logs,) = folder.glob("runs/mistakes/*/logs")
+    (logs,) = folder.glob("logs/mistakes/*/")
     return done, logs
 
 

@@ -36,15 +36,15 @@ def job(note, *, keeps=True, **fields):
 
 
 def test_the_usual_job_begins_with_one_line_that_fits_a_terminal():
-    (line,) = job("2 ranks x 1 thread").opening("logs in runs/train_digits/20261121-163940-14529")
-    assert line == "2 ranks x 1 thread; logs in runs/train_digits/20261121-163940-14529"
+    (line,) = job("2 ranks x 1 thread").opening("logs in logs/train_digits/20261121-163940-14529")
+    assert line == "2 ranks x 1 thread; logs in logs/train_digits/20261121-163940-14529"
     assert len(f"phalanx run: {line}") <= 80
 
 
 def test_what_does_not_fit_has_lines_of_its_own():
     note = "16 ranks x OMP_NUM_THREADS=16, not pinned: more threads than CPUs"
     unusual = job(note, keeps=False, is_tuned=True, num_local_ranks=16, min_local_ranks=2)
-    logs = "logs in runs/train_digits/20261121-163940-14529"
+    logs = "logs in logs/train_digits/20261121-163940-14529"
     lines = unusual.opening(logs)
     assert "; ".join(lines) == (
         f"{note}, as tuned; memory not kept (MALLOC_ARENA_MAX is set); 2 at least, but --max-restarts is 0; {logs}"

@@ -120,7 +120,7 @@ def test_a_traceback_shows_the_script_alone(script):
     name = script("def step():\n    raise ValueError('bad')\nstep()\n")
     alone = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=LIMIT_S)
     ours = phalanx_run(name)
-    (log,) = Path("runs").glob("script/*/logs/attempt_0/rank_0/stderr.log")
+    (log,) = Path("logs").glob("script/*/attempt_0/rank_0/stderr.log")
     assert log.read_text() == alone.stderr
     assert "frames of" not in ours.stderr  # there is nothing to fold
     assert ours.returncode == alone.returncode == 1

@@ -52,7 +52,7 @@ def lines_of_recovery(done):
 
 def the_loss(folder):
     """Return the folder of the only run, and the loss that it has kept."""
-    [run] = folder.glob("runs/train/*/")
+    [run] = folder.glob("logs/train/*/")
     [loss] = load_losses(run)
     return run, loss
 
@@ -130,7 +130,7 @@ def test_a_collective_that_fails_is_no_progress(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "CollectiveMismatch" in done.stderr
     assert len(lines_of_recovery(done)) == 1, done.stderr  # of the third attempt
-    [run] = tmp_path.glob("runs/train/*/")
+    [run] = tmp_path.glob("logs/train/*/")
     first, second = load_losses(run)
     assert (first.is_over, second.is_over) == (False, True)
 

@@ -82,7 +82,7 @@ def test_why_of_a_job_whose_restarts_are_used_names_the_last_failure_and_the_one
     source = USE + f"dist.barrier()\nif RANK: raise ValueError('number ' + {ATTEMPT})\ndist.barrier()\n"
     done = run_job(tmp_path, source, "--max-restarts", "1")
     assert done.returncode == 1, done.stderr
-    [run] = tmp_path.glob("runs/train/*/")
+    [run] = tmp_path.glob("logs/train/*/")
     why = subprocess.run([sys.executable, "-m", "phalanx", "why", str(run)], capture_output=True, text=True, timeout=60)
     assert "\nrank 1 raised ValueError: number 1 at " in why.stdout
     assert "rank 1, raised ValueError; went on after" in why.stdout

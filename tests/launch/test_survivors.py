@@ -87,10 +87,10 @@ def test_each_attempt_of_a_kept_process_has_its_own_logs_and_black_box(tmp_path)
     done = run_job(tmp_path, script(), "--max-restarts", "2")
     assert done.returncode == 0, done.stderr
     for attempt, words in enumerate(("attempt 0 from None", "attempt 1 from 12")):
-        [log] = tmp_path.glob(f"runs/*/*/logs/attempt_{attempt}/rank_0/stdout.log")
+        [log] = tmp_path.glob(f"logs/*/*/attempt_{attempt}/rank_0/stdout.log")
         assert words in log.read_text()
         assert log.read_text().count("attempt") == 1
-        boxes = [box.name for box in tmp_path.glob(f"runs/*/*/blackbox/attempt_{attempt}/*.box")]
+        boxes = [box.name for box in tmp_path.glob(f"logs/*/*/blackbox/attempt_{attempt}/*.box")]
         assert sorted(boxes) == ["rank_0.box", "rank_1.box"]
 
 
@@ -284,7 +284,7 @@ def test_a_process_that_was_kept_puts_only_its_present_rank_before_a_traceback(t
     fails = "if attempt() == 1 and state['step'] == 18: raise ValueError('of its own')\n            " + SNAPSHOT
     done = run_job(tmp_path, script(snapshot=fails), "--max-restarts", "1")
     assert "rank 0 goes on in the same process" in done.stderr
-    [log] = tmp_path.glob("runs/train/*/logs/attempt_1/rank_0/stderr.log")
+    [log] = tmp_path.glob("logs/train/*/attempt_1/rank_0/stderr.log")
     assert "[rank0]: ValueError: of its own" in log.read_text().splitlines()
 
 

@@ -262,6 +262,6 @@ def test_the_last_words_end_the_screen(terminal):
     assert screen.finish() == 1
     last = screen.shown.rstrip().splitlines()
     assert any("rank 1" in line and "raised ValueError and exited with code 1" in line for line in last)
-    assert last[-1].lstrip().startswith("log: runs/train/")
+    assert last[-1].lstrip().startswith("log: logs/train/")
     assert last[-2].strip() == "rank 0: ended because of it"
     assert last[-3].strip() == "ValueError: bad learning rate"

@@ -127,8 +127,8 @@ def test_the_command_ends_as_its_job(warm, source, code):
     done = warm(source)
     assert done.returncode == cold.returncode == code
     # but for the folder of the logs and the process's number
-    assert [line.split("runs/")[0].split("(pid")[0] for line in done.stderr.splitlines()] == [
-        line.split("runs/")[0].split("(pid")[0] for line in cold.stderr.splitlines()
+    assert [line.split("logs/")[0].split("(pid")[0] for line in done.stderr.splitlines()] == [
+        line.split("logs/")[0].split("(pid")[0] for line in cold.stderr.splitlines()
     ]
 
 

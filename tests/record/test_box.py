@@ -286,7 +286,7 @@ def test_a_warning_is_noted_and_shown_as_ever(tmp_path):
         assert [event.text for event in box.events if event.kind == "note"] == [
             "UserWarning: the batch is small (train.py:4)"
         ]
-    (shown,) = tmp_path.glob("runs/*/logs/attempt_0/rank_0/stderr.log")
+    (shown,) = tmp_path.glob("runs/*/attempt_0/rank_0/stderr.log")
     assert "train.py:4: UserWarning: the batch is small\n" in shown.read_text()
 
 

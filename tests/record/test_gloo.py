@@ -48,7 +48,7 @@ def run(folder: Path, script: str, *args: str, launch: str = "forked") -> subpro
 def test_each_call_has_its_group_number_and_line(tmp_path, launch):
     done = run(tmp_path, CALLS, launch=launch)
     assert done.returncode == 0, done.stderr
-    (folder,) = tmp_path.glob("runs/job/*/blackbox/attempt_0")
+    (folder,) = tmp_path.glob("logs/job/*/blackbox/attempt_0")
     for box in load_boxes(folder).boxes:
         assert (box.world_size, len(box.events) > 8) == (2, True)
         assert all(event.ended_ns > event.begun_ns for event in box.events)
@@ -175,7 +175,7 @@ sys.stdin.read()
     command = [*PHALANX, "run", "--nproc-per-node", "2", "job.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.wait(90) == 1
-    (folder,) = tmp_path.glob("runs/job/*/blackbox/attempt_0")
+    (folder,) = tmp_path.glob("logs/job/*/blackbox/attempt_0")
     last = load_boxes(folder).boxes[0].events
     (failed,) = [event for event in last if event.op == "all_reduce"]
     assert (failed.ended_ns, failed.site) == (0, "job.py:5")

@@ -98,7 +98,7 @@ def parent_of(pid):
 def wait_until_ready(folder):
     """Return when the standby warden in a run of that folder has imported everything."""
     deadline = time.monotonic() + LIMIT_S
-    while not any("ready" in log.read_text() for log in folder.glob("runs/_small/*/standby.log")):
+    while not any("ready" in log.read_text() for log in folder.glob("logs/_small/*/standby.log")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -136,7 +136,7 @@ def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_pat
     assert code == 75, errors
     starts = records_of(tmp_path / "run", "start")
     assert [start["resumed_from"] and start["resumed_from"]["source"] for start in starts] == [None, "memory"]
-    [modules] = (tmp_path / "runs" / "_small").glob("*/logs/attempt_0/rank_0/modules.json")
+    [modules] = (tmp_path / "logs" / "_small").glob("*/attempt_0/rank_0/modules.json")
     assert any("torch._dynamo" in names for _, names in json.loads(modules.read_text())["steps"])
     assert len(set(parents)) == 2  # the first warden was relieved
     assert len(set(kept)) == 1  # and the rank that was not to blame is still its child

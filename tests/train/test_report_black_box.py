@@ -45,7 +45,7 @@ def interrupted(boxes: Sequence[Box], text: str = "") -> list[Box]:
 
 def run_of(folder: Path, boxes: Sequence[Box], *, ends: bool) -> FakeRun:
     run = FakeRun(folder, num_ranks=len(boxes))
-    run.origin["logs"] = "launched/logs"
+    run.origin["logs"] = "launched"
     run.start()
     run.steps(1, 40)
     if ends:
@@ -221,7 +221,7 @@ def test_losses_are_a_table_and_bars_of_their_phases(tmp_path):
 
 def test_losses_of_all_hosts_are_listed_once_and_the_host_that_can_not_be_reached_is_named(tmp_path):
     run = FakeRun(tmp_path, num_ranks=2)
-    run.origin |= {"logs": "one/logs", "logs of others": [["hb", "two/logs"], [EVIL, "nowhere/logs"]]}
+    run.origin |= {"logs": "one", "logs of others": [["hb", "two"], [EVIL, "nowhere"]]}
     run.start()
     run.steps(1, 40)
     run.end(40)
@@ -241,7 +241,7 @@ def test_losses_of_all_hosts_are_listed_once_and_the_host_that_can_not_be_reache
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_restart_of_the_same_launch_without_a_loss_was_planned(tmp_path, is_lost):
     run = FakeRun(tmp_path, num_ranks=2)
-    run.origin["logs"] = "launched/logs"
+    run.origin["logs"] = "launched"
     (tmp_path / "launched" / "blackbox").mkdir(parents=True)
     run.start()
     run.steps(1, 20)

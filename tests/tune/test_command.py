@@ -92,7 +92,7 @@ def test_ranks_that_divide_the_work_are_the_best_command(tmp_path):
     assert "best: phalanx run --nproc-per-node 2 --max-restarts 2 train.py\n" in done.stdout
     assert "a step of 2 ranks has 2 times the samples" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert [path.name for path in (tmp_path / "runs" / "train").iterdir()] == ["tuned.json"]
+    assert [path.name for path in (tmp_path / "logs" / "train").iterdir()] == ["tuned.json"]
     dry = [sys.executable, "-m", "phalanx", "run", "--dry-run"]
     for words in (["train.py"], ["train.py", "--other"], ["--nproc-per-node", "1", "train.py"]):
         done = subprocess.run(
@@ -280,7 +280,7 @@ def test_a_trainer_is_measured_for_as_long_as_it_takes_and_offers_its_settings(t
     assert "Adam(fused=True)" in steps
     assert ["num_workers", "auto"] in table["best"]["changes"]
     assert "and in train.py: Trainer(..., num_workers='auto'" in done.stdout
-    assert [path.name for path in (tmp_path / "runs" / "train").iterdir()] == ["tuned.json"]
+    assert [path.name for path in (tmp_path / "logs" / "train").iterdir()] == ["tuned.json"]
 
 
 def test_samples_are_counted_that_a_trainer_loads_without_workers(tmp_path):
@@ -301,12 +301,12 @@ def test_samples_are_counted_that_a_trainer_loads_without_workers(tmp_path):
 @pytest.mark.slow
 def test_a_flag_behind_the_script_and_a_result_that_can_not_be_kept_are_told(tmp_path):
     write(tmp_path, PLAIN, **GROUP)
-    (tmp_path / "runs").write_text("a file, where a folder is needed")
+    (tmp_path / "logs").write_text("a file, where a folder is needed")
     done = tune(tmp_path, "--seconds", "5", "--nproc-per-node", "1", "train.py", "--seconds", "9")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "--seconds goes to train.py: flags of phalanx tune come before the script" in said
-    assert "phalanx run can't take that over: runs/train/tuned.json can't be written (Not a directory)" in said
+    assert "phalanx run can't take that over: logs/train/tuned.json can't be written (Not a directory)" in said
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 

@@ -29,6 +29,7 @@ from phalanx.diagnose.processes import (
     processes_of,
 )
 from phalanx.launch import keeper
+from phalanx.launch.run_folder import logs_beside
 from phalanx.launch.schedulers import Placement, detect
 from phalanx.record import box
 
@@ -179,7 +180,8 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
         return _job_of(int(wanted[:_MOST_DIGITS]), wanted, jobs)
     jobs = [job for job in jobs if job.notes or not has_notes]
     found = [job for job in jobs if not wanted or _is_named(job, wanted)]
-    found = found or [job for job in jobs if wanted and _is_in(job.folder, wanted)]
+    folders = {wanted, logs_beside(wanted)} - {""}
+    found = found or [job for job in jobs if any(_is_in(job.folder, folder) for folder in folders)]
     own_folder = _folder_of(os.getpid())
     here = found
     if len(found) > 1:

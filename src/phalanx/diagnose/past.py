@@ -21,7 +21,7 @@ from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.launch.outcome import last_words_in, signal_name
-from phalanx.launch.run_folder import name_of
+from phalanx.launch.run_folder import logs_beside, logs_of, name_of
 from phalanx.launch.victims import is_victim
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_boxes
 from phalanx.record.clocks import load_clocks
@@ -43,9 +43,9 @@ def newest_run(of_script: Path | None = None) -> Path | None:
     """Return the folder of the youngest run; None if there is none.
 
     Args:
-        of_script: Folder of the runs of one script, or of several scripts, such as ``runs``; None: that one.
+        of_script: Folder of the runs of one script, or of several scripts, such as ``logs``; None: that one.
     """
-    above = Path("runs") if of_script is None else of_script
+    above = Path(logs_of("")) if of_script is None else of_script
     if not os.path.isdir(above):  # also where the name is too long for a path
         return None
     return max(filter(is_run, [*above.glob("*"), *above.glob("*/*")]), key=lambda path: path.name, default=None)
@@ -59,7 +59,7 @@ def last_run_of(wanted: str) -> Path | None:
     """
     if not wanted or os.path.isdir(wanted):
         return newest_run(Path(wanted) if wanted else None)
-    here, beside = (Path(folder, "runs", name_of([wanted])) for folder in ("", os.path.dirname(wanted)))
+    here, beside = (Path(logs_of(name_of([wanted]), folder)) for folder in ("", os.path.dirname(wanted)))
     return newest_run(beside if os.path.isdir(beside) else here)
 
 
@@ -74,16 +74,34 @@ def own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
 
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run of ``phalanx run``."""
-    return os.path.isdir(path / "logs") or bool(load_reason(path / "blackbox"))
+    if not os.path.isdir(path):  # also where the name is too long for a path
+        return False
+    return any(map(os.path.isdir, path.glob("attempt_*/rank_*"))) or bool(load_reason(path / "blackbox"))
 
 
 def ended_ago_s(folder: Path) -> float:
     """Return for how many seconds nobody has written to what a run has left."""
-    left = [folder, *folder.glob("launch.log"), *folder.glob("blackbox/attempt_*/*"), *folder.glob("logs/*/*/*")]
+    left = [folder, *folder.glob("launch.log"), *folder.glob("blackbox/attempt_*/*"), *folder.glob("attempt_*/*/*")]
     return max(time.time() - max(path.lstat().st_mtime for path in left), 0.0)
 
 
-def launch_of_run(folder: Path) -> Path | None:
+def record_of(folder: Path) -> Path:
+    """Return the folder of a run, or of several, that a Trainer's folder stands for; else `folder`.
+
+    Its last start names the run. Before there is one, and where no Trainer trains, the script has the folder's name.
+
+    Raises:
+        LookupError: It is not here: the job ran in another file system.
+    """
+    if is_run(folder):
+        return folder
+    if (launch := _launch_of_run(folder)) is not None:
+        return launch
+    beside = Path(logs_beside(str(folder)))
+    return beside if newest_run(folder) is None and os.path.isdir(beside) else folder
+
+
+def _launch_of_run(folder: Path) -> Path | None:
     """Return the launcher's folder of the job that trained last in a Trainer's folder, as far as that is known.
 
     Raises:
@@ -98,7 +116,7 @@ def launch_of_run(folder: Path) -> Path | None:
                     break
     if not logs:
         return None
-    found = Path(os.path.normpath(folder / logs)).parent
+    found = Path(os.path.normpath(folder / logs))
     if not is_run(found):
         raise LookupError(
             f"the job that trained in {folder} ran on {printable(host)}; ask there: it left no record here"
@@ -140,7 +158,7 @@ def examine_run(folder: Path) -> Answer:
     Raises:
         LookupError: The folder is none of a run, or no rank was started.
     """
-    attempts = _numbered(folder, "logs/attempt_*")
+    attempts = _numbered(folder, "attempt_*")
     reason = load_reason(folder / "blackbox")
     if not attempts:
         before_any = f"has ended before any rank was started: {reason}"

@@ -14,7 +14,7 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._text import broken, complain, counted, in_units
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, NoRank, SeveralJobs, find_job, runs_in, told_where
-from phalanx.diagnose.past import last_run_of, newest_run, own_run
+from phalanx.diagnose.past import last_run_of, newest_run, own_run, record_of
 from phalanx.diagnose.processes import off_limits
 from phalanx.diagnose.trace import merged, write_trace
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
@@ -35,14 +35,14 @@ def main(args: Sequence[str]) -> int:
         "ui.perfetto.dev, which uploads nothing. Of a run that is over it shows what its black boxes hold, some 8,000 "
         "events of each rank; of a running job, the same and the next seconds. Exit code: 1 if no rank "
         "runs yet or none records anything, 2 if there is no such run or job.",
-        "phalanx trace runs/train, or phalanx trace --seconds 10 train.py",
+        "phalanx trace logs/train, or phalanx trace --seconds 10 train.py",
     )
     parser.add_argument(
         "what",
         nargs="*",
         metavar="RUN | JOB | PID",
-        help="folder of a run, or several, one from each host; a job's name or any of its process ids (default: the "
-        "job that runs on this host, or the last run)",
+        help="folder of a run or of a Trainer, or several, one from each host; a job's name or any of its process ids "
+        "(default: the job that runs on this host, or the last run)",
     )
     parser.add_argument(
         "--seconds",
@@ -108,14 +108,14 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[
     """Return the boxes that are meant, and what their hosts have measured of each other's clocks."""
     if seconds is not None and not 0 < seconds <= _MOST_S:
         raise UsageError(f"--seconds must be more than 0 and at most {_MOST_S:,.0f}, got {seconds:g}")
-    folders = [Path(one) for one in what if os.path.isdir(one)]
+    folders = [record_of(Path(one)) for one in what if os.path.isdir(one)]
     if not folders:
         if len(what) > 1:
             raise UsageError(f"{what[0]} is no folder of a run; only folders may be several")
         return _named("".join(what), seconds)
     if len(folders) < len(what):
         raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is no folder of a run")
-    if len(what) == 1 and (running := runs_in(what[0])):
+    if len(what) == 1 and (running := runs_in(str(folders[0]))):
         return _of_job(find_job(running), seconds)
     return _saved(folders, seconds)
 

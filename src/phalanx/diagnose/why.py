@@ -23,7 +23,7 @@ from phalanx.diagnose.clauses import clause, duration, ranks
 from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs
 from phalanx.diagnose.other_hosts import OtherHosts
-from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, launch_of_run, own_run
+from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, own_run, record_of
 from phalanx.diagnose.processes import command_of, off_limits
 from phalanx.diagnose.wording import caution, sentence, thread_lines, words_of_loss
 
@@ -113,8 +113,8 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
     Raises:
         LookupError: There is neither.
     """
-    if wanted and not is_run(Path(wanted)) and (launch := launch_of_run(Path(wanted))) is not None:
-        wanted = str(launch)
+    if os.path.isdir(wanted):
+        wanted = str(record_of(Path(wanted)))
     try:
         job = find_job(wanted)
         is_meant = wanted.isdecimal() or job.script == os.path.realpath(wanted)
@@ -192,7 +192,7 @@ def lines_of(answer: Answer, is_by_name: bool = False) -> Iterator[str]:
             yield _sentence(answer)
         else:
             head = f"{answer.job.folder} has ended{ago}{',' * bool(ago)} without a record: {_why_no_record(answer)}"
-            yield f"{head}. Its logs are in {answer.job.folder}/logs."
+            yield f"{head}. Its logs are in {answer.job.folder}."
         if ago and is_by_name:
             yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
     else:

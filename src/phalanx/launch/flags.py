@@ -125,7 +125,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
     ),
     "Output": (
-        Flag("log-dir", "folder in which the run's folder is made (default: runs/<script>)", str, "FOLDER"),
+        Flag("log-dir", "folder in which the run's folder is made (default: logs/<script>)", str, "FOLDER"),
         Flag(
             "redirects",
             "streams to keep off the screen: 1 stdout, 2 stderr, 3 both; of all local ranks, or of some (0:1,1:3). The "

@@ -56,7 +56,7 @@ class Job:
         drains: Whether the first SIGTERM takes this node out of a job of several, which goes on without it.
         grace_s: Seconds between SIGTERM and SIGKILL.
         signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
-        log_dir: Folder in which the run's folder is made; empty: ``runs/<name of the script>``.
+        log_dir: Folder in which the run's folder is made; empty: ``logs/<name of the script>``.
         redirects: Streams kept off the terminal, for each local rank; 1 is stdout, 2 is stderr, 3 both.
         tees: Streams shown although redirected, for each local rank.
         shown_ranks: Local ranks whose output is shown; None: all.

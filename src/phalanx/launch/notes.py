@@ -94,8 +94,8 @@ def note_modules() -> None:
 
 def run_logs() -> str:
     """Return the folder with the logs of all attempts and ranks of this launch; empty outside ``phalanx run``."""
-    logs = os.path.dirname(os.path.dirname(_own_folder()))
-    return logs if os.path.basename(logs) == "logs" else ""
+    attempt, rank = os.path.split(_own_folder())
+    return os.path.dirname(attempt) if rank.startswith("rank_") else ""
 
 
 def _own_folder() -> str:

@@ -19,7 +19,7 @@ from phalanx.launch.flag_parser import read_flags
 from phalanx.launch.flags import Flag, Setting
 from phalanx.launch.job import Job
 from phalanx.launch.node_flags import STATIC_PORT, check_nodes, rendezvous, scheduled_flags, with_spares
-from phalanx.launch.run_folder import name_of
+from phalanx.launch.run_folder import base_of
 from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
 from phalanx.launch.script_head import Head, read_head
 from phalanx.launch.target import command_of, flags_behind_the_script
@@ -246,7 +246,7 @@ def _shown(name: str, setting: Setting, job: Job) -> str:
     if name == "memory":
         return f"{value}: {job.memory}"
     if name == "log-dir" and not value:
-        return os.path.join("runs", name_of(job.command))
+        return base_of("", job.command)
     if name == "rdzv-id":
         return job.run_id
     if name == "nnodes":

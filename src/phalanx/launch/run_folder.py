@@ -1,4 +1,4 @@
-"""Where a run leaves its logs: ``runs/<script>/<id>/logs/attempt_0/rank_0/{stdout.log,stderr.log,error.json}``."""
+"""Where a run leaves its logs: ``logs/<script>/<id>/attempt_0/rank_0/{stdout.log,stderr.log,error.json}``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ LAUNCH_LOG = "launch.log"
 """Of what the launcher says, and the processes that fork ranks."""
 NUM_KEPT = 20
 """Number of runs of a script whose logs are kept where nobody has said where they are to be."""
+_BASE, _TRAINERS = "logs", "runs"  # folders that hold those of runs, and those in which Trainers train by default
 _OWN = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")  # the name of a run's folder
+_PART = re.compile(r"attempt_\d+|blackbox")  # of a folder in it
 
 
 class RunFolder:
     """The folder of one run.
 
     Args:
-        log_dir: Folder that holds it; empty: ``runs/<name>``, named after the script.
+        log_dir: Folder that holds it; empty: ``logs/<name>``, named after the script.
         command: Command of a rank, from which the name comes.
 
     Attributes:
@@ -31,7 +33,7 @@ class RunFolder:
 
     def __init__(self, log_dir: str, command: Sequence[str]) -> None:
         self.note: str = ""
-        base = log_dir or os.path.join("runs", name_of(command))
+        base = base_of(log_dir, command)
         self._lock = -1  # held as long as this process lives, so that no other run removes the logs
         run = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         try:
@@ -51,7 +53,7 @@ class RunFolder:
 
     def rank_folder(self, attempt: int, rank: int) -> str:
         """Return the folder of one rank's logs, made now; where the disk is full, it may be missing."""
-        path = os.path.join(self.path, "logs", f"attempt_{attempt}", f"rank_{rank}")
+        path = os.path.join(self.path, f"attempt_{attempt}", f"rank_{rank}")
         with contextlib.suppress(OSError):  # a job that goes on after a loss is not to end for its logs
             os.makedirs(path, exist_ok=True)
         return path
@@ -77,7 +79,7 @@ def _remove_old(base: str) -> None:
             path = os.path.join(base, name)
             with contextlib.suppress(OSError):
                 if (fd := _lock(path)) >= 0:
-                    for part in ("logs", "blackbox"):
+                    for part in filter(_PART.fullmatch, os.listdir(path)):
                         shutil.rmtree(os.path.join(path, part), ignore_errors=True)
                     for part in ("standby.log", LAUNCH_LOG):
                         with contextlib.suppress(FileNotFoundError):
@@ -93,6 +95,24 @@ def _make_new(path: str) -> str:
             os.mkdir(path if number == 2 else f"{path}-{number - 1}")
             return path if number == 2 else f"{path}-{number - 1}"
     raise AssertionError
+
+
+def base_of(log_dir: str, command: Sequence[str]) -> str:
+    """Return the folder that holds the folders of a script's runs; `log_dir` if it is not empty."""
+    return log_dir or logs_of(name_of(command))
+
+
+def logs_of(name: str, where: str = "") -> str:
+    """Return the folder of the runs of the script of that name that are started in a folder."""
+    return os.path.join(where, _BASE, name)
+
+
+def logs_beside(folder: str) -> str:
+    """Return ``logs/train`` for a Trainer's ``runs/train``, and ``logs`` for ``runs``; else `folder`."""
+    above, name = os.path.split(os.path.normpath(folder))
+    if name == _TRAINERS:
+        return os.path.join(above, _BASE)
+    return logs_of(name, os.path.dirname(above)) if os.path.basename(above) == _TRAINERS else folder
 
 
 def name_of(command: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What ``phalanx tune`` has found for a script, in ``runs/<script>/tuned.json``: what ``auto`` then means for it."""
+"""What ``phalanx tune`` has found for a script, in ``logs/<script>/tuned.json``: what ``auto`` then means for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from phalanx._files import read_json, write_whole
 from phalanx._memory import CHOICES
 from phalanx.launch.cpus import Machine
-from phalanx.launch.run_folder import name_of
+from phalanx.launch.run_folder import base_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,4 +60,4 @@ def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | No
 
 def tuned_file(log_dir: str, command: Sequence[str]) -> str:
     """Return the file that keeps what was found for a command."""
-    return os.path.join(log_dir or os.path.join("runs", name_of(command)), "tuned.json")
+    return os.path.join(base_of(log_dir, command), "tuned.json")

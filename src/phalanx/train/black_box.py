@@ -80,7 +80,7 @@ def _is_same(one: Loss, other: Loss) -> bool:
 
 def out_of_reach(folder: Path, logs: Iterable[tuple[str, str]]) -> list[str]:
     """Return the hosts of launches, each with its logs relative to `folder`, whose folders are not here."""
-    return sorted({host for host, one in logs if not Path(folder, one).parent.is_dir()})
+    return sorted({host for host, one in logs if not Path(folder, one).is_dir()})
 
 
 def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
@@ -91,7 +91,7 @@ def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
         after: Folder of the logs of the launch of the next one; empty: unknown.
         between: Begin of the attempt, and of the next one.
     """
-    run = Path(folder, before).parent
+    run = Path(folder, before)
     if not before or before != after or not Path(run, "blackbox").is_dir():
         return False
     return not any(between[0] <= loss.at_s <= between[1] for loss in load_losses(run))
@@ -99,7 +99,7 @@ def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
 
 def _launches(folder: Path, logs: Iterable[str]) -> list[Path]:
     """Return the folders of all launches of a run."""
-    return list(dict.fromkeys(Path(folder, one).parent for one in logs))
+    return list(dict.fromkeys(Path(folder, one) for one in logs))
 
 
 def verdict_of(boxes: Iterable[Box]) -> Verdict:
