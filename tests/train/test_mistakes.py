@@ -56,7 +56,8 @@ class Arguments:
         ({"scheduler": lambda step: 1.0}, r"scheduler must be a schedule.*LambdaLR\(optimizer, function\)"),
         (
             {"scheduler": lambda optimizer: lr_scheduler.StepLR(optimizer, 3)},
-            r"or scheduler=lambda optimizer, num_steps: ",
+            r"^Trainer: scheduler is called as scheduler\(optimizer, num_steps\), and this function takes the "
+            r"optimizer alone; right: scheduler=lambda optimizer, num_steps: \.\.\.$",
         ),
         (
             {"scheduler": "cosine"},
@@ -428,6 +429,7 @@ def make_mistakes(rank, world_size, folder):
         "none": fit(folder, data="data/train"),
         "not held back": fit(folder, validation=8),
         "few": fit(folder, data=make_data(1)),
+        "none at all": fit(folder, data=make_data(0)),
         "clipped on one rank": fit(folder, clip_norm=1.0 if rank else None),
         "longer on one rank": fit(folder, max_epochs=2 + rank),
         "judged on one rank": fit(folder, validation=make_data(8) if rank else None),
@@ -474,6 +476,7 @@ EXPECTED = {
         "TypeError",
         "validation_data must be a dataset with __getitem__ and __len__, or a loader, got 8; ",
     ),
+    "none at all": ("ValueError", "the dataset has no samples; its len() is 0"),
     "few": ("ValueError", "the dataset has 1 sample, fewer than the 2 ranks, each of which needs at least one"),
     "clipped on one rank": ("ValueError", "rank 0 and rank 1 would train in different ways: clip_norm None and 1: "),
     "longer on one rank": ("ValueError", "rank 0 and rank 1 would train in different ways: max_epochs 2 and 3: "),

@@ -81,7 +81,7 @@ def _brief(answer: Answer) -> int:
     """Print the sentence; return 1 if it says no more than a rank knows that asks by itself."""
     seen = [one.look.stacks.threads for one in answer.seen if one.doing.rank in answer.finding.culprits]
     tells_more = any(seen) or answer.finding.kind in ("elsewhere", "starting") or answer.job.has_ended
-    print(printable(_sentence(answer)))
+    print("\n".join(broken([printable(_sentence(answer))])))
     return 0 if tells_more else 1
 
 
@@ -196,14 +196,14 @@ def lines_of(answer: Answer, is_by_name: bool = False) -> Iterator[str]:
         if ago and is_by_name:
             yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
     else:
+        if words := caution(answer.finding):  # first, for what follows is then probably no trouble
+            yield words
         yield _sentence(answer)
     if not answer.job.has_ended and answer.job.is_elsewhere:
         yield f"It runs in {answer.job.cwd}."
     if answer.asked:
         yield f"While it ran: {answer.asked}"
     yield from map(words_of_loss, answer.losses)
-    if not answer.job.has_ended and (words := caution(answer.finding)):
-        yield words
     for group in group_alike(answer.seen, answer.finding.culprits) if has_record else ():
         yield ""
         yield from _group(group, answer.finding.culprits)

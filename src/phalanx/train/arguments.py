@@ -213,7 +213,12 @@ def _check_function_of_length(function: Any) -> None:
     kind = function.func if isinstance(function, functools.partial) else None
     if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
         _check_partial_schedule(function, kind)
-    elif not _takes(function, 1, 1):  # a function for LambdaLR, or of the optimizer alone
+    elif not _takes(function, 1, 1) and _takes(function, 1) and _first_name(function).startswith("opt"):
+        raise TypeError(
+            "Trainer: scheduler is called as scheduler(optimizer, num_steps), and this function takes the optimizer "
+            f"alone; right: scheduler=lambda {_first_name(function)}, num_steps: ..."
+        )
+    elif not _takes(function, 1, 1):  # a function for LambdaLR
         right = f"torch.optim.lr_scheduler.LambdaLR(optimizer, function) for a factor of each step, or {_SCHEDULER}"
         raise _wrong("scheduler", "a schedule, or a function of the optimizer and the number of steps", function, right)
 
@@ -283,6 +288,10 @@ def _takes(function: Any, *arguments: Any) -> bool:
     except ValueError:  # it tells no signature
         return True
     return True
+
+
+def _first_name(function: Any) -> str:
+    return next(iter(inspect.signature(function).parameters), "")
 
 
 def _refuse_class(name: str, value: Any, right: str) -> None:
