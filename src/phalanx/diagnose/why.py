@@ -21,7 +21,7 @@ from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, left_record, needs_native
 from phalanx.diagnose.clauses import clause, duration, ranks
 from phalanx.diagnose.findings import Finding
-from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs
+from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs, runs_in
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, launch_of_run, own_run
 from phalanx.diagnose.processes import command_of, off_limits
@@ -114,7 +114,7 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
         LookupError: There is neither.
     """
     if wanted and not is_run(Path(wanted)) and (launch := launch_of_run(Path(wanted))) is not None:
-        wanted = str(launch)
+        wanted = runs_in(wanted) or str(launch)  # a job that starts has not told of itself in the Trainer's folder yet
     try:
         job = find_job(wanted)
         is_meant = wanted.isdecimal() or job.script == os.path.realpath(wanted)
