@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from phalanx._command_line import Parser, UsageError
 from phalanx._text import broken, complain, ending_of, named
 
 
@@ -53,3 +54,15 @@ def test_what_is_broken_off_goes_on_below_its_own_column(monkeypatch):
     lines = ["ok  clock    the firmware sets it"]
     assert broken(lines, Screen(), hang=13) == ["ok  clock    the", " " * 12 + "firmware", " " * 12 + "sets it"]
     assert broken(lines, Screen(), hang=9) == ["ok  clock    the", " " * 9 + "firmware sets", " " * 9 + "it"]
+
+
+def test_a_mistake_in_a_command_line_is_broken_between_words_on_a_terminal_alone(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = Parser("phalanx fly", "phalanx fly [options] " + "PLACE " * 20, "Flies.", "phalanx fly home")
+    for screen, num_lines in ((Screen(), 5), (io.StringIO(), 2)):
+        monkeypatch.setattr(sys, "stderr", screen)
+        assert parser.refuse(UsageError("unknown flag --fast; " * 6)) == 2
+        shown = screen.getvalue()
+        assert len(shown.splitlines()) == num_lines
+        assert " ".join(shown.split()).endswith("right: phalanx fly home")
+        assert num_lines == 2 or max(map(len, shown.splitlines())) <= 80

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from phalanx._env import nearest
 from phalanx._errors import printable
+from phalanx._text import complain
 
 _WIDTH = 80
 
@@ -103,7 +104,7 @@ class Parser(argparse.ArgumentParser):
             is_anothers = error.right.startswith("phalanx run ") and self.prog not in ("phalanx", "phalanx run")
             right = self.right if is_anothers else error.right or self.right
             said += f" Right: {right}" if said.endswith("?") else f"; right: {right}"
-        print(f"usage: {self.usage}\n{said}", file=sys.stderr)
+        complain(f"usage: {self.usage}\n{said}")
         return 2
 
     def _print_message(self, message: str, file: Any = None) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from typing import Any
 
+_GOOD_GUESS = 0.8  # least similarity of an argument that may be meant: a bad guess is worse than none
+_MAX_LISTED = 8  # arguments in a message
+
 LONGEST_S = 1e9
 """Longest timeout, which stands for forever: 30 years. The clocks under torch overflow after 292."""
 
@@ -241,12 +244,23 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     return near[0] if near else ""
 
 
-def unknown_argument(call: str, name: str, known: Iterable[str], meant: str | None = None) -> TypeError:
+def unknown_argument(
+    call: str, name: str, known: Iterable[str], meant: str | None = None, *, right: str = ""
+) -> TypeError:
     """Return the error for a keyword argument that `call` does not take.
+
+    All that it takes are told where nothing better is known, and only if they are few.
 
     Args:
         meant: Correct name, if `name` is another word for it rather than a misspelling.
+        right: Code to write instead, if that is no argument of this call.
     """
     known = list(known)
-    hint = f", did you mean {meant}?" if meant else did_you_mean(name, known)
-    return TypeError(f"{call}: there is no argument {name}{hint or '.'} It takes {', '.join(known)}")
+    meant = meant or ("" if right else nearest(name, known, cutoff=_GOOD_GUESS))
+    if meant or right:
+        hint = f", did you mean {meant}?" if meant else f"; right: {right}"
+    elif len(known) > _MAX_LISTED:
+        hint = f"; help(phalanx.{call.removeprefix('phalanx.')}) lists all"
+    else:
+        hint = f". It takes {', '.join(known)}"
+    return TypeError(f"{call}: there is no argument {name}{hint}")

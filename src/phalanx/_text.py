@@ -116,7 +116,12 @@ def broken(lines: Iterable[str], screen: TextIO | None = None, hang: int | None 
     screen = screen or sys.stdout
     if screen is None or not screen.isatty():
         return list(lines)
-    width = max(shutil.get_terminal_size().columns, 20)
+    return broken_at(shutil.get_terminal_size().columns, lines, hang)
+
+
+def broken_at(width: int, lines: Iterable[str], hang: int | None = None) -> list[str]:
+    """Return lines with those of more than `width` columns broken between words; see `broken`."""
+    width = max(width, 20)
     shown: list[str] = []
     for line in lines:
         if len(line) <= width:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from phalanx.check import command
 from phalanx.diagnose.stacks import find_py_spy
 
 CHECK = [sys.executable, "-m", "phalanx", "check"]
@@ -174,3 +175,15 @@ def test_mistakes_are_refused(tmp_path, words):
     done = subprocess.run([*CHECK, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "phalanx check" in done.stderr
+
+
+def test_a_terminal_keeps_the_head_of_the_calls_and_the_verdict_on_one_screen(monkeypatch):
+    calls = ["ranks 0 and 1: 42 calls", *(f"  {number:>7}  all_reduce" for number in range(1, 43))]
+    monkeypatch.setenv("LINES", "24")
+    assert command._cropped(calls, 2) == calls
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = command._cropped(calls, 2)
+    assert len(shown) + 2 < 24
+    assert (shown[0], shown[-1]) == (calls[0], calls[-1])
+    assert "  ... 26 more lines: add | less to see all" in shown
+    assert command._cropped(calls[:10], 2) == calls[:10]

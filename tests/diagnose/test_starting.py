@@ -59,6 +59,18 @@ def test_why_says_what_the_launcher_waits_for(launcher, named):
         )
 
 
+def test_why_of_a_trainers_folder_tells_of_the_job_that_starts_and_not_of_the_last_one(launcher):
+    folder, pid = launcher
+    (folder / "earlier/logs").mkdir(parents=True)
+    record = folder / "runs/early/metrics.jsonl"
+    record.write_text('{"kind": "start", "origin": {"logs": "../../earlier/logs", "hosts": "here"}}\n')
+    try:
+        done = ask(folder, "why", "runs/early")
+    finally:
+        record.unlink()
+    assert done.stdout.startswith(f"no rank of early.py runs here yet (phalanx run, pid {pid}): ")
+
+
 def test_top_shows_the_launcher_and_no_rank(launcher):
     folder, pid = launcher
     done = ask(folder, "top", "early.py", "--once")

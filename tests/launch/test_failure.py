@@ -69,6 +69,30 @@ def test_the_end_says_how_where_and_what_to_do(tmp_path, source, code, said, hin
     assert len(last.splitlines()) < 24
 
 
+KILLED_AT_ONCE = """
+from phalanx.launch.notes import note_checkpoints
+if RANK == 0:
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    os.mkdir("checkpoints")
+    with open("checkpoints/latest", "w") as file:
+        file.write("step-40")
+    note_checkpoints("checkpoints")
+    os.mkdir("ready")
+while RANK == 1 and not os.path.exists("ready"): time.sleep(0.01)
+if RANK == 1: os.kill(os.getpid(), signal.SIGKILL)
+while True: signal.pause()
+"""
+
+
+def test_ranks_killed_at_once_are_all_named_and_how_a_training_goes_on(tmp_path):
+    done = run_job(tmp_path, KILLED_AT_ONCE, "--no-preload")
+    assert done.returncode == 137, done.stderr
+    last = done.stderr[done.stderr.index("phalanx run: rank 1 (pid ") :]
+    assert "\n  rank 0: killed by SIGKILL\n" in last
+    saved = "the newest checkpoint on disk is that of step 40"
+    assert f"\n  to go on, start it again: {saved}; --max-restarts N does so by itself\n" in last
+
+
 def test_a_crash_in_native_code_shows_the_line_of_python(tmp_path):
     done = run_job(
         tmp_path,

@@ -404,6 +404,39 @@ def test_a_script_without_a_guard_is_told_the_right_call_once(tmp_path, call):
     assert done.stderr.endswith(f' right:\n    if __name__ == "__main__":\n        {call}\n')
 
 
+BELOW = """
+import phalanx, phalanx.testing
+
+def above(rank, given):
+    pass
+
+if __name__ == "__main__":
+    class Config:
+        pass
+    def train(rank):
+        pass
+    {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("phalanx.spawn(train, nprocs=1)", "train"),
+        ("phalanx.testing.run_ranks(train, 1)", "train"),
+        ("phalanx.spawn(above, args=(Config(),), nprocs=1)", "Config"),
+    ],
+)
+def test_what_is_defined_below_the_guard_is_named_with_its_place(tmp_path, call, name):
+    (tmp_path / "train.py").write_text(BELOW.format(call=call))
+    done = run_python("train.py", cwd=tmp_path)
+    last = done.stderr.rstrip().rpartition("RankError: ")[2]
+    assert done.returncode == 1
+    assert f" raised AttributeError: a rank imports the script, and {name} is not there then: define it at" in last
+    assert ' at the top level of the script, above if __name__ == "__main__":' in last
+    assert "__mp_main__" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

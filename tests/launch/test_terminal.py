@@ -27,6 +27,12 @@ def terminal(tmp_path):
         one.close()
 
 
+def longest_line(terminal):
+    return max(
+        len(line) for line in re.sub(r"\x1b\[[0-?]*[A-Za-z]", "", terminal.shown).replace("\r", "\n").splitlines()
+    )
+
+
 FOREVER = """
 print("up", flush=True)
 while True: signal.pause()
@@ -197,6 +203,8 @@ def test_a_run_that_is_over_has_no_progress_bar(terminal):
     first, second = screen.shown.split("already finished at step 2")
     assert "starting" in first
     assert "starting" not in second
+    assert re.search(r"\r\n\S+\[rank 0\]\S+   or another folder\r\n", second)
+    assert longest_line(screen) <= 80
 
 
 @pytest.mark.parametrize(("exported", "told"), [("80", "71 71 "), ("60", "60 71 60"), ("", "71 71 ")])
@@ -265,3 +273,13 @@ def test_the_last_words_end_the_screen(terminal):
     assert last[-1].lstrip().startswith("log: logs/train/")
     assert last[-2].strip() == "rank 0: ended because of it"
     assert last[-3].strip() == "ValueError: bad learning rate"
+
+
+def test_the_hint_of_a_killed_rank_is_broken_between_words_and_whole_in_the_log(terminal, tmp_path):
+    screen = terminal("if RANK == 1: os.kill(os.getpid(), signal.SIGKILL)\nwhile True: signal.pause()")
+    assert screen.finish() == 137
+    assert longest_line(screen) <= 80
+    hint = " ".join(screen.shown[screen.shown.index("hint: ") :].split())
+    (log,) = tmp_path.rglob("launch.log")
+    assert len(hint) > 80
+    assert f"\n  {hint}\n" in log.read_text()

@@ -248,7 +248,9 @@ def test_a_missing_package_is_named_on_every_rank_with_the_line_that_installs_it
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ("tensorbord", ValueError, "no logger is named 'tensorbord', did you mean tensorboard"),
+        ("tensorbord", ValueError, r"no logger is named 'tensorbord', did you mean tensorboard\?$"),
+        ("xyz", ValueError, "no logger is named 'xyz'; there are .*csv"),
+        ([loggers.Loggers], TypeError, r"a logger is the class Loggers itself; right: Loggers\(\.\.\.\)$"),
         (["csv", object()], TypeError, r"a logger has log\(metrics, step\) and close\(\)"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -109,12 +110,21 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
     if settings["json"]:
         print(json.dumps(as_json(record, verdict, end), indent=1))
         return verdict.code
-    for line in sequences(record):
+    for line in _cropped(sequences(record), len(verdict.evidence) + len(printed)):
         print(line)
     _tell(verdict, printed, f"{shlex.join(target)}, {time.monotonic() - began_s:.0f} s")
     if not record.is_whole:
         print("only the last calls were compared: a rank made more than its black box holds")
     return verdict.code
+
+
+def _cropped(calls: Sequence[str], num_others: int) -> Sequence[str]:
+    """Return as many lines of calls as leave room for `num_others` on a terminal; all of them elsewhere."""
+    most = max(shutil.get_terminal_size().lines - num_others - 4, 6)
+    if sys.stdout is None or not sys.stdout.isatty() or len(calls) <= most:
+        return calls
+    first, last = calls[: most // 2], calls[len(calls) - (most - most // 2 - 1) :]
+    return [*first, f"  ... {len(calls) - len(first) - len(last)} more lines: add | less to see all", *last]
 
 
 def _tell(verdict: Verdict, printed: Sequence[str], of_what: str) -> None:

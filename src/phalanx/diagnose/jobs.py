@@ -180,8 +180,7 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
         return _job_of(int(wanted[:_MOST_DIGITS]), wanted, jobs)
     jobs = [job for job in jobs if job.notes or not has_notes]
     found = [job for job in jobs if not wanted or _is_named(job, wanted)]
-    folders = {wanted, logs_beside(wanted)} - {""}
-    found = found or [job for job in jobs if any(_is_in(job.folder, folder) for folder in folders)]
+    found = found or [job for job in jobs if wanted and _is_in_or_beside(job.folder, wanted)]
     own_folder = _folder_of(os.getpid())
     here = found
     if len(found) > 1:
@@ -299,7 +298,7 @@ def runs_in(folder: str) -> str:
 
     It is empty if there is none.
     """
-    pids = [job.launcher_pid for job in find_jobs() if job.launcher_pid and _is_in(job.folder, folder)]
+    pids = [job.launcher_pid for job in find_jobs() if job.launcher_pid and _is_in_or_beside(job.folder, folder)]
     return str(pids[-1]) if pids else ""
 
 
@@ -309,6 +308,11 @@ def _is_in(folder: str, wanted: str) -> bool:
     return bool(folder) and os.path.realpath(wanted) in map(
         os.path.realpath, (folder, of_script, os.path.dirname(of_script))
     )
+
+
+def _is_in_or_beside(folder: str, wanted: str) -> bool:
+    """The same, also if the folder that is wanted is the Trainer's of that script."""
+    return any(_is_in(folder, one) for one in {wanted, logs_beside(wanted)} - {""})
 
 
 def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:

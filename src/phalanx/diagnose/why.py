@@ -21,7 +21,7 @@ from phalanx.diagnose.activity import activity_of
 from phalanx.diagnose.answer import Answer, RankSeen, examine, group_alike, halt_ends, left_record, needs_native
 from phalanx.diagnose.clauses import clause, duration, ranks
 from phalanx.diagnose.findings import Finding
-from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs
+from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs, runs_in
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, own_run, record_of
 from phalanx.diagnose.processes import command_of, off_limits
@@ -81,7 +81,7 @@ def _brief(answer: Answer) -> int:
     """Print the sentence; return 1 if it says no more than a rank knows that asks by itself."""
     seen = [one.look.stacks.threads for one in answer.seen if one.doing.rank in answer.finding.culprits]
     tells_more = any(seen) or answer.finding.kind in ("elsewhere", "starting") or answer.job.has_ended
-    print(printable(_sentence(answer)))
+    print("\n".join(broken([printable(_sentence(answer))])))
     return 0 if tells_more else 1
 
 
@@ -113,8 +113,9 @@ def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
     Raises:
         LookupError: There is neither.
     """
-    if os.path.isdir(wanted):
-        wanted = str(record_of(Path(wanted)))
+    if os.path.isdir(wanted) and not is_run(Path(wanted)):
+        # A job that starts has not told of itself in the Trainer's folder yet.
+        wanted = runs_in(wanted) or str(record_of(Path(wanted)))
     try:
         job = find_job(wanted)
         is_meant = wanted.isdecimal() or job.script == os.path.realpath(wanted)
@@ -196,14 +197,14 @@ def lines_of(answer: Answer, is_by_name: bool = False) -> Iterator[str]:
         if ago and is_by_name:
             yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
     else:
+        if words := caution(answer.finding):  # first, for what follows is then probably no trouble
+            yield words
         yield _sentence(answer)
     if not answer.job.has_ended and answer.job.is_elsewhere:
         yield f"It runs in {answer.job.cwd}."
     if answer.asked:
         yield f"While it ran: {answer.asked}"
     yield from map(words_of_loss, answer.losses)
-    if not answer.job.has_ended and (words := caution(answer.finding)):
-        yield words
     for group in group_alike(answer.seen, answer.finding.culprits) if has_record else ():
         yield ""
         yield from _group(group, answer.finding.culprits)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from phalanx._text import broken_at
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
@@ -105,17 +106,26 @@ class Console:
         if self.out.borrower is None:
             self.out.end_line()
             self.err.end_line()
-        line = printable(f"phalanx run: {text}\n")
-        self.err.write_lines(line)
-        self._log(line)
+        line = f"phalanx run: {text}\n"
+        self.err.write_lines(printable(self._broken(line)))
+        self._log(printable(line))
 
     def say_last(self, text: str) -> None:
         """Write the last words of the job, as they are."""
         self.out.end_line()
         self.err.end_line()
-        words = printable(text)
-        self.err.write(words)
-        self._log(words)
+        self.err.write(printable(self._broken(text)))
+        self._log(printable(text))
+
+    def _broken(self, text: str) -> str:
+        """Return lines as a terminal shows them, broken between words; whole elsewhere."""
+        if not self.err.is_terminal:
+            return text
+        try:
+            width = os.get_terminal_size(self.err.fd).columns
+        except OSError:  # it has hung up
+            return text
+        return "".join(f"{line}\n" for line in broken_at(width, text.split("\n")[:-1]))
 
     def _log(self, words: bytes) -> None:
         """Keep what is said beside the logs of the ranks; a full disk is told of where those are written."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Sequence
 
 from phalanx._last_words import owner_of
 from phalanx._text import named, shortened
 from phalanx.launch.folding import COLUMNS, ROWS, fold, num_rows, short_path
 from phalanx.launch.hints import explanation_for, hint_for
+from phalanx.launch.notes import words_of_checkpoints
 from phalanx.launch.outcome import Outcome, RankError, alike, find_culprit, signal_name
 from phalanx.launch.tracebacks import find_last_block
 from phalanx.launch.victims import is_victim
@@ -18,19 +20,32 @@ _OTHERS_ROWS = 2  # of the screen, for each
 _MAX_ROWS = 14  # of the culprit's traceback: the interpreter prints that of the call above it
 
 
-def report(culprit: Outcome, outcomes: Sequence[Outcome], *, hint: str) -> str:
-    """Return the last words of a job that failed: the cause, then what became of the others, on one screen."""
+def report(culprit: Outcome, outcomes: Sequence[Outcome], *, hint: str, resume: str = "") -> str:
+    """Return the last words of a job that failed: the cause, then what became of the others, on one screen.
+
+    Args:
+        resume: Words for how a training goes on; empty: none.
+    """
     where = f"{culprit.host}:" if culprit.host else ""
     others = [shortened(line, _OTHERS_ROWS * COLUMNS - 2) for line in _others(culprit, outcomes)]
     if len(others) > _MAX_OTHERS:
         others[_MAX_OTHERS:] = ["others: see the logs"]
     explained = explanation_for(culprit)
-    after = [*others, f"log: {where}{culprit.log}", *([f"hint: {hint}{explained}"] if hint else [])]
+    after = [*others, f"log: {where}{culprit.log}", *filter(None, [resume])]
+    after += [f"hint: {hint}{explained}"] if hint else []
     code = f"; exit code {culprit.exit_code}" if culprit.signal else ""
     head = f"phalanx run: {culprit.describe()}{code}{'' if hint else explained}"
     rows_left = ROWS - 1 - num_rows(head) - sum(num_rows(f"  {line}") for line in after)
     lines = [head, *(f"  {line}" for line in [*fold(culprit.last_words.lines, rows_left), *after])]
     return "\n".join(lines) + "\n"
+
+
+def words_of_resuming(culprit: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """Return how a Trainer goes on after a rank was killed, in a job without restarts; empty if no Trainer has run."""
+    if culprit.signal != signal.SIGKILL:
+        return ""
+    saved = next(filter(None, (words_of_checkpoints(outcome.folder) for outcome in outcomes)), "")
+    return f"to go on, start it again: {saved}; --max-restarts N does so by itself" if saved else ""
 
 
 def brief_report(culprit: Outcome) -> str:
@@ -60,7 +75,7 @@ def _in_brief(outcome: Outcome, culprit: Outcome) -> str:
         message = words.message.removeprefix(f"rank {outcome.rank}: ")  # the line begins with it
         said = f"{words.name}: {message}" if message else words.name
         return f"ended because of it; before: {said}" if outcome.ended_by_us and outcome.exitcode != 1 else said
-    if outcome.ended_by_us:
+    if outcome.ended_by_us and not outcome.killed_by_another:
         return "ended because of it"
     return f"killed by {signal_name(outcome.signal)}" if outcome.signal else f"exit code {outcome.exitcode}"
 

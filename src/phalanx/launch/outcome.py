@@ -35,6 +35,7 @@ class Outcome:
         last_words: Exception that ended the rank, or what it wrote last; after a hang, the stacks of all threads.
         hung: Whether the rank was killed because it had not ended at the time limit.
         ended_by_us: Whether the rank was told to end, so that it is not the cause.
+        killed_by_another: Whether a SIGKILL that was not ours ended it after it was told to end.
         skipped: Whether the rank skipped the test or expected its failure, so that it is not the cause.
         folder: Folder of its logs.
         host: Host on which it ran; empty: this one.
@@ -54,6 +55,7 @@ class Outcome:
     last_words: LastWords = dataclasses.field(default_factory=LastWords)
     hung: bool = False
     ended_by_us: bool = False
+    killed_by_another: bool = False
     skipped: bool = False
     folder: str = ""
     host: str = ""

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import select
+import signal
 import struct
 import termios
 import time
@@ -178,6 +179,7 @@ class Rank:
         self.stderr = stderr
         self.pid = pid  # 0 until the warden has forked it
         self.asked_to_end = False
+        self.was_killed = False  # by us
         self.end: Outcome | None = None
         self.pause: Outcome | None = None
 
@@ -252,6 +254,7 @@ class Rank:
             pid=self.pid,
             exitcode=code,
             ended_by_us=self.asked_to_end,
+            killed_by_another=self.asked_to_end and code == -signal.SIGKILL and not self.was_killed,
             last_words=words,
             folder=self.folder,
             when_s=time.monotonic(),

@@ -10,7 +10,7 @@ from phalanx._cgroups import count_oom_kills
 from phalanx._text import filled
 from phalanx.launch.attempts import run_on_this_node
 from phalanx.launch.descriptors import descriptor_problem, open_streams
-from phalanx.launch.failure import report
+from phalanx.launch.failure import report, words_of_resuming
 from phalanx.launch.hints import hint_for
 from phalanx.launch.job import MESSAGE_COLUMNS, Job
 from phalanx.launch.neighbors import RUN, Claim, Presence, crowding
@@ -84,7 +84,8 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
         culprit = cause if cause is not None and cause.raised and not cause.is_victim else None
     if culprit is not None:
         hint = hint_for(culprit, supervisor.ends, num_oom_kills=count_oom_kills() - num_oom_kills, command=job.command)
-        supervisor.say_last(report(culprit, supervisor.ends, hint=hint))
+        resume = words_of_resuming(culprit, supervisor.ends) if not job.max_restarts else ""
+        supervisor.say_last(report(culprit, supervisor.ends, hint=hint, resume=resume))
     if supervisor.received is not None:
         return 128 + supervisor.received
     return culprit.exit_code if culprit is not None else 0

@@ -116,6 +116,7 @@ class Shutdown:
         living = [rank for rank in self._ranks if rank.end is None] if ranks is None else ranks
         for rank in living:
             rank.asked_to_end, rank.pause = True, None
+            rank.was_killed |= sig == signal.SIGKILL
         if self.by is None:
             self._late_at_s = time.monotonic() + LATE_S
         self.by = sig

@@ -215,7 +215,7 @@ class Supervisor:
     def _drop_unstarted(self) -> None:
         for rank in self._ranks:
             if not rank.pid:
-                rank.asked_to_end = True
+                rank.asked_to_end = rank.was_killed = True
                 rank.record_end(signal.SIGKILL, is_reported=False)
 
     def _watch_attempt(self, until: Callable[[], bool] | None) -> None:
@@ -385,7 +385,7 @@ class Supervisor:
             if rank.end is None and (rank.pid in serving.pids or (is_current and not rank.pid))
         ]
         for rank in living:
-            rank.asked_to_end = True
+            rank.asked_to_end = rank.was_killed = True
             rank.record_end(signal.SIGKILL, is_reported=self.received is None)
         if living or not self._ranks:
             serving.output.drain(drops_last_words=True)

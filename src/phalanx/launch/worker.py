@@ -11,6 +11,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import re
 import reprlib
 import sys
 import time
@@ -80,8 +81,36 @@ class Function:
             found = sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(found)
         for part in self.qualname.split("."):
-            found = getattr(found, part)
+            try:
+                found = getattr(found, part)
+            except AttributeError:
+                if self.module != "__main__":
+                    raise
+                raise _below_guard(self.qualname) from None
         return found  # type: ignore[return-value]
+
+
+def _below_guard(name: str) -> AttributeError:
+    """Return the error for what a rank does not find in the script, which it imports."""
+    return AttributeError(
+        f"a rank imports the script, and {name} is not there then: define it at the top level of the script, above "
+        'if __name__ == "__main__":, or in a module that the script imports'
+    )
+
+
+def _load_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function and the arguments that the parent sent.
+
+    Raises:
+        AttributeError: The script defines one of them where its import does not come by.
+    """
+    try:
+        function, args = pickle.loads(call)
+    except AttributeError as error:
+        if missing := re.match(r"Can't get attribute '(.+?)' on <module '__(?:mp_)?main__'", str(error)):
+            raise _below_guard(missing[1]) from None
+        raise
+    return function.load() if isinstance(function, Function) else function, args
 
 
 def _named_by(fn: Callable[..., Any]) -> object:
@@ -161,8 +190,8 @@ def worker_main(
         import torch
 
         torch.set_num_threads(assignment.num_threads)
-        function, args = pickle.loads(assignment.call)
-        answer = _answer(_call(load_function(function), rank, args))
+        function, args = _load_call(assignment.call)
+        answer = _answer(_call(function, rank, args))
     except BaseException as error:
         _report(pipe, error)
         code = error.code if isinstance(error, SystemExit) else 1

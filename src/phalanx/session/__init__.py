@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
-import inspect
 import sys
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +19,7 @@ from phalanx._loop import LoopTools
 from phalanx._sockets import keep_paths_short
 from phalanx.launch.schedulers import Placement
 from phalanx.record import gloo, writer
+from phalanx.session.arguments import naming_arguments
 from phalanx.session.meeting_point import contract, find_place, meet, place_by_hosts
 
 
@@ -104,26 +102,14 @@ class Made:
 
 
 _current: Made | None = None
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
-def _naming_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make an unknown argument an error that lists the arguments that exist."""
-    known = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for name in kwargs:
-            if name not in known:
-                meant = {"local_rank": "device", "nprocs": "world_size", "num_ranks": "world_size"}.get(name)
-                raise _env.unknown_argument(f"phalanx.{function.__name__}", name, known, meant)
-        return function(*args, **kwargs)
-
-    return checked
+def _unknown_argument(function: str, name: str, known: list[str]) -> TypeError:
+    meant = {"local_rank": "device", "nprocs": "world_size", "num_ranks": "world_size"}.get(name)
+    return _env.unknown_argument(f"phalanx.{function}", name, known, meant)
 
 
-@_naming_arguments
+@naming_arguments(_unknown_argument)
 def init(
     backend: str | None = None,
     *,

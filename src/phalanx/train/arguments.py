@@ -14,14 +14,11 @@ from torch.utils import data as torch_data
 
 from phalanx._env import nearest
 from phalanx.train.callbacks import check_callbacks
+from phalanx.train.other_names import attribute_meant
 from phalanx.train.settings import ENDS, Settings
 
 _LOSS = "nn.functional.cross_entropy or nn.CrossEntropyLoss()"
 _OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1)"
-_OTHER_ATTRIBUTES = {  # under which other trainers know what this one has
-    "should_stop": "trainer.stop()", "stop_training": "trainer.stop()", "should_training_stop": "trainer.stop()",
-    "should_epoch_stop": "trainer.stop()",
-}  # fmt: skip
 _SCHEDULER = "scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)"
 _OF_PLATEAU = "Trainer: ReduceLROnPlateau needs no number of steps: pass the schedule itself, not a function"
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # as torch's schedules call the number of steps
@@ -142,8 +139,8 @@ def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -
         )
     if hasattr(trainer, name) and (callable(value) or not callable(own) or isinstance(own, nn.Module)):
         return
-    meant = _OTHER_ATTRIBUTES.get(name, f"trainer.{name}()" if callable(own) else "")
-    if not meant and is_subclass:
+    meant = f"trainer.{name}()" if callable(own) else attribute_meant(trainer, name)
+    if is_subclass and not meant.endswith("()"):  # its own may have the names that others' have
         return
     known = sorted(attribute for attribute in vars(trainer) if not attribute.startswith("_"))
     if name in Settings.__dataclass_fields__:
@@ -216,7 +213,12 @@ def _check_function_of_length(function: Any) -> None:
     kind = function.func if isinstance(function, functools.partial) else None
     if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
         _check_partial_schedule(function, kind)
-    elif not _takes(function, 1, 1):  # a function for LambdaLR, or of the optimizer alone
+    elif not _takes(function, 1, 1) and _takes(function, 1) and _first_name(function).startswith("opt"):
+        raise TypeError(
+            "Trainer: scheduler is called as scheduler(optimizer, num_steps), and this function takes the optimizer "
+            f"alone; right: scheduler=lambda {_first_name(function)}, num_steps: ..."
+        )
+    elif not _takes(function, 1, 1):  # a function for LambdaLR
         right = f"torch.optim.lr_scheduler.LambdaLR(optimizer, function) for a factor of each step, or {_SCHEDULER}"
         raise _wrong("scheduler", "a schedule, or a function of the optimizer and the number of steps", function, right)
 
@@ -286,6 +288,10 @@ def _takes(function: Any, *arguments: Any) -> bool:
     except ValueError:  # it tells no signature
         return True
     return True
+
+
+def _first_name(function: Any) -> str:
+    return next(iter(inspect.signature(function).parameters), "")
 
 
 def _refuse_class(name: str, value: Any, right: str) -> None:

@@ -105,8 +105,12 @@ class Loggers:
         self._open: dict[str, Any] = {}
         for one in self._given:
             if isinstance(one, str) and one not in _KINDS:
-                near = _env.did_you_mean(one, _KINDS)
-                raise ValueError(f"Trainer: no logger is named {one!r}{near}; there are {', '.join(_KINDS)}")
+                near, known = _env.did_you_mean(one, _KINDS), f"; there are {', '.join(_KINDS)}"
+                raise ValueError(f"Trainer: no logger is named {one!r}{near or known}")
+            if isinstance(one, type):
+                raise TypeError(
+                    f"Trainer: a logger is the class {one.__qualname__} itself; right: {one.__qualname__}(...)"
+                )
             if not isinstance(one, str) and not (hasattr(one, "log") and hasattr(one, "close")):
                 raise TypeError(f"Trainer: a logger has log(metrics, step) and close(), and {one!r} does not")
         self._is_told = ranks.rank == 0

@@ -73,6 +73,8 @@ def _open_dataset(
     refuse_different(dataset, ranks)
     length = len(dataset)
     if length < ranks.world_size:
+        if length == 0:
+            raise ValueError("Trainer: the dataset has no samples; its len() is 0")
         raise ValueError(
             f"Trainer: the dataset has {counted(length, 'sample')}, fewer than the {ranks.world_size} ranks, each of "
             "which needs at least one: train on fewer ranks or on more samples"

@@ -15,7 +15,7 @@ import torch
 
 from phalanx._errors import RankFailed
 from phalanx._rank_group import RankGroup
-from phalanx._text import one_line
+from phalanx._text import broken, one_line
 from phalanx.checkpoint import Loaded
 from phalanx.record import writer
 from phalanx.session import Session
@@ -129,8 +129,9 @@ class RunLog:
             self._loggers.open(run, self.sparing_the_training)
 
     def say(self, text: str) -> None:
-        """Print a line, on rank 0."""
+        """Print a line, on rank 0, broken between words if it is longer than the terminal."""
         if self._ranks.rank == 0:
+            text = "\n".join(broken([text]))
             try:
                 print(text, flush=True)
             except UnicodeEncodeError:  # a folder's name, where the locale has no such letters

@@ -10,18 +10,10 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypedDict
 
-from phalanx._env import did_you_mean, nearest, unknown_argument
+from phalanx._env import did_you_mean, nearest
+from phalanx.train.other_names import wrong_argument
 
 _MINIMIZED = frozenset(("loss", "error", "perplexity", "mae", "mse", "rmse"))
-
-_OTHER_NAMES = {  # under which other trainers know them
-    "epochs": "max_epochs", "num_epochs": "max_epochs", "num_train_epochs": "max_epochs", "steps": "max_steps",
-    "batch_size": "global_batch_size", "accumulate_grad_batches": "micro_batch_size",
-    "gradient_accumulation_steps": "micro_batch_size", "amp": "precision", "mixed_precision": "precision",
-    "max_grad_norm": "clip_norm", "grad_clip": "clip_norm", "gradient_clip_val": "clip_norm", "workers": "num_workers",
-    "early_stopping": "patience", "output_dir": "folder", "default_root_dir": "folder", "logger": "loggers",
-    "loss_fn": "loss", "criterion": "loss", "lr_scheduler": "scheduler", "optim": "optimizer",
-}  # fmt: skip
 
 _CHOICES = {
     "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never", "force"),
@@ -169,11 +161,11 @@ class Settings:
             known: Names of all arguments, since an unknown one may stand for another than a setting.
 
         Raises:
-            TypeError: There is no such argument; names the one that is meant, and all of them.
+            TypeError: There is no such argument; names the one that is meant.
         """
         for name in given:
             if name not in cls.__dataclass_fields__:
-                raise unknown_argument("Trainer", name, known, _OTHER_NAMES.get(name))
+                raise wrong_argument("Trainer", name, known, known)
         return cls(**given)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.launch.notes import note_modules
 from phalanx.record import writer
+from phalanx.session.arguments import naming_arguments
 from phalanx.session.survival import PlannedRestart, Survivor
 from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_attribute, check_fit, check_schedule
@@ -37,6 +38,7 @@ from phalanx.train.memory_format import lay_out_model
 from phalanx.train.objective import Objective
 from phalanx.train.open_feed import open_feed
 from phalanx.train.origin import describe_origin, processes_of
+from phalanx.train.other_names import attribute_meant, wrong_argument
 from phalanx.train.place import Place, why_not_set_back
 from phalanx.train.preemption import Preemption, leave
 from phalanx.train.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
@@ -46,6 +48,10 @@ from phalanx.train.settings import GivenSettings, Settings, SignatureWithSetting
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.stepper import Stepper
 from phalanx.train.wrapper import leave_wrapper, wrap
+
+
+def _unknown_argument(method: str, name: str, known: list[str]) -> TypeError:
+    return wrong_argument(f"Trainer.{method}", name, known, inspect.signature(Trainer).parameters)
 
 
 class Trainer:
@@ -190,6 +196,15 @@ class Trainer:
             check_attribute(self, name, value, is_subclass=type(self) is not Trainer)
         super().__setattr__(name, value)
 
+    if not TYPE_CHECKING:  # which is to know what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse an attribute that only other trainers have, with the one that is meant."""
+            is_own = hasattr(type(self), name)  # a property, which has raised this error itself
+            if self._is_made and not is_own and (meant := attribute_meant(self, name)):
+                raise AttributeError(f"Trainer: there is no attribute {name}; right: {meant}")
+            return super().__getattribute__(name)
+
     def _change(self, name: str, value: Any) -> None:
         """Set an attribute that a script is refused, since more than the attribute must change."""
         super().__setattr__(name, value)
@@ -212,6 +227,7 @@ class Trainer:
 
     # ---- training --------------------------------------------------------------------------------------------------
 
+    @naming_arguments(_unknown_argument)
     def fit(
         self, data: Any, validation_data: Any = None, *, batch_sampler: Iterable[Iterable[int]] | None = None
     ) -> dict[str, float]:
@@ -551,6 +567,7 @@ class Trainer:
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
+    @naming_arguments(_unknown_argument)
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the means over all samples of `data`, and the metrics with a state; the same on every rank.
 
@@ -569,6 +586,7 @@ class Trainer:
         self._say_if_untrained("evaluate")
         return self._evaluator.evaluate(data)
 
+    @naming_arguments(_unknown_argument)
     def predict(self, data: Any) -> Tensor:
         """Return the model's outputs for all samples of a map-style dataset, in order, on the CPU of every rank.
 
