@@ -46,7 +46,7 @@ def test_what_is_to_be_kept_is_kept(folder, options, kept):
 
 @pytest.mark.parametrize("best_is_least", [True, False])
 def test_of_equal_scores_the_earliest_is_the_best_as_for_who_judged_them(tmp_path, best_is_least):
-    judge = Judge("loss" if best_is_least else "accuracy")
+    judge = Judge("loss", "min") if best_is_least else Judge("accuracy", "max")
     best = []
     for step, metric in enumerate((0.5, 0.5, 0.5, 0.5), start=1):
         save(tmp_path, {"x": step}, step, metric=metric)

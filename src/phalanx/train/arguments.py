@@ -86,6 +86,19 @@ def check_schedule(scheduler: Any, function: Any = None) -> None:
         raise ValueError(_OF_PLATEAU)
 
 
+def check_plateau(scheduler: lr_scheduler.ReduceLROnPlateau, s: Settings) -> None:
+    """Refuse a schedule that takes a better evaluation for a worse one.
+
+    Raises:
+        ValueError: It does.
+    """
+    if scheduler.mode != s.mode:
+        raise ValueError(
+            f'Trainer: {"a lower" if s.mode == "min" else "a higher"} {s.monitor} is better (mode="{s.mode}"), and '
+            f'the schedule takes it for worse: ReduceLROnPlateau(optimizer, mode="{s.mode}")'
+        )
+
+
 def check_fit(
     data: Any,
     validation_data: Any,
