@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def end_in_all_ways(rank, world_size, folder):
     ended = {}
 
     def keep(name, printed, ends):
-        page = open(f"{folder}/{name}/report.html").read() if rank == 0 else ""
+        page = Path(folder, name, "report.html").read_text() if rank == 0 else ""
         ended[name] = printed, ends[-1:], page
 
     # A "word error rate" that falls first and then rises: the best is the second.

@@ -21,6 +21,7 @@ from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import digest_of, memory
 from phalanx.checkpoint.pending import pending
 from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore, survey
+from phalanx.checkpoint.tree import refuse_no_mapping
 from phalanx.checkpoint.unpacking import Json, unpack
 from phalanx.record import writer
 from phalanx.record.box import LOADED, LOADING
@@ -89,6 +90,7 @@ def load(
 
     Raises:
         ValueError: `missing` is none of these.
+        TypeError: `state` is no dictionary.
         CheckpointError: There is no whole checkpoint of that step, it does not fit `state`, or not all ranks call
             this; on every rank.
 
@@ -103,6 +105,7 @@ def load(
     """
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
+    refuse_no_mapping("load", state)
     with writer.phase(LOADING):
         loaded = _load(folder, state, step, strict=strict, missing=missing)
     if loaded is not None:

@@ -22,7 +22,7 @@ from phalanx.checkpoint.claim import OtherSide, fence_for
 from phalanx.checkpoint.image import Part, fill, lay_out
 from phalanx.checkpoint.pending import pending
 from phalanx.checkpoint.retention import check_numbers, remove_old
-from phalanx.checkpoint.tree import Leaf, pack
+from phalanx.checkpoint.tree import Leaf, pack, refuse_no_mapping
 from phalanx.record import writer
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -61,12 +61,14 @@ def save(
     Raises:
         CheckpointError: A rank can't save, an earlier save failed in the background, or not all ranks call this; on
             every rank.
+        TypeError: `state` is no dictionary.
 
     Example:
         >>> state = {"model": nn.Linear(2, 1), "random": phalanx.RandomState()}
         >>> phalanx.checkpoint.save("runs/linear", state, step=1)
         >>> phalanx.checkpoint.wait()
     """
+    refuse_no_mapping("save", state, ", step")
     with writer.phase("checkpoint", step):
         _saver.save(os.path.abspath(folder), state, step, metric, dict(keep or {}), wait)
 
