@@ -129,6 +129,7 @@ def end_in_all_ways(rank, world_size, folder):
     early = {"monitor": "wer", "mode": "min", "patience": 2, "max_epochs": 9, "keep_last": 1, **step}
     trainer, *told = fit(f"{folder}/patience", callbacks=[Next()], **early)
     best = [checkpoint.step for checkpoint in phalanx.checkpoint.list_checkpoints(trainer.checkpoints)]
+    best.append(phalanx.checkpoint.load(trainer.folder, {}, step="best").step)
     keep("patience", *told)
     keep("stop", *fit(f"{folder}/stop", callbacks=[Stop(2)], max_epochs=2)[1:])
     keep("max_epochs", *fit(f"{folder}/max_epochs", max_epochs=1, patience=1)[1:])
@@ -181,7 +182,7 @@ def test_what_has_ended_a_run_is_said_written_down_and_reported(results, name, m
 def test_the_lowest_is_kept_shown_and_announced_where_lower_is_better(results):
     ended, best, _ = results[0]
     printed, _, page = ended["patience"]
-    assert best == [10, 20]
+    assert best == [10, 20, 10]
     assert "the best checkpoint is that of the lowest wer\n" in printed
     assert re.search(r"Validation wer</dt><dd>0\.25<small>best \(lowest\), at step 10", page)
     assert "best checkpoint" not in ended["stop"][0]

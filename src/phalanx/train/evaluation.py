@@ -16,10 +16,10 @@ from phalanx._rank_group import RankGroup
 from phalanx._text import counted
 from phalanx.data.random_state import random_state_kept
 from phalanx.record import writer
+from phalanx.train.arguments import refuse_reserved
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
 from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.memory_format import lay_out_batch
-from phalanx.train.arguments import refuse_reserved
 from phalanx.train.objective import Objective, outputs_of
 from phalanx.train.settings import Settings
 from phalanx.train.worker_trial import untouched
