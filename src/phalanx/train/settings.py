@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict
 from phalanx._env import did_you_mean, nearest, unknown_argument
 
 _MODES: dict[str, Literal["min", "max"]] = {
-    **dict.fromkeys(("loss", "err", "error", "mae", "mape", "mse", "nll", "perplexity", "ppl", "rmse"), "min"),
+    **dict.fromkeys(("loss", "err", "error", "mae", "mse", "nll", "perplexity", "ppl", "rmse"), "min"),
     **dict.fromkeys(
         ("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "r2", "recall"), "max"
     ),
