@@ -160,9 +160,7 @@ def best_checkpoint():
         model, optimizer, LOSS, metrics={"accuracy": accuracy}, monitor="accuracy", folder="runs/best", **LENGTH
     )
     trainer.fit(DATA, HELD_BACK)
-    scored = [saved for saved in phalanx.checkpoint.list_checkpoints("runs/best") if saved.metric is not None]
-    best = max(scored, key=lambda saved: saved.metric)
-    phalanx.checkpoint.load("runs/best", {"model": model}, step=best.step)
+    phalanx.checkpoint.load("runs/best", {"model": model}, step="best")
     return trainer
 
 

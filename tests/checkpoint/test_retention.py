@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+import phalanx
 import phalanx.checkpoint as ckpt
 from phalanx.train.judge import Judge
 from tests.checkpoint._tools import flip_bit, save
@@ -46,7 +47,7 @@ def test_what_is_to_be_kept_is_kept(folder, options, kept):
 
 @pytest.mark.parametrize("best_is_least", [True, False])
 def test_of_equal_scores_the_earliest_is_the_best_as_for_who_judged_them(tmp_path, best_is_least):
-    judge = Judge("loss" if best_is_least else "accuracy")
+    judge = Judge("loss", "min") if best_is_least else Judge("accuracy", "max")
     best = []
     for step, metric in enumerate((0.5, 0.5, 0.5, 0.5), start=1):
         save(tmp_path, {"x": step}, step, metric=metric)
@@ -108,3 +109,20 @@ def test_verify_names_the_damaged_file_of_any_step(folder):
     [problem] = ckpt.verify(folder, 2)
     assert problem.startswith(str(folder / "step-00000002" / "rank_00000.safetensors"))
     assert "was altered" in problem
+
+
+@pytest.mark.parametrize(("is_least", "best"), [(True, 2), (False, 3)])
+def test_the_best_is_loaded_by_the_measure_that_it_was_kept_by(tmp_path, is_least, best):
+    for step, metric in ((1, 0.5), (2, 0.25), (3, 0.75), (4, float("nan")), (5, None)):
+        save(tmp_path, {"x": step}, step, metric=metric, keep={"keep_last": 9, "best_is_least": is_least})
+    state = {"x": 0}
+    assert ckpt.load(tmp_path, state, step="best") == ckpt.Loaded(best, "disk")
+    assert state == {"x": best}
+
+
+def test_a_best_that_nobody_knows_is_refused(tmp_path):
+    assert ckpt.load(tmp_path, {"x": 0}, step="best", missing="ignore") is None
+    save(tmp_path, {"x": 1}, 1, keep={"keep_best": 1})
+    save(tmp_path, {"x": 2}, 2, metric=0.5)
+    with pytest.raises(phalanx.CheckpointError, match="does not tell which checkpoint is the best"):
+        ckpt.load(tmp_path, {"x": 0}, step="best")

@@ -293,6 +293,7 @@ def refusals(folder):
         "collate_fn": refused(plain.fit, [1, 2]),
         "predict": refused(plain.predict, unnamed),
         "empty": refused(make_trainer(f"{folder}/6").evaluate, make_data(0)),
+        "predict empty": refused(make_trainer(f"{folder}/13").predict, make_data(0)),
         "no lists": refused(plain.fit, data, batch_sampler=[1, 2]),
         "not again": refused(plain.fit, data, batch_sampler=ByLength(torch.Generator())),
         "twice": refused(make_trainer(f"{folder}/9").fit, list(data), batch_sampler=[[1]]),
@@ -433,7 +434,8 @@ def test_what_makes_no_sense_is_refused_on_every_rank_with_the_right_call(result
         assert "yields different batches for the same epoch" in texts["not again"]
         assert "batch_sampler divides a dataset; a loader has its own" in texts["twice"]
         assert "trainer.predict(loader.dataset)" in texts["predict"]
-        assert "the data has no samples" in texts["empty"]
+        assert "Trainer.evaluate: the data has no samples" in texts["empty"]
+        assert "Trainer.predict: the data has no samples" in texts["predict empty"]
         assert "Subset(dataset, indices)" in texts["left out"]
         assert "such as [*batches]" in texts["generator"]
         assert "an iterator that is used up" in texts["used up"]

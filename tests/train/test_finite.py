@@ -411,7 +411,7 @@ def test_an_evaluation_of_nan_is_never_the_best_and_uses_up_patience(results, wo
 
 
 def test_infinite_scores_are_never_the_best():
-    judge = Judge("accuracy")
+    judge = Judge("accuracy", "max")
     assert not judge.judge({"accuracy": math.inf}, 1)
     assert judge.value_of(1) is None
     assert judge.judge({"accuracy": 0.5}, 2)

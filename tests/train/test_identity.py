@@ -245,10 +245,10 @@ def test_a_module_that_describes_itself_in_new_words_on_each_start_is_the_same()
     assert facts_with(small(Odd())) == facts_with(small(Odd()))
 
 
-def test_another_activation_or_reduction_is_refused_and_goes_on_by_force(tmp_path):
-    def fit(activation, reduction="mean", **options):
+def test_another_activation_or_loss_is_refused_and_goes_on_by_force(tmp_path):
+    def fit(activation, delta=1.0, **options):
         model = nn.Sequential(nn.Linear(6, 4), activation, nn.Linear(4, 1))
-        loss = nn.MSELoss(reduction=reduction)
+        loss = nn.HuberLoss(delta=delta)
         optimizer = optim.SGD(model.parameters(), lr=0.01)
         trainer = phalanx.Trainer(model, optimizer, loss, folder=str(tmp_path), max_epochs=1, **options)
         return quietly(trainer.fit, make_data())[1]
@@ -260,8 +260,8 @@ def test_another_activation_or_reduction_is_refused_and_goes_on_by_force(tmp_pat
     ) as caught:
         fit(nn.Tanh())
     assert 'resume="force"' in str(caught.value)
-    with pytest.raises(phalanx.CheckpointError, match=r"\n  objective\.reduction mean -> sum\n"):
-        fit(nn.ReLU(), "sum")
+    with pytest.raises(phalanx.CheckpointError, match=r"\n  objective\.delta 1 -> 2\n"):
+        fit(nn.ReLU(), 2.0)
     assert "changed: module.1 ReLU() -> Tanh()" in fit(nn.Tanh(), resume="force")
 
 

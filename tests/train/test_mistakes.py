@@ -24,6 +24,13 @@ def distance(outputs, targets):
     return (outputs - targets).abs().squeeze(1)
 
 
+SUMS = (
+    nn.CrossEntropyLoss(reduction="sum"),
+    functools.partial(nn.functional.cross_entropy, reduction="sum"),
+    functools.partial(nn.MSELoss(reduction="sum")),
+)
+
+
 class Arguments:
     """Arguments of a `Trainer` that is right, and of one with something else in the place of some."""
 
@@ -107,6 +114,7 @@ def test_a_loss_without_a_mean_and_an_optimizer_or_schedule_of_another_model_are
     others = torch.optim.SGD(make_model().parameters(), lr=0.1)
     for wrong, message in (
         ({"loss": nn.MSELoss(reduction="none")}, 'reduction="none", which gives a value for each sample'),
+        *(({"loss": loss}, 'the loss has reduction="sum", .* would depend on the number of ranks') for loss in SUMS),
         ({"optimizer": others}, "the optimizer has no parameter of this model"),
         ({"scheduler": lr_scheduler.StepLR(others, 1)}, "the scheduler is that of another optimizer"),
         ({"scheduler": functools.partial(lr_scheduler.ReduceLROnPlateau, patience=3)}, "needs no number of steps"),
@@ -128,6 +136,18 @@ def test_a_loss_without_a_mean_and_an_optimizer_or_schedule_of_another_model_are
 def test_metrics_without_names_or_functions_are_a_type_error(metrics, message):
     with pytest.raises(TypeError, match=message):
         Objective(mean_squares, metrics=metrics)
+
+
+@pytest.mark.parametrize("name", ["loss", "epoch", "lr", "kind"])
+def test_a_metric_of_a_name_that_is_taken_is_refused(name):
+    with pytest.raises(ValueError, match=f"'{name}'.* give .* another"):
+        Objective(mean_squares, metrics={"distance": distance, name: distance})
+
+
+@pytest.mark.parametrize("metric", SUMS)
+def test_a_metric_that_is_a_sum_over_the_batch_is_refused(metric):
+    with pytest.raises(ValueError, match=r"metrics\['total'\] has reduction=\"sum\""):
+        Objective(mean_squares, metrics={"total": metric})
 
 
 @pytest.mark.parametrize(

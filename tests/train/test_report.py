@@ -77,8 +77,8 @@ def test_a_run_is_told_with_its_figures_curves_restarts_and_settings(tmp_path):
     page = page_of(tmp_path / "digits")
     text = re.sub(r"\s+", " ", page.text)
     for said in (
-        "digits", "finished", "Steps 299", "Epoch 3 of 3", "Validation accuracy 0.875 best, at step 120",
-        "Validation loss 0.5 best, at step 120", "Ranks 2 phalanx", "Attempts 3", "2 h 0 min with gaps",
+        "digits", "finished", "Steps 299", "Epoch 3 of 3", "Validation accuracy 0.875 best (highest), at step 120",
+        "Validation loss 0.5 best (lowest), at step 120", "Ranks 2 phalanx", "Attempts 3", "2 h 0 min with gaps",
         "1 2026-11-18 11:06:48 UTC interrupted, last record at step 57 step 55, from memory 2 ranks 2.5 s",
         "preempted by SIGTERM, last record at step 130 step 130, from disk 2 ranks 2 h 0 min", "precision bf16",
         "rank 1", "It takes 85 ms; up to the exchange, the slowest rank takes 3% longer",
@@ -166,6 +166,17 @@ def test_values_that_are_not_finite_are_counted_and_break_the_line(tmp_path):
     assert "2 not finite" in Page(html).text
     loss = re.search(r'<path class="line" d="([^"]*)"', html).group(1)
     assert loss.count("M") == 2
+
+
+def test_of_a_metric_whose_best_is_not_known_the_last_is_shown(tmp_path):
+    run = FakeRun(tmp_path / "run", monitor="cost", mode="min")
+    run.start()
+    run.steps(1, 2)
+    for step, value in enumerate((2.0, 1.0, 3.0), start=1):
+        run.evaluate(step, cost=value, width=value)
+    page = write_report(run.folder).read_text()
+    assert "Validation cost</dt><dd>1<small>best (lowest), at step 2" in page
+    assert "Validation width</dt><dd>3<small>last, at step 3" in page
 
 
 def test_a_start_that_found_the_run_finished_changes_no_number(tmp_path):

@@ -121,19 +121,19 @@ def test_a_schedule_of_another_kind_is_still_refused():
         phalanx.Trainer(model, optimizer, mean_squares, scheduler="cosine", max_epochs=1)
 
 
-def judged(values, min_delta, name="accuracy"):
-    judge = Judge(name, min_delta)
+def judged(values, min_delta, name="accuracy", mode="max"):
+    judge = Judge(name, mode, min_delta)
     return [(judge.judge({name: value}, step), judge.num_worse) for step, value in enumerate(values)]
 
 
 def test_a_small_improvement_is_best_and_does_not_count():
     assert judged([0.5, 0.55, 0.59, 0.65], 0.1) == [(True, 0), (True, 1), (True, 2), (True, 0)]
-    assert judged([0.5, 0.45, 0.3], 0.1, "loss") == [(True, 0), (True, 1), (True, 0)]
+    assert judged([0.5, 0.45, 0.3], 0.1, "loss", "min") == [(True, 0), (True, 1), (True, 0)]
     assert judged([0.5, 0.5, 0.6], 0.0) == [(True, 0), (False, 1), (True, 0)]
 
 
 def test_the_count_goes_on_after_a_resumption():
-    judge, again = Judge("accuracy", 0.1), Judge("accuracy", 0.1)
+    judge, again = Judge("accuracy", "max", 0.1), Judge("accuracy", "max", 0.1)
     judge.judge({"accuracy": 0.5}, 1)
     judge.judge({"accuracy": 0.58}, 2)
     again.load_state_dict(judge.state_dict())

@@ -55,6 +55,7 @@ class Checkpoint:
         metric: Score that was passed to `save`, or None.
         files: Size in bytes and SHA-256 of each file, by name.
         epoch: Epoch of the run's folder in which it was saved; 0: none was claimed.
+        best_is_least: Whether the smallest metric is the best, as ``save(keep=...)`` was told; None: it was not.
 
     Example:
         >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1, wait=True)
@@ -71,6 +72,7 @@ class Checkpoint:
     metric: float | None
     files: Mapping[str, Mapping[str, Any]]
     epoch: int = 0
+    best_is_least: bool | None = None
 
 
 class Damaged(CheckpointError):
@@ -180,7 +182,9 @@ def _checkpoint(step: int, path: str, manifest: Mapping[str, Any]) -> Checkpoint
         raise ValueError("no time")
     size_bytes = sum(file["size_bytes"] for file in files.values())
     metric, epoch = None if metric is None else float(metric), int(manifest.get("epoch", 0))
-    return Checkpoint(step, path, size_bytes, world_size, saved_at, metric, files, epoch)
+    is_least = manifest.get("best_is_least")  # earlier versions did not write it
+    is_least = None if is_least is None else bool(is_least)
+    return Checkpoint(step, path, size_bytes, world_size, saved_at, metric, files, epoch, is_least)
 
 
 def check_file(checkpoint: Checkpoint, name: str, *, reads: bool = True) -> str:
@@ -262,6 +266,7 @@ class Draft:
     metric: float | None
     saved_at: float
     fence: Fence | None = None
+    best_is_least: bool | None = None
 
     def write(self, rank: int, image: memoryview, sha256: Future[str]) -> None:
         """Write a rank's file and sign it."""
@@ -296,6 +301,7 @@ class Draft:
         manifest = {
             "format": _FORMAT, "step": self.step, "world_size": self.world_size, "saved_at": self.saved_at,
             "metric": self.metric, "files": files, "epoch": self.fence.epoch if self.fence else 0,
+            "best_is_least": self.best_is_least,
         }  # fmt: skip
         _write_whole(os.path.join(self.path, _MANIFEST), _sign(manifest))
         for path in signatures:
@@ -350,7 +356,14 @@ def make(folder: str) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
 
 
-def begin(folder: str, step: int, world_size: int, metric: float | None, fence: Fence | None = None) -> Draft:
+def begin(
+    folder: str,
+    step: int,
+    world_size: int,
+    metric: float | None,
+    fence: Fence | None = None,
+    best_is_least: bool | None = None,
+) -> Draft:
     """Make the place where the ranks write.
 
     Raises:
@@ -359,7 +372,8 @@ def begin(folder: str, step: int, world_size: int, metric: float | None, fence: 
     path = _hidden_path(folder, step)
     os.mkdir(path)
     os.close(os.open(os.path.join(path, _WRITING), os.O_CREAT | os.O_WRONLY, 0o666))
-    return Draft(os.path.abspath(folder), step, world_size, os.path.abspath(path), metric, time.time(), fence)
+    places = os.path.abspath(folder), os.path.abspath(path)
+    return Draft(places[0], step, world_size, places[1], metric, time.time(), fence, best_is_least)
 
 
 def _hidden_path(folder: str, step: int) -> str:

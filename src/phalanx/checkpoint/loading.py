@@ -21,6 +21,8 @@ from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import digest_of, memory
 from phalanx.checkpoint.pending import pending
 from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore, survey
+from phalanx.checkpoint.retention import find_best
+from phalanx.checkpoint.tree import refuse_no_mapping
 from phalanx.checkpoint.unpacking import Json, unpack
 from phalanx.record import writer
 from phalanx.record.box import LOADED, LOADING
@@ -79,7 +81,9 @@ def load(
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
         state: State of the form that was saved; saved entries that it lacks are left out.
-        step: Step of the checkpoint; "latest" is the newest whole one, and a warning names newer damaged ones.
+        step: Step of the checkpoint; "latest" is the newest whole one, and a warning names newer damaged ones. "best"
+            is the one on disk with the best metric, as `save` was told in `keep`, and as a Trainer judges by its
+            monitor.
         strict: Whether a checkpoint that lacks an entry of `state` is refused.
         missing: Action if there is no checkpoint: "note" prints a line on rank 0 and returns None, "ignore" returns
             None, "error" raises.
@@ -89,6 +93,7 @@ def load(
 
     Raises:
         ValueError: `missing` is none of these.
+        TypeError: `state` is no dictionary.
         CheckpointError: There is no whole checkpoint of that step, it does not fit `state`, or not all ranks call
             this; on every rank.
 
@@ -103,6 +108,7 @@ def load(
     """
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
+    refuse_no_mapping("load", state)
     with writer.phase(LOADING):
         loaded = _load(folder, state, step, strict=strict, missing=missing)
     if loaded is not None:
@@ -209,6 +215,13 @@ def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> 
         published = folders.steps(path)
     except OSError as error:
         return f"can't read {given}: {error.strerror}", given, []
+    if step == "best" and published:
+        try:
+            step = find_best(path)
+        except ValueError as error:
+            return str(error), path, []
+    elif step == "best":
+        return "", path, []
     if step != "latest":
         if step not in published:
             under_way = folders.steps_under_way(path)

@@ -30,7 +30,7 @@ from phalanx.checkpoint.fetching import Fetch, find
 from phalanx.checkpoint.holdings import Choice, Held, Moment, newest_of
 from phalanx.checkpoint.image import Image, fill, lay_out
 from phalanx.checkpoint.slots import Slots
-from phalanx.checkpoint.tree import Leaf, pack
+from phalanx.checkpoint.tree import Leaf, pack, refuse_no_mapping
 from phalanx.record import writer
 
 _SLACK_BYTES = 64 * 1024  # headers grow a little
@@ -410,11 +410,13 @@ def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int
 
     Raises:
         CheckpointError: A value can't be saved on some rank; on every rank.
+        TypeError: `state` is no dictionary.
 
     Example:
         >>> print(phalanx.checkpoint.snapshot("runs/linear", {"weight": torch.ones(3)}, step=1))
         no supervisor holds memory for them: start with phalanx run --max-restarts
     """
+    refuse_no_mapping("snapshot", state, ", step")
     with writer.phase("snapshot", step):
         memory().write(os.path.abspath(folder), state, step)
     return memory().problem

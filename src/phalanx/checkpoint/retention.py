@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.folder import Checkpoint, Damaged
@@ -107,16 +108,37 @@ def remove_old(
     if keep_every is not None:
         kept |= {checkpoint.step for checkpoint in found if checkpoint.step % keep_every == 0}
     if keep_best is not None:
-        sign = -1 if best_is_least else 1
-        ranked = sorted(
-            (-sign * checkpoint.metric, checkpoint.step)
-            for checkpoint in found
-            if checkpoint.metric is not None and checkpoint.metric == checkpoint.metric  # not a NaN
-        )
-        kept |= {step for _, step in ranked[:keep_best]}
+        kept |= {*_best_first(found, best_is_least)[:keep_best]}
     doomed = [checkpoint.step for checkpoint in found if checkpoint.step not in kept]
     folders.remove(folders.find(folder), doomed)
     return doomed
+
+
+def find_best(folder: str) -> int:
+    """Return the step of the checkpoint with the best metric, of equal ones the earliest.
+
+    Raises:
+        ValueError: None has a metric, or they do not say whether the smallest is the best.
+    """
+    scored = [checkpoint for checkpoint in _published(folder) if checkpoint.metric is not None]
+    told = [checkpoint.best_is_least for checkpoint in scored if checkpoint.best_is_least is not None]
+    best = _best_first(scored, told[-1]) if told else []
+    if not best:
+        raise ValueError(
+            f"{folder} does not tell which checkpoint is the best. That is known of a Trainer's, if it has validation "
+            'data, and after save(..., metric=loss, keep={"keep_best": 1, "best_is_least": True})'
+        )
+    return best[0]
+
+
+def _best_first(found: Iterable[Checkpoint], best_is_least: bool) -> list[int]:
+    sign = 1 if best_is_least else -1
+    ranked = sorted(
+        (sign * checkpoint.metric, checkpoint.step)
+        for checkpoint in found
+        if checkpoint.metric is not None and checkpoint.metric == checkpoint.metric  # not a NaN
+    )
+    return [step for _, step in ranked]
 
 
 def check_numbers(keep_last: int = 3, keep_every: int | None = None, keep_best: int | None = None) -> None:

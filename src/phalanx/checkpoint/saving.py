@@ -22,7 +22,7 @@ from phalanx.checkpoint.claim import OtherSide, fence_for
 from phalanx.checkpoint.image import Part, fill, lay_out
 from phalanx.checkpoint.pending import pending
 from phalanx.checkpoint.retention import check_numbers, remove_old
-from phalanx.checkpoint.tree import Leaf, pack
+from phalanx.checkpoint.tree import Leaf, pack, refuse_no_mapping
 from phalanx.record import writer
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -54,19 +54,21 @@ def save(
         state: Any nesting of dicts, lists, tensors, modules, optimizers, other objects with ``state_dict`` and
             ``load_state_dict``, and plain values.
         step: Step of the training, at least 0; a checkpoint of the same step is replaced.
-        metric: Score of the checkpoint for ``prune(keep_best=...)``.
+        metric: Score of the checkpoint for ``prune(keep_best=...)`` and ``load(step="best")``.
         keep: Arguments for `prune`, which runs when this checkpoint is published; None: it does not run.
         wait: Whether to return only when the checkpoint is published.
 
     Raises:
         CheckpointError: A rank can't save, an earlier save failed in the background, or not all ranks call this; on
             every rank.
+        TypeError: `state` is no dictionary.
 
     Example:
         >>> state = {"model": nn.Linear(2, 1), "random": phalanx.RandomState()}
         >>> phalanx.checkpoint.save("runs/linear", state, step=1)
         >>> phalanx.checkpoint.wait()
     """
+    refuse_no_mapping("save", state, ", step")
     with writer.phase("checkpoint", step):
         _saver.save(os.path.abspath(folder), state, step, metric, dict(keep or {}), wait)
 
@@ -108,7 +110,7 @@ class Saver:
             check_numbers(**{name: value for name, value in keep.items() if name != "best_is_least"})
             tree, leaves = pack(state)
             if rank == 0 and not problem:
-                draft = self._begin(folder, step, metric, leaves)
+                draft = self._begin(folder, step, metric, keep, leaves)
             described = blocks.describe(leaves, world_size)
         except OtherSide:  # of this rank alone: the others are to end as its victims
             raise
@@ -161,14 +163,17 @@ class Saver:
         self._swept.clear()
         return True
 
-    def _begin(self, folder: str, step: int, metric: float | None, leaves: list[Leaf]) -> folders.Draft:
+    def _begin(
+        self, folder: str, step: int, metric: float | None, keep: Mapping[str, Any], leaves: list[Leaf]
+    ) -> folders.Draft:
         folders.make(folder)
         fence = fence_for(folder)
         if folder not in self._swept:
             folders.sweep(folder)
             self._swept.add(folder)
         score = None if metric is None else float(metric)
-        draft = folders.begin(folder, step, RankGroup().world_size, score, fence)
+        best_is_least = keep.get("best_is_least", False if "keep_best" in keep else None)
+        draft = folders.begin(folder, step, RankGroup().world_size, score, fence, best_is_least)
         needed = sum(leaf.tensor.numel() * leaf.tensor.element_size() for leaf in leaves)
         disk = os.statvfs(draft.path)
         if disk.f_bavail * disk.f_frsize < needed:

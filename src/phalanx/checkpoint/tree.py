@@ -43,6 +43,25 @@ class Leaf:
     is_local: bool
 
 
+def refuse_no_mapping(call: str, state: object, more: str = "") -> None:
+    """Refuse a state that has no names.
+
+    Args:
+        call: Name of the call, such as "load".
+        more: Arguments that follow the state in the right call.
+
+    Raises:
+        TypeError: The state is no mapping.
+    """
+    if not isinstance(state, Mapping):
+        name = "model" if isinstance(state, nn.Module) else "state"
+        name = "optimizer" if isinstance(state, torch.optim.Optimizer) else name
+        raise TypeError(
+            f"checkpoint.{call}: state must be a dictionary, got an object of type {type(state).__name__}; right: "
+            f'checkpoint.{call}(folder, {{"{name}": {name}}}{more})'
+        )
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module without wrappers: DistributedDataParallel, DataParallel and torch.compile's.
 

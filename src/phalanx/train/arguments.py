@@ -23,6 +23,10 @@ _SCHEDULER = "scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.Co
 _OF_PLATEAU = "Trainer: ReduceLROnPlateau needs no number of steps: pass the schedule itself, not a function"
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # as torch's schedules call the number of steps
 _FIXED = ("model", "module", "optimizer", "scheduler", "settings", "folder", "checkpoints")  # a Trainer is made of them
+_RESERVED = {
+    "time", "kind", "attempt", "step", "epoch", "lr", "samples_per_s", "grad_norm", "phases_s", "phases_by_rank",
+    "spread",
+}  # fmt: skip
 _METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float()}'
 
 
@@ -31,7 +35,7 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
 
     Raises:
         TypeError: An argument is something else, such as a class instead of an object.
-        ValueError: The optimizer or the schedule is another model's, or the loss is no mean.
+        ValueError: The optimizer or the schedule is another model's, or the loss is no mean of a batch.
     """
     _refuse_class("model", model, "model = {}(...)")
     if not isinstance(model, nn.Module):
@@ -81,6 +85,19 @@ def check_schedule(scheduler: Any, function: Any = None) -> None:
         raise _wrong(name, "a schedule", scheduler, _SCHEDULER)
     if function is not None and isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         raise ValueError(_OF_PLATEAU)
+
+
+def check_plateau(scheduler: lr_scheduler.ReduceLROnPlateau, s: Settings) -> None:
+    """Refuse a schedule that takes a better evaluation for a worse one.
+
+    Raises:
+        ValueError: It does.
+    """
+    if scheduler.mode != s.mode:
+        raise ValueError(
+            f'Trainer: {"a lower" if s.mode == "min" else "a higher"} {s.monitor} is better (mode="{s.mode}"), and '
+            f'the schedule takes it for worse: ReduceLROnPlateau(optimizer, mode="{s.mode}")'
+        )
 
 
 def check_fit(
@@ -158,6 +175,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
 
     Raises:
         TypeError: They have no names, or one is neither a function nor an object with a state.
+        ValueError: A name means something else in the log of a run, or a metric is a sum over a batch.
     """
     if metrics is None:
         return {}
@@ -166,11 +184,28 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
     for name, metric in metrics.items():
         if not isinstance(name, str):
             raise _wrong("a name in metrics", "a text", name, _METRICS)
+        if name == "loss":
+            raise ValueError("Trainer: metrics has a 'loss', which is the name of the loss: give the metric another")
+        refuse_reserved([name])
         _refuse_class(f"metrics[{name!r}]", metric, "{}()")
+        if not has_state(metric):
+            _refuse_sum(f"metrics[{name!r}]", metric)
         if not callable(metric) and not has_state(metric):
             wanted = "a function, or an object with update, compute and reset"
             raise _wrong(f"metrics[{name!r}]", wanted, metric, _METRICS)
     return dict(metrics)
+
+
+def refuse_reserved(names: Iterable[str]) -> None:
+    """Refuse values whose names mean something else in the log of a run.
+
+    Raises:
+        ValueError: There is such a name.
+    """
+    if taken := sorted(_RESERVED.intersection(names)):
+        raise ValueError(
+            f"Trainer: {taken[0]!r} has a meaning of its own in metrics.jsonl: give the value another name"
+        )
 
 
 def has_state(metric: Any) -> bool:
@@ -272,12 +307,28 @@ def _check_function(name: str, function: Any) -> None:
         _refuse_class(name, function, f"{name}={{}}()")
     if not callable(function):
         raise _wrong(name, "a function", function, f"loss={_LOSS}" if name == "loss" else f"{name}=function")
-    inner = function.keywords if isinstance(function, functools.partial) else getattr(function, "__dict__", {})
-    if name == "loss" and inner.get("reduction") == "none":
+    if name == "loss" and _reduction_of(function) == "none":
         raise ValueError(
             'Trainer: the loss has reduction="none", which gives a value for each sample; it must return their mean: '
             'leave reduction="none" out'
         )
+    if name == "loss":
+        _refuse_sum("the loss", function)
+
+
+def _refuse_sum(who: str, function: Any) -> None:
+    if _reduction_of(function) == "sum":
+        raise ValueError(
+            f'Trainer: {who} has reduction="sum", so what it returns grows with the batch, and the result would depend '
+            'on the number of ranks; it must return a mean: leave reduction="sum" out'
+        )
+
+
+def _reduction_of(function: Any) -> Any:
+    """Return how a loss of torch's is reduced, as far as its module or its partial tells."""
+    if isinstance(function, functools.partial):
+        return function.keywords.get("reduction") or _reduction_of(function.func)
+    return getattr(function, "__dict__", {}).get("reduction")
 
 
 def _takes(function: Any, *arguments: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch.optim import lr_scheduler
+
 from phalanx._env import nearest
 from phalanx._text import listed
 
@@ -25,7 +27,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Refuse callbacks of which a method is never called, or all of them.
 
     Raises:
-        TypeError: A callback has an ``on_...`` that is no hook, or neither a hook nor a state.
+        TypeError: A callback has an ``on_...`` that is no hook, or no hook.
     """
     for callback in callbacks:
         who = f"the callback {type(callback).__qualname__}"
@@ -39,9 +41,8 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 f"Trainer: {who} has {listed(unknown, _MAX_NAMED)}, which would never be called{hint} {hooks}. Let the "
                 "name of a method of your own begin otherwise"
             )
-        has_state = all(callable(getattr(callback, name, None)) for name in ("state_dict", "load_state_dict"))
-        if not has_state and not any(has_hook([callback], hook) for hook in HOOKS):
-            raise TypeError(f"Trainer: {who} has no method that would be called. {hooks}")
+        if not any(has_hook([callback], hook) for hook in HOOKS):
+            raise TypeError(f"Trainer: {who} has no method that would be called. {_right_use(callback)}{hooks}")
 
 
 def has_hook(callbacks: Iterable[Any], hook: str) -> bool:
@@ -54,6 +55,18 @@ def call(callbacks: Iterable[Any], hook: str, trainer: Any) -> None:
     for callback in callbacks:
         if has_hook([callback], hook):
             getattr(callback, hook)(trainer)
+
+
+def _right_use(callback: Any) -> str:
+    """Return how an object is used that is something else than a callback; empty if that is not known."""
+    kind = type(callback).__qualname__
+    if callable(getattr(callback, "update_parameters", None)):
+        return (
+            f"Give it one: class Average({kind}): def on_step(self, trainer): self.update_parameters(trainer.module). "
+        )
+    if isinstance(callback, lr_scheduler.LRScheduler):
+        return "A schedule is an argument of its own: Trainer(..., scheduler=scheduler). "
+    return ""
 
 
 def _is_unknown(callback: Any, name: str) -> bool:

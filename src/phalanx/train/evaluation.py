@@ -16,13 +16,16 @@ from phalanx._rank_group import RankGroup
 from phalanx._text import counted
 from phalanx.data.random_state import random_state_kept
 from phalanx.record import writer
+from phalanx.train.arguments import refuse_reserved
 from phalanx.train.evaluation_data import Counted, Own, Planned, plan
 from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.memory_format import lay_out_batch
-from phalanx.train.objective import Objective, outputs_of, refuse_reserved
+from phalanx.train.objective import Objective, outputs_of
 from phalanx.train.settings import Settings
 from phalanx.train.worker_trial import untouched
 from phalanx.train.wrapper import is_sharded
+
+_NO_SAMPLES = "Trainer.{}: the data has no samples"
 
 
 class Evaluator:
@@ -140,7 +143,7 @@ class Evaluator:
         """Return the outputs for all samples of a dataset, in their order, on the CPU of every rank.
 
         Raises:
-            ValueError: `data` is no dataset, or a `collate_fn` has left samples out.
+            ValueError: `data` is no dataset or has no samples, or a `collate_fn` has left samples out.
             TypeError: The model returns something else than a tensor.
         """
         if not is_dataset(data):
@@ -148,6 +151,8 @@ class Evaluator:
                 "Trainer.predict: outputs come in the order of a dataset's samples, and this is a "
                 f"{type(data).__name__}: pass the dataset, trainer.predict(loader.dataset)"
             )
+        if not len(data):
+            raise ValueError(_NO_SAMPLES.format("predict"))
         outputs = []
         with _evaluating(self._model):
             for batch, size in self._batches(data):
@@ -222,7 +227,7 @@ class _Tally:
         sums = [of_rank for of_rank, _ in every]
         names = dict.fromkeys(name for of_rank in sums for name in of_rank)
         if not names:
-            raise ValueError("Trainer.evaluate: the data has no samples, or is an iterator that is used up")
+            raise ValueError(f"{_NO_SAMPLES.format('evaluate')}, or is an iterator that is used up")
         refuse_reserved(names)
         if needs_every_rank and (without := [rank for rank, of_rank in enumerate(sums) if not of_rank]):
             raise ValueError(

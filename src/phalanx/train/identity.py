@@ -39,7 +39,7 @@ from phalanx.train.settings import Settings
 
 Facts = dict[str, str]
 
-_SETTINGS = ("on_resize", "seed", "drop_last", "precision", "clip_norm", "monitor", "deterministic")
+_SETTINGS = ("on_resize", "seed", "drop_last", "precision", "clip_norm", "monitor", "mode", "deterministic")
 _NO_HYPERPARAMETERS = {
     "params", "param_names", "initial_lr",
     "foreach", "fused", "capturable", "differentiable",  # how it is computed, not what

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.train.settings import is_minimized
+from phalanx._text import counted
 
 
 class Judge:
@@ -14,16 +14,20 @@ class Judge:
 
     Args:
         monitor: Name of the value.
+        mode: Whether the lowest or the highest value is the best: "min" or "max".
         min_delta: Improvement that ends a row of evaluations that count as worse.
 
     Attributes:
         best: Score of the best evaluation, where more is better; None: there was none.
+        best_step: Step after which that was.
         num_worse: Number of evaluations since the last one that was better by more than `min_delta`.
     """
 
-    def __init__(self, monitor: str, min_delta: float = 0.0) -> None:
+    def __init__(self, monitor: str, mode: str | None, min_delta: float = 0.0) -> None:
         self._monitor, self._min_delta = monitor, min_delta
+        self._sign = -1 if mode == "min" else 1
         self.best: float | None = None
+        self.best_step: int | None = None
         self.num_worse: int = 0
         self._goal: float | None = None  # to be exceeded by `min_delta`: many small improvements add up
         self._score: float | None = None  # of the last evaluation, after `_step`
@@ -39,10 +43,10 @@ class Judge:
         if value is None:
             known = ", ".join(evaluation)
             raise ValueError(f"Trainer: monitor={self._monitor!r} is not a value of the evaluation: {known}")
-        score = -value if is_minimized(self._monitor) else value
+        score = self._sign * value
         self._score, self._step = score if math.isfinite(score) else None, step
         is_best = math.isfinite(score) and (self.best is None or score > self.best)
-        self.best = score if is_best else self.best
+        self.best, self.best_step = (score, step) if is_best else (self.best, self.best_step)
         is_better = math.isfinite(score) and (self._goal is None or score > self._goal + self._min_delta)
         self._goal, self.num_worse = (score, 0) if is_better else (self._goal, self.num_worse + 1)
         return is_best
@@ -51,14 +55,33 @@ class Judge:
         """Return what the evaluation after that step was judged by; None if there was none that is finite."""
         if step != self._step or self._score is None:
             return None
-        return -self._score if is_minimized(self._monitor) else self._score
+        return self._sign * self._score
+
+    @property
+    def wanted(self) -> str:
+        """What the best is, in words."""
+        return f"the {self._which} {self._monitor}"
+
+    def verdict(self) -> str:
+        """Return since when no evaluation was better, and the best, in words."""
+        by = f" by more than {self._min_delta:g}" if self._min_delta else ""
+        words = f"{self._monitor} has not improved{by} for {counted(self.num_worse, 'epoch')}"
+        if self.best is None:
+            return f"{words}; it was never finite"
+        at = "" if self.best_step is None else f" at step {self.best_step}"
+        return f"{words}; best ({self._which}) {self._sign * self.best:.4g}{at}"
+
+    @property
+    def _which(self) -> str:
+        return "lowest" if self._sign < 0 else "highest"
 
     def state_dict(self) -> dict[str, Any]:
         numbers = {"best": self.best, "num_worse": self.num_worse, "score": self._score, "step": self._step}
-        return {**numbers, "goal": self._goal}
+        return {**numbers, "goal": self._goal, "best_step": self.best_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.num_worse, self._score, self._step = (
             state[name] for name in ("best", "num_worse", "score", "step")
         )
         self._goal = state.get("goal", self.best)  # earlier versions had no min_delta
+        self.best_step = state.get("best_step")

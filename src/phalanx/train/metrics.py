@@ -10,7 +10,8 @@ Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from
 - ``epoch``: ``step``, ``epoch``, ``loss``: the mean over the epoch's samples from ``first_step`` on
 - ``evaluation``: ``step``, ``epoch``, and each value under its name
 - ``rare_saves``: ``step``, ``least_s`` between checkpoints on disk, ``num_hosts`` whose memory has the state
-- ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``
+- ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``,
+  ``reason``: "max_epochs", "max_steps", "patience" or "stop", the last two with a ``message``
 - ``not_finite``: ``step``, ``epoch``, ``ranks`` that saw it first, ``message``
 - ``replicas_differ``: ``step``, ``ranks`` that differ from the majority, ``tensors`` that differ, ``message``
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,16 +11,12 @@ from torch import Tensor, nn
 
 from phalanx import checkpoint
 from phalanx._rank_group import RankGroup
-from phalanx.train.arguments import check_metrics, has_state
+from phalanx.train.arguments import check_metrics, has_state, refuse_reserved
 
 Loss = Callable[[Any, Any], Tensor]
 Step = Callable[[nn.Module, Any], Any]
 
 _TARGETS = ("targets", "target", "labels", "label")
-_RESERVED = {
-    "time", "kind", "attempt", "step", "epoch", "lr", "samples_per_s", "grad_norm", "phases_s", "phases_by_rank",
-    "spread",
-}  # fmt: skip
 _EXAMPLE = "training_step=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])"
 _EXAMPLE_OF_MAPPING = (
     'training_step=lambda model, batch: nn.functional.cross_entropy(model(batch["image"]), batch["label"])'
@@ -41,7 +37,8 @@ class Objective:
         is_split: Whether an evaluation divides batches into inputs and targets.
 
     Raises:
-        ValueError: There is no single loss, or a function in `metrics` where nobody knows outputs and targets.
+        ValueError: There is no single loss, a function in `metrics` where nobody knows outputs and targets, or a name
+            that is taken.
         TypeError: `metrics` is no mapping of metrics by name.
     """
 
@@ -197,18 +194,6 @@ def outputs_of(model: nn.Module, batch: Any) -> Any:
                 f"forward{taken}: {other}. Give the entries the names of its arguments, or pass {_EXAMPLE_OF_MAPPING}"
             ) from error
         raise
-
-
-def refuse_reserved(names: Iterable[str]) -> None:
-    """Refuse values whose names mean something else in the log of a run.
-
-    Raises:
-        ValueError: There is such a name.
-    """
-    if taken := sorted(_RESERVED.intersection(names)):
-        raise ValueError(
-            f"Trainer: {taken[0]!r} has a meaning of its own in metrics.jsonl: give the value another name"
-        )
 
 
 class NamedParts:

@@ -25,7 +25,7 @@ from phalanx.record.losses import place_of, repeated, sign_of, who_of
 from phalanx.train import black_box, plots
 from phalanx.train.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
 from phalanx.train.plots import Point, number, seconds
-from phalanx.train.settings import is_minimized
+from phalanx.train.settings import mode_of
 
 _NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
 # No HTML, and some move a terminal's cursor.
@@ -95,6 +95,11 @@ class _Run:
         """Return step and value of what step records have under `name`."""
         return [(record["step"], record[name]) for record in self.steps if is_number(record.get(name))]
 
+    def mode_of(self, metric: str) -> str | None:
+        """Return "min" or "max" if it is known whether less or more of an evaluated value is better."""
+        set_to = self.settings.get("mode") if metric == self.settings.get("monitor") else None
+        return set_to if set_to in ("min", "max") else mode_of(metric)
+
     def boxes(self, attempt: int) -> SavedBoxes:
         """Return the black boxes of an attempt's ranks, if there are any."""
         records = self.attempts[attempt]
@@ -151,7 +156,7 @@ def _page(run: _Run) -> str:
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     name = escape(run.name)
     note = {
-        "finished": "All training that was asked for is done.",
+        "finished": _note_of_end(run.last),
         "running": f"This page shows the run as it was at {_clock(run.last_s)}.",
         "preempted": "It was asked to make room, and goes on where it was when it is started again.",
         "stopped by Ctrl-C": "It goes on where it was when it is started again.",
@@ -170,6 +175,12 @@ def _page(run: _Run) -> str:
         f"{counted(run.num_records, 'record')} in metrics.jsonl; "
         "<code>phalanx report FOLDER</code> makes it anew.</footer>\n</main></body></html>\n"
     )
+
+
+def _note_of_end(end: Record) -> str:
+    words = str(end.get("message", ""))
+    note = escape(f"{words[:1].upper()}{words[1:]}.") if words else "All training that was asked for is done."
+    return f"{note} It goes on from there when it is started again." if end.get("reason") == "stop" else note
 
 
 def _section(title: str, content: str, note: str = "") -> str:
@@ -201,8 +212,10 @@ def _key_figures(run: _Run) -> str:
     for name, points in run.metrics.items():
         finite = [point for point in points if math.isfinite(point[1])]
         if finite:
-            step, best = (min if is_minimized(name) else max)(finite, key=lambda point: point[1])
-            tiles.append((_validation(name), number(best), f"best, at step {step:,}"))
+            mode = run.mode_of(name)
+            step, value = finite[-1] if mode is None else (min if mode == "min" else max)(finite, key=lambda p: p[1])
+            which = {"min": "best (lowest)", "max": "best (highest)"}.get(str(mode), "last")
+            tiles.append((_validation(name), number(value), f"{which}, at step {step:,}"))
     speeds = [speed for _, speed in run.values("samples_per_s") if math.isfinite(speed)]
     if speeds:
         tiles.append(("Samples per second", number(statistics.median(speeds)), "median"))

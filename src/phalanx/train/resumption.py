@@ -79,20 +79,20 @@ def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkp
 
 
 def words_of_resumption(
-    loaded: checkpoint.Loaded | None, step: int, epoch: int, folder: str, *, is_over: bool, is_again: bool
+    loaded: checkpoint.Loaded | None, step: int, epoch: int, folder: str, *, why_over: str, is_again: bool
 ) -> str:
     """Return what to say of where a run goes on; empty if it begins.
 
     Args:
-        is_over: Whether there is nothing left to train.
+        why_over: Setting that says that nothing is left to train; empty if something is.
         is_again: Whether this trainer has trained before: its `fit` goes on with its own run, whatever `resume` says.
     """
     if loaded is None and step == 0:
         return ""
-    if is_over:
+    if why_over:
         anew = "make the model, the optimizer and the Trainer anew, with" if is_again else "set"
         return (
-            f"already finished at step {step}; nothing to train. To go on, raise max_epochs, max_steps or patience; to "
+            f"already finished at step {step}; nothing to train. To go on, raise {why_over}; to "
             f'start over, {anew} resume="never" or another folder'
         )
     if loaded is None:

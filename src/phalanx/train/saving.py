@@ -14,7 +14,7 @@ from phalanx.checkpoint.memory import memory
 from phalanx.launch.notes import note_checkpoints
 from phalanx.train.judge import Judge
 from phalanx.train.run_log import RunLog
-from phalanx.train.settings import Settings, is_minimized
+from phalanx.train.settings import Settings
 
 LEAST_S = 600.0
 """Between two checkpoints on disk at the ends of epochs, where other hosts keep the state in memory."""
@@ -79,7 +79,7 @@ class RunSaver:
         begin, begin_s = time.perf_counter(), time.monotonic()
         keep: dict[str, Any] = {"keep_last": self._settings.keep_last}
         if self._judge.best is not None:
-            keep |= {"keep_best": 1, "best_is_least": is_minimized(self._settings.monitor)}
+            keep |= {"keep_best": 1, "best_is_least": self._settings.mode == "min"}
         checkpoint.save(self._folder, self._state(), step, metric=self._judge.value_of(step), keep=keep, wait=wait)
         self._saved_step, self._saved_s = step, begin_s
         self._run_log.record("save", step=step, blocked_s=time.perf_counter() - begin)

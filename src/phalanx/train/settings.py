@@ -7,23 +7,34 @@ import inspect
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypedDict
 
 from phalanx._env import did_you_mean, nearest
 from phalanx.train.other_names import wrong_argument
 
-_MINIMIZED = frozenset(("loss", "error", "perplexity", "mae", "mse", "rmse"))
+_MODES: dict[str, Literal["min", "max"]] = {
+    **dict.fromkeys(("loss", "err", "error", "mae", "mse", "nll", "perplexity", "ppl", "rmse"), "min"),
+    **dict.fromkeys(
+        ("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "r2", "recall"), "max"
+    ),
+}  # of values whose names have these words
+_TURNING = frozenset(  # words that may make the opposite of the better value, or something else of it
+    ("change", "decrease", "delta", "diff", "drop", "gain", "gap", "improvement", "increase", "inverse", "neg",
+     "negative", "reduction", "std", "var", "variance")
+)  # fmt: skip
 
 _CHOICES = {
     "on_resize": ("keep", "scale"), "precision": ("fp32", "bf16", "fp16"), "resume": ("auto", "never", "force"),
     "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"), "on_nan": ("raise", "warn", "ignore"),
-    "divide_optimizer": ("auto", "always", "never"),
+    "divide_optimizer": ("auto", "always", "never"), "mode": (None, "min", "max"),
 }  # fmt: skip
 _OTHER_VALUES = {  # as a script would write the one that is meant
     "resume": {"True": '"auto"', "False": '"never"'}, "deterministic": {"True": '"world"', "False": "None"},
     "divide_optimizer": {"True": '"always"', "False": '"never"'},
     "scheduler_interval": {"batch": '"step"', "iteration": '"step"'}, "on_nan": {"error": '"raise"'},
+    "mode": {"lower": '"min"', "minimize": '"min"', "higher": '"max"', "maximize": '"max"', "auto": "None"},
 }  # fmt: skip
 _LEAST = {  # of whole numbers
     "max_epochs": 1, "max_steps": 1, "micro_batch_size": 1, "patience": 1, "save_every": 1, "global_batch_size": 1,
@@ -54,6 +65,7 @@ class GivenSettings(TypedDict, total=False):
     compare_every: int | Literal["auto"]
     scheduler_interval: Literal["step", "epoch"]
     monitor: str
+    mode: Literal["min", "max"] | None
     patience: int | None
     min_delta: float
     folder: str | os.PathLike[str] | None
@@ -101,6 +113,9 @@ class Settings:
             as costs at most 0.5 % of the time; 0: never.
         scheduler_interval: Interval at which the learning rate scheduler steps: "step" or "epoch".
         monitor: Name of the evaluated value that decides which checkpoint is best.
+        mode: Whether a lower value of `monitor` is better, "min", or a higher one, "max". None: as the name tells, if
+            it has a word such as loss, error, perplexity or rmse, or accuracy, auc, f1 or recall; another name is
+            refused. Once the Trainer is made, it is never None.
         patience: Number of evaluations without a better one after which training stops; None: unlimited.
         min_delta: Improvement of `monitor` up to which an evaluation is no better one for `patience`. Small
             improvements add up, and the best checkpoint is the best by however little.
@@ -140,6 +155,7 @@ class Settings:
     compare_every: int | Literal["auto"] = "auto"
     scheduler_interval: Literal["step", "epoch"] = "step"
     monitor: str = "loss"
+    mode: Literal["min", "max"] | None = None
     patience: int | None = None
     min_delta: float = 0.0
     folder: str | os.PathLike[str] | None = None
@@ -192,6 +208,11 @@ class Settings:
                 raise _wrong_type(name, "True or False", getattr(self, name))
         if not isinstance(self.monitor, str):
             raise _wrong_type("monitor", "the name of a value of the evaluation", self.monitor)
+        self.mode = self.mode or mode_of(self.monitor)
+        if self.mode is None:
+            raise ValueError(
+                f'Trainer: monitor={self.monitor!r}: is lower or higher better? Say mode="min" or mode="max"'
+            )
         if self.folder is not None:
             if not isinstance(self.folder, str | os.PathLike):
                 raise _wrong_type("folder", "a path", self.folder)
@@ -250,9 +271,14 @@ class SignatureWithSettings:
         return inspect.Signature([*own, *inspect.signature(Settings).parameters.values()])
 
 
-def is_minimized(name: str) -> bool:
-    """Return whether less of a value of that name is better, as of ``loss``, ``error_rate`` or ``val_mae``."""
-    return not _MINIMIZED.isdisjoint(name.lower().split("_"))
+def mode_of(name: str) -> Literal["min", "max"] | None:
+    """Return whether the lowest or the highest value of that name is the best, as of ``val_mae`` or ``top1_acc``.
+
+    The last word that tells decides, as in ``dice_loss``. None: no word does, or one may mean the opposite.
+    """
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    known = [_MODES[word] for word in words if word in _MODES]
+    return known[-1] if known and _TURNING.isdisjoint(words) else None
 
 
 def _choice_meant(name: str, value: object) -> str:

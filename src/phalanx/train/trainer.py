@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -19,12 +20,13 @@ from phalanx._rank_group import RankGroup
 from phalanx.checkpoint.loading import why_not_loadable
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
+from phalanx.data.random_state import random_state_kept
 from phalanx.launch.notes import note_modules
 from phalanx.record import writer
 from phalanx.session.arguments import naming_arguments
 from phalanx.session.survival import PlannedRestart, Survivor
 from phalanx.train import determinism, restarts
-from phalanx.train.arguments import check_arguments, check_attribute, check_fit, check_schedule
+from phalanx.train.arguments import check_arguments, check_attribute, check_fit, check_plateau, check_schedule
 from phalanx.train.callbacks import call, check_callbacks, has_hook
 from phalanx.train.consensus import Consensus
 from phalanx.train.evaluation import Evaluator
@@ -48,6 +50,8 @@ from phalanx.train.settings import GivenSettings, Settings, SignatureWithSetting
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.stepper import Stepper
 from phalanx.train.wrapper import leave_wrapper, wrap
+
+_OF_JUDGE = {"monitor", "mode", "patience"}
 
 
 def _unknown_argument(method: str, name: str, known: list[str]) -> TypeError:
@@ -161,6 +165,8 @@ class Trainer:
         self._is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if self._is_plateau and s.scheduler_interval == "step":
             raise ValueError('Trainer: ReduceLROnPlateau needs scheduler_interval="epoch"')
+        if self._is_plateau:
+            check_plateau(scheduler, s)
         if s.channels_last:
             lay_out_model(model)
         if s.deterministic:
@@ -184,7 +190,7 @@ class Trainer:
         self.evaluation: dict[str, float] = {}
         self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s, is_step=loss is None)
         self._hyperparameters = Hyperparameters(optimizer)
-        self._judge = Judge(s.monitor, s.min_delta)
+        self._judge = Judge(s.monitor, s.mode, s.min_delta)
         self._first_world_size = self.session.world_size
         self._has_fitted = self._has_said = False
         self._is_made = True
@@ -419,11 +425,13 @@ class Trainer:
         """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
         is_best = False
         if validation_data is not None:
-            self._evaluator.num_workers = max(self._evaluator.num_workers, self._feed.num_workers)
-            self.evaluation = self.evaluate(validation_data)
-            is_best = has_ended and self._judge.judge(self.evaluation, self.step)
-            self._run_log.record_evaluation(self.step, self.epoch, self.evaluation)
-            self._call("on_evaluation")
+            # A run that goes on here has no such evaluation in the middle of an epoch, nor what it draws at random.
+            with contextlib.nullcontext() if has_ended else random_state_kept():
+                self._evaluator.num_workers = max(self._evaluator.num_workers, self._feed.num_workers)
+                self.evaluation = self.evaluate(validation_data)
+                is_best = has_ended and self._judge.judge(self.evaluation, self.step)
+                self._run_log.record_evaluation(self.step, self.epoch, self.evaluation)
+                self._call("on_evaluation")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
             self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
         self._run_log.end_epoch(self.step, self.epoch, self.evaluation, has_ended=has_ended)
@@ -439,11 +447,18 @@ class Trainer:
         self._consensus.agree(self.step)  # the steps of an epoch may be few, and all this has taken time
 
     def _is_over(self) -> bool:
+        return bool(self._why_over())
+
+    def _why_over(self) -> str:
+        """Return why nothing is left to train, by the setting that says so; empty if something is."""
         s = self.settings
         if self._lacks_end:
-            return False
-        is_over = self.epoch >= (s.max_epochs or math.inf) or self.step >= (s.max_steps or math.inf)
-        return is_over or (s.patience is not None and self._judge.num_worse >= s.patience)
+            return ""
+        if self.epoch >= (s.max_epochs or math.inf):
+            return "max_epochs"
+        if self.step >= (s.max_steps or math.inf):
+            return "max_steps"
+        return "patience" if s.patience is not None and self._judge.num_worse >= s.patience else ""
 
     # ---- the beginning, what is kept, the end ----------------------------------------------------------------------
 
@@ -476,8 +491,8 @@ class Trainer:
             self._hyperparameters.give_again(self.optimizer, keep_state="optimizer" not in changed)
             if self.scheduler is not None and not self._is_plateau and self._make_scheduler is None:
                 catch_up(self.scheduler, self.step if s.scheduler_interval == "step" else self.epoch)
-            if "monitor" in changed:
-                self._judge = Judge(s.monitor, s.min_delta)
+            if not changed.isdisjoint(("monitor", "mode")):
+                self._judge = Judge(s.monitor, s.mode, s.min_delta)
         self._lock.settle()
         self._lacks_end = loaded is not None and loaded.source == "memory" and self.step == s.max_steps
         return loaded
@@ -521,8 +536,9 @@ class Trainer:
             self._lock.problem, self._set_aside, self._identity.news, of_schedule, self._guard.what_is_meant(),
             of_sentinel,
             restarts.words_of_another(self, self.module, self.folder, loaded is not None),
+            f"the best checkpoint is that of {self._judge.wanted}" if self._given & _OF_JUDGE else "",
             words_of_resumption(
-                loaded, self.step, self.epoch, self.folder, is_over=self._is_over(), is_again=self._is_again
+                loaded, self.step, self.epoch, self.folder, why_over=self._why_over(), is_again=self._is_again
             ),
         ]  # fmt: skip
         for line in filter(None, lines):
@@ -555,11 +571,18 @@ class Trainer:
         leave(self._run_log, number, self.step, is_saved=is_saved, ranks=self._ranks, begins_anew=begins_anew)
 
     def _end(self) -> None:
-        if self._consensus.stops and not self._is_over():
-            self._run_log.say(f"stopped by trainer.stop() after step {self.step}")
+        reason, words = self._why_over() or "stop", ""
+        if reason == "stop":
+            words = f"stopped by trainer.stop() after step {self.step}"
+        elif reason == "patience":
+            words = f"stopped at epoch {self.epoch}: {self._judge.verdict()}"
+        if words:
+            self._run_log.say(words)
         self._call("on_fit_end")
         checkpoint.wait()
-        self._run_log.record("end", step=self.step, epoch=self.epoch, seconds=time.monotonic() - self._began_s)
+        told = {"reason": reason, **({"message": words} if words else {})}
+        seconds = time.monotonic() - self._began_s
+        self._run_log.record("end", step=self.step, epoch=self.epoch, seconds=seconds, **told)
         self._run_log.report()
 
     def _call(self, event: str) -> None:
