@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.rendezvous import patience, roll
+from phalanx.rendezvous import patience, roll, server
 from phalanx.rendezvous.asked import cpu_backend
 
 from .jobs import run_job, write_script
@@ -165,6 +166,12 @@ def test_a_port_of_another_program_is_named_on_rank_0_with_what_to_set(run_ranks
         (error,) = errors_of(run_ranks, numbers(0, 2, init_method=url), by_hand=True)
         stranger.shutdown()
     assert "is taken by another program. Set MASTER_PORT to a free one, the same on every rank" in error
+
+
+def test_what_a_rank_serves_itself_is_no_other_program_however_late_it_answers():
+    with socket.create_server(("127.0.0.1", 0)) as served, socket.create_connection(served.getsockname()) as asks:
+        assert server._listens(served.getsockname()[1])
+        assert not server._listens(asks.getsockname()[1])
 
 
 def test_backends_in_different_words_are_the_same():

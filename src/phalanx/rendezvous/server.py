@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -58,9 +59,12 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
 
 def _refuse_stranger(asked: Asked) -> None:
     """Raise if something other than a store listens on rank 0's port; torch would wait for its answer."""
-    if not _listens(asked) or store_of_another(asked) is not None:
+    try:
+        with socket.create_connection((asked.host, asked.port), CONNECT_S) as found:
+            is_there = found.getsockname() != found.getpeername()
+    except OSError:
         return
-    if _listens(asked):  # and not the store of an earlier group, which has ended meanwhile
+    if is_there and not _listens(asked.port) and store_of_another(asked) is None:
         raise PhalanxError(
             f"{asked.name}: port {asked.port} is taken by another program. Set MASTER_PORT to a free one, the same on "
             "every rank",
@@ -70,12 +74,23 @@ def _refuse_stranger(asked: Asked) -> None:
         )
 
 
-def _listens(asked: Asked) -> bool:
-    try:
-        with socket.create_connection((asked.host, asked.port), CONNECT_S) as found:
-            return bool(found.getsockname() != found.getpeername())
-    except OSError:
-        return False
+def _listens(port: int) -> bool:
+    """Whether this process listens there itself, as with the store of an earlier group, which may be slow to answer."""
+    for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):
+            fd = os.dup(int(number))
+            try:
+                own = socket.socket(fileno=fd)
+            except OSError:  # no socket
+                os.close(fd)
+                continue
+            with own:
+                is_server = own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                )
+                if is_server and own.getsockname()[1] == port:
+                    return True
+    return False
 
 
 def store_of_another(asked: Asked) -> dist.Store | None:
