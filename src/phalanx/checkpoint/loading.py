@@ -232,6 +232,8 @@ def _say(text: str) -> None:
 
 def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> tuple[str, str, list[tuple[str, int]]]:
     """Return what is wrong, the folder of the checkpoints, and the candidates to load, best first."""
+    if os.path.isfile(given):
+        return f"{given} is a file, and load takes a folder to which save has written{_way_to_read(given)}", given, []
     try:
         path = given if newest_of(held, digest_of(given)) is not None else folders.find(given)
         published = folders.steps(path)
@@ -249,6 +251,17 @@ def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> 
         older = [entry for entry in on_disk if entry[1] <= in_memory.step]
         on_disk = [*(entry for entry in on_disk if entry[1] > in_memory.step), ("memory", in_memory.step), *older]
     return "", path, on_disk
+
+
+def _way_to_read(file: str) -> str:
+    """Return what loads a file of weights, by its name; empty if that tells nothing."""
+    if file.endswith((".pt", ".pth", ".bin", ".ckpt")):
+        call = f"torch.load({file!r}, map_location='cpu')"
+    elif file.endswith(".safetensors"):
+        call = f"safetensors.torch.load_file({file!r})"
+    else:
+        return ""
+    return f". Weights in a file: model.load_state_dict({call})"
 
 
 def _check(
