@@ -152,9 +152,9 @@ class Agreement:
             self.out = failure
 
     def ranks_ended(self, how: str, cause: Cause | None) -> None:
-        """Take in how this node's ranks ended: "succeeded", "failed" or "stopped"."""
-        is_told = not self._is_interrupted or (cause is not None and cause.get("made_room"))
-        if self._ranks == "running" and self._trained_in == self._key and is_told:
+        """Take in how this node's ranks ended: "succeeded", "failed", "stopped", or unsaved and "interrupted"."""
+        self._is_interrupted = how == "interrupted"
+        if self._ranks == "running" and self._trained_in == self._key and not self._is_interrupted:
             self._attempt.is_done = how == "succeeded"
             self._attempt.failure = cause if how == "failed" else None
         self._ranks = "idle"

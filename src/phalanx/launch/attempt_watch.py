@@ -76,6 +76,8 @@ class AttemptWatch:
         """Why the attempt has ended, or has to; None: it did not fail."""
         interruption = next((it.failure for it in self._told.values() if is_interruption(it.failure)), None)
         if self.cause is not None or self._view is None:
+            if self.cause is not None and self.cause.get("made_room"):
+                return self.cause
             return interruption or self.cause  # that one ends the job, whatever failed before
         return cause_of_end(self._view, self._told, self.gone, self._election.why_lost)
 

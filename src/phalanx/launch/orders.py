@@ -159,6 +159,8 @@ class Orders:
         if culprit is not None and culprit.ended_for_restart:  # the other nodes know of it, or will in a moment
             self._stopped, culprit = True, None
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
+        if self._ranks.received == signal.SIGINT and not self._ranks.has_made_room:
+            self._how = "interrupted"
         cause = None
         if culprit is not None:
             lived_s = culprit.when_s - self._ranks.began_s
