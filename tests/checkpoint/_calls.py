@@ -233,6 +233,17 @@ def a_save_that_is_being_written_is_what_a_load_takes(rank, world_size, folder):
 
 
 @behaviour
+def a_first_save_that_is_being_written_lets_a_process_be_kept(rank, world_size, folder):
+    from phalanx.checkpoint import loading
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading.memory(), "asked", {folder})
+        assert "no snapshot or checkpoint yet" in loading.why_not_loadable()
+        with slow_save(folder, 1, rank == world_size - 1):
+            assert loading.why_not_loadable() == ""
+
+
+@behaviour
 def a_save_that_is_being_written_is_in_the_list(rank, world_size, folder):
     """Also where another rank is the one that still writes."""
     for number in (1, 2):

@@ -181,6 +181,9 @@ def why_not_loadable() -> str:
         return "it has not called phalanx.checkpoint.load"
     for folder in sorted(memory().asked):
         problem, _, candidates = _candidates(folder, "latest", held)
+        if not (problem or candidates):  # the first may be the one that is being written, as for `load`
+            pending.await_every_rank()
+            problem, _, candidates = _candidates(folder, "latest", held)
         if problem or not candidates:
             return problem or f"there is no snapshot or checkpoint yet for {folder}"
     return ""
