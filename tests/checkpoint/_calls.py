@@ -144,9 +144,23 @@ def a_folder_that_is_a_file_is_named_on_every_rank(rank, world_size, folder):
         pathlib.Path(folder).write_text("mine")
     with pytest.raises(CheckpointError, match=r"rank 0: can't save to .*: Not a directory"):
         ckpt.save(folder, {"x": 1}, 1)
-    with pytest.raises(CheckpointError, match=r"rank 0: can't read .*: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"rank 0: .* is a file, and load takes a folder .* has written \("):
         ckpt.load(folder, {"x": 1})
     assert pathlib.Path(folder).read_text() == "mine"
+
+
+@behaviour
+def a_file_of_weights_is_told_the_call_that_reads_it(rank, world_size, folder):
+    for name, call in {
+        "model.pt": "torch.load('{}', map_location='cpu')",
+        "model.pth": "torch.load('{}', map_location='cpu')",
+        "model.safetensors": "safetensors.torch.load_file('{}')",
+    }.items():
+        file = f"{folder}-{name}"
+        pathlib.Path(file).touch()
+        with pytest.raises(CheckpointError) as caught:
+            ckpt.load(file, {"x": 1})
+        assert f"model.load_state_dict({call.format(file)})" in str(caught.value)
 
 
 @behaviour
@@ -216,6 +230,17 @@ def a_save_that_is_being_written_is_what_a_load_takes(rank, world_size, folder):
         with slow_save(folder, number, rank == world_size - 1):
             assert ckpt.load(folder, state, missing="error") == ckpt.Loaded(number, "disk")
         assert state["x"] == number
+
+
+@behaviour
+def a_first_save_that_is_being_written_lets_a_process_be_kept(rank, world_size, folder):
+    from phalanx.checkpoint import loading
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading.memory(), "asked", {folder})
+        assert "no snapshot or checkpoint yet" in loading.why_not_loadable()
+        with slow_save(folder, 1, rank == world_size - 1):
+            assert loading.why_not_loadable() == ""
 
 
 @behaviour

@@ -39,6 +39,28 @@ def test_the_last_loss_says_that_the_restarts_are_used_and_phalanx_why_does_late
     assert used in subprocess.run(why, capture_output=True, text=True, timeout=LIMIT_S).stdout.replace("\n", " ")
 
 
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_ctrl_c_on_one_node_ends_the_job_and_the_other_says_so(nodes, tmp_path, interrupted):
+    fail = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and RANK == 1: os._exit(9)\n"
+    wait = "signal.pause()"
+    group = nodes(f"{fail}print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n{wait}")
+    for _ in range(2):
+        group.start("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1")
+        group.wait_for_rendezvous()
+    for job in group.started:
+        assert any("attempt 1" in line for line in iter(job.stdout.readline, ""))
+    group.started[interrupted].send_signal(signal.SIGINT)
+    ends = group.finish()
+    assert [code for code, _, _ in ends] == [130, 130], ends
+    said = f"#{interrupted} (rank {interrupted}) was stopped by Ctrl-C, which ends the job"
+    other = 1 - interrupted
+    assert re.search(f"phalanx run: node \\S+ {re.escape(said)}; exit code 130\n$", ends[other][2])
+    assert not any(word in err for _, _, err in ends for word in ("restarts are used", "was lost"))
+    [folder] = tmp_path.glob(f"node{other}/*")
+    why = [sys.executable, "-m", "phalanx", "why", str(folder)]
+    assert said in " ".join(subprocess.run(why, capture_output=True, text=True, timeout=LIMIT_S).stdout.split())
+
+
 @pytest.mark.parametrize(
     ("num_nodes", "num_before", "was_away", "said"),
     [

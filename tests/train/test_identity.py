@@ -144,6 +144,61 @@ def test_what_may_change_is_taken_and_a_resumed_run_says_where_it_goes_on(tmp_pa
     assert "going on" not in printed
 
 
+class Remembers:
+    """A callback with a state."""
+
+    def __init__(self):
+        self.num_steps = 0
+
+    def on_step(self, trainer):
+        self.num_steps += 1
+
+    def state_dict(self):
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state):
+        self.num_steps = state["num_steps"]
+
+
+def decay(optimizer, num_steps=14):
+    return lr_scheduler.StepLR(optimizer, num_steps)
+
+
+@pytest.mark.parametrize(
+    ("added", "line"),
+    [
+        ({"schedule": decay}, "scheduler None -> StepLR"),
+        ({"schedule": lambda _: decay}, "scheduler None -> decay"),  # a function that makes one
+        ({"callbacks": [Remembers()]}, "callbacks with state None -> 0 Remembers"),
+    ],
+)
+def test_what_the_other_run_lacked_is_told_as_the_other_differences_and_comes_by_force(tmp_path, added, line):
+    run(tmp_path, max_steps=9)
+    with pytest.raises(phalanx.CheckpointError) as caught:
+        run(tmp_path, **added)
+    said = str(caught.value)
+    assert f"the folder holds another run:\n  {line}\n  What you can do:\n" in said
+    assert "strict" not in said
+    trainer, printed = run(tmp_path, resume="force", **added)
+    assert trainer.step == 14
+    assert f"changed: {line}\n" in printed
+    assert all(callback.num_steps == 5 for callback in added.get("callbacks", ()))
+
+
+def test_a_callback_with_state_may_be_left_out(tmp_path):
+    run(tmp_path, max_steps=9, callbacks=[Remembers()])
+    assert run(tmp_path)[0].step == 14
+
+
+def test_a_model_that_has_grown_since_an_old_checkpoint_is_told_what_a_trainer_has_for_it(tmp_path, monkeypatch):
+    with monkeypatch.context() as older:
+        older.setattr("phalanx.train.identity.Identity.state", lambda self: None)
+        run(tmp_path, max_steps=9)
+    with pytest.raises(phalanx.CheckpointError) as caught:
+        run(tmp_path, model=nn.Sequential(*make_model(), nn.Linear(1, 1)))
+    assert 'make the model as it was when it was saved, or set resume="force"' in str(caught.value)
+
+
 def learning_rates(trainer):
     return [group["lr"] for group in trainer.optimizer.param_groups]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 
 import pytest
 import torch
@@ -535,3 +536,34 @@ def test_mistakes_are_errors_on_every_rank_before_the_first_step(run_ranks, tmp_
     assert "CosineAnnealingLR(T_max=2) rises again after 2 of 3 steps: count" in said["cosine after a warm-up"]
     assert "samples, 2 steps an epoch, 4 in all" in said["one cycle that ends in time"]
     assert not any(text for text in other.values() if isinstance(text, str)), "only rank 0 speaks"
+
+
+class Spare(nn.Module):
+    """A model of which one layer takes no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def train_with_a_spare_layer(rank, world_size, folder):
+    def warnings_of(model, name):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = phalanx.Trainer(model, optimizer, mean_squares, max_epochs=1, folder=f"{folder}/{name}")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            trainer.fit(make_data())
+        return [said for warning in warned if "no gradient reached" in (said := str(warning.message))]
+
+    own = warnings_of(Spare(), "own")
+    return own, warnings_of(phalanx.DistributedDataParallel(Spare(), find_unused_parameters=True), "wrapped")
+
+
+def test_the_advice_about_an_unused_parameter_can_be_followed_with_a_trainer(run_ranks, tmp_path):
+    for own, wrapped in run_ranks(train_with_a_spare_layer, 2, str(tmp_path), timeout_s=LIMIT_S):
+        [said] = own
+        assert "DistributedDataParallel(model, find_unused_parameters=True), which a Trainer takes, too" in said
+        assert not wrapped

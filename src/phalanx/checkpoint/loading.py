@@ -20,7 +20,7 @@ from phalanx.checkpoint.holdings import Held, lost_of, newest_of
 from phalanx.checkpoint.image import Image
 from phalanx.checkpoint.memory import digest_of, memory
 from phalanx.checkpoint.pending import pending
-from phalanx.checkpoint.restoring import drop_gradients, reason_of, restore, survey
+from phalanx.checkpoint.restoring import NOT_STRICT, NOT_STRICT_IN_TRAINER, drop_gradients, reason_of, restore, survey
 from phalanx.checkpoint.retention import find_best
 from phalanx.checkpoint.tree import refuse_no_mapping
 from phalanx.checkpoint.unpacking import Json, unpack
@@ -109,15 +109,41 @@ def load(
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
     refuse_no_mapping("load", state)
+    return _load(folder, state, step, strict=strict, missing=missing)
+
+
+def load_run(folder: str, state: MutableMapping[str, Any], *, strict: bool) -> Loaded | None:
+    """`load` for a Trainer: the state's first entry, the trainer's own, may refuse before anything else is looked at.
+
+    Where `load` would advise ``strict=False``, it advises what a Trainer has for that.
+    """
+    return _load(folder, state, "latest", strict=strict, missing="ignore", first=next(iter(state)))
+
+
+def _load(
+    folder: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    step: int | str,
+    *,
+    strict: bool,
+    missing: str,
+    first: str = "",
+) -> Loaded | None:
     with writer.phase(LOADING):
-        loaded = _load(folder, state, step, strict=strict, missing=missing)
+        loaded = _load_newest(folder, state, step, strict=strict, missing=missing, first=first)
     if loaded is not None:
         writer.note(LOADED, loaded.step)
     return loaded
 
 
-def _load(
-    folder: str | os.PathLike[str], state: MutableMapping[str, Any], step: int | str, *, strict: bool, missing: str
+def _load_newest(
+    folder: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    step: int | str,
+    *,
+    strict: bool,
+    missing: str,
+    first: str,
 ) -> Loaded | None:
     ranks = RankGroup()
     pending.await_own()
@@ -133,12 +159,14 @@ def _load(
         images, problems = _check(path, source, number, ranks, held)
         damage += problems
         about = f"of step {number} from {path}"
+        if first and not problems:
+            _restore(images, {first: state[first]}, ranks, strict, about, is_of_run=True)
         if not problems and source == "memory" and memory().has_holes:
-            problems = _fill(images, state, ranks, strict, about)
+            problems = _fill(images, state, ranks, strict, about, is_of_run=bool(first))
             damage += problems
         if problems:
             continue
-        _restore(images, state, ranks, strict, about)
+        _restore(images, state, ranks, strict, about, is_of_run=bool(first))
         if memory().is_kept:
             drop_gradients(state)  # of the step that another rank's failure has ended; a new process has none
         if damage and ranks.rank == 0:
@@ -159,6 +187,9 @@ def why_not_loadable() -> str:
         return "it has not called phalanx.checkpoint.load"
     for folder in sorted(memory().asked):
         problem, _, candidates = _candidates(folder, "latest", held)
+        if not (problem or candidates):  # the first may be the one that is being written, as for `load`
+            pending.await_every_rank()
+            problem, _, candidates = _candidates(folder, "latest", held)
         if problem or not candidates:
             return problem or f"there is no snapshot or checkpoint yet for {folder}"
     return ""
@@ -210,6 +241,8 @@ def _say(text: str) -> None:
 
 def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> tuple[str, str, list[tuple[str, int]]]:
     """Return what is wrong, the folder of the checkpoints, and the candidates to load, best first."""
+    if os.path.isfile(given):
+        return f"{given} is a file, and load takes a folder to which save has written{_way_to_read(given)}", given, []
     try:
         path = given if newest_of(held, digest_of(given)) is not None else folders.find(given)
         published = folders.steps(path)
@@ -234,6 +267,17 @@ def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> 
         older = [entry for entry in on_disk if entry[1] <= in_memory.step]
         on_disk = [*(entry for entry in on_disk if entry[1] > in_memory.step), ("memory", in_memory.step), *older]
     return "", path, on_disk
+
+
+def _way_to_read(file: str) -> str:
+    """Return what loads a file of weights, by its name; empty if that tells nothing."""
+    if file.endswith((".pt", ".pth", ".bin", ".ckpt")):
+        call = f"torch.load({file!r}, map_location='cpu')"
+    elif file.endswith(".safetensors"):
+        call = f"safetensors.torch.load_file({file!r})"
+    else:
+        return ""
+    return f". Weights in a file: model.load_state_dict({call})"
 
 
 def _check(
@@ -303,7 +347,13 @@ def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
 
 
 def _fill(
-    images: Sequence[Image], state: MutableMapping[str, Any], ranks: RankGroup, strict: bool, about: str
+    images: Sequence[Image],
+    state: MutableMapping[str, Any],
+    ranks: RankGroup,
+    strict: bool,
+    about: str,
+    *,
+    is_of_run: bool,
 ) -> list[str]:
     """Get from other hosts what `state` needs of images that this one lacks; return why not, if that can't be."""
     reader = Reader(images, _own(images, ranks))
@@ -311,7 +361,7 @@ def _fill(
     def look() -> None:
         survey(state, _tree_for(images, ranks), reader.survey, strict=strict)
 
-    _on_every_rank(look, about)
+    _on_every_rank(look, about, is_of_run=is_of_run)
     try:
         memory().fill(reader.needed)
     except (OSError, ValueError) as error:
@@ -322,10 +372,16 @@ def _fill(
 
 
 def _restore(
-    images: Sequence[Image], state: MutableMapping[str, Any], ranks: RankGroup, strict: bool, about: str
+    images: Sequence[Image],
+    state: MutableMapping[str, Any],
+    ranks: RankGroup,
+    strict: bool,
+    about: str,
+    *,
+    is_of_run: bool,
 ) -> None:
     reader = Reader(images, _own(images, ranks))
-    _on_every_rank(lambda: restore(state, _tree_for(images, ranks), reader, strict=strict), about)
+    _on_every_rank(lambda: restore(state, _tree_for(images, ranks), reader, strict=strict), about, is_of_run=is_of_run)
 
 
 def _tree_for(images: Sequence[Image], ranks: RankGroup) -> Json:
@@ -343,11 +399,13 @@ def _tree_for(images: Sequence[Image], ranks: RankGroup) -> Json:
     return own.metadata["tree"]
 
 
-def _on_every_rank(act: Callable[[], None], about: str) -> None:
-    """Call `act`; raise on every rank what it has raised on any."""
+def _on_every_rank(act: Callable[[], None], about: str, *, is_of_run: bool) -> None:
+    """Call `act`; raise on every rank what it has raised on any, for a run with advice that a Trainer can follow."""
     problem, cause = "", None
     try:
         act()
     except Exception as error:  # whatever a load_state_dict() raises, the others must know
         problem, cause = reason_of(error), error
+        if is_of_run:
+            problem = problem.replace(NOT_STRICT, NOT_STRICT_IN_TRAINER)
     raise_problems("load", gather("load", problem), cause, about)

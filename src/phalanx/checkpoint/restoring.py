@@ -14,6 +14,8 @@ from phalanx._text import listed
 from phalanx.checkpoint.tree import unwrap
 from phalanx.checkpoint.unpacking import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack
 
+NOT_STRICT = "pass strict=False"
+NOT_STRICT_IN_TRAINER = 'set resume="force"'
 _MAX_NAMES = 5  # in a message
 _Visit = Callable[[Any, Json, Read, bool], Any]
 
@@ -88,7 +90,7 @@ def _walk(state: MutableMapping[Any, Any], node: Json, read: Read, strict: bool,
     if strict and (missing := [key for key in state if key not in saved]):
         raise KeyError(
             f"the checkpoint has no {_some(map(repr, missing))}, but {_some(map(repr, saved))}: "
-            "load what it has, or pass strict=False"
+            f"load what it has, or {NOT_STRICT}"
         )
     for key in state:
         if key in saved:
@@ -205,7 +207,7 @@ def _why_no_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
         )
         if names
     ]  # fmt: skip
-    to_do = "make the model as it was when it was saved" + ("" if other else ", or pass strict=False")
+    to_do = "make the model as it was when it was saved" + ("" if other else f", or {NOT_STRICT}")
     return f"{', '.join(differences)}; {to_do}" if differences else ""
 
 

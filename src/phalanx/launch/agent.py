@@ -300,6 +300,8 @@ class Agent:
             self._answered_s = time.monotonic()
             if "reserved" in packet:
                 self._agreement.reserved(packet["reserved"])
+            elif "interrupted" in packet:
+                self._agreement.interrupt()
             elif "leave" in packet:
                 self._agreement.leave()
                 self._is_leaving = True

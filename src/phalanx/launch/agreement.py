@@ -28,7 +28,14 @@ from typing import Any, Protocol
 from phalanx.launch import waiting
 from phalanx.launch.attempt_watch import AttemptWatch
 from phalanx.launch.election import SETTLE_S, Election, Peer
-from phalanx.launch.shared_causes import NODE_LOST, OTHER_SIDE, num_ranks_after, other_side
+from phalanx.launch.shared_causes import (
+    INTERRUPTED,
+    NODE_LOST,
+    OTHER_SIDE,
+    interruption_of,
+    num_ranks_after,
+    other_side,
+)
 from phalanx.launch.views import NO_VIEW, Cause, Group, Key, Node, Place, Rules, State, View, seat
 
 _MAX_PLACES = 1000
@@ -73,7 +80,7 @@ class Agreement:
         self._has_started = False  # whether the view is known to have started
         self._running: Key = NO_VIEW
         self._enough_since_s: float | None = None
-        self._is_leaving = False
+        self._is_leaving = self._is_interrupted = False
         self._attempt = self._new_attempt()
         self._ranks = "idle"  # or "running", "stopping"
         self._trained_in: Key = NO_VIEW
@@ -132,6 +139,8 @@ class Agreement:
             self._attempt = self._new_attempt()
             for peer in self._peers.values():
                 self._attempt.hear(peer.node.id, peer.state)
+            if self._is_interrupted:
+                self.interrupt()
         self._has_started |= is_started and view.key == self._key
 
     def _judge(self, cause: Cause | None) -> None:
@@ -143,8 +152,9 @@ class Agreement:
             self.out = failure
 
     def ranks_ended(self, how: str, cause: Cause | None) -> None:
-        """Take in how this node's ranks ended: "succeeded", "failed" or "stopped"."""
-        if self._ranks == "running" and self._trained_in == self._key:
+        """Take in how this node's ranks ended: "succeeded", "failed", "stopped", or unsaved and "interrupted"."""
+        self._is_interrupted = how == "interrupted"
+        if self._ranks == "running" and self._trained_in == self._key and not self._is_interrupted:
             self._attempt.is_done = how == "succeeded"
             self._attempt.failure = cause if how == "failed" else None
         self._ranks = "idle"
@@ -152,6 +162,12 @@ class Agreement:
     def snapshot_is_whole(self) -> None:
         """Take in that the ranks have just taken a snapshot, after "watch" was ordered."""
         self._attempt.has_snapshot = True
+
+    def interrupt(self) -> None:
+        """Take in that Ctrl-C has stopped this node, which ends the job."""
+        self._is_interrupted = True
+        if self.view is not None and self.is_member:
+            self._attempt.failure = interruption_of(self.view, self.view.ids.index(self.me.id))
 
     def leave(self) -> None:
         """Take in that this node is to be gone soon."""
@@ -386,7 +402,7 @@ class Agreement:
             is_counted = self._has_started and cause is not None and not cause.get("is_free")
             restarts = view.restarts + is_counted
             self._attempt.cause = cause if self._has_started else None
-        is_last = cause is not None and (cause["kind"] == OTHER_SIDE or cause.get("made_room"))
+        is_last = cause is not None and (cause["kind"] in (OTHER_SIDE, INTERRUPTED) or cause.get("made_room"))
         if is_last or restarts > self._rules.max_restarts:
             self.result = {"cause": cause}
             return

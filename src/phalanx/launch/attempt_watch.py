@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.launch.deadlines import CAUSE_S
 from phalanx.launch.election import Election
-from phalanx.launch.shared_causes import cause_of_end
+from phalanx.launch.shared_causes import cause_of_end, is_interruption
 from phalanx.launch.views import Cause, Rules, State, View
 
 
@@ -74,8 +74,11 @@ class AttemptWatch:
     @property
     def cause_of_end(self) -> Cause | None:
         """Why the attempt has ended, or has to; None: it did not fail."""
+        interruption = next((it.failure for it in self._told.values() if is_interruption(it.failure)), None)
         if self.cause is not None or self._view is None:
-            return self.cause
+            if self.cause is not None and self.cause.get("made_room"):
+                return self.cause
+            return interruption or self.cause  # that one ends the job, whatever failed before
         return cause_of_end(self._view, self._told, self.gone, self._election.why_lost)
 
     def is_to_end(self, now_s: float, *, is_idle: bool, has_newcomers: bool) -> bool:
@@ -102,6 +105,13 @@ class AttemptWatch:
             ids, peers = self._view.ids if self._view is not None else (), self._election.peers
             are_idle = is_idle and all(peers[node].state.is_idle for node in ids if node in peers)
             return 0.0 if are_idle else self._rules.room_s
+        if is_interruption(cause):  # its ranks may save, together with all others
+            told = (
+                [is_idle]
+                if self.failure == cause
+                else [it.is_idle for it in self.known.values() if it.failure == cause]
+            )
+            return 0.0 if all(told) else self._rules.room_s
         return CAUSE_S if cause["is_victim"] else 0.0
 
     def _may_grow(self, now_s: float, *, has_newcomers: bool) -> bool:

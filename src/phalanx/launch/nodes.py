@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -14,8 +15,10 @@ from phalanx.launch.job import Job
 from phalanx.launch.local_size import SharedSize
 from phalanx.launch.orders import Orders
 from phalanx.launch.outcome import Outcome
-from phalanx.launch.shared_causes import NODE_LOST, end_of
+from phalanx.launch.shared_causes import NODE_LOST, end_of, is_interruption
 from phalanx.launch.supervisor import Supervisor
+
+_INTERRUPTED_CODE = 128 + signal.SIGINT
 
 
 def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
@@ -66,7 +69,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 return _finish(ranks, job, size, order["finish"], num_restarts)
             else:
                 _say_what_is_awaited(ranks, job, order)
-        if ranks.has_made_room:
+        if ranks.has_made_room or ranks.received == signal.SIGINT:
             orders.await_end()
         return None
 
@@ -111,7 +114,7 @@ def _finish(
     """Return why the job ends here; None if all went well.
 
     Raises:
-        SystemExit: Another node was lost, or all others have made room; that has been said.
+        SystemExit: Another node was lost or got Ctrl-C, or all others have made room; that has been said.
     """
     if cause is None:
         return None
@@ -119,6 +122,10 @@ def _finish(
         ranks.keep_reason("ended with the job, which has made room")
         ranks.say(f"the ranks of the job have saved; exit code {PREEMPTED_CODE}, start again to go on")
         raise SystemExit(PREEMPTED_CODE)
+    if is_interruption(cause):
+        ranks.keep_reason(f"ended: {cause['message']}")
+        ranks.say(f"{cause['message']}; exit code {_INTERRUPTED_CODE}")
+        raise SystemExit(_INTERRUPTED_CODE)
     if cause["kind"] == NODE_LOST:
         used = words_of_used_restarts(job, num_restarts)
         ranks.keep_reason("; ".join(filter(None, [f"gave up: {cause['message']}", used])))

@@ -79,11 +79,13 @@ class Orders:
         theirs.close()
         if self._job.drains:
             self._ranks.drain = lambda: self._leave("SIGTERM")
+        self._ranks.announce_interrupt = lambda: self._channel.send({"interrupted": True})
         self._ranks.spared.append(self._pid)
         self._ranks.events.watch(self._channel.fileno(), self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ranks.announce_interrupt = None
         with contextlib.suppress(KeyError):
             self._ranks.events.unwatch(self._channel.fileno())
         self._channel.close()
@@ -157,6 +159,8 @@ class Orders:
         if culprit is not None and culprit.ended_for_restart:  # the other nodes know of it, or will in a moment
             self._stopped, culprit = True, None
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
+        if self._ranks.received == signal.SIGINT and not self._ranks.has_made_room:
+            self._how = "interrupted"
         cause = None
         if culprit is not None:
             lived_s = culprit.when_s - self._ranks.began_s
@@ -167,7 +171,7 @@ class Orders:
         self._channel.send({"ended": self._how, "number": number, "cause": cause})
 
     def await_end(self) -> None:
-        """Return when the other nodes have made room, too: they would take this one's end before that for a loss."""
+        """Return when the other nodes know that the job has ended: they would take this one's end before for a loss."""
         deadline = time.monotonic() + self._job.grace_s
         while time.monotonic() < deadline and self._channel.alive and not self._ranks.is_killing:
             if any("finish" in order or "give_up" in order for order in self._pending):

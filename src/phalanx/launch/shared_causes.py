@@ -16,6 +16,8 @@ NODE_LOST = "NodeLost"
 """Kind of a cause that is no rank's."""
 OTHER_SIDE = "OtherSide"
 """Kind of a cause that ends a job which is the lesser side of another: its nodes join that."""
+INTERRUPTED = "Interrupted"
+"""Kind of a cause that ends a job: Ctrl-C on one of its nodes."""
 _MOST_LINES = 42
 
 
@@ -93,6 +95,19 @@ def loss_of(view: View, node_rank: int, how: str) -> Cause:
     return _of_a_node(NODE_LOST, f"node {view.name_of(node_rank)} ({ranks}) was lost: {how}", node.host, first)
 
 
+def interruption_of(view: View, node_rank: int) -> Cause:
+    """Return the cause that Ctrl-C on a node of a view ends the job."""
+    node, first = view.members[node_rank], view.first_rank(node_rank)
+    ranks = named("rank", range(first, first + node.num_ranks))
+    message = f"node {view.name_of(node_rank)} ({ranks}) was stopped by Ctrl-C, which ends the job"
+    return _of_a_node(INTERRUPTED, message, node.host, first)
+
+
+def is_interruption(cause: Cause | None) -> bool:
+    """Return whether a cause is Ctrl-C on a node."""
+    return cause is not None and cause["kind"] == INTERRUPTED
+
+
 def _of_a_node(kind: str, message: str, host: str, rank: int = -1) -> Cause:
     return {
         "rank": rank, "pid": -1, "returncode": 1, "is_victim": False, "kind": kind, "message": message,
@@ -124,6 +139,8 @@ def cause_of_end(
     room = next((cause for cause in causes if cause.get("made_room")), None)
     if room is not None:  # asked for: whatever came of it is no failure
         return room
+    if (interruption := next(filter(is_interruption, causes), None)) is not None:
+        return interruption
     return min(causes, key=lambda cause: (cause["is_victim"], cause["returncode"] > 0), default=None)
 
 

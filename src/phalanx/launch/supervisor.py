@@ -63,6 +63,7 @@ class Supervisor:
         self._num_attempts = 0
         self.received: int | None = None  # the one that ends the job
         self.drain: Callable[[], None] | None = None  # what the first SIGTERM asks for instead of the end of the job
+        self.announce_interrupt: Callable[[], None] | None = None  # to the other nodes
         self.cause_before: Outcome | None = None  # of a failure that came before it
         self.clocks: Mapping[str, Sequence[float]] = {}  # of other hosts, as `clocks.Clocks.told` has them
         self._stopped_at_s: float | None = None
@@ -442,6 +443,8 @@ class Supervisor:
                 none = "stopping; no rank is running" if self._ranks else "stopping; no rank had started"
                 self.say(f"{why}: ending {counted(len(living), 'rank')}{again}" if living else f"{why}: {none}")
                 if sig == signal.SIGINT:
+                    if self.announce_interrupt is not None:
+                        self.announce_interrupt()
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()
                 self._shutdown.end(signal.SIGTERM if sig == signal.SIGPIPE else sig)

@@ -145,8 +145,8 @@ class Reducer:
             some = listed([repr(name) for name in names], 8)
             warn_caller(  # in the same words on every rank, which the launcher shows once
                 f"DistributedDataParallel: gradients of {some} are not averaged, because the model was given them "
-                "after it was wrapped, so each rank trains its own. Wrap the model last, or call remove_hooks() and "
-                "wrap it again"
+                "after it was wrapped, so each rank trains its own. Wrap the model, or make its Trainer, last; or call "
+                "remove_hooks() and wrap it again"
             )
 
     def follow_freezing(self) -> None:
@@ -224,7 +224,7 @@ class Reducer:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: DistributedDataParallel: {self._names[parameter]!r} got another gradient "
                 "after its bucket was reduced: it is used more often than in the backward pass before. Give "
-                "reentrant checkpoints use_reentrant=False, or pass a larger bucket_cap_mb"
+                "reentrant checkpoints use_reentrant=False, or wrap the model with a larger bucket_cap_mb"
             )
         num_arrived = self._pass.num_arrived
         times = num_arrived[parameter] = num_arrived.get(parameter, 0) + 1
@@ -290,7 +290,8 @@ class Reducer:
         warn_caller(  # in the same words on every rank, which the launcher shows once
             f"DistributedDataParallel: no gradient reached {some} in this backward pass. "
             "They count as zeros where another rank has a gradient, and stay as they are where none has. "
-            "If that is meant, pass find_unused_parameters=True; if not, look for an output that the loss leaves out"
+            "If that is meant, make it DistributedDataParallel(model, find_unused_parameters=True), which a Trainer "
+            "takes, too; if not, look for an output that the loss leaves out"
         )
 
     # ---- what else it is asked for ---------------------------------------------------------------------------------

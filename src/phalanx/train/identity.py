@@ -185,8 +185,11 @@ class Identity:
         """Return the facts as a checkpoint holds them."""
         return self._text
 
-    def check(self, saved: str | None, step: int) -> None:
+    def check(self, saved: str | None, step: int, callbacks: tuple[str, str] | None = None) -> None:
         """Compare with what the checkpoint of `step` says of its run; None if it is older than this comparison.
+
+        Args:
+            callbacks: Names of the callbacks with a state, there and here, if some here are not there; otherwise None.
 
         Raises:
             CheckpointError: It is of another run.
@@ -197,6 +200,8 @@ class Identity:
             return
         theirs: Facts = json.loads(saved)
         changed = differences(theirs, self._facts)
+        if callbacks is not None:
+            changed["callbacks with state"] = callbacks
         self.changed = frozenset(changed)
         if not changed:
             return

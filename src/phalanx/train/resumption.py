@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from phalanx import checkpoint
 from phalanx._errors import CheckpointError
+from phalanx.checkpoint.loading import load_run
 from phalanx.train.identity import Identity
 
 
 class Progress:
-    """The trainer's own numbers, as part of its state, and what run they are of."""
+    """The trainer's own numbers, as part of its state, and what run they are of.
+
+    Args:
+        callbacks: Names of the callbacks that have a state: a new one finds none in the checkpoint.
+    """
 
     _names = ("step", "epoch", "evaluation", "_first_world_size", "_length_of_schedule")
 
-    def __init__(self, trainer: Any, identity: Identity) -> None:
-        self._trainer, self._identity = trainer, identity
+    def __init__(self, trainer: Any, identity: Identity, callbacks: Iterable[str]) -> None:
+        self._trainer, self._identity, self._callbacks = trainer, identity, [*callbacks]
 
     def state_dict(self) -> dict[str, Any]:
         numbers = {name.lstrip("_"): getattr(self._trainer, name) for name in self._names}
-        return {**numbers, "identity": self._identity.state()}
+        return {**numbers, "identity": self._identity.state(), "callbacks": self._callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._identity.check(state.get("identity"), state["step"])
+        theirs = state.get("callbacks", self._callbacks)  # those of earlier versions lack it
+        is_lacking = any(name not in theirs for name in self._callbacks)
+        callbacks = (", ".join(theirs) or "None", ", ".join(self._callbacks)) if is_lacking else None
+        self._identity.check(state.get("identity"), state["step"], callbacks)
         for name in self._names:
             if (key := name.lstrip("_")) in state:  # those of earlier versions lack some
                 setattr(self._trainer, name, state[key])
@@ -75,7 +83,7 @@ def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkp
     if identity.may_force:
         wanted |= {name: Unforced(state[name], identity) for name in ("scaler", "scheduler") if name in state}
         wanted["data"] = ForcedFeed(state["data"], identity)
-    return checkpoint.load(folder, wanted, strict=not identity.may_force, missing="ignore")
+    return load_run(folder, wanted, strict=not identity.may_force)
 
 
 def words_of_resumption(

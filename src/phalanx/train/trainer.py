@@ -466,7 +466,7 @@ class Trainer:
         numbered = ((f"{i} {type(c).__qualname__}", c) for i, c in enumerate(self.callbacks))
         stateful = {name: callback for name, callback in numbered if hasattr(callback, "load_state_dict")}
         state = {
-            "trainer": Progress(self, self._identity),  # first: it refuses another run before anything is loaded
+            "trainer": Progress(self, self._identity, stateful),  # first: it may refuse all the rest
             "model": self.module, "optimizer": self.optimizer, "scaler": self._stepper.scaler,
             "random": RandomState(), "callbacks": stateful, "data": self._feed, "judge": self._judge,
         }  # fmt: skip
