@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -55,7 +57,7 @@ def test_no_wait_hangs_on_a_store_whose_server_is_stopped(server):
     stores = [connect(port) for _ in range(4)]
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # until then it may answer
-    asked = read_url(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", 0.5, "train.py:1", "init_process_group")
+    asked = read_url(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", timedelta(seconds=0.5), "train.py:1")
     patience = Patience(asked)
     meeting = Meeting(JsonStore(stores[0]), 1, 2, "default", [0, 1], 0.5, time.monotonic() + 0.5)
     plain = JsonStore(stores[1])
@@ -151,6 +153,21 @@ def test_a_roll_that_ends_while_a_rank_looks_takes_no_key_from_it():
     assert str(second._reply()) == f"phalanx-{first._mine['token']}"
     for call in (first, second):
         call._store.close()
+
+
+def test_a_rank_waits_for_a_store_that_is_silent_when_it_arrives():
+    asked = read_url("tcp://127.0.0.1:1?rank=0&world_size=1", 60, "train.py:1")
+    call = RollCall(dist.HashStore(), asked, Patience(asked))
+    silent = threading.Event()
+    call._store.raw = StoreThatIsOvertaken(call._store.raw, "server", lambda: silent.wait(60))
+    call._store.answer_s = 0.01
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        answer = pool.submit(call.answer)
+        while not call._store.is_silent and not answer.done():
+            time.sleep(0.001)
+        call._store.answer_s = 60
+        silent.set()
+        assert str(answer.result()) == f"phalanx-{call._mine['token']}"
 
 
 def test_a_signal_handler_may_ask_in_the_middle_of_a_question():

@@ -115,10 +115,13 @@ class RollCall:
         ask = self._call if self._asked.rank == 0 else self._reply
         most_s = shared_pause(_PAUSE_S, self._asked.world_size)
         try:
+            has_arrived = wait_until(self._arrive, self._patience.deadline, most_s=most_s)
             with contextlib.suppress(StoreSilentError):
-                self._arrive()
-                prefix = wait_until(ask, self._patience.deadline, seldom=self._look, seldom_s=_LOOK_S, most_s=most_s)
-                if prefix is not None:
+                if has_arrived and (
+                    prefix := wait_until(
+                        ask, self._patience.deadline, seldom=self._look, seldom_s=_LOOK_S, most_s=most_s
+                    )
+                ):
                     return prefix
                 self._look()
             raise self._timed_out()
@@ -129,7 +132,8 @@ class RollCall:
         finally:
             self._store.close()
 
-    def _arrive(self) -> None:
+    def _arrive(self) -> bool:
+        """Say that this rank is here; return True. It may be called again if the store was silent."""
         rank, here = self._asked.rank, self._mine["process"][0]
         self._server = self._read("server", _RECORD)
         before = self._record(rank)
@@ -138,9 +142,10 @@ class RollCall:
             self._set(self._keys[0], self._mine)
         self._set(f"rank/{rank}", self._mine)
         if before is None or before["process"] == self._mine["process"]:
-            return
+            return True
         if before["process"][0] == here and not _has_ended(before):  # on another host it may have ended unseen
             self._fail(_two_of(before, self._mine), (rank,), facts={"entry": "same-rank"}, also=before)
+        return True
 
     def raise_rival(self) -> None:
         """Raise if the rank 0 that serves this store is alive; it is not this process."""
