@@ -165,10 +165,13 @@ def test_a_call_that_another_rank_does_not_make_is_told_within_a_second(spawn_ra
 
 def save_on_rank_0_of_gloo(rank, world_size, folder):
     agreement._MISSING_S = 0.5
+    told = dist.FileStore(f"{folder}-told", 2)
     if rank == 0:
         with pytest.raises(CheckpointError, match="not every rank has called it") as caught:
             ckpt.save(folder, {"x": 1}, 1)
         assert "anks 1 failed to pass" in str(caught.value)
+        told.set("told", "")
+    told.wait(["told"])  # so that it is missing, and not gone
 
 
 @pytest.mark.slow
