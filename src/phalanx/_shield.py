@@ -74,7 +74,7 @@ def _start_tracker(process: Any) -> None:
     import multiprocessing
     from multiprocessing import resource_tracker
 
-    if (process._start_method or multiprocessing.get_start_method()) != "fork":
+    if (getattr(process, "_start_method", None) or multiprocessing.get_start_method()) != "fork":
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 

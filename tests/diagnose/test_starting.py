@@ -63,6 +63,7 @@ def test_why_of_a_trainers_folder_tells_of_the_job_that_starts_and_not_of_the_la
     folder, pid = launcher
     (folder / "earlier/logs").mkdir(parents=True)
     record = folder / "runs/early/metrics.jsonl"
+    record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text('{"kind": "start", "origin": {"logs": "../../earlier/logs", "hosts": "here"}}\n')
     try:
         done = ask(folder, "why", "runs/early")

@@ -19,10 +19,12 @@ from tests.launch.test_preload import FACTS
 from tests.launch.warm_jobs import HELLO, servers, sockets
 
 MORE_FACTS = """
-import gc, importlib, resource, warnings
+import gc, resource, warnings
+_modules = sorted(sys.modules)
+import torch, phalanx.launch
 _STATUS = ("Name", "Umask", "SigBlk", "SigIgn", "SigCgt", "Groups", "NoNewPrivs", "Threads", "Uid", "Cpus_allowed_list")
 print("FACTS " + json.dumps({
-    "modules": sorted(sys.modules),
+    "modules": _modules,
     "environment": {k: v for k, v in os.environ.items() if k not in (
         "PHALANX_COMMAND", "PHALANX_LAUNCH", "PHALANX_PROCESS", "PHALANX_PROMPTS", "PHALANX_RECORD",
         "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "MASTER_PORT")},
@@ -39,14 +41,14 @@ print("FACTS " + json.dumps({
     "own_session": os.getsid(0) == os.getpid() == os.getpgid(0),
     "finders": [repr(f).split(" at ")[0] for f in (sys.displayhook, sys.unraisablehook, *sys.meta_path)],
     "importers": sorted(sys.path_importer_cache),
-    "packages": [sorted(vars(importlib.import_module(name))) for name in ("phalanx", "phalanx.launch")],
+    "packages": [sorted(vars(package)) for package in (phalanx, phalanx.launch)],
     "seekable": [s.seekable() for s in (sys.stdin, sys.stdout, sys.stderr)],
     "read": sys.stdin.read(),
     "extra": [os.read(9, 100).decode() if os.path.exists("/proc/self/fd/9") else None],
     "gc": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0],
     "interpreter": [len(warnings.filters), sys.getrecursionlimit(), sys.getswitchinterval(), sys._xoptions],
     "at_exit": atexit._ncallbacks(),
-    "threads_of_torch": importlib.import_module("torch").get_num_threads(),
+    "threads_of_torch": torch.get_num_threads(),
 }))
 """
 

@@ -66,7 +66,9 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_on_disk(terminal, tmp_pat
     assert "Traceback" not in screen.shown
     assert "restart" not in screen.shown
     [saved] = checkpoint.list_checkpoints(tmp_path / "runs" / "_small")
-    assert f"; the newest checkpoint on disk is that of step {saved.step}\r\n" in screen.shown, screen.shown
+    assert f"; the newest checkpoint on disk is that of step {saved.step}\r\n" in screen.shown.replace("\r\n  ", " "), (
+        screen.shown
+    )
     assert screen.shown.rfind("\x1b[?25l") <= screen.shown.rfind("\x1b[?25h")  # the cursor is back
 
 

@@ -40,6 +40,7 @@ _OPAQUE_MODULES = """
 _OPAQUE_FUNCTIONS = ("exec", "eval", "__import__", "__builtins__")
 _SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # of those
 _BEHIND_ENVIRON = ("environb", "putenv", "unsetenv")
+_COPYING = ("dict", "len", "list", "print", "set", "sorted")
 _READING = ("get", "copy", "items", "keys", "values")
 
 
@@ -259,6 +260,10 @@ class _Reader:
                 parts = [key]
             case ast.Compare(left, [_], [owner]) if self._is_environment(owner):
                 parts = [left]
+            case ast.comprehension(target, owner, tests) if self._is_environment(owner):
+                parts = [target, *tests]
+            case ast.Call(ast.Name(called), args) if called in _COPYING:
+                parts = [part for part in parts if part not in args or not self._is_environment(part)]
             case ast.Call(ast.Attribute(owner, called), args, keywords) if self._is_environment(owner):
                 yield from self._changes_by(called, args, keywords)
                 parts = [*args, *(keyword.value for keyword in keywords)]
