@@ -28,8 +28,8 @@ _ANYTHING = ""  # the name of a variable that is not told
 _KNOWN_PACKAGES = """
     PIL absl accelerate attr attrs click cv2 datasets einops evaluate fire h5py jsonargparse loguru matplotlib numpy
     omegaconf packaging pandas polars psutil pyarrow pydantic pytest regex requests rich safetensors scipy sentencepiece
-    simple_parsing sklearn tabulate tensorboard tiktoken tokenizers tomli tqdm transformers typer typing_extensions
-    wandb yaml
+    simple_parsing sklearn tabulate tensorboard tiktoken tokenizers tomli tqdm transformers triton typer
+    typing_extensions wandb yaml
 """
 """Packages whose functions leave alone what torch reads of the environment."""
 _OPAQUE_MODULES = """
