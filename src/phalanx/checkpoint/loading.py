@@ -109,7 +109,7 @@ def load(
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
     refuse_no_mapping("load", state)
-    return _load(folder, state, step, strict=strict, missing=missing)
+    return _recorded(lambda: _load(folder, state, step, strict=strict, missing=missing))
 
 
 def load_run(folder: str, state: MutableMapping[str, Any], *, strict: bool) -> Loaded | None:
@@ -117,7 +117,16 @@ def load_run(folder: str, state: MutableMapping[str, Any], *, strict: bool) -> L
 
     Where `load` would advise ``strict=False``, it advises what a Trainer has for that.
     """
-    return _load(folder, state, "latest", strict=strict, missing="ignore", first=next(iter(state)))
+    first = next(iter(state))
+    return _recorded(lambda: _load(folder, state, "latest", strict=strict, missing="ignore", first=first))
+
+
+def _recorded(load_newest: Callable[[], Loaded | None]) -> Loaded | None:
+    with writer.phase(LOADING):
+        loaded = load_newest()
+    if loaded is not None:
+        writer.note(LOADED, loaded.step)
+    return loaded
 
 
 def _load(
@@ -128,22 +137,6 @@ def _load(
     strict: bool,
     missing: str,
     first: str = "",
-) -> Loaded | None:
-    with writer.phase(LOADING):
-        loaded = _load_newest(folder, state, step, strict=strict, missing=missing, first=first)
-    if loaded is not None:
-        writer.note(LOADED, loaded.step)
-    return loaded
-
-
-def _load_newest(
-    folder: str | os.PathLike[str],
-    state: MutableMapping[str, Any],
-    step: int | str,
-    *,
-    strict: bool,
-    missing: str,
-    first: str,
 ) -> Loaded | None:
     ranks = RankGroup()
     pending.await_own()
