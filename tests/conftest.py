@@ -18,7 +18,8 @@ import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and n
 
 import phalanx.testing
 from phalanx.launch import workers
-from phalanx.launch.warm import places, starter
+from phalanx.launch.warm import places as warm_places
+from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
 from tests import namespaces, shm
 
@@ -61,7 +62,7 @@ def meets_no_strangers():
         patch.setenv("XDG_RUNTIME_DIR", folder)
         phalanx.testing.start_server()  # cold, before any test asks for warm starts: then what it runs is below us
         yield
-        for path in places.sockets():
+        for path in warm_places.sockets():
             if path.startswith(folder):
                 starter.stop(path)
     shutil.rmtree(folder)
