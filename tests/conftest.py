@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -197,6 +198,14 @@ _MARKED = {
         "tests/stress/",
     ),
 }
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a test that collects garbage would else look through all of torch, for a quarter of a second
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # or libraries would say at exit that it was leaked
 
 
 def pytest_collection_modifyitems(items):
