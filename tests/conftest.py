@@ -174,7 +174,6 @@ def needs_hosts():
 _MARKED = {
     "integrations": ("tests/libraries/",),
     "wheels": ("tests/platforms/test_wheels.py",),
-    "alone": ("tests/tune/test_command.py",),
     "cluster": (
         "tests/clusters/",
         "tests/hosts/test_chaos.py",
