@@ -59,11 +59,9 @@ release: $(READY)
 	$(BIN)/python -m pytest -m wheels tests/platforms
 	$(BIN)/python tools/release.py tag
 
-# The tests that measure, with nothing beside them; then two files at a time, which wait more than they compute.
-# pytest exits with 5 if there is nothing to do.
+# Two files at a time, which wait more than they compute. pytest exits with 5 if there is nothing to do.
 test: $(READY)
-	$(BIN)/python -m pytest -m "alone and not slow" $(TESTS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (cluster or slow or integrations or wheels or alone)" $(TESTS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (cluster or slow or integrations or wheels)" $(TESTS) || [ $$? = 5 ]
 
 integrations:
 	$(MAKE) VENV=.venv-integrations MORE=requirements-integrations.txt test-integrations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -173,7 +174,6 @@ def needs_hosts():
 _MARKED = {
     "integrations": ("tests/libraries/",),
     "wheels": ("tests/platforms/test_wheels.py",),
-    "alone": ("tests/tune/test_command.py",),
     "cluster": (
         "tests/clusters/",
         "tests/hosts/test_chaos.py",
@@ -197,6 +197,14 @@ _MARKED = {
         "tests/stress/",
     ),
 }
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a test that collects garbage would else look through all of torch, for a quarter of a second
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # or libraries would say at exit that it was leaked
 
 
 def pytest_collection_modifyitems(items):

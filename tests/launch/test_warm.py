@@ -110,6 +110,15 @@ def test_the_variable_asks_for_a_warm_start_as_the_flag_does(warm):
     assert len(servers()) == 1
 
 
+def test_a_trial_that_starts_the_process_has_no_later_job_in_it(warm):
+    tell = "import torch; from phalanx import _trial; print(_trial._current and _trial._current._folder)"
+    trial = {**os.environ, "PHALANX_TRIAL": json.dumps({"folder": "FOLDER", "changes": {}, "first_steps": 3})}
+    environs = [trial, {**trial, "PHALANX_TRIAL": trial["PHALANX_TRIAL"].replace("FOLDER", "another")}, os.environ]
+    done = [warm(tell, env=environ) for environ in environs]
+    assert [one.stdout.rpartition(" ")[2].strip() for one in done] == ["FOLDER", "another", "None"], done
+    assert len(servers()) == 1
+
+
 def test_a_warm_argument_of_the_script_is_the_scripts(warm):
     warm(HELLO)
     done = warm.phalanx("run", "--nproc-per-node", "1", warm.write("import sys; print(sys.argv)"), "--warm")

@@ -165,7 +165,9 @@ def _execute(
             _env.WARM_SERVER_VARIABLE: f"{listener.fileno()}:{words}:{path}",
             SETTINGS_VARIABLE: json.dumps(dict(settings)),
         }
-        os.execve(sys.executable, [sys.executable, _NAME], {**with_hook(environ), **serves})
+        own = with_hook(environ)
+        own.pop(_env.TRIAL_VARIABLE, None)  # import torch obeys it, and all later jobs would be in that trial
+        os.execve(sys.executable, [sys.executable, _NAME], {**own, **serves})
     finally:
         os._exit(1)
 
