@@ -18,6 +18,8 @@ from phalanx.diagnose.top_watch import Watch
 from tests.diagnose.puppets import until
 from tests.launch.jobs import PHALANX_RUN, Terminal, run_job, write_script
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SCRIPT = """
     import datetime, torch, torch.distributed as dist, phalanx

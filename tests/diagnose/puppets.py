@@ -80,7 +80,9 @@ class Puppets:
 
         def ranks() -> tuple[Rank, ...]:
             with contextlib.suppress(LookupError):
-                return find_job(str(self.pid)).ranks
+                job = find_job(str(self.pid))
+                self.pid = job.launcher_pid  # of a warm start, another process than the one that was started
+                return job.ranks
             return ()
 
         return until(ranks, lambda found: len([rank for rank in found if is_ready(rank)]) == len(self._fds))

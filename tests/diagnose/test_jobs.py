@@ -21,6 +21,8 @@ from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, find_job, find_jo
 from phalanx.diagnose.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 SCRIPT = """
 import os, signal, sys
 import torch.distributed as dist
@@ -267,6 +269,19 @@ rank.communicate(b"done\\n")
         jobs = {find_job(str(of)).world_size: find_job(str(of)) for of in (pid, outer.pid)}
         outer.communicate("done\n", timeout=60)
     assert {size: [rank.pid for rank in job.ranks] for size, job in jobs.items()} == {2: [pid], 1: [outer.pid]}
+
+
+def test_a_job_that_started_warm_is_found_by_the_process_that_was_typed(tmp_path):
+    (tmp_path / "job.py").write_text("import signal; print('up', flush=True); signal.pause()")
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert [process.stdout.readline()[-3:] for _ in range(2)] == ["up\n"] * 2
+            job = find_job(str(process.pid))
+            assert (job.name, job.launcher, len(job.ranks)) == ("job.py", "phalanx run", 2)
+            assert job.launcher_pid != process.pid, "it did not start warm"
+        finally:
+            process.terminate()
 
 
 ALONE = "import os, signal; print(flush=True); signal.pause()"

@@ -21,6 +21,8 @@ from phalanx.diagnose.why import main
 from phalanx.diagnose.wording import sentence
 from tests.record.made import Job, save
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 PHALANX = [sys.executable, "-m", "phalanx"]
 RAISES = """
 import torch, torch.distributed as dist

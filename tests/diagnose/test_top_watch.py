@@ -15,6 +15,8 @@ from phalanx.diagnose.top_rank import RankView
 from phalanx.diagnose.top_watch import Watch
 from tests.diagnose.puppets import LINE, Puppets, until
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 
 @pytest.fixture(scope="module")
 def puppets(tmp_path_factory) -> Iterator[Puppets]:

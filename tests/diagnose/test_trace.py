@@ -28,6 +28,8 @@ from tests.diagnose.puppets import until
 from tests.diagnose.trace_format import check_format
 from tests.record.made import MS, Job, looks, save
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 PHALANX = [sys.executable, "-m", "phalanx"]
 
 
