@@ -17,9 +17,10 @@ SCRIPT = """
 import os, select, sys, time
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from phalanx.record import writer
 
-left = []
+left, loading = [], []
 
 def next_order():
     while not left:
@@ -41,10 +42,15 @@ def obey(order):
             pass
     elif what == "reduce":
         dist.all_reduce(torch.ones(5))  # the line
+    elif what == "load":
+        loading.append(iter(DataLoader(range(9), num_workers=1)))
+        next(loading[0])
     elif what == "end":
         sys.exit()
 
 dist.init_process_group(sys.argv[1])
+with open(f"pid_{os.environ['RANK']}", "w") as file:
+    file.write(str(os.getpid()))
 orders = os.open(f"orders_{os.environ['RANK']}", os.O_RDONLY)
 while True:
     obey(next_order())

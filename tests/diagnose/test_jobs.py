@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import select
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,59 +20,6 @@ from phalanx.diagnose.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
-
-SCRIPT = """
-import os, signal, sys
-import torch.distributed as dist
-from torch.utils.data import DataLoader
-
-dist.init_process_group(sys.argv[1])
-batches = iter(DataLoader(range(9), num_workers=1))
-next(batches)
-dist.barrier()
-os.write(int(sys.argv[2]), b"%d\\n" % os.getpid())
-signal.pause()
-"""
-LAUNCHERS = {
-    "phalanx run": ["-m", "phalanx", "run", "--nproc-per-node", "2", "--no-python", sys.executable],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable],
-}
-
-
-@pytest.fixture(params=[(launcher, backend) for launcher in LAUNCHERS for backend in ("phalanx", "gloo")], ids=" ".join)
-def job(request, tmp_path) -> Iterator[tuple[str, int, set[int]]]:
-    """The launcher, its pid and those of its ranks, which have a process that loads data each."""
-    launcher, backend = request.param
-    script = tmp_path / "job.py"
-    script.write_text(SCRIPT)
-    fifo = tmp_path / "started"
-    os.mkfifo(fifo)
-    reading = os.open(fifo, os.O_RDWR)
-    script.write_text(SCRIPT.replace("int(sys.argv[2])", f"os.open({str(fifo)!r}, os.O_WRONLY)"))
-    with subprocess.Popen([sys.executable, *LAUNCHERS[launcher], script, backend], cwd=tmp_path) as process:
-        try:
-            pids: set[int] = set()
-            while len(pids) < 2:
-                assert select.select([reading], [], [], 120)[0]
-                pids |= {int(word) for word in os.read(reading, 100).split()}
-            yield launcher, process.pid, pids
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-            os.close(reading)
-
-
-def test_a_job_is_found_with_its_ranks_and_what_they_have_started(job):
-    launcher, pid, pids = job
-    (found,) = [one for one in find_jobs() if one.pids & pids]
-    assert (found.name, found.launcher, found.launcher_pid, found.world_size) == ("job.py", launcher, pid, 2)
-    assert [rank.rank for rank in found.ranks] == [0, 1]
-    assert {rank.pid for rank in found.ranks} == pids
-    helpers = [helper for rank in found.ranks for helper in rank.helpers]
-    assert len({helper.parent for helper in helpers}) == 2
-    assert all(rank.process.state in "SR" and rank.process.num_threads > 1 for rank in found.ranks)
-    for of in (pid, *pids, helpers[0].pid):
-        assert find_job(str(of)).pids == found.pids
 
 
 def test_what_is_no_rank_is_a_job_of_its_own_and_what_has_ended_is_none():
