@@ -24,6 +24,8 @@ from phalanx.diagnose.processes import descendants, processes_of
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.record.box import box_of_process
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 SCRIPT = Path(__file__).with_name("hanging.py")
 PHALANX = [sys.executable, "-m", "phalanx"]
 LAUNCHERS = {
@@ -266,9 +268,8 @@ import ctypes, socket, struct, sys, threading, time, torch, torch.distributed as
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group(sys.argv[1])
 rank = dist.get_rank()
-dist.all_reduce(torch.ones(1))
 def rest():
-    sys.stdin.read()  # rests
+    sys.stdin.readline()  # rests
 def ddp():
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     for step in range(3):
@@ -285,49 +286,60 @@ def receives():
     if rank == 1:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1000, 0))
-        threading.Thread(target=lambda: (sys.stdin.read(), theirs.send(b"x"))).start()
+        threading.Thread(target=lambda: (sys.stdin.readline(), theirs.send(b"x"))).start()
         recv, room = ctypes.CDLL(None).recv, ctypes.create_string_buffer(1)
         print("received", recv(ours.fileno(), room, 1, 0), flush=True)  # rests
     dist.all_reduce(torch.ones(1))  # waits
-globals()[sys.argv[2]]()
+for what in sys.argv[2:]:
+    dist.all_reduce(torch.ones(1))
+    globals()[what]()
 dist.barrier()
 dist.destroy_process_group()  # else a thread of Gloo may free a tensor when Python has ended, which aborts
 """
-RESTING = [("ddp", "phalanx"), ("ddp", "gloo"), ("thread", "phalanx"), ("thread", "gloo"), ("receives", "phalanx")]
+RESTING = {"phalanx": ["ddp", "thread", "receives"], "gloo": ["ddp", "thread"]}
 
 
 @needs_py_spy
-@pytest.mark.parametrize(("what", "backend"), RESTING)
-def test_a_rank_that_rests_is_named_and_for_how_long_and_is_left_alone(tmp_path, what, backend):
+@pytest.mark.parametrize("backend", RESTING)
+def test_a_rank_that_rests_is_named_and_for_how_long_and_is_left_alone(tmp_path, backend):
     (tmp_path / "job.py").write_text(RESTS)
-    rests, waits = (
-        {number for number, line in enumerate(RESTS.splitlines(), 1) if f"# {word}" in line}
-        for word in ("rests", "waits")
-    )
-    command = [*LAUNCHERS["torchrun"][:-1], "--nproc-per-node", "2", "job.py", backend, what]
+    command = [*LAUNCHERS["torchrun"][:-1], "--nproc-per-node", "2", "job.py", backend, *RESTING[backend]]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
         try:
-            lasted: list[tuple[float, float, float]] = []
-            said = ""
-            deadline = time.monotonic() + 60
-            while len(lasted) < 3:
-                assert time.monotonic() < deadline, said
-                done = [*PHALANX, "why", "--json", str(process.pid)]
-                said = subprocess.run(done, capture_output=True, text=True, timeout=60, check=False).stdout
-                if said and (answer := json.loads(said))["culprits"] == [1] and answer["waiters"] == [0]:
-                    waiting, resting = answer["ranks"]
-                    line = (resting["frame"] or {}).get("line")  # None: it could not be read at that moment
-                    if line in rests and int(waiting["call"]["site"].rpartition(":")[2]) in waits:
-                        lasted.append((time.monotonic(), resting["since_s"], waiting["call"]["since_s"]))
+            for what in RESTING[backend]:
+                (first, *since), *later = lasted = rests_of(process.pid, what)
+                for at, *longer in later:
+                    for before, after in zip(since, longer, strict=True):
+                        assert abs(after - before - (at - first)) < 0.5, (what, lasted)
+                print(file=process.stdin, flush=True)
         finally:
             process.stdin.close()
         assert process.wait(timeout=60) == 0
-        assert "received" not in (out := process.stdout.read()) or "received 1" in out
-    (first, *since), *later = lasted
-    for at, *longer in later:
-        for before, after in zip(since, longer, strict=True):
-            assert abs(after - before - (at - first)) < 0.5, lasted
+        out = process.stdout.read()
+        assert ("received 1" in out) == ("receives" in RESTING[backend]), out
+
+
+def rests_of(pid: int, what: str) -> list[tuple[float, float, float]]:
+    """Return thrice the time, and for how long rank 1 rests by then in one of `RESTS` and rank 0 waits for it."""
+    lines = RESTS.splitlines()
+    begin = lines.index(f"def {what}():")
+    body = next(number for number in range(begin + 1, len(lines)) if not lines[number].startswith(" "))
+    waits = {number for number in range(begin + 1, body + 1) if "# waits" in lines[number - 1]}
+    rests = {number for number, line in enumerate(lines, 1) if "# rests" in line}
+    lasted: list[tuple[float, float, float]] = []
+    said = ""
+    deadline = time.monotonic() + 60
+    while len(lasted) < 3:
+        assert time.monotonic() < deadline, (what, said)
+        done = [*PHALANX, "why", "--json", str(pid)]
+        said = subprocess.run(done, capture_output=True, text=True, timeout=60, check=False).stdout
+        if said and (answer := json.loads(said))["culprits"] == [1] and answer["waiters"] == [0]:
+            waiting, resting = answer["ranks"]
+            line = (resting["frame"] or {}).get("line")  # None: it could not be read at that moment
+            if line in rests and int(waiting["call"]["site"].rpartition(":")[2]) in waits:
+                lasted.append((time.monotonic(), resting["since_s"], waiting["call"]["since_s"]))
+    return lasted
 
 
 def why(pid: int) -> str:

@@ -83,7 +83,7 @@ def _offer(connection: _socket.socket, kind: str, words: Sequence[str], is_trial
     """Return "began", or "go" for a trial, or why the warm process does not take it.
 
     Open files go only to the process that is to have them, once it has said that it goes on in our place: in the
-    queue of one that is stuck, they would stay open.
+    queue of one that is stuck, they would stay open. From it we keep a pidfd, by which `diagnose.jobs` finds it.
     """
     try:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
