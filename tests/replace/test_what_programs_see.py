@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import phalanx
+from phalanx._torch import version
 from phalanx.backend._arguments import Arguments
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.backend._memory import OtherDevice
@@ -49,7 +50,7 @@ GROUPS = {
     "new_group beside another": lambda: dist.new_group(backend="cpu:gloo,cuda:fake"),
     "new_group behind another": lambda: dist.new_group(backend="cuda:fake,cpu:gloo"),
     "device mesh": lambda: init_device_mesh("cpu", (2,)).get_group(),
-} | ({"split_group": lambda: dist.split_group(split_ranks=[[0, 1]])} if HAS_PYTHON_BACKENDS else {})
+} | ({"split_group": lambda: dist.split_group(split_ranks=[[0, 1]])} if version() >= (2, 15) else {})
 
 
 def look(rank, world_size):
@@ -143,7 +144,8 @@ def test_ranks_that_disagree_about_the_device_are_told(spawn_ranks):
 def sum_everywhere(rank, world_size, debug):
     dist.set_debug_level(debug)
     dist.init_process_group("gloo")
-    sums = summed(), summed(dist.new_group([1, 0], backend="gloo", sort_ranks=False))
+    order = {"sort_ranks": False} if version() >= (2, 12) else {}
+    sums = summed(), summed(dist.new_group([1, 0], backend="gloo", **order))
     kind = type(dist.group.WORLD._get_backend(CPU)).__name__
     dist.destroy_process_group()
     return sums, kind
