@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and n
 import phalanx.testing
 from phalanx.launch import workers
 from phalanx.record.box import MEMORY_NAME
-from tests import namespaces, shm
+from tests import kept, namespaces, shm
 
 # The same examples in every run; pytest --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -62,9 +62,24 @@ def meets_no_strangers():
     shutil.rmtree(folder)
 
 
+_kept: list[kept.KeptRanks] = []
+
+
+@pytest.fixture(scope="module")
+def run_ranks(request):
+    """``run_ranks(fn, world_size, *args, timeout_s=60)``, see `phalanx.testing`; with the mark in `tests.kept`'s ranks."""
+    if not request.node.get_closest_marker("kept_ranks"):
+        yield phalanx.testing.run_ranks
+        return
+    _kept.append(kept.KeptRanks(_holdings))
+    yield _kept[-1].run
+    _kept[-1].close()
+    _kept.pop()
+
+
 @pytest.fixture(scope="session")
-def run_ranks():
-    """``run_ranks(fn, world_size, *args, timeout_s=60)``, see `phalanx.testing`."""
+def run_fresh_ranks():
+    """What `run_ranks` is for a module without the mark ``kept_ranks``."""
     return phalanx.testing.run_ranks
 
 
@@ -129,7 +144,7 @@ def leaves_nothing_behind():
     yield
     deadline = time.monotonic() + _SETTLE_S
     while True:
-        after = _holdings()
+        after = {kind: names.difference(*(ranks.held(kind) for ranks in _kept)) for kind, names in _holdings().items()}
         after["/dev/shm entry"] = shm.unmapped(after["/dev/shm entry"] - before["/dev/shm entry"])
         left = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
         if not left:
