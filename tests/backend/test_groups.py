@@ -16,6 +16,8 @@ from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.testing import await_release, reached
 from tests.backend._calls import CALLS, Call, check_equal, gloo_group
 
+pytestmark = pytest.mark.kept_ranks
+
 
 def total(group=None, num=3):
     tensor = torch.full((num,), float(dist.get_rank()))
