@@ -67,7 +67,7 @@ _kept: list[kept.KeptRanks] = []
 
 @pytest.fixture(scope="module")
 def run_ranks(request):
-    """``run_ranks(fn, world_size, *args, timeout_s=60)``, see `phalanx.testing`; with its mark in ranks that are kept."""
+    """``run_ranks(fn, world_size, *args, timeout_s=60)``, see `phalanx.testing`; with the mark its ranks are kept."""
     if not request.node.get_closest_marker("kept_ranks"):
         yield phalanx.testing.run_ranks
         return
