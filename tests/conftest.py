@@ -18,6 +18,8 @@ import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and n
 
 import phalanx.testing
 from phalanx.launch import workers
+from phalanx.launch.warm import places as warm_places
+from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
 from tests import kept, namespaces, shm
 
@@ -58,8 +60,30 @@ def meets_no_strangers():
     folder = tempfile.mkdtemp(prefix="phx-", dir="/tmp")  # short enough for a socket
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", folder)
+        phalanx.testing.start_server()  # cold, before any test asks for warm starts: then what it runs is below us
         yield
+        for path in warm_places.sockets():
+            if path.startswith(folder):
+                starter.stop(path)
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def warm_jobs():
+    """Have all jobs of ``phalanx run`` in a module start warm, for a tenth of what else they cost.
+
+    ``pytestmark = pytest.mark.usefixtures("warm_jobs")``. The process that they are forked from is this session's own.
+    Not for what is about the start itself: see `cold_jobs`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_WARM", "1")
+        yield
+
+
+@pytest.fixture
+def cold_jobs(monkeypatch):
+    """Have the jobs of one test start cold, in a module with `warm_jobs`."""
+    monkeypatch.delenv("PHALANX_WARM")
 
 
 _kept: list[kept.KeptRanks] = []
