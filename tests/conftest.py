@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from phalanx.launch import workers
 from phalanx.launch.warm import places as warm_places
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
+from tests import forked as nursery
 from tests import kept, namespaces, shm
 
 # The same examples in every run; pytest --hypothesis-profile=default draws others.
@@ -84,6 +86,13 @@ def warm_jobs():
 def cold_jobs(monkeypatch):
     """Have the jobs of one test start cold, in a module with `warm_jobs`."""
     monkeypatch.delenv("PHALANX_WARM")
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """``forked.run("-c", code, env=...)`` or ``forked.run(script)``: Python with torch imported, see `tests.forked`."""
+    with contextlib.closing(nursery.Nursery()) as one:
+        yield one
 
 
 _kept: list[kept.KeptRanks] = []
