@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -22,7 +23,8 @@ from phalanx.launch import workers
 from phalanx.launch.warm import places as warm_places
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
-from tests import namespaces, shm
+from tests import forked as nursery
+from tests import kept, namespaces, shm
 
 # The same examples in every run; pytest --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -88,8 +90,30 @@ def cold_jobs(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def run_ranks():
-    """``run_ranks(fn, world_size, *args, timeout_s=60)``, see `phalanx.testing`."""
+def forked():
+    """``forked.run("-c", code, env=...)`` or ``forked.run(script)``: Python with torch imported, see `tests.forked`."""
+    with contextlib.closing(nursery.Nursery()) as one:
+        yield one
+
+
+_kept: list[kept.KeptRanks] = []
+
+
+@pytest.fixture(scope="module")
+def run_ranks(request):
+    """``run_ranks(fn, world_size, *args, timeout_s=60)``, see `phalanx.testing`; with the mark its ranks are kept."""
+    if not request.node.get_closest_marker("kept_ranks"):
+        yield phalanx.testing.run_ranks
+        return
+    _kept.append(kept.KeptRanks(_holdings))
+    yield _kept[-1].run
+    _kept[-1].close()
+    _kept.pop()
+
+
+@pytest.fixture(scope="session")
+def run_fresh_ranks():
+    """What `run_ranks` is for a module without the mark ``kept_ranks``."""
     return phalanx.testing.run_ranks
 
 
@@ -154,7 +178,7 @@ def leaves_nothing_behind():
     yield
     deadline = time.monotonic() + _SETTLE_S
     while True:
-        after = _holdings()
+        after = {kind: names.difference(*(ranks.held(kind) for ranks in _kept)) for kind, names in _holdings().items()}
         after["/dev/shm entry"] = shm.unmapped(after["/dev/shm entry"] - before["/dev/shm entry"])
         left = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
         if not left:

@@ -16,6 +16,8 @@ from phalanx._torch import version
 from phalanx.testing import await_release, reached
 from tests.backend._calls import CALLS, Call, check_equal, gloo_group
 
+pytestmark = pytest.mark.kept_ranks
+
 
 def total(group=None, num=3):
     tensor = torch.full((num,), float(dist.get_rank()))

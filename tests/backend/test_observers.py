@@ -14,6 +14,8 @@ from phalanx._torch import version
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from tests.backend._calls import CALLS, Call, check_equal, gloo_group
 
+pytestmark = pytest.mark.kept_ranks
+
 needs_python_backends = pytest.mark.skipif(
     not HAS_PYTHON_BACKENDS, reason="before torch 2.14 only C++ backends reach the dispatcher's observers"
 )

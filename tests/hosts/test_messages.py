@@ -23,6 +23,8 @@ from tests.backend.test_messages import (
 )
 from tests.hosts._layouts import LAYOUTS, interleaved, layout_name
 
+pytestmark = pytest.mark.kept_ranks
+
 HEAD_BYTES = 25  # the rest of the 1024 is for a message that travels with its head
 every_layout = pytest.mark.parametrize("hosts", LAYOUTS, ids=layout_name)
 many_ranks = pytest.mark.parametrize("hosts", [[2, 2], [2, 1], [1, 1, 1]], ids=layout_name)

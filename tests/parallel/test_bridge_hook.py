@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import phalanx
 from phalanx.parallel import Bf16State, bf16_feedback_hook, bridge_hook
 
+pytestmark = pytest.mark.kept_ranks
+
 DDPS = {"phalanx": phalanx.DistributedDataParallel, "torch": TorchDDP}
 SMALL_MB = 3e-4  # several buckets
 

@@ -12,6 +12,8 @@ from torch import nn, optim
 import phalanx
 from phalanx.parallel.local_sgd import nesterov
 
+pytestmark = pytest.mark.kept_ranks
+
 NUM_STEPS = 11  # of windows of four: two meetings, and sync() after three more
 EVERY = 4
 

@@ -17,6 +17,8 @@ import phalanx
 from phalanx.parallel import shared_memory
 from phalanx.parallel.pieces import cuts
 
+pytestmark = pytest.mark.kept_ranks
+
 CASES = {
     "SGD": (optim.SGD, {"lr": 0.1}),
     "SGD with momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
