@@ -23,6 +23,8 @@ from phalanx.diagnose.kernel import Stand, stand_of
 from phalanx.diagnose.processes import descendants, processes_of
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.record.box import box_of_process
+from tests.diagnose.asked import asked
+from tests.launch.jobs import await_line
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 
@@ -254,8 +256,7 @@ def until_rank_1_rests(pid: int, is_fit: Callable[[float], bool]) -> dict[str, A
     """Return what rank 1 does once it is the one whom rank 0 waits for."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        done = [*PHALANX, "why", "--json", str(pid)]
-        said = subprocess.run(done, capture_output=True, text=True, timeout=60, check=False).stdout
+        said = asked(".", "why", "--json", pid).stdout
         if said and (answer := json.loads(said))["culprits"] == [1]:
             doing = answer["ranks"][1]
             if doing["since_s"] is not None and is_fit(doing["since_s"]):
@@ -269,6 +270,7 @@ from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group(sys.argv[1])
 rank = dist.get_rank()
 def rest():
+    print("there", flush=True)
     sys.stdin.readline()  # rests
 def ddp():
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -287,6 +289,7 @@ def receives():
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1000, 0))
         threading.Thread(target=lambda: (sys.stdin.readline(), theirs.send(b"x"))).start()
+        print("there", flush=True)
         recv, room = ctypes.CDLL(None).recv, ctypes.create_string_buffer(1)
         print("received", recv(ours.fileno(), room, 1, 0), flush=True)  # rests
     dist.all_reduce(torch.ones(1))  # waits
@@ -308,6 +311,7 @@ def test_a_rank_that_rests_is_named_and_for_how_long_and_is_left_alone(tmp_path,
     with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
         try:
             for what in RESTING[backend]:
+                await_line(process.stdout, "there")
                 (first, *since), *later = lasted = rests_of(process.pid, what)
                 for at, *longer in later:
                     for before, after in zip(since, longer, strict=True):
@@ -332,8 +336,7 @@ def rests_of(pid: int, what: str) -> list[tuple[float, float, float]]:
     deadline = time.monotonic() + 60
     while len(lasted) < 3:
         assert time.monotonic() < deadline, (what, said)
-        done = [*PHALANX, "why", "--json", str(pid)]
-        said = subprocess.run(done, capture_output=True, text=True, timeout=60, check=False).stdout
+        said = asked(".", "why", "--json", pid).stdout
         if said and (answer := json.loads(said))["culprits"] == [1] and answer["waiters"] == [0]:
             waiting, resting = answer["ranks"]
             line = (resting["frame"] or {}).get("line")  # None: it could not be read at that moment
