@@ -161,4 +161,4 @@ def awaited_by(pid: int) -> set[int]:
         for name in os.listdir(f"/proc/{pid}/fdinfo"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/fdinfo/{name}") as file:
                 found |= {int(line.split()[1]) for line in file if line.startswith("Pid:")}
-    return found
+    return {one for one in found if one > 0}
