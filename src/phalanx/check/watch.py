@@ -12,7 +12,7 @@ from phalanx.check.calls import Record
 from phalanx.check.verdict import End
 from phalanx.diagnose.answer import examine
 from phalanx.diagnose.jobs import find_ranks
-from phalanx.diagnose.processes import awaited_by, process_of
+from phalanx.diagnose.processes import process_of
 from phalanx.diagnose.wording import sentence
 from phalanx.launch.trial_job import TrialJob
 from phalanx.record.box import Box, boxes_held_by, load_boxes
@@ -83,9 +83,7 @@ class Watch:
     def _boxes(self) -> list[Box]:
         """Return the boxes of the running job, whose launcher holds them."""
         with contextlib.suppress(OSError, ValueError):  # it has ended, or one is just being made
-            for pid in (self._job.pid, *awaited_by(self._job.pid)):  # of a warm start, the second is the launcher
-                if boxes := list(boxes_held_by(pid)):
-                    return boxes
+            return list(boxes_held_by(self._job.pid))
         return []
 
     def _saved(self) -> list[Box]:
