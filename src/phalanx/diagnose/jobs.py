@@ -20,6 +20,7 @@ from phalanx._text import columns, ending_of, shortened
 from phalanx.diagnose.commands import BY_HAND, launcher_of, program_of, script_name, script_path
 from phalanx.diagnose.processes import (
     Process,
+    awaited_by,
     command_of,
     descendants,
     environment_of,
@@ -220,7 +221,7 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Job:
     launcher, name = launcher_of(pid), script_name(command_of(pid)) or process.name
     if launcher != BY_HAND:  # mpirun starts ranks through a daemon
         processes = processes_of(os.geteuid())
-        stand_ins = _awaited(pid)  # of a warm start
+        stand_ins = awaited_by(pid)  # of a warm start
         for job in jobs:
             if job.launcher_pid in stand_ins or any(_is_below(one, {pid}, processes) for one in job.pids):
                 return job
@@ -234,16 +235,6 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Job:
     if is_rank:
         return Job(name, BY_HAND, 0, world_size, (rank,))
     return Job(name if is_python(pid) and name != "-c" else process.name, NO_JOB, pid, 0, (rank,))
-
-
-def _awaited(pid: int) -> set[int]:
-    """Return the processes of which a process holds a pidfd."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fdinfo"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/fdinfo/{name}") as file:
-                found |= {int(line.split()[1]) for line in file if line.startswith("Pid:")}
-    return found
 
 
 def _place_of(pid: int) -> tuple[int, int]:

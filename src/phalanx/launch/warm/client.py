@@ -32,7 +32,10 @@ _NOT_PASSED_ON = {getattr(signal, name) for name in _OURS.split()}
 
 def is_asked_for(argv: Sequence[str] = ()) -> bool:
     """Whether this may be a warm start; flags of ``phalanx run`` in `argv` are not told from those of the script."""
-    return "--warm" in argv or _env.is_on(_env.environment().get(_env.WARM_VARIABLE, ""))
+    environ = _env.environment()
+    if _env.TRIAL_VARIABLE in environ:  # its launcher is looked into, and what it tells of itself is kept by modules
+        return False
+    return "--warm" in argv or _env.is_on(environ.get(_env.WARM_VARIABLE, ""))
 
 
 def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, is_trial: bool = False) -> list[str]:
