@@ -77,3 +77,11 @@ def test_ci_with_a_torch_runs_on_it_what_every_torch_must_pass(tmp_path):
     told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCH": "2.11.0", "PYTHON": "python3.12"}
     done = subprocess.run(["bash", ".ci/run"], cwd=REPOSITORY, env=told, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "torch on 2.11.0 with python3.12\n")
+
+
+def test_tests_that_are_told_to_have_failed_without_a_change_exist():
+    names = re.findall(r"`([\w/]+(?:/|\.py(?:::\w+)?))`", (REPOSITORY / "tests" / "README.md").read_text())
+    assert len(names) > 30
+    for path, _, name in (one.partition("::") for one in names):
+        assert (REPOSITORY / "tests" / path).exists(), path
+        assert not name or f"\ndef {name}(" in (REPOSITORY / "tests" / path).read_text(), name

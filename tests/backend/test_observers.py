@@ -19,6 +19,9 @@ pytestmark = pytest.mark.kept_ranks
 needs_python_backends = pytest.mark.skipif(
     not HAS_PYTHON_BACKENDS, reason="before torch 2.14 only C++ backends reach the dispatcher's observers"
 )
+needs_flight_recorder = pytest.mark.skipif(
+    version() < (2, 15), reason="before torch 2.15 the Flight Recorder is attached to torchcomms alone"
+)
 
 
 def record_flight(rank, world_size):
@@ -26,8 +29,7 @@ def record_flight(rank, world_size):
     dist.all_reduce(tensor)
     dist.broadcast(tensor, 0, async_op=True).wait()
     dist.barrier()
-    kept = {"backend": "phalanx"} if version() >= (2, 15) else {}  # before, one recorder keeps what all backends do
-    dump = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(**kept))
+    dump = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(backend="phalanx"))
     return [(entry["profiling_name"], entry["retired"], entry["input_sizes"]) for entry in dump["entries"]]
 
 
@@ -119,7 +121,7 @@ def ask_names(rank, world_size):
     return dist.get_backend(), group.name(), backend.name(), group.size(), dist.get_backend(dist.new_group())
 
 
-@needs_python_backends
+@needs_flight_recorder
 def test_the_flight_recorder_has_the_operations(run_ranks):
     for entries in run_ranks(record_flight, 2, env={"TORCH_FR_BUFFER_SIZE": "100"}):
         assert [name.split(":")[-1] for name, _, _ in entries] == ["all_reduce", "broadcast", "barrier"]

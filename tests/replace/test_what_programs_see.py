@@ -16,7 +16,7 @@ from phalanx._torch import version
 from phalanx.backend._arguments import Arguments
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.backend._memory import OtherDevice
-from tests.backend.test_observers import needs_python_backends, record_flight
+from tests.backend.test_observers import needs_flight_recorder, needs_python_backends, record_flight
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Gloo = dist.ProcessGroupGloo  # as a program would have imported it, before anything is replaced
@@ -172,7 +172,7 @@ def test_profilers_see_gloo(run_ranks):
     assert run_ranks(profile, 2, backend="gloo", env={"PHALANX_REPLACE": "gloo"}) == [{"gloo:all_reduce"}] * 2
 
 
-@needs_python_backends
+@needs_flight_recorder
 def test_the_flight_recorder_sees_the_group_if_asked(run_ranks):
     env = {"PHALANX_REPLACE": "gloo", "TORCH_FR_BUFFER_SIZE": "100"}
     for entries in run_ranks(record_flight, 2, backend="gloo", env=env):
