@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ _NEVER_S = 1e6  # a rank waits for its next call until the module ends
 _MAX_ROWS = 400  # of a failure, as of fresh ranks
 _END_S = 60.0
 _AFTER_HANG_S = 1.0  # for those that have done their part, and end as soon as they are told
+
+
+_PATCHED = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.futures", "threading")  # beside ours
 
 
 class KeptRanks:
@@ -129,6 +133,25 @@ def _surroundings() -> tuple[Any, ...]:
     return environ, os.getcwd(), list(sys.path), os.sched_getaffinity(0)
 
 
+def _patched() -> list[str]:
+    """Return the names in our modules and torch's that hold a function of a test."""
+    found = []
+    for place, module in list(sys.modules.items()):
+        if not place.startswith("phalanx") and place not in _PATCHED:
+            continue
+        scopes = {place: vars(module)}
+        for name, value in vars(module).items():
+            if issubclass(type(value), type) and value.__module__ == place:
+                scopes[f"{place}.{name}"] = vars(value)
+        for scope, names in scopes.items():
+            found += [
+                f"{scope}.{name}"
+                for name, value in names.items()
+                if type(value) is types.FunctionType and value.__module__.startswith("tests.")
+            ]
+    return found
+
+
 def _serve(rank: int, world_size: int) -> None:
     drawn, environ = torch.get_rng_state(), _env.environment()
     for number in itertools.count():
@@ -142,5 +165,7 @@ def _serve(rank: int, world_size: int) -> None:
         sys.stderr.flush()
         if _env.environment() != environ:
             _env.replace_all(environ)
+        if patched := _patched():
+            raise AssertionError(f"{', '.join(patched)}: left replaced by a test's own; run it with run_fresh_ranks")
         reached(f"call {number}", value)
         del group, function, kwargs, args, value

@@ -54,6 +54,10 @@ def skip(rank, world_size):
     pytest.skip("for a reason")
 
 
+def patch(rank, world_size):
+    dist.all_reduce = raise_on_last
+
+
 def name_of(rank, world_size):
     return os.environ.get("GIVEN"), os.getcwd()
 
@@ -89,6 +93,12 @@ def test_a_failure_is_told_as_of_fresh_ranks_and_the_next_call_works(run_ranks, 
 def test_a_hang_ends_at_the_limit_and_shows_the_line(run_ranks):
     with pytest.raises(RankError, match=r"(?s)^rank 1 .*hang"):
         run_ranks(hang, 2, timeout_s=1)
+    assert len(run_ranks(pid_after_all_reduce, 2)) == 2
+
+
+def test_a_function_that_is_left_replaced_is_named(run_ranks):
+    with pytest.raises(RankError, match=r"torch\.distributed\.all_reduce: left replaced by a test's own"):
+        run_ranks(patch, 2)
     assert len(run_ranks(pid_after_all_reduce, 2)) == 2
 
 

@@ -17,8 +17,6 @@ from phalanx.testing import await_release, reached
 from tests.faults._watch import NAMED_WITHIN_S, start_waiting, telling, wait_until_asleep
 from tests.hosts._layouts import layout_name
 
-pytestmark = pytest.mark.kept_ranks
-
 HOSTS = [(), (1, 1)]
 
 INTERRUPTED = {

@@ -16,8 +16,6 @@ from phalanx.testing import await_release, reached
 from tests.faults._watch import NAMED_WITHIN_S, wait_until_asleep
 from tests.hosts._layouts import layout_name
 
-pytestmark = pytest.mark.kept_ranks
-
 LAYOUTS = [(), (2, 1), (1, 2)]
 
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from phalanx import _core
 from phalanx.testing import await_release, reached, spawn_ranks
 
-pytestmark = pytest.mark.kept_ranks
-
 _NOBODY = 65534
 
 

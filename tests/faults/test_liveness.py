@@ -19,8 +19,6 @@ from tests.denial import deny
 from tests.faults._denials import meeting_place, num_open
 from tests.faults._watch import NAMED_WITHIN_S, wait_until_asleep
 
-pytestmark = pytest.mark.kept_ranks
-
 NUM_GROUPS = 12
 
 

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from phalanx import RankFailed
 from phalanx.testing import await_release, reached
 
-pytestmark = pytest.mark.kept_ranks
-
 NAMED_WITHIN_S = 3.0
 TWO_HOSTS = [1, 1]
 CLOSED_AT_EXEC = 0o2000000  # O_CLOEXEC in /proc/self/fdinfo

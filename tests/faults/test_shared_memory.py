@@ -17,8 +17,6 @@ import torch.distributed as dist
 from phalanx import OutOfSharedMemory
 from phalanx.testing import reached
 
-pytestmark = pytest.mark.kept_ranks
-
 _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
 _BIG_GROUP = 1000  # ranks; its control block alone takes more than 100 MiB

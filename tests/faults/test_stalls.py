@@ -18,8 +18,6 @@ from phalanx import CollectiveMismatch, CollectiveTimeout, GroupUnusable, RankFa
 from phalanx.testing import await_release, reached
 from tests.faults._watch import telling, wait_until_asleep
 
-pytestmark = pytest.mark.kept_ranks
-
 TIMEOUT_S = 0.5
 LATE_BY_S = 1.0  # after the deadline, a waiting rank has to have raised by then
 

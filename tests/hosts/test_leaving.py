@@ -15,8 +15,6 @@ from phalanx import GroupAborted, PhalanxError
 from phalanx.backend._channels import GlooChannel
 from phalanx.backend._tasks import Tasks, Watch
 
-pytestmark = pytest.mark.kept_ranks
-
 LENGTHS = (3, 20_000, 400_000)  # inline, on the thread of the caller, on that of the group
 
 

@@ -241,6 +241,6 @@ def test_a_message_that_does_not_fit_is_an_error_on_every_rank(run_ranks, what, 
         assert "test_messages.py:" in texts[2]
 
 
-def test_a_message_for_which_no_thread_can_be_had_says_so(run_ranks):
-    for text in run_ranks(move_without_threads, 2, hosts=[1, 1], timeout_s=30):
+def test_a_message_for_which_no_thread_can_be_had_says_so(run_fresh_ranks):
+    for text in run_fresh_ranks(move_without_threads, 2, hosts=[1, 1], timeout_s=30):
         assert "can't start new thread" in text

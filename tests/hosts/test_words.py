@@ -26,8 +26,6 @@ from phalanx.backend._meeting import _SHAPES, Meeting
 from phalanx.backend._notices import Notices, verdict_in
 from phalanx.backend._wording import error_of
 
-pytestmark = pytest.mark.kept_ranks
-
 LONG = os.environ.get("PHALANX_TEST_LONG") == "1"
 many = settings(max_examples=10_000 if LONG else 150, deadline=None, database=None)
 TOKEN_LINE_BYTES = 33

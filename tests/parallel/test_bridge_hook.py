@@ -184,8 +184,8 @@ def count_what_crosses(rank, world_size, hosts):
     return sent
 
 
-def test_one_copy_for_each_host_crosses(run_ranks):
-    results = run_ranks(count_what_crosses, 5, [0, 0, 1, 1, 1])
+def test_one_copy_for_each_host_crosses(run_fresh_ranks):
+    results = run_fresh_ranks(count_what_crosses, 5, [0, 0, 1, 1, 1])
     assert [sent[0][1] for sent in results[:4]] == [torch.bfloat16] * 4
     assert results[0] == results[2]
     assert sum(sent[0][0] for sent in results[:2]) == 3 + 5 + 1
