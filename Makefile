@@ -27,7 +27,8 @@ READY := $(VENV)/installed $(VENV)/built
 OF_DEMO := numpy|cloudpickle|scikit-build-core|nanobind|cmake|ninja|scikit-learn|matplotlib|rich|py-spy
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
-UV ?= $(shell $(PYTHON) -m pip config list 2> /dev/null | grep -qE 'index|find-links' || command -v uv)
+# Found out where it is first needed, and once.
+UV ?= $(eval UV := $(shell $(PYTHON) -m pip config list 2> /dev/null | grep -qE 'index|find-links' || command -v uv))$(UV)
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
 GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
 CPU_ONLY = $(if $(UV),UV_TORCH_BACKEND=cpu make demo,PIP_EXTRA_INDEX_URL=INDEX make demo; README.md says what INDEX is)
