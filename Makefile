@@ -31,6 +31,7 @@ TESTS ?= tests
 # Each minor version that pyproject.toml allows. What they must all pass is what leans most on torch's own parts.
 TORCHES := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 OF_TORCH := tests/integration tests/replace tests/faults
+# Found out where it is first needed, and once.
 UV ?= $(eval UV := $(shell $(PYTHON) -m pip config list 2> /dev/null | grep -qE 'index|find-links' || command -v uv))$(UV)
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
 GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
