@@ -72,7 +72,7 @@ def _in_rank(name: str) -> None:
     """Call a function of the rank's side, if this process is a rank of a test."""
     import sys
 
-    if (side := sys.modules.get("phalanx._pytest_plugin.rank")) is not None:
+    if (side := sys.modules.get("phalanx._pytest_plugin.on_rank")) is not None:
         getattr(side, name)()
 
 
@@ -95,7 +95,7 @@ def world_size(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
     """Rank of this process among those that run this test. A fixture that asks for it is computed on each rank."""
-    from phalanx._pytest_plugin.rank import rank_of
+    from phalanx._pytest_plugin.on_rank import rank_of
 
     return rank_of(request)
 
@@ -103,6 +103,6 @@ def rank(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def group(rank: int) -> Session:
     """Session of this rank, as phalanx.init() returns it: its rank, device, barrier() and gather()."""
-    from phalanx._pytest_plugin.rank import session_of
+    from phalanx._pytest_plugin.on_rank import session_of
 
     return session_of(rank)

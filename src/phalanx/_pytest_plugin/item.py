@@ -8,20 +8,19 @@ import importlib
 import inspect
 import os
 import random
-import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from phalanx import _env
 from phalanx._errors import require_linux
-from phalanx._pytest_plugin import limits, shown
+from phalanx._pytest_plugin import shown
 from phalanx._pytest_plugin.marks import Options, checked_sizes
-from phalanx._pytest_plugin.rank import Task, Told, run_test
+from phalanx._pytest_plugin.on_rank import Task, Told, run_test
 from phalanx.launch.failure import first_true_failure, heads
 from phalanx.launch.outcome import Outcome, find_culprit
 from phalanx.launch.workers import Workers
@@ -109,10 +108,13 @@ def _run_on_ranks(item: pytest.Item, sizes: tuple[int, ...], options: Options, t
 def _run(item: pytest.Item, world_size: int, options: Options, task: Task) -> None:
     __tracebackhide__ = True
     require_linux("running a test on ranks", "skip it where sys.platform is not linux")
-    limits.check_room(world_size)
     for name in _NEEDED:
         importlib.import_module(name)
+    from phalanx._pytest_plugin import limits  # imports torch
+
+    limits.check_room(world_size)
     limits.check_fork(item)
+    shown.flush_coverage()
     limit_s = options.timeout_s or _default_limit_s(item)
     with tempfile.TemporaryDirectory(prefix="phalanx-group-") as folder:
         group = Group(
@@ -150,6 +152,8 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
                 forked=True,
             )
         except OSError as error:
+            from phalanx._pytest_plugin import limits
+
             pytest.fail(limits.words_of_refused_fork(group.world_size, error), pytrace=False)
 
 
@@ -238,6 +242,3 @@ def _no_second_debugger(item: pytest.Item) -> None:
     if plugin is not None:
         manager.unregister(plugin)
         item.addfinalizer(lambda: manager.register(plugin, "pdbinvoke"))
-
-
-_ = (Callable, signal)

@@ -62,27 +62,98 @@ def advice_for(error: BaseException) -> str:
 
 
 def why(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the sentence of ``phalanx why`` about ranks that hang; none if it tells nothing."""
+    with contextlib.suppress(Exception):  # the failure is told anyway
+        from phalanx.diagnose.answer import examine
+        from phalanx.diagnose.jobs import find_job
+        from phalanx.diagnose.wording import sentence
+
+        pid = next(outcome.pid for outcome in outcomes if outcome.exitcode is None)
+        answer = examine(find_job(str(pid)))
+        return [sentence(answer.finding, [one.doing for one in answer.seen])]
     return []
+
+
+# ---------------------------------------------------------------- coverage.py
+
+
+def flush_coverage() -> None:
+    """Let coverage.py store what it has measured in this process, so that ranks begin with none."""
+    if (current := _coverage()) is not None:
+        current.get_data()
 
 
 def begin_coverage() -> Any:
-    return None
+    """Have coverage.py, if it measures, gather in this rank's memory; return what `end_coverage` needs."""
+    current = _coverage()
+    if current is None:
+        return None
+    from coverage import CoverageData  # type: ignore[import-not-found,unused-ignore]
+
+    data = CoverageData(no_disk=True)
+    current._collector.covdata = data  # the file is the parent's
+    return current._collector, data
 
 
 def end_coverage(begun: Any) -> bytes:
-    return b""
+    """Return what was measured since `begin_coverage`."""
+    if begun is None:
+        return b""
+    collector, data = begun
+    collector.flush_data()
+    return bytes(data.dumps())
 
 
-def add_coverage(data: bytes) -> None:
-    pass
+def add_coverage(told: bytes) -> None:
+    """Add what a rank has measured."""
+    current = _coverage() if told else None
+    if current is not None:
+        from coverage import CoverageData
+
+        data = CoverageData(no_disk=True)
+        data.loads(told)
+        current.get_data().update(data)
+
+
+def _coverage() -> Any:
+    kind = getattr(sys.modules.get("coverage"), "Coverage", None)
+    return kind.current() if kind is not None else None
+
+
+# ---------------------------------------------------------------- subtests
 
 
 def hold_subtests(item: Any) -> list[dict[str, Any]]:
-    return []
+    """Keep the reports of subtests from the plugins of this rank; return where they gather instead."""
+    config, manager = item.config, item.config.pluginmanager
+    held: list[dict[str, Any]] = []
+    call = manager._inner_hookexec
+
+    def hold(name: str, methods: Any, kwargs: Any, firstresult: bool) -> Any:
+        if name != "pytest_runtest_logreport":
+            return call(name, methods, kwargs, firstresult)
+        held.append(config.hook.pytest_report_to_serializable(config=config, report=kwargs["report"]))
+        return []
+
+    manager._inner_hookexec = hold
+    return held
 
 
 def replay_subtests(item: Any, told: Sequence[Sequence[dict[str, Any]]]) -> None:
-    pass
+    """Report each subtest once: as it has failed on the first rank where it has, else as on rank 0."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for data in (data for reports in told for data in reports):
+        key = repr(data.get("_subtest.context"))
+        if key not in chosen or (data["outcome"] == "failed" != chosen[key]["outcome"]):
+            chosen[key] = data
+    for data in chosen.values():
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        if report.failed:
+            with contextlib.suppress(ImportError):  # before pytest 9
+                from _pytest.subtests import failed_subtests_key
+
+                item.config.stash[failed_subtests_key][report.id] += 1
+        item.ihook.pytest_runtest_logreport(report=report)
 
 
 # ---------------------------------------------------------------- the terminal

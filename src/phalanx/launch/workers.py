@@ -183,6 +183,8 @@ class Workers:
         self._notes = Notes()
         self._notes.note_attempt("phalanx.spawn", "", "", num_ranks)
         self._boxes = BoxMemory(num_ranks)
+        # Forked ranks run a test, and end before memory that they keep is worth its price.
+        wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
         self.handles: list[Handle] = []
         assignment = Assignment(
             call=call,
@@ -190,7 +192,7 @@ class Workers:
             attempt=Attempt(world_size=num_ranks, num_local_ranks=num_ranks, master_port=self._port.port),
             notes=self._notes.path,
             environ={**defaults, **environ, _env.RECORD_VARIABLE: self._boxes.path},
-            memory=choose(environ, wanted=environ.get(_env.MEMORY_VARIABLE, "auto"), num_ranks=num_ranks),
+            memory=choose(environ, wanted=wanted, num_ranks=num_ranks),
             cpus=os.sched_getaffinity(0),
             num_threads=num_threads,
             start_method=multiprocessing.get_start_method(allow_none=True)

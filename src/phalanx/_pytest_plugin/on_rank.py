@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import os
 import pickle
 import random
 import resource
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 
 from phalanx._pytest_plugin import shown
-from phalanx.launch.worker import channel_to_parent
 from phalanx.testing.rank import Group, reached
 from phalanx.testing.ranks import HELD
 from phalanx.testing.verdict import make_portable
@@ -218,6 +216,3 @@ def leave_debugger() -> None:
         return
     _debugging.close()
     reached(HELD, False)
-
-
-_ = (os, channel_to_parent)
