@@ -224,6 +224,8 @@ def _judge(item: pytest.Item, outcomes: list[Outcome], told: list[Told], limit_s
     _no_second_debugger(item)
     longrepr = told[culprit.rank].longrepr
     if culprit.error is None or longrepr is None:
+        for outcome in outcomes:
+            outcome.last_words = shown.without_ours(outcome.last_words)
         error: BaseException = first_true_failure(outcomes, limit_s)
         lines = [*why, *str(error).splitlines()]
         vars(item)["_phalanx_shown"] = shown.of_lines(lines, item)

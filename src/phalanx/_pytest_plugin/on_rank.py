@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import logging
 import pickle
 import random
 import resource
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from phalanx._last_words import LastWords
 from phalanx._pytest_plugin import shown
+from phalanx.launch.victims import is_victim
 from phalanx.testing.rank import Group, reached
 from phalanx.testing.ranks import HELD
 from phalanx.testing.verdict import make_portable
@@ -59,6 +62,9 @@ class Told:
     coverage: bytes = b""
 
 
+_TORCHS_OWN = "c10d-NullHandler-default"
+"""Logger to which torch tells each error of a collective, in a long line; the error itself is shown anyway."""
+
 _rank: int | None = None  # of this process; None: it is none
 _group: Group | None = None
 
@@ -91,6 +97,7 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any) -> None:
     random.setstate(random_state)  # each forked process would have another
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _rank, _group = rank, group
+    logging.getLogger(_TORCHS_OWN).propagate = False
     group.take_host(rank)
     listener = _Listener(task.item)
     call = pytest.CallInfo.from_call(lambda: _run(rank, group, task), "call")
@@ -158,7 +165,10 @@ class _Listener:
             error = call.excinfo.value
             report = pytest.TestReport.from_item_and_call(item, call)
             told.longrepr = report.longrepr
-            self._debug(call, report)
+            try:
+                self._debug(call, report)
+            except pytest.exit.Exception as end:  # somebody has quit the debugger
+                error, told.longrepr = end, None
             make_portable(error)
         if self._log is not None:
             told.log = self._log.getvalue()[self._log_start :].strip()
@@ -171,7 +181,7 @@ class _Listener:
         """Open the debugger that --pdb asks for, here where the frames are."""
         item = self._item
         is_wanted = item.config.getoption("usepdb", False) and item.get_closest_marker("xfail") is None
-        if is_wanted and report.failed:
+        if is_wanted and report.failed and not is_victim(LastWords.of_error(call.excinfo.value)):
             item.ihook.pytest_exception_interact(node=item, call=call, report=report)
             if getattr(item, "_explicit_tearDown", None):
                 item._explicit_tearDown()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +20,7 @@ from _pytest._code.code import (
     ReprTraceback,
 )
 
+from phalanx._last_words import LastWords
 from phalanx.launch.outcome import Outcome
 
 NOT_MARKED = "the fixture {} is that of a test on ranks: mark the test with @pytest.mark.ranks(2)"
@@ -25,6 +28,7 @@ BEFORE_FORK = (
     "a rank is known once the ranks have been forked: ask for the fixture rank by name, as an argument of the test or "
     "of the fixture, rather than by request.getfixturevalue"
 )
+_OURS = re.compile(r'/(?:_pytest|pluggy|phalanx/_pytest_plugin)/[^"]*"')
 _SECOND_GROUP = "initialize the default process group twice"
 
 
@@ -52,6 +56,18 @@ def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:
 
 def _plain(lines: Sequence[str]) -> ReprTraceback:
     return ReprTraceback([ReprEntryNative([f"{line}\n" for line in lines])], None, style="native")
+
+
+def without_ours(words: LastWords) -> LastWords:
+    """Return the stacks of a rank without the frames of pytest and of ours, below which the test has run."""
+    kept: list[str] = []
+    is_below = False
+    for line in words.lines:
+        is_frame = line.startswith("  File ")
+        is_below = is_frame and (is_below or _OURS.search(line) is not None)
+        if not is_below:
+            kept.append(line)
+    return dataclasses.replace(words, lines=tuple(kept))
 
 
 def advice_for(error: BaseException) -> str:
@@ -146,6 +162,7 @@ def replay_subtests(item: Any, told: Sequence[Sequence[dict[str, Any]]]) -> None
         key = repr(data.get("_subtest.context"))
         if key not in chosen or (data["outcome"] == "failed" != chosen[key]["outcome"]):
             chosen[key] = data
+    capture = item.config.pluginmanager.get_plugin("capturemanager")
     for data in chosen.values():
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         if report.failed:
@@ -153,7 +170,8 @@ def replay_subtests(item: Any, told: Sequence[Sequence[dict[str, Any]]]) -> None
                 from _pytest.subtests import failed_subtests_key
 
                 item.config.stash[failed_subtests_key][report.id] += 1
-        item.ihook.pytest_runtest_logreport(report=report)
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+            item.ihook.pytest_runtest_logreport(report=report)
 
 
 # ---------------------------------------------------------------- the terminal
@@ -170,7 +188,7 @@ def held_terminal(folder: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             before = os.tcgetpgrp(0)
             take_terminal(os.getpgrp())
-        if getattr(sys.stdin, "name", None) == os.devnull:  # as multiprocessing leaves it
+        if sys.stdin.fileno() != 0:  # multiprocessing has put /dev/null there
             sys.stdin = open(0, closefd=False)  # noqa: SIM115
         with held("the test's debugger"):
             yield

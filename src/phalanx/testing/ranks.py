@@ -17,7 +17,7 @@ from phalanx.launch.outcome import Outcome, RankError
 from phalanx.launch.worker import Function
 from phalanx.launch.workers import Workers
 from phalanx.testing.rank import Group, run_in_group
-from phalanx.testing.verdict import verdict_of
+from phalanx.testing.verdict import ends_session, verdict_of
 
 HELD = "held by a debugger"
 """Point that a rank reaches with True when a debugger opens, and with False when it lets the rank go on."""
@@ -225,6 +225,9 @@ class Ranks:
         workers = self._workers
         limit = deadline = time.monotonic() + timeout_s
         while not workers.all_ended:
+            if ends_session(verdict_of(workers.outcomes)):
+                self._kill_hung()
+                break
             if any(handle.points.get(HELD) and not handle.ended for handle in workers.handles):
                 start = time.monotonic()
                 workers.pump(None)
