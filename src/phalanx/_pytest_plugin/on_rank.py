@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import logging
 import pickle
 import random
+import re
 import resource
 import sys
 import warnings
@@ -62,8 +62,8 @@ class Told:
     coverage: bytes = b""
 
 
-_TORCHS_OWN = "c10d-NullHandler-default"
-"""Logger to which torch tells each error of a collective, in a long line; the error itself is shown anyway."""
+_TORCHS_OWN = re.compile(r"^.*\bc10d-NullHandler-default:c10d_logger.py:.*\n?", re.MULTILINE)
+"""What torch logs of each error of a collective, in a long line; the error itself is shown anyway."""
 
 _rank: int | None = None  # of this process; None: it is none
 _group: Group | None = None
@@ -97,7 +97,6 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any) -> None:
     random.setstate(random_state)  # each forked process would have another
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _rank, _group = rank, group
-    logging.getLogger(_TORCHS_OWN).propagate = False
     group.take_host(rank)
     listener = _Listener(task.item)
     call = pytest.CallInfo.from_call(lambda: _run(rank, group, task), "call")
@@ -171,7 +170,7 @@ class _Listener:
                 error, told.longrepr = end, None
             make_portable(error)
         if self._log is not None:
-            told.log = self._log.getvalue()[self._log_start :].strip()
+            told.log = _TORCHS_OWN.sub("", self._log.getvalue()[self._log_start :]).strip()
         told.coverage = shown.end_coverage(self._coverage)
         if self._capture is not None:
             told.out, told.err = self._capture.read_global_capture()

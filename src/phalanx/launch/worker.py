@@ -24,6 +24,7 @@ from phalanx._last_words import LastWords
 from phalanx._memory import MemoryPolicy, obey_launcher, of_rank
 from phalanx._text import shortened
 from phalanx.launch.environment import Attempt, rank_environment
+from phalanx.launch.guard import guard
 from phalanx.launch.warden import die_with_parent
 
 
@@ -251,6 +252,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
     die_with_parent(os.getppid())  # a server ends with the parent, its ranks with the server
     os.setpgid(0, 0)  # Ctrl-C is the parent's to pass on
     _let_go_of_server()
+    guard.let_go()
     os.sched_setaffinity(0, assignment.cpus)
     stacks = open(os.path.join(assignment.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
     faulthandler.enable(stacks, all_threads=True)

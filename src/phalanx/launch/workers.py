@@ -31,6 +31,7 @@ from phalanx._sockets import keep_paths_short
 from phalanx.launch.ahead import relevant
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
+from phalanx.launch.guard import guard
 from phalanx.launch.outcome import Outcome, read_stderr
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.warden import children_of
@@ -185,6 +186,7 @@ class Workers:
         self._boxes = BoxMemory(num_ranks)
         # Forked ranks run a test, and end before memory that they keep is worth its price.
         wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
+        self._forked = forked
         self.handles: list[Handle] = []
         assignment = Assignment(
             call=call,
@@ -228,6 +230,8 @@ class Workers:
             finally:
                 theirs.close()
             self.handles.append(Handle(rank, process, ours, assignment.folder))
+            if self._forked:
+                guard.watch([outcome.pid for outcome in self.outcomes])
             self._notes.note_start(rank, process.pid or 0)
 
     @property
@@ -287,6 +291,8 @@ class Workers:
     def close(self) -> None:
         """Kill the ranks that still live and give back every descriptor."""
         self.end(signal.SIGKILL, KILL_S)
+        if self._forked and self.handles:
+            guard.watch([])
         for handle in self.handles:
             handle.close()
         self._port.close()
