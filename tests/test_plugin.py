@@ -71,7 +71,7 @@ class Inner:
 
 
 def command(name: str, *options: str) -> list[str]:
-    plain = ["-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(INNER), "-c", os.devnull, "--color=no"]
+    plain = ["-p", "no:cacheprovider", "--rootdir", str(INNER), "--confcutdir", str(INNER), "-c", os.devnull, "--color=no"]
     ignored = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     return [sys.executable, "-m", "pytest", "-q", *plain, *ignored, *options, str(INNER / name)]
 

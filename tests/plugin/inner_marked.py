@@ -61,7 +61,7 @@ def test_random_numbers_go_on_from_the_parents(seeded):
 @pytest.mark.ranks(2, backend="gloo", env={"GIVEN": "yes"})
 def test_session(group):
     assert (group.rank, group.world_size) == (dist.get_rank(), 2)
-    assert group.backend == "gloo"
+    assert "gloo" in group.backend
     assert os.environ["GIVEN"] == "yes"
     assert torch.get_num_threads() == 1
 
