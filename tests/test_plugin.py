@@ -220,7 +220,6 @@ def test_a_subtest_is_reported_once_as_on_the_rank_where_it_fails(marked):
         ("test_gpu_of_the_parent", "which has initialised cuda, and that can't be forked"),
         ("test_no_more_processes", "2 ranks can't be forked: Resource temporarily unavailable; the user (ulimit -u)"),
         ("test_no_memory", "2 ranks need at least "),
-        ("test_other_system", "Linux"),
     ],
 )
 def test_nonsense_and_what_cannot_be_forked_is_refused_in_words(wrong, name, words):
@@ -228,14 +227,24 @@ def test_nonsense_and_what_cannot_be_forked_is_refused_in_words(wrong, name, wor
     assert words in wrong.text(name)
 
 
-def test_an_old_pytest_is_refused_in_words(monkeypatch, request):
-    from phalanx._pytest_plugin.item import prepare
-
-    monkeypatch.setattr(pytest, "__version__", "6.2.5")
+@pytest.fixture
+def item(request):
     item = pytest.Function.from_parent(request.node.parent, name="test_x", callobj=lambda: None)
     item.add_marker(pytest.mark.ranks(2))
-    prepare(item)
+    return item
+
+
+def test_an_old_pytest_is_refused_in_words(monkeypatch, item):
+    monkeypatch.setattr(pytest, "__version__", "6.2.5")
+    _pytest_plugin.pytest_collection_modifyitems([item])
     with pytest.raises(pytest.fail.Exception, match=r"needs pytest 7 or later, and this is pytest 6\.2\.5"):
+        item.setup()
+
+
+def test_another_system_is_refused_in_words(monkeypatch, item):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    _pytest_plugin.pytest_collection_modifyitems([item])
+    with pytest.raises(pytest.fail.Exception, match="on Linux alone; here skip the test"):
         item.setup()
 
 

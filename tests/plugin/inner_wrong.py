@@ -167,13 +167,3 @@ def no_memory(monkeypatch):
 @pytest.mark.ranks(2)
 def test_no_memory(no_memory):
     pass
-
-
-@pytest.fixture
-def elsewhere(monkeypatch):
-    monkeypatch.setattr("sys.platform", "darwin")
-
-
-@pytest.mark.ranks(2)
-def test_other_system(elsewhere):
-    pass

@@ -6,7 +6,9 @@ test on ranks when the first such test has been collected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +19,15 @@ if TYPE_CHECKING:
 _MARK = "ranks"
 _PARAM = "_ranks"
 """Fixture that has one of several world sizes as its parameter."""
+_NOT_LINUX = (
+    "@pytest.mark.ranks: ranks are forked, which phalanx does on Linux alone; here skip the test: "
+    "@pytest.mark.skipif(sys.platform != 'linux', reason='ranks need Linux')"
+)
+
+# pytest rewrites the asserts of all modules of a plugin's distribution. Those of phalanx are for no test.
+for _finder in sys.meta_path:
+    if "phalanx" in (_rewritten := getattr(_finder, "_must_rewrite", ())):
+        _rewritten.discard("phalanx")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,11 +54,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker(_MARK) is not None]
-    if marked:
+    if marked and sys.platform != "linux":
+        for item in marked:
+            _set_setup(item, functools.partial(pytest.fail, _NOT_LINUX, pytrace=False))
+    elif marked:
         from phalanx._pytest_plugin.item import prepare
 
         for item in marked:
             prepare(item)
+
+
+def _set_setup(item: Any, setup: Callable[[], None]) -> None:
+    item.setup = setup
 
 
 @pytest.hookimpl(hookwrapper=True, trylast=True)
@@ -70,8 +88,6 @@ def pytest_leave_pdb() -> None:
 
 def _in_rank(name: str) -> None:
     """Call a function of the rank's side, if this process is a rank of a test."""
-    import sys
-
     if (side := sys.modules.get("phalanx._pytest_plugin.on_rank")) is not None:
         getattr(side, name)()
 

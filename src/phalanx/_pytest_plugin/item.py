@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from phalanx import _env
-from phalanx._errors import require_linux
 from phalanx._pytest_plugin import shown
 from phalanx._pytest_plugin.marks import Options, checked_sizes
 from phalanx._pytest_plugin.on_rank import Task, Told, run_test
@@ -107,7 +106,6 @@ def _run_on_ranks(item: pytest.Item, sizes: tuple[int, ...], options: Options, t
 
 def _run(item: pytest.Item, world_size: int, options: Options, task: Task) -> None:
     __tracebackhide__ = True
-    require_linux("running a test on ranks", "skip it where sys.platform is not linux")
     for name in _NEEDED:
         importlib.import_module(name)
     from phalanx._pytest_plugin import limits  # imports torch
