@@ -20,6 +20,7 @@ import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and n
 
 import phalanx.testing
 from phalanx.launch import workers
+from phalanx.launch.guard import guard
 from phalanx.launch.warm import places as warm_places
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
@@ -141,12 +142,12 @@ def _process_name(pid: int) -> str:
 def _holdings() -> dict[str, set[str]]:
     """Everything that a test could leave behind, as one set of names per kind."""
     keepers, alive_fds = workers.servers.known  # what ranks leave becomes the child of a server
-    children = _children(os.getpid()) - keepers
+    children = _children(os.getpid()) - keepers - {guard.pid}
     processes = {child for child in children if "multiprocessing.resource_tracker" not in _process_name(child)}
     for server in chain.from_iterable(map(_children, keepers)):
         processes |= _children(server)
     descriptors = set()
-    for fd in set(os.listdir("/proc/self/fd")).difference(map(str, alive_fds)):
+    for fd in set(os.listdir("/proc/self/fd")).difference(map(str, {*alive_fds, guard.fd})):
         try:
             place = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:  # the listing's own

@@ -124,6 +124,8 @@ def read_console(body: str) -> list[Command]:
 def _finish(command: list[str], folder: Path, deadline: float, *, with_stderr: bool) -> tuple[int, str]:
     kept = {name: value for name, value in os.environ.items() if not _LEFT_OUT.match(name)}
     environ = {**kept, "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", "COLUMNS": "80", "TERM": "dumb"}
+    # Of an editable install, which no reader has.
+    environ["PYTEST_ADDOPTS"] = "-W 'ignore:Module already imported:pytest.PytestAssertRewriteWarning'"
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         process = subprocess.Popen(
             command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
