@@ -3,10 +3,8 @@
 
 def of_rank(rank: int) -> int:
     if rank == 0:
-        first = 1
-    else:
-        first = 2
-    return first
+        return 1
+    return 2
 
 
 def of_nobody() -> int:

@@ -1,4 +1,5 @@
 """Run by tests/test_plugin.py in a pytest of its own: what each of these does is asserted there."""
+# ruff: noqa: PT009 a TestCase as others write it
 
 import asyncio
 import logging

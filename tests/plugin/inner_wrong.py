@@ -9,7 +9,7 @@ import torch.distributed as dist
 from phalanx._pytest_plugin import limits
 
 
-@pytest.mark.ranks()
+@pytest.mark.ranks
 def test_no_size():
     pass
 

@@ -44,8 +44,8 @@ def check_fork(item: pytest.Item) -> None:
     for name in ("cuda", "xpu"):
         if getattr(torch, name).is_initialized():
             _fail(
-                f"ranks are forked from this process, which has initialised {name}, and that can't be forked: make what "
-                f"lies on the GPU in the test, or in a fixture that asks for rank, {_ELSEWHERE}"
+                f"ranks are forked from this process, which has initialised {name}, and that can't be forked: make "
+                f"what lies on the GPU in the test, or in a fixture that asks for rank, {_ELSEWHERE}"
             )
     if dist.is_initialized():
         _fail(

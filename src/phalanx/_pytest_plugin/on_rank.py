@@ -47,9 +47,9 @@ class Told:
         out, err: Captured output, where pytest captures in memory.
         log: Captured log.
         warnings: Message, category, file and line of each.
-        properties: What ``record_property`` has recorded.
+        properties: Names and values recorded by ``record_property``.
         subtests: Reports of subtests, as pytest serializes them.
-        coverage: What coverage.py has measured, as its data is dumped.
+        coverage: Data of coverage.py, as it dumps them.
     """
 
     longrepr: Any = None

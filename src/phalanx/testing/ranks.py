@@ -212,14 +212,14 @@ class Ranks:
         workers.check_guard("phalanx.testing.run_ranks(fn, 2)")
         return workers.outcomes
 
-    def wait(
-        self, timeout_s: float, *, stop_at_failure: bool, before_kill: Callable[[], None] | None = None
-    ) -> None:
+    def wait(self, timeout_s: float, *, stop_at_failure: bool, before_kill: Callable[[], None] | None = None) -> None:
         """Wait for the ranks as `join` does, and raise nothing.
 
         Time does not count while a debugger holds a rank, which says so by ``reached(HELD, True)``.
 
         Args:
+            timeout_s: Seconds after which ranks that have not ended are killed.
+            stop_at_failure: Whether the others get only a few more seconds once a rank has failed.
             before_kill: Function called when ranks hang, before they are killed.
         """
         workers = self._workers
