@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import textwrap
@@ -102,8 +103,9 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def complain(words: str) -> None:
-    """Print a message to standard error, broken between words if that is a terminal."""
-    print("\n".join(broken(words.splitlines(), sys.stderr)), file=sys.stderr)
+    """Print a message to standard error, broken between words if that is a terminal; to nobody if that is full."""
+    with contextlib.suppress(OSError):
+        print("\n".join(broken(words.splitlines(), sys.stderr)), file=sys.stderr)
 
 
 def broken(lines: Iterable[str], screen: TextIO | None = None, hang: int | None = None) -> list[str]:

@@ -287,7 +287,7 @@ def test_the_error_file_is_found_after_a_change_of_folder(tmp_path):
 @pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"])
 def test_a_job_runs_without_some_of_its_streams_and_the_logs_have_all(tmp_path, redirection):
     script = write_script(tmp_path, SPEAK + "\nif RANK == 0: assert sys.stdin.read() == ''")
-    command = " ".join([*PHALANX_RUN, "--nproc-per-node", "2", "--no-preload", script, redirection])
+    command = " ".join([*PHALANX_RUN, "--nproc-per-node", "2", "--warm", "--no-preload", script, redirection])
     done = subprocess.run(
         ["sh", "-c", command], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
     )

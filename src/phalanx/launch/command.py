@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from phalanx import _env
 from phalanx._command_line import UsageError
+from phalanx._text import complain
 from phalanx.launch.flag_parser import run_parser
 from phalanx.launch.plan import Plan, make_plan
 from phalanx.launch.run import run
@@ -26,7 +26,7 @@ def main(args: Sequence[str]) -> int:
             print(f"phalanx run: {_run_warm(plan, args, is_trial=True)}")
         return 0
     if plan.is_warm:
-        print(f"phalanx run: {_run_warm(plan, args)}", file=sys.stderr)
+        complain(f"phalanx run: {_run_warm(plan, args)}")
     return run(plan.job)
 
 
