@@ -43,7 +43,7 @@ def describe_process():
         "CPUs": os.sched_getaffinity(0),
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
-        "flags": sys.flags,
+        "flags": tuple(sys.flags),
         "main": sys.modules["__main__"].__name__,
         "daemon": process.daemon,
         "parent": multiprocessing.parent_process().pid,
@@ -52,21 +52,22 @@ def describe_process():
     }
 
 
-def put(queue, fn, *args):
-    queue.put(fn(*args))
+def send(pipe, fn, *args):
+    pipe.send(fn(*args))
 
 
 def answer_of(fn, *args, method="spawn"):
     """Return what a function returns in a process of its own."""
     context = mp.get_context(method)
-    queue = context.SimpleQueue()
-    process = context.Process(target=put, args=(queue, fn, *args))
-    process.start()
-    answer = queue.get()
+    ours, theirs = context.Pipe(duplex=False)
+    with ours:
+        process = context.Process(target=send, args=(theirs, fn, *args))
+        process.start()
+        theirs.close()  # so that its end is an end of the file
+        answer = ours.recv()
     process.join(_LIMIT_S)
     assert process.exitcode == 0
     process.close()
-    queue.close()
     return answer
 
 
@@ -233,13 +234,7 @@ def test_a_process_starts_processes_of_its_own():
 
 
 def nested():
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    process = context.Process(target=put, args=(queue, abs, -5))
-    process.start()
-    answer = queue.get()
-    process.join()
-    return answer
+    return answer_of(abs, -5)
 
 
 @pytest.fixture
