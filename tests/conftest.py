@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -18,8 +20,12 @@ import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and n
 
 import phalanx.testing
 from phalanx.launch import workers
+from phalanx.launch.guard import guard
+from phalanx.launch.warm import places as warm_places
+from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
-from tests import namespaces, shm
+from tests import forked as nursery
+from tests import kept, namespaces, shm
 
 # The same examples in every run; pytest --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -58,13 +64,57 @@ def meets_no_strangers():
     folder = tempfile.mkdtemp(prefix="phx-", dir="/tmp")  # short enough for a socket
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", folder)
+        phalanx.testing.start_server()  # cold, before any test asks for warm starts: then what it runs is below us
         yield
+        for path in warm_places.sockets():
+            if path.startswith(folder):
+                starter.stop(path)
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="module")
+def warm_jobs():
+    """Have all jobs of ``phalanx run`` in a module start warm, for a tenth of what else they cost.
+
+    ``pytestmark = pytest.mark.usefixtures("warm_jobs")``. The process that they are forked from is this session's own.
+    Not for what is about the start itself: see `cold_jobs`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_WARM", "1")
+        yield
+
+
+@pytest.fixture
+def cold_jobs(monkeypatch):
+    """Have the jobs of one test start cold, in a module with `warm_jobs`."""
+    monkeypatch.delenv("PHALANX_WARM")
+
+
 @pytest.fixture(scope="session")
-def run_ranks():
-    """``run_ranks(fn, world_size, *args, timeout_s=60)``, see `phalanx.testing`."""
+def forked():
+    """``forked.run("-c", code, env=...)`` or ``forked.run(script)``: Python with torch imported, see `tests.forked`."""
+    with contextlib.closing(nursery.Nursery()) as one:
+        yield one
+
+
+_kept: list[kept.KeptRanks] = []
+
+
+@pytest.fixture(scope="module")
+def run_ranks(request):
+    """``run_ranks(fn, world_size, *args, timeout_s=60)``, see `phalanx.testing`; with the mark its ranks are kept."""
+    if not request.node.get_closest_marker("kept_ranks"):
+        yield phalanx.testing.run_ranks
+        return
+    _kept.append(kept.KeptRanks(_holdings))
+    yield _kept[-1].run
+    _kept[-1].close()
+    _kept.pop()
+
+
+@pytest.fixture(scope="session")
+def run_fresh_ranks():
+    """What `run_ranks` is for a module without the mark ``kept_ranks``."""
     return phalanx.testing.run_ranks
 
 
@@ -92,12 +142,12 @@ def _process_name(pid: int) -> str:
 def _holdings() -> dict[str, set[str]]:
     """Everything that a test could leave behind, as one set of names per kind."""
     keepers, alive_fds = workers.servers.known  # what ranks leave becomes the child of a server
-    children = _children(os.getpid()) - keepers
+    children = _children(os.getpid()) - keepers - {guard.pid}
     processes = {child for child in children if "multiprocessing.resource_tracker" not in _process_name(child)}
     for server in chain.from_iterable(map(_children, keepers)):
         processes |= _children(server)
     descriptors = set()
-    for fd in set(os.listdir("/proc/self/fd")).difference(map(str, alive_fds)):
+    for fd in set(os.listdir("/proc/self/fd")).difference(map(str, {*alive_fds, guard.fd})):
         try:
             place = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:  # the listing's own
@@ -127,10 +177,10 @@ def leaves_nothing_behind():
     phalanx.testing.start_server()
     before = _holdings()
     yield
-    deadline = time.monotonic() + _SETTLE_S
+    deadline, made = time.monotonic() + _SETTLE_S, shm.files() - before["/dev/shm entry"]
     while True:
-        after = _holdings()
-        after["/dev/shm entry"] = shm.unmapped(after["/dev/shm entry"] - before["/dev/shm entry"])
+        after = {kind: names.difference(*(ranks.held(kind) for ranks in _kept)) for kind, names in _holdings().items()}
+        after["/dev/shm entry"] = shm.unmapped(after["/dev/shm entry"] & made)  # what comes later is other jobs'
         left = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
         if not left:
             return
@@ -149,7 +199,6 @@ def needs_hosts():
 _MARKED = {
     "integrations": ("tests/libraries/",),
     "wheels": ("tests/platforms/test_wheels.py",),
-    "alone": ("tests/tune/test_command.py",),
     "cluster": (
         "tests/clusters/",
         "tests/hosts/test_chaos.py",
@@ -173,6 +222,14 @@ _MARKED = {
         "tests/stress/",
     ),
 }
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a test that collects garbage would else look through all of torch, for a quarter of a second
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # or libraries would say at exit that it was leaked
 
 
 def pytest_collection_modifyitems(items):

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 import phalanx
 
+pytestmark = pytest.mark.kept_ranks
+
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 SHAPES = {
     "nothing": [(0,)],

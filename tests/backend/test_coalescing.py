@@ -13,6 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from tests.backend._calls import check_equal, gloo_group, values
 
+pytestmark = pytest.mark.kept_ranks
+
 SHAPES = [(5,), (3, 4), (0,), (40_001,), (1,)]
 CPU = torch.device("cpu")
 

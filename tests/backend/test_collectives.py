@@ -11,6 +11,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from tests.backend._calls import CALLS, REDUCING, ROOTED, Call, check_equal, gloo_group, values
 
+pytestmark = pytest.mark.kept_ranks
+
 ALL_SIZES = [1, 2, 3, 4, 6]  # six ranks oversubscribe the cores of a small machine
 
 # In float32: nothing, one, an odd few; 48 bytes fit the line of a rank; 32 KiB and 64 KiB end the one-shot way of

@@ -14,6 +14,8 @@ from phalanx._errors import CollectiveMismatch, GroupUnusable
 from tests.backend._calls import CALLS, Call, check_equal, splits
 from tests.backend.test_dtypes import COPIED, MEANINGFUL
 
+pytestmark = pytest.mark.kept_ranks
+
 ReduceOp = dist.ReduceOp
 SHAPES = ((1,), (5, 3), (40_003,))
 SITE = re.compile(r" at \S+:\d+")  # where the call stands, which differs

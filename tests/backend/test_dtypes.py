@@ -17,6 +17,8 @@ from phalanx.backend._types import DTYPE_CODES
 from tests.backend._calls import CALLS, Call, as_bytes, check_equal, values
 from tests.hosts._layouts import layout_name
 
+pytestmark = pytest.mark.kept_ranks
+
 ReduceOp = dist.ReduceOp
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

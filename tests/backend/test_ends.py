@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 
 import pytest
@@ -39,17 +38,21 @@ libc.__cxa_atexit(libc.usleep, ctypes.c_void_p(200_000), None)  # threads look a
 """
 
 
-def run_pair(folder, script: str, name: str = "phalanx") -> list[tuple[int, str]]:
-    """Run a script on two ranks; return the exit code and the stderr of each."""
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            environ = {**os.environ, "RANK": str(rank), "PHALANX_REPLACE": name if name == "gloo" else ""}
-            command = [sys.executable, "-c", PRELUDE + script, name, str(folder)]
-            ranks.append(stack.enter_context(subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)))
-            stack.callback(ranks[-1].kill)
-        said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
+@pytest.fixture
+def run_pair(forked, tmp_path):
+    """``run_pair(script, name="phalanx")`` runs a script on two ranks; returns the exit code and the stderr of each."""
+
+    def run(script: str, name: str = "phalanx") -> list[tuple[int, str]]:
+        with contextlib.ExitStack() as stack:
+            ranks = []
+            for rank in range(2):
+                environ = {**os.environ, "RANK": str(rank), "PHALANX_REPLACE": name if name == "gloo" else ""}
+                command = ["-c", PRELUDE + script, name, tmp_path]
+                ranks.append(stack.enter_context(forked.start(*command, env=environ)))
+            said = [rank.communicate(timeout=120)[1] for rank in ranks]
+        return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
+
+    return run
 
 
 def test_this_interpreter_parks_threads_that_come_back_to_it_too_late():
@@ -85,8 +88,8 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize("name", ["phalanx", "gloo"])
-def test_threads_that_wait_when_a_script_ends_leave_its_exit_code_and_its_error_alone(tmp_path, name):
-    (first, said), (second, _) = run_pair(tmp_path, WAITS, name)
+def test_threads_that_wait_when_a_script_ends_leave_its_exit_code_and_its_error_alone(run_pair, name):
+    (first, said), (second, _) = run_pair(WAITS, name)
     assert (first, second) == (1, 7), said
     assert "ValueError: my own" in said
 
@@ -120,8 +123,8 @@ else:
 """
 
 
-def test_operations_that_finish_while_the_interpreter_ends_touch_nothing_of_it(tmp_path):
-    for code, said in run_pair(tmp_path, GOES_ON):
+def test_operations_that_finish_while_the_interpreter_ends_touch_nothing_of_it(run_pair):
+    for code, said in run_pair(GOES_ON):
         assert (code, said) == (0, "")
 
 
@@ -135,6 +138,6 @@ dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: pri
 """
 
 
-def test_a_function_that_runs_at_exit_may_wait_for_a_future(tmp_path):
-    for code, said in run_pair(tmp_path, AT_EXIT):
+def test_a_function_that_runs_at_exit_may_wait_for_a_future(run_pair):
+    for code, said in run_pair(AT_EXIT):
         assert (code, said) == (0, "then\n2.0\n")

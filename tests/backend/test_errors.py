@@ -19,6 +19,8 @@ from phalanx import (
     RankFailed,
 )
 
+pytestmark = pytest.mark.kept_ranks
+
 ReduceOp = dist.ReduceOp
 META = torch.device("meta")  # stands for any device that is no CPU
 

@@ -43,6 +43,16 @@ def run_python(script: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def run_forked(forked):
+    """Run a script like `run_python`, but with torch imported: for what does not happen while it is."""
+
+    def run(script: str) -> subprocess.CompletedProcess[str]:
+        return forked.run("-c", f"import warnings\nwarnings.simplefilter('always')\n{script}")
+
+    return run
+
+
 def test_init_works_without_importing_phalanx_and_ends_silently():
     ended = run_python(ALONE.format(backend="'phalanx', "))
     assert ended.returncode == 0, ended.stderr
@@ -58,21 +68,21 @@ def test_importing_torch_imports_nothing_heavy_of_phalanx():
     assert ended.stderr == ""
 
 
-def test_install_as_default_takes_the_place_of_gloo():
+def test_install_as_default_takes_the_place_of_gloo(run_forked):
     lines = "import phalanx\nphalanx.install_as_default()\n" + ALONE.format(backend="")
-    ended = run_python(lines)
+    ended = run_forked(lines)
     assert ended.returncode == 0, ended.stderr
     assert "[1.0, 1.0, 1.0] PhalanxGroup" in ended.stdout
     assert ended.stderr == ""
 
 
-def test_without_it_gloo_stays_the_default():
-    ended = run_python(ALONE.format(backend=""))
+def test_without_it_gloo_stays_the_default(run_forked):
+    ended = run_forked(ALONE.format(backend=""))
     assert ended.returncode == 0, ended.stderr
     assert "PhalanxGroup" not in ended.stdout
 
 
-def test_install_as_default_holds_for_groups_and_devices():
+def test_install_as_default_holds_for_groups_and_devices(run_forked):
     script = """
 import phalanx, torch, torch.distributed as dist
 phalanx.install_as_default()
@@ -84,7 +94,7 @@ work.wait()
 dist.destroy_process_group()
 print(type(inner).__name__, type(work).__name__)
 """
-    ended = run_python(script)
+    ended = run_forked(script)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "PhalanxGroup PhalanxWork"
 
@@ -103,7 +113,7 @@ def test_a_broken_plugin_cannot_break_torch(error):
     assert ended.stdout.splitlines() == ["gloo works", "told: broken"]
 
 
-def test_a_plugin_that_cannot_register_says_so_and_lets_torch_be():
+def test_a_plugin_that_cannot_register_says_so_and_lets_torch_be(run_forked):
     script = """
 import torch.distributed as dist
 real = dist.Backend.register_backend
@@ -118,17 +128,17 @@ dist.Backend.register_backend = real
 _plugin.autoload()
 print("phalanx" in dist.Backend.backend_list)
 """
-    ended = run_python(script)
+    ended = run_forked(script)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "True"
     assert "phalanx: can't be set up at import torch" in ended.stderr
     assert "no more backends" in ended.stderr
 
 
-def test_a_job_that_destroys_nothing_ends_silently():
+def test_a_job_that_destroys_nothing_ends_silently(run_forked):
     script = ALONE.format(backend="'phalanx', ").replace("dist.destroy_process_group()", "")
     script += "work = dist.all_reduce(tensor, async_op=True)\nprint(work.get_future().wait()[0].tolist())\n"
-    ended = run_python(script)
+    ended = run_forked(script)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == "[1.0, 1.0, 1.0]"
     # torch itself may remind of destroy_process_group; nothing of ours may say anything.
@@ -137,8 +147,8 @@ def test_a_job_that_destroys_nothing_ends_silently():
     assert "Traceback" not in ended.stderr
 
 
-def test_phalanx_lists_what_it_exports():
+def test_phalanx_lists_what_it_exports(run_forked):
     script = "import phalanx; print([n for n in dir(phalanx) if not hasattr(phalanx, n)], len(dir(phalanx)))"
     assert run_python(script).stdout.strip() == f"[] {len(phalanx.__all__)}"
-    failed = run_python("import phalanx; phalanx.nothing")
+    failed = run_forked("import phalanx; phalanx.nothing")
     assert "module 'phalanx' has no attribute 'nothing'" in failed.stderr

@@ -17,6 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _torch
 from tests.backend.test_observers import needs_python_backends
 
+pytestmark = pytest.mark.kept_ranks
+
 CPU = torch.device("cpu")
 SOON = timedelta(seconds=20)
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from tests.backend._calls import check_equal, gloo_group, values
 
+pytestmark = pytest.mark.kept_ranks
+
 # Nothing, one, a fragment (64 KiB), a ring (256 KiB) and a bit around each, and several rings.
 LENGTHS = [0, 1, 3, 16_383, 16_384, 16_385, 65_535, 65_537, 300_003]
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from phalanx import CollectiveMismatch, GroupUnusable
 from tests.faults._watch import wait_until_asleep
 
+pytestmark = pytest.mark.kept_ranks
+
 ReduceOp = dist.ReduceOp
 
 

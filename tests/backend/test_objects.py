@@ -12,6 +12,8 @@ import torch.distributed as dist
 from phalanx import CollectiveTimeout, GroupUnusable
 from phalanx.testing import await_release, reached
 
+pytestmark = pytest.mark.kept_ranks
+
 
 def thing(rank):
     """Return an object whose pickle has another length on every rank."""

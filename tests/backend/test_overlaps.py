@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+pytestmark = pytest.mark.kept_ranks
+
 LENGTHS = (1, 3, 1_029, 40_003)  # in the line, staged, in one shot, in chunks
 
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from tests.backend._calls import CALLS, REDUCING, Call, check_equal, gloo_group
 
+pytestmark = pytest.mark.kept_ranks
+
 LONG = os.environ.get("PHALANX_TEST_LONG", "0") == "1"
 NUM_PLANS = 40 if LONG else 4
 NUM_STEPS = 400 if LONG else 60

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from tests.backend._calls import check_equal
 
+pytestmark = pytest.mark.kept_ranks
+
 GUARD = -77.0
 
 

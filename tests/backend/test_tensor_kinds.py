@@ -9,6 +9,8 @@ import torch.distributed as dist
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from tests.backend._kinds import EMPTY, MOVED, REFUSED, RUNS, attempt, values_of
 
+pytestmark = pytest.mark.kept_ranks
+
 needs_dispatcher = pytest.mark.skipif(
     not HAS_PYTHON_BACKENDS, reason="before torch 2.14 the dispatcher can't lead back to a Python backend"
 )

@@ -11,6 +11,8 @@ from phalanx import CollectiveMismatch
 from tests.backend._calls import check_equal, values
 from tests.backend.test_dtypes import MEANINGFUL, reduced
 
+pytestmark = pytest.mark.kept_ranks
+
 ReduceOp = dist.ReduceOp
 # Of a rank's block, by rank: none at all, short ones, one that takes several chunks.
 SIZES = [(0, 3, 1, 2), (1, 0, 0, 0), (70_001, 5, 3, 0), (2, 300_007, 40_000, 1)]

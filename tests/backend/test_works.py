@@ -16,6 +16,8 @@ from phalanx import CollectiveTimeout
 from phalanx.testing import await_release, reached
 from tests.backend._calls import CALLS, Call, check_equal
 
+pytestmark = pytest.mark.kept_ranks
+
 SOON = timedelta(seconds=20)
 
 

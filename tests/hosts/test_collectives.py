@@ -44,6 +44,8 @@ from tests.backend.test_shapes import move_leaves, move_nothing
 from tests.backend.test_uneven_lists import run_all as move_uneven_lists
 from tests.hosts._layouts import LAYOUTS, interleaved, layout_name
 
+pytestmark = pytest.mark.kept_ranks
+
 ReduceOp = dist.ReduceOp
 INLINE_BYTES = 4032  # what travels with the head of a call
 every_layout = pytest.mark.parametrize("hosts", LAYOUTS, ids=layout_name)

@@ -23,6 +23,8 @@ from tests.backend.test_messages import (
 )
 from tests.hosts._layouts import LAYOUTS, interleaved, layout_name
 
+pytestmark = pytest.mark.kept_ranks
+
 HEAD_BYTES = 25  # the rest of the 1024 is for a message that travels with its head
 every_layout = pytest.mark.parametrize("hosts", LAYOUTS, ids=layout_name)
 many_ranks = pytest.mark.parametrize("hosts", [[2, 2], [2, 1], [1, 1, 1]], ids=layout_name)
@@ -239,6 +241,6 @@ def test_a_message_that_does_not_fit_is_an_error_on_every_rank(run_ranks, what, 
         assert "test_messages.py:" in texts[2]
 
 
-def test_a_message_for_which_no_thread_can_be_had_says_so(run_ranks):
-    for text in run_ranks(move_without_threads, 2, hosts=[1, 1], timeout_s=30):
+def test_a_message_for_which_no_thread_can_be_had_says_so(run_fresh_ranks):
+    for text in run_fresh_ranks(move_without_threads, 2, hosts=[1, 1], timeout_s=30):
         assert "can't start new thread" in text

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 import phalanx
 
+pytestmark = pytest.mark.kept_ranks
+
 
 def sum_in_a_group_of_its_own(rank, world_size):
     group = dist.new_group(backend="phalanx", pg_options=phalanx.GroupOptions(bridge="gloo", silence_s=3.0))

@@ -12,6 +12,8 @@ from tests.integration.test_torch_sharding import train_fsdp2, train_hsdp, train
 from tests.parallel.test_zero import CASES, save_and_load, step_all_cases
 from tests.train.test_trainer import run_programs
 
+pytestmark = pytest.mark.kept_ranks
+
 TRAINED = [
     "train_plainly",
     "train_with_torchs_ddp",

@@ -10,6 +10,8 @@ import pytest
 
 from .jobs import run_job
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 USE = "import torch, torch.distributed as dist\ndist.init_process_group('phalanx')\n"
 SAVE = USE + "import phalanx.checkpoint\nphalanx.checkpoint.save('saved', {'x': torch.ones(1)}, 1, wait=True)\n"
 ATTEMPT = "os.environ['TORCHELASTIC_RESTART_COUNT']"

@@ -13,6 +13,8 @@ from torch import nn
 
 import phalanx
 
+pytestmark = pytest.mark.kept_ranks
+
 NUM_CHANNELS = 3
 PLAIN = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]  # by number of dimensions after N and C
 NUM_STEPS = 3

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import phalanx
 from phalanx.parallel import Bf16State, bf16_feedback_hook, bridge_hook
 
+pytestmark = pytest.mark.kept_ranks
+
 DDPS = {"phalanx": phalanx.DistributedDataParallel, "torch": TorchDDP}
 SMALL_MB = 3e-4  # several buckets
 
@@ -182,8 +184,8 @@ def count_what_crosses(rank, world_size, hosts):
     return sent
 
 
-def test_one_copy_for_each_host_crosses(run_ranks):
-    results = run_ranks(count_what_crosses, 5, [0, 0, 1, 1, 1])
+def test_one_copy_for_each_host_crosses(run_fresh_ranks):
+    results = run_fresh_ranks(count_what_crosses, 5, [0, 0, 1, 1, 1])
     assert [sent[0][1] for sent in results[:4]] == [torch.bfloat16] * 4
     assert results[0] == results[2]
     assert sum(sent[0][0] for sent in results[:2]) == 3 + 5 + 1

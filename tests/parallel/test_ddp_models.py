@@ -16,6 +16,8 @@ import phalanx
 from phalanx.testing import run_ranks
 from tests.parallel._ddp_models import CASES, Case
 
+pytestmark = pytest.mark.kept_ranks
+
 NUM_STEPS = 3
 SETUPS = {
     "phalanx, 2": ("phalanx", 2, {}),

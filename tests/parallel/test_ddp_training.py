@@ -13,6 +13,8 @@ from torch import nn
 
 import phalanx
 
+pytestmark = pytest.mark.kept_ranks
+
 BATCH = 12  # of all ranks: divisible by 1, 2, 3 and 4
 NUM_STEPS = 200
 

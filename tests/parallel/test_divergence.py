@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import phalanx
 
+pytestmark = pytest.mark.kept_ranks
+
 
 def make():
     torch.manual_seed(0)

@@ -9,6 +9,8 @@ from torch import nn
 
 import phalanx
 
+pytestmark = pytest.mark.kept_ranks
+
 
 class Net(nn.Module):
     """A transposed weight, one that some batches leave out, and small parameters between them."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import phalanx
+
+pytestmark = pytest.mark.kept_ranks
 
 NUM_EPOCHS = 3
 DATA = TensorDataset(torch.arange(24.0).view(12, 2))

@@ -9,6 +9,8 @@ from torch import nn
 
 import phalanx
 
+pytestmark = pytest.mark.kept_ranks
+
 BACKENDS = ["phalanx", "gloo"]
 DTYPES = [
     torch.float64,

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 import phalanx
 
+pytestmark = pytest.mark.kept_ranks
+
 
 def members(group):
     return dist.get_process_group_ranks(group) if group is not None else None

@@ -12,6 +12,8 @@ from torch import nn, optim
 import phalanx
 from phalanx.parallel.local_sgd import nesterov
 
+pytestmark = pytest.mark.kept_ranks
+
 NUM_STEPS = 11  # of windows of four: two meetings, and sync() after three more
 EVERY = 4
 
@@ -226,8 +228,8 @@ def count_what_crosses(rank, world_size, hosts):
     return sent
 
 
-def test_one_copy_for_each_host_crosses_in_one_call_for_each_dtype(run_ranks):
-    results = run_ranks(count_what_crosses, 5, [0, 0, 1, 1, 1])
+def test_one_copy_for_each_host_crosses_in_one_call_for_each_dtype(run_fresh_ranks):
+    results = run_fresh_ranks(count_what_crosses, 5, [0, 0, 1, 1, 1])
     float32, float64 = "torch.float32", "torch.float64"
     assert results[:2] == results[2:4] == [[(float32, 10), (float64, 5)], [(float32, 11), (float64, 5)]]
     assert results[4] == []  # its host's first two carry what it has

@@ -17,6 +17,8 @@ import phalanx
 from phalanx.parallel import shared_memory
 from phalanx.parallel.pieces import cuts
 
+pytestmark = pytest.mark.kept_ranks
+
 CASES = {
     "SGD": (optim.SGD, {"lr": 0.1}),
     "SGD with momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
@@ -276,8 +278,8 @@ def share_with_a_stranger(rank, world_size):
     return str(failure.value)
 
 
-def test_ranks_that_cannot_share_say_so_on_every_rank(run_ranks):
-    for rank, text in enumerate(run_ranks(share_with_a_stranger, 2)):
+def test_ranks_that_cannot_share_say_so_on_every_rank(run_fresh_ranks):
+    for rank, text in enumerate(run_fresh_ranks(share_with_a_stranger, 2)):
         assert f"rank {rank}: parameters cannot be shared: rank 1: cannot map the memory of rank 0" in text
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
 
 from phalanx import _torch
-from tests.replace._running import BY_VARIABLE, LAUNCHERS, got, run
+from tests.replace._running import BY_VARIABLE, LAUNCHERS, PROGRAM, free_port, got, run
 
 EXPECTED = {
     "backend": "gloo",
@@ -20,6 +22,17 @@ EXPECTED = {
 }
 
 
+@pytest.fixture
+def run_forked(forked):
+    """Run a script like `run`, but with torch imported."""
+
+    def run_it(*command, folder, **environ):
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": free_port(), **environ}
+        return forked.run(*command, cwd=folder, env=environ)
+
+    return run_it
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_variable_replaces_gloo_under(launcher, tmp_path):
     done = run(LAUNCHERS[launcher], tmp_path, **BY_VARIABLE)
@@ -27,17 +40,23 @@ def test_the_variable_replaces_gloo_under(launcher, tmp_path):
     assert "phalanx: " not in done.stderr
 
 
-def test_the_flag_replaces_gloo(tmp_path):
+def test_the_flag_replaces_gloo(tmp_path, warm_jobs):
     command = [*LAUNCHERS["phalanx run"][:4], "--replace-gloo", *LAUNCHERS["phalanx run"][4:]]
     assert got(run(command, tmp_path))["group"] == "PhalanxGroup"
 
 
-def test_the_function_replaces_gloo_in_the_processes_that_follow(tmp_path):
-    assert got(run([*LAUNCHERS["spawn"], "function"], tmp_path))["group"] == "PhalanxGroup"
+def test_the_function_replaces_gloo_in_the_processes_that_follow(run_forked, tmp_path):
+    assert got(run_forked(PROGRAM, "spawn", "function", folder=tmp_path))["group"] == "PhalanxGroup"
 
 
-def test_without_the_variable_gloo_is_gloo(tmp_path):
-    assert got(run(LAUNCHERS["spawn"], tmp_path)) == EXPECTED | {"group": "ProcessGroup"}
+def test_without_the_variable_gloo_is_gloo(forked, tmp_path):
+    environ = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with (
+        forked.start(PROGRAM, cwd=tmp_path, env=environ | {"RANK": "1"}),
+        forked.start(PROGRAM, cwd=tmp_path, env=environ | {"RANK": "0"}) as first,
+    ):
+        out, err = first.communicate()
+    assert got(subprocess.CompletedProcess([], first.returncode, out, err)) == EXPECTED | {"group": "ProcessGroup"}
 
 
 SPAWNS_TWICE = """
@@ -55,9 +74,9 @@ if __name__ == "__main__":
 """
 
 
-def test_spawn_obeys_the_variable_as_it_is_at_each_call(tmp_path):
+def test_spawn_obeys_the_variable_as_it_is_at_each_call(run_forked, tmp_path):
     (tmp_path / "train.py").write_text(SPAWNS_TWICE)
-    done = run([sys.executable, "train.py"], tmp_path, **BY_VARIABLE)
+    done = run_forked(tmp_path / "train.py", folder=tmp_path, **BY_VARIABLE)
     assert done.stdout.split() == ["PhalanxGroup", "ProcessGroup"], done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -57,21 +58,22 @@ def said_by(*outputs):
     return sorted((json.loads(line[line.index("{") :]) for line in lines), key=lambda said: said["rank"])
 
 
-def run(command, env=None):
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env or clean())
+def run(command):
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=clean())
 
 
-def run_together(script, environments):
+@pytest.fixture
+def run_together(forked, script):
     """Start the script once per environment, as a scheduler does, and return what the ranks said and their stderr."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean(**environ)
-        )
-        for environ in environments
-    ]
-    ends = [process.communicate(timeout=LIMIT_S) for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), [err for _, err in ends]
-    return said_by(*(out for out, _ in ends)), [err for _, err in ends]
+
+    def run(environments):
+        with contextlib.ExitStack() as stack:
+            started = [stack.enter_context(forked.start(script, env=clean(**environ))) for environ in environments]
+            ends = [process.communicate(timeout=LIMIT_S) for process in started]
+        assert [process.returncode for process in started] == [0] * len(started), [err for _, err in ends]
+        return said_by(*(out for out, _ in ends)), [err for _, err in ends]
+
+    return run
 
 
 def free_port():
@@ -134,7 +136,7 @@ def test_a_launcher_that_mpirun_starts_twice_is_refused(script):
     assert "Open MPI started phalanx run 2 times on this node, and each would start 2 ranks" in done.stderr
 
 
-def test_it_is_placed_by_slurm(script):
+def test_it_is_placed_by_slurm(run_together):
     # As srun --ntasks=2 sets them on one node.
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -147,11 +149,11 @@ def test_it_is_placed_by_slurm(script):
         "SLURM_STEP_NODELIST": "node1",
     }
     tasks = [{**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    said, _ = run_together(script, tasks)
+    said, _ = run_together(tasks)
     check_two_ranks(said, "Slurm")
 
 
-def test_pods_of_kubeflow_are_nodes(script):
+def test_pods_of_kubeflow_are_nodes(run_together):
     pod = {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",
@@ -159,7 +161,7 @@ def test_pods_of_kubeflow_are_nodes(script):
         "PET_MASTER_PORT": free_port(),
     }
     pods = [{**pod, "PET_NODE_RANK": str(rank), "PHALANX_HOST": f"pod-{rank}"} for rank in range(2)]
-    said, errors = run_together(script, pods)
+    said, errors = run_together(pods)
     assert [(one["rank"], one["sum"], one["node"]) for one in said] == [(0, 3.0, [0, 2]), (1, 3.0, [1, 2])]
     assert {one["backend"] for one in said} == {"phalanx"}
     assert errors == ["", ""]
@@ -167,10 +169,10 @@ def test_pods_of_kubeflow_are_nodes(script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", socket.gethostname()])
-def test_it_takes_variables_that_are_set_by_hand(script, host):
+def test_it_takes_variables_that_are_set_by_hand(run_together, host):
     # Which ranks share a host, they tell each other: no name of the master tells it.
     meet = {"MASTER_ADDR": host, "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    said, _ = run_together(script, [{**meet, "RANK": str(rank)} for rank in range(2)])
+    said, _ = run_together([{**meet, "RANK": str(rank)} for rank in range(2)])
     check_two_ranks(said, "the environment")
 
 
@@ -194,8 +196,8 @@ def test_it_takes_variables_that_are_set_by_hand(script, host):
         ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"}, "phalanx run train.py"),
     ],
 )
-def test_a_place_that_is_not_whole_is_an_error_that_says_what_to_set(script, environ, said):
-    done = run([sys.executable, script], clean(**environ))
+def test_a_place_that_is_not_whole_is_an_error_that_says_what_to_set(forked, script, environ, said):
+    done = forked.run(script, env=clean(**environ))
     assert done.returncode == 1
     assert said in done.stderr
 
@@ -349,7 +351,7 @@ def test_the_timeout_is_in_seconds(spawn_ranks):
         assert all(outcome.ok for outcome in ranks.join(20))
 
 
-def test_what_init_has_set_is_unset_by_shutdown(script):
+def test_what_init_has_set_is_unset_by_shutdown(forked):
     source = """
         import os, phalanx
         before = dict(os.environ)
@@ -357,7 +359,7 @@ def test_what_init_has_set_is_unset_by_shutdown(script):
             assert os.environ["WORLD_SIZE"] == "1"
         assert dict(os.environ) == before
         """
-    done = run([sys.executable, "-c", textwrap.dedent(source)])
+    done = forked.run("-c", textwrap.dedent(source), env=clean())
     assert done.returncode == 0, done.stderr
 
 

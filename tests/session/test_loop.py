@@ -13,6 +13,8 @@ from torch.utils.data import TensorDataset
 
 import phalanx
 
+pytestmark = pytest.mark.kept_ranks
+
 Pair = collections.namedtuple("Pair", "mean count")
 
 

@@ -1,0 +1,69 @@
+"""Started by `tests.forked`: imports what programs of tests import, and forks one for each that is asked for."""
+
+import gc
+import json
+import os
+import select
+import socket
+import sys
+
+import torch._dynamo  # an optimizer imports it at its first step, and so does DistributedDataParallel
+import torch.distributed
+
+import phalanx.backend
+import phalanx.session  # noqa: F401
+from phalanx import _replace
+
+
+def become_a_program(channel):
+    """Fork programs until the tests end; return the code of one, as that program."""
+    running = {}
+    while True:
+        ready, _, _ = select.select([channel, *running], [], [])
+        for ended in running.keys() & ready:
+            _, status = os.waitpid(running[ended], 0)
+            channel.send(json.dumps([running.pop(ended), os.waitstatus_to_exitcode(status)]).encode())
+            os.close(ended)
+        if channel not in ready:
+            continue
+        message, fds, _, _ = socket.recv_fds(channel, 1 << 20, 3)
+        if not message:
+            os._exit(0)
+        child = os.fork()
+        if child == 0:
+            for own in running:
+                os.close(own)
+            channel.close()
+            return _settle(json.loads(message), fds)
+        for fd in fds:
+            os.close(fd)
+        running[os.pidfd_open(child)] = child
+        channel.send(json.dumps([child, None]).encode())
+
+
+def _settle(asked, fds):
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(asked["environ"])
+    os.chdir(asked["folder"])
+    first, *rest = asked["args"]
+    if first == "-c":
+        source, *rest = rest
+        name, sys.path[0] = "<string>", ""
+    else:
+        name, sys.path[0] = first, os.path.dirname(first)
+        with open(first) as script:
+            source = script.read()
+        globals()["__file__"] = first
+    sys.argv = [first, *rest]
+    sys.orig_argv = [sys.executable, *asked["args"]]
+    _replace.obey()
+    return compile(source, name, "exec", dont_inherit=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gc.freeze()
+    exec(become_a_program(socket.socket(fileno=int(sys.argv[1]))))
