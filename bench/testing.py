@@ -1,4 +1,4 @@
-"""``python -m bench.testing``: what a test of two ranks with one all_reduce costs, in fresh processes, by who starts them.
+"""``python -m bench.testing``: what a test of two ranks with one all_reduce costs, by who starts its processes.
 
 In turns: `phalanx.testing.run_ranks` and the mark ``ranks(2)`` on phalanx and on Gloo, ``torch.multiprocessing.spawn``
 and torch's ``MultiProcessTestCase``, both as they are and with ``--fast-ranks``, and a pool of two kept processes. Each
@@ -257,7 +257,7 @@ def main() -> None:
     columns = [("test", "text"), ("median", "seconds"), ("fastest", "seconds"), ("slowest", "seconds")]
     tables = [record.Table("testing", columns, rows)]
     raw = {"samples": samples, "states": states, "verdicts": reached}
-    record.write(given.json or given.out / "testing.json", given.note, machine_facts(), tables, raw)
+    record.write(given.json or given.out / "testing.json", given.note, machine_facts(""), tables, raw)
 
 
 if __name__ == "__main__":

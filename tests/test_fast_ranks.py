@@ -87,7 +87,7 @@ def fast(spawned_before):
     assert fast_ranks.end() == []
 
 
-class unusual_state:  # noqa: N801 a context
+class unusual_state:
     """A test process that differs from what its server was started under in all that a child inherits."""
 
     def __init__(self, patch):

@@ -1,4 +1,4 @@
-"""Processes that tests start by themselves, by spawn or forkserver, forked from a server that has imported their packages.
+"""Processes that tests start by spawn or forkserver, forked from a server that has imported their packages.
 
 ``pytest --fast-ranks`` needs no change of the tests: multiprocessing pickles the same process object for each of its
 methods, and a fork of a process that was started afresh has seen nothing of the test's either. The server has imported
