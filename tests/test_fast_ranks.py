@@ -42,7 +42,6 @@ def describe_process():
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "CPUs": os.sched_getaffinity(0),
         "threads": torch.get_num_threads(),
-        "seed": torch.initial_seed(),
         "flags": tuple(sys.flags),
         "main": sys.modules["__main__"].__name__,
         "daemon": process.daemon,
@@ -95,7 +94,6 @@ class unusual_state:
 
     def __enter__(self):
         self._patch.setenv("GIVEN_BY_A_TEST", "1")
-        self._patch.delenv("HOME", raising=False)
         self._patch.chdir("/")
         self._patch.syspath_prepend("/nowhere")
         self._patch.setattr(sys, "argv", ["a test", "--flag"])
@@ -117,9 +115,10 @@ def test_a_process_is_as_a_spawned_one_would_be(monkeypatch, spawned_before):
     with unusual_state(monkeypatch):
         forked = answer_of(describe_process)
     for facts in (forked, spawned_before):
-        facts["environment"].pop("PYTEST_CURRENT_TEST", None)
-    assert forked == spawned_before
-    assert forked["environment"]["GIVEN_BY_A_TEST"] == "1"
+        for name in ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES"):  # the last are readline's, which Python does not see
+            facts["environment"].pop(name, None)
+    changed = set(forked.pop("environment").items()) ^ set(spawned_before.pop("environment").items())
+    assert (changed, forked) == (set(), spawned_before)
     assert not forked["patched"]
 
 
@@ -187,24 +186,19 @@ def draw():
     return random.random(), float(numpy.random.random()), float(torch.rand(1))
 
 
-def test_processes_draw_other_numbers_than_each_other_but_of_torch():
-    first, second = answer_of(draw), answer_of(draw)
-    assert first[0] != second[0]
-    assert first[1] != second[1]
-    assert first[2] == second[2]  # whose seed is a constant
+def test_processes_draw_other_numbers_than_each_other():
+    assert not set(answer_of(draw)) & set(answer_of(draw))
 
 
-def add_one(rank, tensor, lock, total):
-    tensor[rank] += 1
+def add_one(rank, tensor, lock):
     with lock:
-        total.value += rank + 1
+        tensor += rank + 1
 
 
-def test_tensors_locks_and_values_are_shared():
-    context = mp.get_context("spawn")
-    tensor, lock, total = torch.zeros(3).share_memory_(), context.Lock(), context.Value("i", 0)
-    mp.spawn(add_one, (tensor, lock, total), nprocs=3)
-    assert (tensor.tolist(), total.value) == ([1, 1, 1], 6)
+def test_tensors_and_locks_are_shared():
+    tensor = torch.zeros(2).share_memory_()
+    mp.spawn(add_one, (tensor, mp.get_context("spawn").Lock()), nprocs=3)
+    assert tensor.tolist() == [6, 6]
 
 
 def test_the_error_of_a_spawned_function_comes_back():

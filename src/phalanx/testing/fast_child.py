@@ -19,6 +19,7 @@ from multiprocessing import util as multiprocessing_util
 from typing import Any
 
 from phalanx import _env
+from phalanx.launch.warden import draw_anew
 
 _RESOURCES = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 
@@ -77,8 +78,10 @@ class Settings:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())  # type: ignore[union-attr]
         importlib.invalidate_caches()
-        if "numpy.random" in sys.modules:  # Python seeds its own after a fork, and torch's seed is a constant
+        if "numpy.random" in sys.modules:  # Python seeds its own generator after a fork
             sys.modules["numpy.random"].seed()
+        if generator := getattr(sys.modules.get("torch"), "default_generator", None):
+            generator.seed()
         if plugin := sys.modules.get("phalanx._plugin"):
             plugin.autoload()  # by the variables that the server had not
 
