@@ -80,12 +80,21 @@ WARM_VARIABLE = "PHALANX_WARM"
 """Asks ``phalanx run``, `phalanx.spawn` and `phalanx.testing` to start ranks from a warm process, see `launch.warm`."""
 WARM_SERVER_VARIABLE = "PHALANX_WARM_SERVER"
 """Set for a warm process alone: where it serves."""
+FAST_RANKS_VARIABLE = "PHALANX_FAST_RANKS"
+"""Set for the server of `phalanx.testing.fast_ranks` alone: the folder in which it is asked and answers."""
 PREEMPTED_CODE = 75
 """Exit code of a rank that saved its state after it was preempted: EX_TEMPFAIL, try again later."""
 _OF_LAUNCHES = frozenset(
     {
         *(SNAPSHOT_VARIABLE, LAUNCH_VARIABLE, ALLOCATION_VARIABLE, COMMAND_VARIABLE, FOLDER_VARIABLE, TRIAL_VARIABLE),
-        *(WARM_SERVER_VARIABLE, RECORD_VARIABLE, PROMPT_VARIABLE, EPOCH_VARIABLE, SURVIVORS_VARIABLE),
+        *(
+            WARM_SERVER_VARIABLE,
+            FAST_RANKS_VARIABLE,
+            RECORD_VARIABLE,
+            PROMPT_VARIABLE,
+            EPOCH_VARIABLE,
+            SURVIVORS_VARIABLE,
+        ),
         PROCESS_VARIABLE,
     }
 )

@@ -1,5 +1,7 @@
 """The pytest plugin: a test marked with ``ranks`` runs on every rank of a process group of its own.
 
+With ``--fast-ranks``, processes that tests start by themselves are forked from a server, see `testing.fast_ranks`.
+
 pytest loads this module wherever phalanx is installed, so it holds hooks and fixtures alone, and imports what runs a
 test on ranks when the first such test has been collected.
 """
@@ -30,7 +32,20 @@ for _finder in sys.meta_path:
         _rewritten.discard("phalanx")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("phalanx").addoption(
+        "--fast-ranks",
+        action="store_true",
+        help="fork the processes that tests start by spawn or forkserver from one that has imported what they use",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast-ranks"):
+        from phalanx.testing import fast_ranks
+
+        has_xdist = config.pluginmanager.hasplugin("xdist")
+        config.pluginmanager.register((fast_ranks.XdistPlugin if has_xdist else fast_ranks.Plugin)(config))
     config.addinivalue_line(
         "markers",
         "ranks(world_size, ..., *, backend='phalanx', init=True, init_method=None, group_timeout_s=None, env={}, "

@@ -336,6 +336,17 @@ def _watch_torch() -> None:
     _shield.watch()
 
 
+def draw_anew() -> None:
+    """Seed again what a process seeds at random when it is imported: all forks would draw the same numbers.
+
+    ``random`` does so itself after a fork, and generators of GPUs start from a constant.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
 def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str, Any]) -> None:
     """Undo what a rank shares with its siblings only because it was forked."""
     _leave_libraries_alone()
@@ -356,8 +367,7 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and stream.isatty():
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    if "numpy.random" in sys.modules:  # seeded at import, by now the same in all ranks
-        sys.modules["numpy.random"].seed()
+    draw_anew()
     Hidden(imports, loaded_before, _on_return)
     if _env.environment().get(_env.SNAPSHOT_VARIABLE):  # it may be restarted
         begin_log({*packet["environ"], _env.PROCESS_VARIABLE})

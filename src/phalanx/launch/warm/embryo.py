@@ -18,7 +18,7 @@ from phalanx import _env
 from phalanx.launch.ahead import Imports
 from phalanx.launch.descriptors import take_streams
 from phalanx.launch.keeper import fork_warden
-from phalanx.launch.warden import hold_signals, serve, way_into_script
+from phalanx.launch.warden import draw_anew, hold_signals, serve, way_into_script
 from phalanx.launch.warm import wire
 from phalanx.launch.warm.interpreter import Interpreter, show_command_line
 
@@ -128,13 +128,9 @@ def forget_all_but(shared: Collection[str]) -> None:
 def _draw_anew() -> None:
     """Draw again what modules drew when they were imported; else all jobs of a warm process would have the same.
 
-    ``random`` draws again after each fork, ``tempfile`` in each process, ``uuid`` and ``secrets`` each time, and the
-    generators of GPUs start from a constant.
+    ``tempfile`` draws in each process, ``uuid`` and ``secrets`` each time.
     """
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
+    draw_anew()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     if "logging" in sys.modules:  # from which its relativeCreated counts: in nanoseconds since Python 3.13

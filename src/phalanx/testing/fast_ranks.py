@@ -1,0 +1,345 @@
+"""Processes that tests start by spawn or forkserver, forked from a server that has imported their packages.
+
+``pytest --fast-ranks`` needs no change of the tests: multiprocessing pickles the same process object for each of its
+methods, and a fork of a process that was started afresh has seen nothing of the test's either. The server has imported
+what the test process has imported of installed packages, and learns what its children import further. Where a fork
+could not be the same as a new process, there is a new process, and a line says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import context, forkserver, popen_forkserver, reduction, spawn, util
+from typing import Any
+
+from phalanx import _env
+from phalanx._sockets import keep_paths_short
+from phalanx.launch.ahead import relevant
+from phalanx.launch.warden import children_of
+from phalanx.launch.worker import worker_main
+from phalanx.testing.fast_child import Child, Nobody, Preparation, Settings, installed_modules
+
+_PRELOAD = "phalanx.testing.fast_server"
+_READ_BY_INTERPRETER = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LANGUAGE|LC_.*")
+_OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # which a package that reads it would not find in a server
+_MEASURED_BY = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
+_MAX_SERVERS = 4  # at a time
+_MAX_STARTS = 16  # in a session: more often the environment changes so much that servers cost more than they save
+
+_METHODS = {"spawn": context.SpawnProcess, "forkserver": context.ForkServerProcess}
+
+
+class _Stays(Exception):
+    """The process has to be started as it is; says why."""
+
+
+class _Server:
+    """One process that children are forked from.
+
+    Attributes:
+        read: Variables that its packages have read while they were imported, and their values.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-fast-ranks-")
+        self.folder = self._folder.name
+        self._forks = forkserver.ForkServer()  # type: ignore[attr-defined]
+        self._forks.set_forkserver_preload([_PRELOAD])
+        self._asked: set[str] = set()
+        self.read: dict[str, str | None] = {}
+        own = _env.environment()
+        changes: dict[str, str | None] = {name: None for name in own if name.startswith("PHALANX_")}
+        changes[_env.FAST_RANKS_VARIABLE] = self.folder
+        keep_paths_short()
+        self._write_wanted(modules)
+        _env.change(changes)
+        try:
+            self._forks.ensure_running()
+        finally:
+            _env.change({name: own.get(name) for name in changes})
+        self._await_imports()
+
+    def ask_for(self, modules: Sequence[str]) -> None:
+        """Have it import more modules, unless it has."""
+        if new := [name for name in modules if name not in self._asked]:
+            self._write_wanted(new)
+            self._await_imports()
+
+    def learned(self) -> list[str]:
+        """Return what its children have imported that it had not."""
+        with contextlib.suppress(OSError), open(os.path.join(self.folder, "imported")) as file:
+            return [name for line in file for name in json.loads(line)]
+        return []
+
+    @property
+    def lives(self) -> bool:
+        pid = self._forks._forkserver_pid
+        return pid is not None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    @property
+    def is_in_use(self) -> bool:
+        return any(map(children_of, children_of(self._forks._forkserver_pid)))
+
+    def connect(self, fds: list[int]) -> tuple[int, int]:
+        """Have it fork; return the descriptors of its status and of what the child reads."""
+        if not self.lives:
+            raise _Stays("the process that others are forked from has ended")
+        return self._forks.connect_to_new_process(fds)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End it, and all that is below it."""
+        if self.lives:
+            os.kill(self._forks._forkserver_pid, signal.SIGKILL)  # its keeper: the kernel ends the server then
+        with contextlib.suppress(OSError, TypeError):
+            self._forks._stop()
+        self._folder.cleanup()
+
+    def _write_wanted(self, modules: Sequence[str]) -> None:
+        self._asked.update(modules)
+        path = os.path.join(self.folder, "wanted")
+        with open(f"{path}.new", "w") as file:
+            json.dump({"path": [one for one in sys.path if isinstance(one, str)], "modules": list(modules)}, file)
+        os.replace(f"{path}.new", path)
+
+    def _await_imports(self) -> None:
+        """Return once it has imported what it was asked to.
+
+        Raises:
+            _LeftOut: It has ended, because of one of the packages.
+        """
+        status, data = self.connect([])
+        try:
+            with open(data, "wb") as file, contextlib.suppress(BrokenPipeError):
+                reduction.dump({}, file)
+                reduction.dump(Nobody(), file)
+            with contextlib.suppress(EOFError):
+                for _ in ("pid", "exit code"):
+                    forkserver.read_signed(status)  # type: ignore[attr-defined]
+        finally:
+            os.close(status)
+        try:
+            with open(os.path.join(self.folder, "status")) as file:
+                words = json.load(file)
+        except OSError:
+            words = {"left_out": "", "why": "it ended while it imported them"}
+        if "left_out" in words:
+            self.close()
+            raise _LeftOut(words["left_out"], words["why"])
+        self.read = {name: value for name, value in words["read"].items() if not _is_own(name)}
+
+
+class _LeftOut(Exception):
+    """A server has ended because of a package that it may not import; `args` are its name, if it is known, and why."""
+
+
+def _is_own(name: str) -> bool:
+    return name.startswith("PHALANX_") or name in _OF_EACH_TEST
+
+
+class _Servers:
+    """The servers of this process, one for each environment that their packages have read; none before it is needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._servers: dict[_Server, object] = {}  # with what it was started under; the last used last
+        self._wanted: dict[str, None] = {}
+        self._left_out: set[str] = set()
+        self._num_starts = 0
+        self.notes: dict[str, None] = {}
+
+    def find(self) -> _Server:
+        """Return a server whose forks are as new processes would be here.
+
+        Raises:
+            _Stays: There can't be one; says why.
+        """
+        with self._lock:
+            environ = _env.environment()
+            if any(environ.get(name) for name in _MEASURED_BY):
+                raise _Stays("coverage is measured in new processes")
+            if _has_cuda():
+                raise _Stays("CUDA is initialized in the test process")
+            self._wanted.update(dict.fromkeys(installed_modules(self._wanted)))
+            for server in list(self._servers):
+                self._wanted.update(dict.fromkeys(server.learned()))
+            while True:
+                try:
+                    return self._find(environ)
+                except _LeftOut as left_out:
+                    self._leave_out(*left_out.args)
+
+    def _find(self, environ: Mapping[str, str]) -> _Server:
+        key = _key(environ)
+        modules = [name for name in self._wanted if name.partition(".")[0] not in self._left_out]
+        for server, under in list(self._servers.items()):
+            if not server.lives:
+                self._drop(server)
+            elif under == key and _agrees(server, environ):
+                try:
+                    server.ask_for(modules)
+                except _LeftOut:
+                    del self._servers[server]
+                    raise
+                if _agrees(server, environ):
+                    self._servers[server] = self._servers.pop(server)
+                    return server
+        if self._num_starts >= _MAX_STARTS:
+            raise _Stays(f"the environment has changed {_MAX_STARTS} times in what packages read when imported")
+        for server in [one for one in self._servers if not one.is_in_use][: len(self._servers) - _MAX_SERVERS + 1]:
+            self._drop(server)
+        self._num_starts += 1
+        server = _Server(modules)
+        self._servers[server] = key
+        return server
+
+    def _leave_out(self, package: str, why: str) -> None:
+        if not package:
+            raise _Stays(f"the process that others are forked from can't be prepared: {why}")
+        if package in self._left_out:
+            raise _Stays(f"{package} {why}, even where it is left out")
+        self._left_out.add(package)
+        self.note(f"{package} {why}, so each process that needs it imports it anew")
+
+    def _drop(self, server: _Server) -> None:
+        del self._servers[server]
+        server.close()
+
+    def note(self, line: str) -> None:
+        self.notes.setdefault(line)
+
+    def close(self) -> None:
+        with self._lock:
+            for server in list(self._servers):
+                self._drop(server)
+
+
+def _key(environ: Mapping[str, str]) -> object:
+    """Return what a new process takes from its parent that a fork can't be given."""
+    read = {name: value for name, value in environ.items() if _READ_BY_INTERPRETER.fullmatch(name)}
+    flags = tuple(util._args_from_interpreter_flags())  # type: ignore[attr-defined]
+    cpus = os.sched_getaffinity(0)  # of which OpenMP makes its number of threads
+    return {**read, **relevant(environ)}, flags, spawn.get_executable(), cpus, os.getsid(0)
+
+
+def _agrees(server: _Server, environ: Mapping[str, str]) -> bool:
+    return all(environ.get(name) == value for name, value in server.read.items())
+
+
+def _has_cuda() -> bool:
+    cuda = sys.modules.get("torch.cuda")
+    return cuda is not None and bool(cuda.is_initialized())
+
+
+class _Popen(popen_forkserver.Popen):
+    """A process that was forked from a server; in all else one of the method's own."""
+
+    def __init__(self, process_obj: Any, server: _Server, method: str) -> None:
+        self._server, self.method = server, method
+        super().__init__(process_obj)
+
+    def _launch(self, process_obj: Any) -> None:
+        told = spawn.get_preparation_data(process_obj._name)
+        buffer = io.BytesIO()
+        context.set_spawning_popen(self)  # type: ignore[attr-defined]
+        try:
+            reduction.dump(Preparation(Settings(self._server.folder), told), buffer)
+            child = Child(process_obj, self._server.folder, runs_exit_functions=self.method == "spawn")
+            reduction.dump(child, buffer)
+        finally:
+            context.set_spawning_popen(None)  # type: ignore[attr-defined]
+        self.sentinel, data = self._server.connect(self._fds)
+        alive = os.dup(data)  # by which the child sees the end of its parent
+        self.finalizer = util.Finalize(self, util.close_fds, (alive, self.sentinel))  # type: ignore[attr-defined]
+        with open(data, "wb") as file:
+            file.write(buffer.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)  # type: ignore[attr-defined]
+
+
+_servers: _Servers | None = None
+_originals: dict[str, Any] = {}
+
+
+def begin() -> None:
+    """Fork from a server, from now on, what this process starts by spawn or forkserver; again: nothing happens."""
+    global _servers
+    if _servers is not None or not sys.platform.startswith("linux"):
+        return
+    _servers = _Servers()
+    for method, process in _METHODS.items():
+        _originals[method] = process.__dict__["_Popen"]
+        process._Popen = staticmethod(_start_by(method))  # type: ignore[method-assign]
+
+
+def end() -> list[str]:
+    """End what `begin` has begun, and what still runs below a server.
+
+    Returns:
+        Lines that say what was started as ever, and why.
+    """
+    global _servers
+    if _servers is None:
+        return []
+    servers, _servers = _servers, None
+    for method, process in _METHODS.items():
+        process._Popen = _originals.pop(method)
+    servers.close()
+    return list(servers.notes)
+
+
+def _start_by(method: str) -> Any:
+    def start(process_obj: Any) -> Any:
+        servers, original = _servers, _originals[method].__func__
+        if servers is None or os.getpid() != _pid or process_obj._target is worker_main:
+            return original(process_obj)
+        try:
+            server = servers.find()
+        except _Stays as why:
+            servers.note(f"{why}; what tests start by {method} is not faster then")
+            return original(process_obj)
+        return _Popen(process_obj, server, method)
+
+    _pid = os.getpid()
+    return start
+
+
+class Plugin:
+    """What pytest is told with ``--fast-ranks``.
+
+    Args:
+        config: pytest's.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self._lines: dict[str, None] = {}
+
+    def pytest_sessionstart(self) -> None:
+        if not sys.platform.startswith("linux"):
+            self._lines["it needs Linux; processes are started as ever"] = None
+        begin()
+
+    def pytest_sessionfinish(self) -> None:
+        self._lines.update(dict.fromkeys(end()))
+        if (output := getattr(self._config, "workeroutput", None)) is not None:  # of pytest-xdist
+            output["phalanx_fast_ranks"] = list(self._lines)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for line in self._lines:
+            terminalreporter.write_line(f"phalanx: --fast-ranks: {line}")
+
+
+class XdistPlugin(Plugin):
+    """The same in a process that has workers of pytest-xdist."""
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        lines = getattr(node, "workeroutput", {}).get("phalanx_fast_ranks", ())
+        self._lines.update(dict.fromkeys(lines))

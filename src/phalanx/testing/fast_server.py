@@ -1,0 +1,108 @@
+"""Imported by the fork server of `phalanx.testing.fast_ranks`, and nowhere else: it imports what the tests use.
+
+Before each fork it looks whether it is asked for more. It says what its imports have read of the environment, and it
+ends, saying why, where one of them has left a thread or touched a device: neither survives a fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+from phalanx import _env
+from phalanx.launch.ahead import Imports
+from phalanx.launch.keeper import fork_server
+from phalanx.testing.fast_child import note_imported_by_server
+
+
+class _Server:
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._read: dict[str, str | None] = {}
+        self._is_importing = False
+        self._num_threads = 1
+
+    def look(self) -> None:
+        """Import what is asked for, if anything is; called before each fork."""
+        wanted = os.path.join(self._folder, "wanted")
+        if self._is_importing or not os.path.exists(wanted):
+            return
+        self._is_importing = True
+        try:
+            with open(wanted) as file:
+                asked: dict[str, Any] = json.load(file)
+            os.unlink(wanted)
+            path, sys.path = sys.path, asked["path"]
+            try:
+                self._import_all(asked["modules"])
+            finally:
+                sys.path = path
+            gc.freeze()  # a collection in a child would touch, and so copy, every page
+        except Exception as error:
+            self._give_up("", repr(error))
+        finally:
+            self._is_importing = False
+        self._say({"read": self._read})
+
+    def _import_all(self, names: list[str]) -> None:
+        imports = Imports()
+        with imports.noted({}):
+            for name in names:
+                with contextlib.suppress(BaseException):  # it fails in the child as well, or isn't needed there
+                    importlib.import_module(name)
+                if (num_threads := _num_threads()) > self._num_threads:
+                    self._num_threads = _num_threads_after_fork()
+                    if self._num_threads > 1:
+                        self._give_up(name.partition(".")[0], "starts a thread when it is imported")
+                    self._num_threads = num_threads
+        for read in imports.read.values():
+            self._read.update(read)
+        if _has_touched_device():
+            self._give_up("", "a package talks to the GPU when it is imported")
+        note_imported_by_server(sys.modules)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()  # or each child would print it again
+
+    def _give_up(self, package: str, why: str) -> None:
+        self._say({"left_out": package, "why": why})
+        os._exit(1)
+
+    def _say(self, words: dict[str, Any]) -> None:
+        path = os.path.join(self._folder, "status")
+        with open(f"{path}.new", "w") as file:
+            json.dump(words, file)
+        os.replace(f"{path}.new", path)
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _num_threads_after_fork() -> int:
+    """Return how many threads are left after a fork: OpenBLAS ends its own before, and starts them again at use."""
+    if not (pid := os.fork()):
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return _num_threads()
+
+
+def _has_touched_device() -> bool:
+    with open("/proc/self/maps") as file:
+        return "/libcuda.so" in file.read()
+
+
+_folder = _env.take(_env.FAST_RANKS_VARIABLE)
+fork_server()
+warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # it reaps what it has adopted
+atexit.register(gc.unfreeze)
+_server = _Server(_folder)
+_server.look()
+os.register_at_fork(before=_server.look)
