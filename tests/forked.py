@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-LIMIT_S = 100
+LIMIT_S = 300
 
 
 class Nursery:
