@@ -16,6 +16,7 @@ from phalanx import _replace
 
 def become_a_program(channel):
     """Fork programs until the tests end; return the code of one, as that program."""
+    channel.send(json.dumps([os.getpid(), None]).encode())
     running = {}
     while True:
         ready, _, _ = select.select([channel, *running], [], [])
