@@ -12,6 +12,7 @@
 # make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
 # make bench-hosts  collectives between hosts, which are namespaces of this machine; as root
 # make stress the long forms of the fault and start-up tests         make model  check the protocols with SPIN
+# make torches  before a release: the tests of what is most torch's own, on each minor version of torch that pyproject.toml allows
 # make wheels build and check the wheels and the sdist of a release; ONLY="cp312-x86_64 sdist" builds these alone
 # make release  all that comes before an upload, see docs/en/contributing/releases.md
 #
@@ -27,13 +28,17 @@ READY := $(VENV)/installed $(VENV)/built
 OF_DEMO := numpy|cloudpickle|scikit-build-core|nanobind|cmake|ninja|scikit-learn|matplotlib|rich|py-spy
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt pyproject.toml
 TESTS ?= tests
-UV ?= $(shell $(PYTHON) -m pip config list 2> /dev/null | grep -qE 'index|find-links' || command -v uv)
+# Each minor version that pyproject.toml allows. What they must all pass is what leans most on torch's own parts.
+TORCHES := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+OF_TORCH := tests/integration tests/replace tests/faults
+# Found out where it is first needed, and once.
+UV ?= $(eval UV := $(shell $(PYTHON) -m pip config list 2> /dev/null | grep -qE 'index|find-links' || command -v uv))$(UV)
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
 GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
 CPU_ONLY = $(if $(UV),UV_TORCH_BACKEND=cpu make demo,PIP_EXTRA_INDEX_URL=INDEX make demo; README.md says what INDEX is)
 WHEEL_TOOLS := build/wheels/tools
 
-.PHONY: demo docs wheels release test integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: demo docs wheels release test torch torches integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # pip runs once at a time
 
@@ -54,16 +59,21 @@ wheels: $(WHEEL_TOOLS)/installed
 
 release: $(READY)
 	$(BIN)/python tools/release.py check
+	$(MAKE) torches
 	rm -rf dist
 	$(MAKE) wheels ONLY=
 	$(BIN)/python -m pytest -m wheels tests/platforms
 	$(BIN)/python tools/release.py tag
 
-# The tests that measure, with nothing beside them; then two files at a time, which wait more than they compute.
-# pytest exits with 5 if there is nothing to do.
+# Two files at a time, which wait more than they compute. pytest exits with 5 if there is nothing to do.
 test: $(READY)
-	$(BIN)/python -m pytest -m "alone and not slow" $(TESTS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (cluster or slow or integrations or wheels or alone)" $(TESTS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (cluster or slow or integrations or wheels)" $(TESTS) || [ $$? = 5 ]
+
+torch:
+	$(MAKE) test TESTS="$(OF_TORCH)"
+
+torches:
+	for torch in $(TORCHES); do $(MAKE) torch TORCH=$$torch || exit 1; done
 
 integrations:
 	$(MAKE) VENV=.venv-integrations MORE=requirements-integrations.txt test-integrations

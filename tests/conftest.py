@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and n
 
 import phalanx.testing
 from phalanx.launch import workers
+from phalanx.launch.guard import guard
 from phalanx.launch.warm import places as warm_places
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
@@ -140,12 +142,12 @@ def _process_name(pid: int) -> str:
 def _holdings() -> dict[str, set[str]]:
     """Everything that a test could leave behind, as one set of names per kind."""
     keepers, alive_fds = workers.servers.known  # what ranks leave becomes the child of a server
-    children = _children(os.getpid()) - keepers
+    children = _children(os.getpid()) - keepers - {guard.pid}
     processes = {child for child in children if "multiprocessing.resource_tracker" not in _process_name(child)}
     for server in chain.from_iterable(map(_children, keepers)):
         processes |= _children(server)
     descriptors = set()
-    for fd in set(os.listdir("/proc/self/fd")).difference(map(str, alive_fds)):
+    for fd in set(os.listdir("/proc/self/fd")).difference(map(str, {*alive_fds, guard.fd})):
         try:
             place = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:  # the listing's own
@@ -175,10 +177,10 @@ def leaves_nothing_behind():
     phalanx.testing.start_server()
     before = _holdings()
     yield
-    deadline = time.monotonic() + _SETTLE_S
+    deadline, made = time.monotonic() + _SETTLE_S, shm.files() - before["/dev/shm entry"]
     while True:
         after = {kind: names.difference(*(ranks.held(kind) for ranks in _kept)) for kind, names in _holdings().items()}
-        after["/dev/shm entry"] = shm.unmapped(after["/dev/shm entry"] - before["/dev/shm entry"])
+        after["/dev/shm entry"] = shm.unmapped(after["/dev/shm entry"] & made)  # what comes later is other jobs'
         left = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
         if not left:
             return
@@ -197,7 +199,6 @@ def needs_hosts():
 _MARKED = {
     "integrations": ("tests/libraries/",),
     "wheels": ("tests/platforms/test_wheels.py",),
-    "alone": ("tests/tune/test_command.py",),
     "cluster": (
         "tests/clusters/",
         "tests/hosts/test_chaos.py",
@@ -221,6 +222,14 @@ _MARKED = {
         "tests/stress/",
     ),
 }
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a test that collects garbage would else look through all of torch, for a quarter of a second
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # or libraries would say at exit that it was leaked
 
 
 def pytest_collection_modifyitems(items):

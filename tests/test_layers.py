@@ -64,6 +64,7 @@ FLOORS = {
     "testing": 3,
     "tune": 3,
     "_plugin": 4,
+    "_pytest_plugin": 4,
     "train": 4,
     "cli": 5,
     "__main__": 6,

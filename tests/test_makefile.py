@@ -1,14 +1,18 @@
-"""``make demo`` says how long its steps take, uses uv where it is, and tells of torch for CPUs alone."""
+"""``make demo`` tells of its steps and of torch for CPUs alone, and uses uv; ``make torches`` leaves none out."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from phalanx._torch import lookup
+
 REPOSITORY = Path(__file__).resolve().parents[1]
+LIMIT_S = 300  # make asks pip where it was told to install from, which a busy machine takes long to answer
 HINT = "This machine shows no GPU."
 
 
@@ -16,7 +20,7 @@ def commands(*settings, environ=None):
     """Return what ``make demo`` would run for a new environment."""
     done = subprocess.run(
         ["make", "--dry-run", "demo", "VENV=/nowhere/venv", *settings],
-        cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=30,
+        cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -32,7 +36,7 @@ def test_uv_installs_what_is_needed_where_it_is_there(uv, installer):
 def test_the_demo_installs_what_building_and_its_example_need_and_the_tests_all_else(tmp_path):
     venv = f"VENV={tmp_path}"
     told = {target: subprocess.run(
-        ["make", "--dry-run", target, venv], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=30,
+        ["make", "--dry-run", target, venv], cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S,
     ).stdout for target in ("demo", "lint")}  # fmt: skip
     assert "requirements-dev.txt" not in told["demo"].replace("' requirements-dev.txt", "")
     assert f"-r {tmp_path}/requirements-dev.txt" in told["lint"]
@@ -73,3 +77,29 @@ def test_who_has_no_gpu_is_told_of_torch_for_cpus_alone(uv, hint):
     without = commands(f"UV={uv}", "GPUS=")
     assert HINT in without
     assert hint in without
+
+
+def test_each_minor_version_of_torch_that_the_package_allows_is_tested_before_a_release():
+    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "TORCH", "VENV")}
+    told = subprocess.run(
+        ["make", "--dry-run", "torches", "UV=", "PYTHON=python3"],
+        cwd=REPOSITORY, env=kept, capture_output=True, text=True, check=True, timeout=LIMIT_S,
+    ).stdout  # fmt: skip
+    runs = re.findall(
+        r"^(\.venv\S*)/bin/python -m pytest -n .* (tests/\S+ tests/\S+ tests/\S+) \|\|", told, re.MULTILINE
+    )
+    *older, newest = torches()
+    assert runs == [
+        (venv, "tests/integration tests/replace tests/faults") for venv in [*map(".venv-{}".format, older), ".venv"]
+    ]
+    (floor,) = re.findall(r'"torch>=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())
+    minors = [version.rpartition(".")[0] for version in torches()]
+    assert minors == [f"2.{i}" for i in range(int(floor.removeprefix("2.")), int(newest.split(".")[1]) + 1)]
+    assert f"{minors[0]} to {minors[-1]}" == lookup._TESTED
+    assert f"\ntorch=={newest}\n" in (REPOSITORY / "requirements-dev.txt").read_text()
+
+
+def torches():
+    """Return the versions of torch that ``make torches`` tests on, the newest last."""
+    (line,) = re.findall(r"^TORCHES := (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    return line.split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import pydoc
 import subprocess
 import sys
@@ -35,14 +36,20 @@ def test_type_checkers_see_the_names_that_are_loaded_on_first_use(package):
 
 def test_import_phalanx_alone_reaches_every_package():
     # The first look is at a name inside, in a process of its own: nothing else may have imported the package.
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", f"import phalanx; print(phalanx.{name}.__all__)"], stdout=subprocess.PIPE, text=True
-        )
-        for name in PACKAGES
-    }
-    printed = {name: (process.communicate(timeout=60)[0], process.returncode) for name, process in started.items()}
-    assert printed == {name: (f"{getattr(phalanx, name).__all__}\n", 0) for name in PACKAGES}
+    code = f"""
+import os, sys, torch
+assert "phalanx" not in sys.modules
+for name in {PACKAGES}:
+    if (child := os.fork()) == 0:
+        import phalanx
+        print(getattr(phalanx, name).__all__, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "".join(f"{getattr(phalanx, name).__all__}\n" for name in PACKAGES)
 
 
 def test_import_phalanx_imports_nothing_else_of_it():

@@ -14,6 +14,8 @@ import pytest
 from phalanx.diagnose.jobs import find_job
 from tests.launch.jobs import PHALANX_RUN, Terminal, write_script
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 ATTACH = [sys.executable, "-m", "phalanx", "attach"]
 TRAINS = """
     import datetime, torch, torch.distributed as dist

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx import CollectiveMismatch
+from phalanx._torch import version
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from tests.backend._calls import CALLS, Call, check_equal, gloo_group
 
@@ -17,6 +18,9 @@ pytestmark = pytest.mark.kept_ranks
 
 needs_python_backends = pytest.mark.skipif(
     not HAS_PYTHON_BACKENDS, reason="before torch 2.14 only C++ backends reach the dispatcher's observers"
+)
+needs_flight_recorder = pytest.mark.skipif(
+    version() < (2, 15), reason="before torch 2.15 the Flight Recorder is attached to torchcomms alone"
 )
 
 
@@ -117,7 +121,7 @@ def ask_names(rank, world_size):
     return dist.get_backend(), group.name(), backend.name(), group.size(), dist.get_backend(dist.new_group())
 
 
-@needs_python_backends
+@needs_flight_recorder
 def test_the_flight_recorder_has_the_operations(run_ranks):
     for entries in run_ranks(record_flight, 2, env={"TORCH_FR_BUFFER_SIZE": "100"}):
         assert [name.split(":")[-1] for name, _, _ in entries] == ["all_reduce", "broadcast", "barrier"]

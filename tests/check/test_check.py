@@ -13,6 +13,8 @@ import pytest
 from phalanx.check import command
 from phalanx.diagnose.stacks import find_py_spy
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")  # and yet they start cold: the launcher of a trial is looked into
+
 CHECK = [sys.executable, "-m", "phalanx", "check"]
 SCRIPT = """
     import sys, time, torch, torch.distributed as dist

@@ -174,7 +174,6 @@ def save_on_rank_0_of_gloo(rank, world_size, folder):
     told.wait(["told"])  # so that it is missing, and not gone
 
 
-@pytest.mark.slow
 def test_a_call_that_another_rank_does_not_make_is_told_on_gloo(run_ranks, tmp_path):
     run_ranks(save_on_rank_0_of_gloo, 2, str(tmp_path / "c"), backend="gloo")
 

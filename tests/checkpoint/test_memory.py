@@ -20,6 +20,7 @@ from phalanx.testing import run_ranks
 from tests.checkpoint import _own
 from tests.checkpoint._tools import assert_same, save
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 LIMIT_S = 100
 
 TRAIN = """

@@ -18,6 +18,8 @@ from phalanx.diagnose.top_watch import Watch
 from tests.diagnose.puppets import until
 from tests.launch.jobs import PHALANX_RUN, Terminal, run_job, write_script
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SCRIPT = """
     import datetime, torch, torch.distributed as dist, phalanx
@@ -52,10 +54,9 @@ def ends(screen):
     return set(re.findall(r"end \d \d\.\d", screen.shown))
 
 
-@pytest.mark.parametrize("launcher", [PHALANX_RUN, TORCHRUN], ids=["phalanx run", "torchrun"])
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_one_rank_has_the_prompt_and_then_all_go_on(terminal, launcher, backend):
-    screen = terminal(launcher, backend=backend, rank=1)
+def test_one_rank_has_the_prompt_and_then_all_go_on(terminal, backend):
+    screen = terminal(PHALANX_RUN, backend=backend, rank=1)
     screen.read_until("(Pdb) ")
     screen.type("p RANK * 10 + 7\n")
     screen.read_until("17")
@@ -120,9 +121,8 @@ def test_a_prompt_is_never_hidden(terminal, flags):
 
 
 @pytest.mark.parametrize("typed", ["q\n", "\x04"], ids=["quit", "Ctrl-D"])
-@pytest.mark.parametrize("launcher", [PHALANX_RUN, TORCHRUN], ids=["phalanx run", "torchrun"])
-def test_quitting_ends_the_job(terminal, launcher, typed):
-    screen = terminal(launcher, rank=1)
+def test_quitting_ends_the_job(terminal, typed):
+    screen = terminal(PHALANX_RUN, rank=1)
     screen.read_until("(Pdb) ")
     screen.type(typed)
     assert screen.finish() == 1
@@ -152,10 +152,9 @@ def test_what_can_not_be_done_at_the_prompt_is_told_and_the_prompt_stays(termina
     assert ends(screen) == BOTH_END
 
 
-@pytest.mark.parametrize("launcher", [PHALANX_RUN, TORCHRUN], ids=["phalanx run", "torchrun"])
-def test_stepping_over_the_breakpoint_of_another_rank_gives_it_the_prompt(terminal, launcher):
+def test_stepping_over_the_breakpoint_of_another_rank_gives_it_the_prompt(terminal):
     script = SCRIPT.replace("y = x + 1", "phalanx.breakpoint(1 - {rank})")
-    screen = terminal(launcher, rank=0, script=script)
+    screen = terminal(PHALANX_RUN, rank=0, script=script)
     for number, command in enumerate(["n\n", "p RANK + 70\n", "c\n"], 1):
         screen.read_until("(Pdb) ", count=number)
         screen.type(command)
@@ -166,6 +165,45 @@ def test_stepping_over_the_breakpoint_of_another_rank_gives_it_the_prompt(termin
     screen.type("c\n")
     assert screen.finish() == 0
     assert ends(screen) == BOTH_END
+
+
+STAGES = """
+    import datetime, torch, torch.distributed as dist, phalanx
+    dist.init_process_group("{backend}", timeout=datetime.timedelta(seconds={timeout_s}))
+    x = torch.full((3,), float(RANK))
+    phalanx.breakpoint(1)
+    dist.all_reduce(x)
+    print("end %d %.1f" % (RANK, x[0]), flush=True)
+    phalanx.breakpoint(0)
+    phalanx.breakpoint(1)
+    dist.all_reduce(x)
+    print("end %d %.1f" % (RANK, x[0]), flush=True)
+    phalanx.breakpoint(1)
+    print("end %d 0.0" % RANK, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("backend", "last"), [("phalanx", "q\n"), ("gloo", "\x04")], ids=["quit", "Ctrl-D"])
+def test_under_torchrun_ranks_have_the_prompt_in_turn_and_quitting_ends_the_job(terminal, backend, last):
+    screen = terminal(TORCHRUN, backend=backend, script=STAGES)
+    screen.read_until("(Pdb) ")
+    screen.type("p RANK * 10 + 7\n")
+    screen.read_until("17")
+    screen.type("c\n")
+    for number, command in enumerate(["n\n", "p RANK + 70\n", "c\n"], 3):  # steps over the other's breakpoint
+        screen.read_until("(Pdb) ", count=number)
+        screen.type(command)
+    screen.read_until("(Pdb) ", count=6)
+    assert "71" in screen.shown
+    assert ends(screen) == BOTH_END
+    screen.type("p RANK + 80\n")
+    screen.read_until("80\r\n")
+    screen.type("c\n")
+    screen.read_until("(Pdb) ", count=8)
+    screen.type(last)
+    assert screen.finish() == 1
+    assert ends(screen) == BOTH_END | {"end 0 2.0", "end 1 2.0"}
+    assert "phalanx.breakpoint: rank 1 has quit the debugger, so the job ends" in screen.shown.replace("\r\n", "")
 
 
 THREADS = """

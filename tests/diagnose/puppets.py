@@ -17,9 +17,10 @@ SCRIPT = """
 import os, select, sys, time
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from phalanx.record import writer
 
-left = []
+left, loading = [], []
 
 def next_order():
     while not left:
@@ -41,10 +42,15 @@ def obey(order):
             pass
     elif what == "reduce":
         dist.all_reduce(torch.ones(5))  # the line
+    elif what == "load":
+        loading.append(iter(DataLoader(range(9), num_workers=1)))
+        next(loading[0])
     elif what == "end":
         sys.exit()
 
 dist.init_process_group(sys.argv[1])
+with open(f"pid_{os.environ['RANK']}", "w") as file:
+    file.write(str(os.getpid()))
 orders = os.open(f"orders_{os.environ['RANK']}", os.O_RDONLY)
 while True:
     obey(next_order())
@@ -80,7 +86,9 @@ class Puppets:
 
         def ranks() -> tuple[Rank, ...]:
             with contextlib.suppress(LookupError):
-                return find_job(str(self.pid)).ranks
+                job = find_job(str(self.pid))
+                self.pid = job.launcher_pid  # of a warm start, another process than the one that was started
+                return job.ranks
             return ()
 
         return until(ranks, lambda found: len([rank for rank in found if is_ready(rank)]) == len(self._fds))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import select
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,58 +19,7 @@ from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, find_job, find_jo
 from phalanx.diagnose.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
 
-SCRIPT = """
-import os, signal, sys
-import torch.distributed as dist
-from torch.utils.data import DataLoader
-
-dist.init_process_group(sys.argv[1])
-batches = iter(DataLoader(range(9), num_workers=1))
-next(batches)
-dist.barrier()
-os.write(int(sys.argv[2]), b"%d\\n" % os.getpid())
-signal.pause()
-"""
-LAUNCHERS = {
-    "phalanx run": ["-m", "phalanx", "run", "--nproc-per-node", "2", "--no-python", sys.executable],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable],
-}
-
-
-@pytest.fixture(params=[(launcher, backend) for launcher in LAUNCHERS for backend in ("phalanx", "gloo")], ids=" ".join)
-def job(request, tmp_path) -> Iterator[tuple[str, int, set[int]]]:
-    """The launcher, its pid and those of its ranks, which have a process that loads data each."""
-    launcher, backend = request.param
-    script = tmp_path / "job.py"
-    script.write_text(SCRIPT)
-    fifo = tmp_path / "started"
-    os.mkfifo(fifo)
-    reading = os.open(fifo, os.O_RDWR)
-    script.write_text(SCRIPT.replace("int(sys.argv[2])", f"os.open({str(fifo)!r}, os.O_WRONLY)"))
-    with subprocess.Popen([sys.executable, *LAUNCHERS[launcher], script, backend], cwd=tmp_path) as process:
-        try:
-            pids: set[int] = set()
-            while len(pids) < 2:
-                assert select.select([reading], [], [], 120)[0]
-                pids |= {int(word) for word in os.read(reading, 100).split()}
-            yield launcher, process.pid, pids
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-            os.close(reading)
-
-
-def test_a_job_is_found_with_its_ranks_and_what_they_have_started(job):
-    launcher, pid, pids = job
-    (found,) = [one for one in find_jobs() if one.pids & pids]
-    assert (found.name, found.launcher, found.launcher_pid, found.world_size) == ("job.py", launcher, pid, 2)
-    assert [rank.rank for rank in found.ranks] == [0, 1]
-    assert {rank.pid for rank in found.ranks} == pids
-    helpers = [helper for rank in found.ranks for helper in rank.helpers]
-    assert len({helper.parent for helper in helpers}) == 2
-    assert all(rank.process.state in "SR" and rank.process.num_threads > 1 for rank in found.ranks)
-    for of in (pid, *pids, helpers[0].pid):
-        assert find_job(str(of)).pids == found.pids
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 
 def test_what_is_no_rank_is_a_job_of_its_own_and_what_has_ended_is_none():
@@ -267,6 +214,19 @@ rank.communicate(b"done\\n")
         jobs = {find_job(str(of)).world_size: find_job(str(of)) for of in (pid, outer.pid)}
         outer.communicate("done\n", timeout=60)
     assert {size: [rank.pid for rank in job.ranks] for size, job in jobs.items()} == {2: [pid], 1: [outer.pid]}
+
+
+def test_a_job_that_started_warm_is_found_by_the_process_that_was_typed(tmp_path):
+    (tmp_path / "job.py").write_text("import signal; print('up', flush=True); signal.pause()")
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", "job.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert [process.stdout.readline()[-3:] for _ in range(2)] == ["up\n"] * 2
+            job = find_job(str(process.pid))
+            assert (job.name, job.launcher, len(job.ranks)) == ("job.py", "phalanx run", 2)
+            assert job.launcher_pid != process.pid, "it did not start warm"
+        finally:
+            process.terminate()
 
 
 ALONE = "import os, signal; print(flush=True); signal.pause()"

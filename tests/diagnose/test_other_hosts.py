@@ -24,6 +24,8 @@ from phalanx.diagnose.stacks import find_py_spy
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.questions import socket_of
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 PHALANX = [sys.executable, "-m", "phalanx"]
 SCRIPT = """
 import threading, torch, torch.distributed as dist

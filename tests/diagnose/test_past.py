@@ -19,7 +19,10 @@ from phalanx.diagnose.past import examine_run, last_run_of, record_of
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.diagnose.why import main
 from phalanx.diagnose.wording import sentence
+from tests.diagnose.asked import asked
 from tests.record.made import Job, save
+
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 RAISES = """
@@ -82,9 +85,7 @@ def run(folder: Path, script: str, num_ranks: int = 3, **environ: str) -> subpro
 
 
 def why(folder: Path, *args: object) -> list[str]:
-    done = subprocess.run(
-        [*PHALANX, "why", *map(str, args)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = asked(folder, "why", *args)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -319,7 +320,7 @@ def test_a_name_that_would_control_a_terminal_is_escaped_wherever_it_is_shown(tm
 
 
 def printed(folder, *command):
-    done = subprocess.run([*PHALANX, *command], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = asked(folder, *command)
     return done.stdout + done.stderr
 
 
@@ -453,9 +454,7 @@ def test_the_folder_of_a_trainer_stands_for_the_run_that_trained_in_it(tmp_path)
     assert os.listdir(tmp_path / "runs") == ["long"], "checkpoints and a launcher's records lie apart"
     assert "out.json: 2 ranks, " in printed(tmp_path, "trace", "runs/long", "--out", "out.json")
     shutil.rmtree(folder)  # as on a host that shares the Trainer's folder alone
-    done = subprocess.run(
-        [*PHALANX, "why", "runs/long"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = asked(tmp_path, "why", "runs/long")
     assert done.returncode == 2
     assert re.fullmatch(
         r"phalanx why: the job that trained in runs/long ran on \S+; ask there: it left no record here\n", done.stderr

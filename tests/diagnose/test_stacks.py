@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from phalanx.diagnose.processes import off_limits
 from phalanx.diagnose.stacks import Frame, Thread, find_py_spy, read_stacks
 from phalanx.diagnose.wording import thread_lines
 from phalanx.record.box import MEMORY_NAME
+from tests.diagnose.asked import asked
 from tests.limited import limited_files
 
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -46,8 +48,7 @@ def sleeping(more: str = "", within: tuple[str, ...] = ()) -> Iterator[subproces
         process.kill()
 
 
-def ask(command: str, *args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PHALANX, command, *map(str, args)], capture_output=True, text=True, timeout=60, check=False)
+ask = functools.partial(asked, ".")
 
 
 @needs_py_spy

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.ports import ReservedPort
+from tests.diagnose.asked import asked
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 
@@ -41,18 +42,12 @@ def launcher(tmp_path_factory) -> Iterator[tuple[Path, int]]:
         yield folder, pid
 
 
-def ask(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PHALANX, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 @pytest.mark.parametrize("named", ["early.py", "./early.py", "logs/early", "runs/early", "the run", "the launcher"])
 def test_why_says_what_the_launcher_waits_for(launcher, named):
     folder, pid = launcher
     job = {"the run": next(folder.glob("logs/early/*")), "the launcher": pid}.get(named, named)
     for flags in [], ["--brief"]:
-        done = ask(folder, "why", job, *flags)
+        done = asked(folder, "why", job, *flags)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(
             f"no rank of early.py runs here yet (phalanx run, pid {pid}): waiting for nodes: 1 of at least 2 are here"
@@ -66,7 +61,7 @@ def test_why_of_a_trainers_folder_tells_of_the_job_that_starts_and_not_of_the_la
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text('{"kind": "start", "origin": {"logs": "../../earlier/logs", "hosts": "here"}}\n')
     try:
-        done = ask(folder, "why", "runs/early")
+        done = asked(folder, "why", "runs/early")
     finally:
         record.unlink()
     assert done.stdout.startswith(f"no rank of early.py runs here yet (phalanx run, pid {pid}): ")
@@ -74,7 +69,7 @@ def test_why_of_a_trainers_folder_tells_of_the_job_that_starts_and_not_of_the_la
 
 def test_top_shows_the_launcher_and_no_rank(launcher):
     folder, pid = launcher
-    done = ask(folder, "top", "early.py", "--once")
+    done = asked(folder, "top", "early.py", "--once")
     assert done.returncode == 0
     assert done.stdout.startswith(f"early.py  phalanx run, pid {pid}  waiting for nodes: 1 of at least 2 are here")
     assert "rank" not in done.stdout
@@ -86,8 +81,8 @@ def left_s(line: str) -> int:
 
 def test_the_time_that_a_launcher_waits_is_counted_on(launcher):
     folder, _ = launcher
-    first = left_s(ask(folder, "why", "early.py").stdout)
-    while (later := left_s(ask(folder, "why", "early.py").stdout)) == first:
+    first = left_s(asked(folder, "why", "early.py").stdout)
+    while (later := left_s(asked(folder, "why", "early.py").stdout)) == first:
         pass
     assert later < first
 
@@ -109,11 +104,11 @@ def test_of_a_job_that_lost_a_node_it_is_told_what_the_launcher_waits_for_and_no
             while "waiting for nodes: 1 of at least 2" not in (said := one.stderr.readline()):
                 assert said, "it has ended"
             wanted = "waiting for nodes: 1 of at least 2 are here"
-            shown = " ".join(ask(tmp_path, "top", one.pid, "--once").stdout.split())
+            shown = " ".join(asked(tmp_path, "top", one.pid, "--once").stdout.split())
             assert shown.startswith(f"late.py phalanx run, pid {one.pid} "), shown
             assert re.search(rf"{wanted} \(\S+\); \d+ s are left$", shown), shown
             assert "gone" not in shown
-            assert wanted in ask(tmp_path, "why", one.pid).stdout
+            assert wanted in asked(tmp_path, "why", one.pid).stdout
         finally:
             one.terminate()
             other.kill()
@@ -124,7 +119,7 @@ def test_the_brief_answer_about_a_job_of_one_rank_is_what_that_does(tmp_path):
     command = [*PHALANX, "run", "--nproc-per-node", "1", "--no-preload", "alone.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert "started" in process.stdout.readline()
-        done = ask(tmp_path, "why", "alone.py", "--brief")
+        done = asked(tmp_path, "why", "alone.py", "--brief")
         process.terminate()
     assert (done.returncode, len(done.stdout.splitlines())) == (1, 1), done
     assert "rank 0" in done.stdout or "pid" in done.stdout
@@ -135,7 +130,7 @@ def test_the_brief_answer_about_a_job_of_one_rank_is_what_that_does(tmp_path):
 )
 def test_commands_that_need_a_rank_say_that_there_is_none_yet(launcher, command):
     folder, pid = launcher
-    done = ask(folder, *command)
+    done = asked(folder, *command)
     assert done.returncode == 1
     assert done.stderr.startswith(
         f"phalanx {command[0]}: no rank of early.py runs here yet (phalanx run, pid {pid}): waiting"
@@ -147,6 +142,6 @@ def test_a_run_that_ended_before_its_ranks_were_started_says_what_ended_it(tmp_p
         assert pid
     (run,) = tmp_path.glob("logs/early/*")
     for named in "early.py", run:
-        done = ask(tmp_path, "why", named)
+        done = asked(tmp_path, "why", named)
         assert done.returncode == 2
         assert done.stderr.endswith("has ended before any rank was started: phalanx run got SIGTERM\n"), done.stderr

@@ -20,6 +20,8 @@ from phalanx.record.box import open_box
 from tests.diagnose.puppets import Puppets
 from tests.launch.jobs import Terminal
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 TOP = [sys.executable, "-m", "phalanx", "top"]
 ESCAPES = re.compile(r"\x1b\[[?\d;]*[A-Za-z]")
 COLORS = re.compile(r"\x1b\[[\d;]*3\dm")

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from phalanx.diagnose.jobs import Job, find_job, find_jobs
 from phalanx.diagnose.top_rank import RankView
 from phalanx.diagnose.top_watch import Watch
-from tests.diagnose.puppets import LINE, Puppets, until
+from tests.diagnose.puppets import LAUNCHERS, LINE, Puppets, until
+
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +106,12 @@ def test_what_a_rank_uses_is_measured(puppets, look):
         assert rank.major_faults_per_s >= 0
 
 
-@pytest.mark.parametrize(
-    ("launcher", "backend"), [("torchrun", "phalanx"), ("torchrun", "gloo"), ("phalanx run", "gloo")]
-)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_any_launcher_and_backend(tmp_path, launcher, backend):
     with Puppets(tmp_path, launcher, backend) as job:
         job.wait_for_ranks()
+        pids = {int((tmp_path / f"pid_{rank}").read_text()) for rank in range(2)}
         with contextlib.closing(Watch(str(job.pid), 1.0)) as watch:
             job.order(1, "compute")
             idle = "waiting" if (launcher, backend) == ("torchrun", "gloo") else "asleep"  # the former has no record
@@ -120,6 +123,25 @@ def test_any_launcher_and_backend(tmp_path, launcher, backend):
             (seen,) = watch.look()
             assert (seen.name, seen.launcher, seen.world_size) == ("puppet.py", launcher, 2)
             assert 0 < seen.seconds < 60
+        job.order(1, "reduce")
+        for rank in range(2):
+            job.order(rank, "load")
+        found = until(lambda: job_of(pids), lambda found: all(rank.helpers for rank in found.ranks))
+        told = (found.name, found.launcher, found.launcher_pid, found.world_size)
+        assert told == ("puppet.py", launcher, job.pid, 2)
+        assert [rank.rank for rank in found.ranks] == [0, 1]
+        assert {rank.pid for rank in found.ranks} == pids
+        helpers = [helper for rank in found.ranks for helper in rank.helpers]
+        assert len({helper.parent for helper in helpers}) == 2
+        assert all(rank.process.state in "SR" and rank.process.num_threads > 1 for rank in found.ranks)
+        for of in (job.pid, *pids, helpers[0].pid):
+            assert find_job(str(of)).pids == found.pids
+
+
+def job_of(pids: set[int]) -> Job:
+    """Return the one job of which these are processes."""
+    (found,) = [one for one in find_jobs() if one.pids & pids]
+    return found
 
 
 def test_a_job_that_ends_while_it_is_watched_is_gone(tmp_path):

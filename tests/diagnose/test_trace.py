@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import gzip
 import json
 import random
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import cli
-from phalanx.diagnose.jobs import find_jobs
+from phalanx.diagnose.jobs import find_job
 from phalanx.diagnose.trace import make_trace, merged, write_trace
 from phalanx.diagnose.trace_clocks import align
 from phalanx.launch.ports import ReservedPort
@@ -27,6 +26,8 @@ from tests.browser import needs_browser, run_page
 from tests.diagnose.puppets import until
 from tests.diagnose.trace_format import check_format
 from tests.record.made import MS, Job, looks, save
+
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 PHALANX = [sys.executable, "-m", "phalanx"]
 
@@ -271,22 +272,17 @@ def test_of_a_job_that_records_nothing_yet_an_earlier_attempt_is_taken_and_named
         )
         with job:
             try:
-                found = until(functools.partial(jobs_of, job.pid), bool)
-                save(Job(2, seed=1).boxes(5), Path(found[0].folder) / "blackbox/attempt_0")
+                found = until(lambda: find_job(str(job.pid)), lambda found: found.folder)
+                save(Job(2, seed=1).boxes(5), Path(found.folder) / "blackbox/attempt_0")
                 assert cli.main(["trace", str(job.pid)]) == 0
                 said = capsys.readouterr()
                 assert said.err.startswith(
-                    f"phalanx trace: no rank of train.py runs here yet (phalanx run, pid {job.pid}): "
+                    f"phalanx trace: no rank of train.py runs here yet (phalanx run, pid {found.launcher_pid}): "
                 )
-                assert said.err.endswith(f"; so this is {found[0].folder}/blackbox/attempt_0\n")
+                assert said.err.endswith(f"; so this is {found.folder}/blackbox/attempt_0\n")
                 assert cli.main(["trace", str(job.pid), "--seconds", "1"]) == 1
             finally:
                 job.terminate()
-
-
-def jobs_of(pid: int) -> list:
-    """Return the job of a launcher, once it has told its folder."""
-    return [job for job in find_jobs() if job.launcher_pid == pid and job.folder]
 
 
 def test_of_runs_without_a_record_an_older_one_is_taken_and_named(tmp_path, monkeypatch, capsys):

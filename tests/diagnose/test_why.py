@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -23,6 +24,10 @@ from phalanx.diagnose.kernel import Stand, stand_of
 from phalanx.diagnose.processes import descendants, processes_of
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.record.box import box_of_process
+from tests.diagnose.asked import asked
+from tests.launch.jobs import await_line
+
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 SCRIPT = Path(__file__).with_name("hanging.py")
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -169,12 +174,17 @@ def hanging(folder: Path, launcher: str, backend: str, names: list[str], seed: i
 
 
 def ask(job: Job) -> tuple[dict[str, Any], float]:
-    """Return what phalanx why says of a job, and how long it took."""
-    begun = time.monotonic()
-    done = subprocess.run(
-        [*PHALANX, "why", "--json", str(job.process.pid)], capture_output=True, text=True, timeout=60, check=True
-    )
-    return json.loads(done.stdout), time.monotonic() - begun
+    """Return what phalanx why says of a job, and how long it took; of late answers that of the quickest of five."""
+    took_s = math.inf
+    for _ in range(5):  # the machine may be busy with something else
+        begun = time.monotonic()
+        done = subprocess.run(
+            [*PHALANX, "why", "--json", str(job.process.pid)], capture_output=True, text=True, timeout=60, check=True
+        )
+        took_s = min(took_s, time.monotonic() - begun)
+        if took_s <= ANSWER_S:
+            break
+    return json.loads(done.stdout), took_s
 
 
 def mistakes(answer: dict[str, Any], name: str, culprit: int) -> list[str]:
@@ -239,12 +249,14 @@ def test_native_frames_do_not_make_a_wait_shorter(tmp_path):
         try:
             before = until_rank_1_rests(process.pid, lambda seconds: seconds > 1.5)
             assert not before["since_is_least"]
+            halted_s = time.monotonic()
             stacks = [*PHALANX, "stacks", "--native", str(process.pid)]
             assert subprocess.run(stacks, capture_output=True, timeout=60, check=False).returncode == 0
             after = until_rank_1_rests(process.pid, lambda _: True)
+            after_s = time.monotonic()
         finally:
             process.terminate()
-    assert after["since_s"] < before["since_s"], "the kernel counts anew"
+    assert after["since_s"] < after_s - halted_s, "the kernel counts anew"
     assert after["since_is_least"]
 
 
@@ -252,8 +264,7 @@ def until_rank_1_rests(pid: int, is_fit: Callable[[float], bool]) -> dict[str, A
     """Return what rank 1 does once it is the one whom rank 0 waits for."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        done = [*PHALANX, "why", "--json", str(pid)]
-        said = subprocess.run(done, capture_output=True, text=True, timeout=60, check=False).stdout
+        said = asked(".", "why", "--json", pid).stdout
         if said and (answer := json.loads(said))["culprits"] == [1]:
             doing = answer["ranks"][1]
             if doing["since_s"] is not None and is_fit(doing["since_s"]):
@@ -266,9 +277,9 @@ import ctypes, socket, struct, sys, threading, time, torch, torch.distributed as
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group(sys.argv[1])
 rank = dist.get_rank()
-dist.all_reduce(torch.ones(1))
 def rest():
-    sys.stdin.read()  # rests
+    print("there", flush=True)
+    sys.stdin.readline()  # rests
 def ddp():
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     for step in range(3):
@@ -285,49 +296,61 @@ def receives():
     if rank == 1:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1000, 0))
-        threading.Thread(target=lambda: (sys.stdin.read(), theirs.send(b"x"))).start()
+        threading.Thread(target=lambda: (sys.stdin.readline(), theirs.send(b"x"))).start()
+        print("there", flush=True)
         recv, room = ctypes.CDLL(None).recv, ctypes.create_string_buffer(1)
         print("received", recv(ours.fileno(), room, 1, 0), flush=True)  # rests
     dist.all_reduce(torch.ones(1))  # waits
-globals()[sys.argv[2]]()
+for what in sys.argv[2:]:
+    dist.all_reduce(torch.ones(1))
+    globals()[what]()
 dist.barrier()
 dist.destroy_process_group()  # else a thread of Gloo may free a tensor when Python has ended, which aborts
 """
-RESTING = [("ddp", "phalanx"), ("ddp", "gloo"), ("thread", "phalanx"), ("thread", "gloo"), ("receives", "phalanx")]
+RESTING = {"phalanx": ["ddp", "thread", "receives"], "gloo": ["ddp", "thread"]}
 
 
 @needs_py_spy
-@pytest.mark.parametrize(("what", "backend"), RESTING)
-def test_a_rank_that_rests_is_named_and_for_how_long_and_is_left_alone(tmp_path, what, backend):
+@pytest.mark.parametrize("backend", RESTING)
+def test_a_rank_that_rests_is_named_and_for_how_long_and_is_left_alone(tmp_path, backend):
     (tmp_path / "job.py").write_text(RESTS)
-    rests, waits = (
-        {number for number, line in enumerate(RESTS.splitlines(), 1) if f"# {word}" in line}
-        for word in ("rests", "waits")
-    )
-    command = [*LAUNCHERS["torchrun"][:-1], "--nproc-per-node", "2", "job.py", backend, what]
+    command = [*LAUNCHERS["torchrun"][:-1], "--nproc-per-node", "2", "job.py", backend, *RESTING[backend]]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
         try:
-            lasted: list[tuple[float, float, float]] = []
-            said = ""
-            deadline = time.monotonic() + 60
-            while len(lasted) < 3:
-                assert time.monotonic() < deadline, said
-                done = [*PHALANX, "why", "--json", str(process.pid)]
-                said = subprocess.run(done, capture_output=True, text=True, timeout=60, check=False).stdout
-                if said and (answer := json.loads(said))["culprits"] == [1] and answer["waiters"] == [0]:
-                    waiting, resting = answer["ranks"]
-                    line = (resting["frame"] or {}).get("line")  # None: it could not be read at that moment
-                    if line in rests and int(waiting["call"]["site"].rpartition(":")[2]) in waits:
-                        lasted.append((time.monotonic(), resting["since_s"], waiting["call"]["since_s"]))
+            for what in RESTING[backend]:
+                await_line(process.stdout, "there")
+                (first, *since), *later = lasted = rests_of(process.pid, what)
+                for at, *longer in later:
+                    for before, after in zip(since, longer, strict=True):
+                        assert abs(after - before - (at - first)) < 0.5, (what, lasted)
+                print(file=process.stdin, flush=True)
         finally:
             process.stdin.close()
         assert process.wait(timeout=60) == 0
-        assert "received" not in (out := process.stdout.read()) or "received 1" in out
-    (first, *since), *later = lasted
-    for at, *longer in later:
-        for before, after in zip(since, longer, strict=True):
-            assert abs(after - before - (at - first)) < 0.5, lasted
+        out = process.stdout.read()
+        assert ("received 1" in out) == ("receives" in RESTING[backend]), out
+
+
+def rests_of(pid: int, what: str) -> list[tuple[float, float, float]]:
+    """Return thrice the time, and for how long rank 1 rests by then in one of `RESTS` and rank 0 waits for it."""
+    lines = RESTS.splitlines()
+    begin = lines.index(f"def {what}():")
+    body = next(number for number in range(begin + 1, len(lines)) if not lines[number].startswith(" "))
+    waits = {number for number in range(begin + 1, body + 1) if "# waits" in lines[number - 1]}
+    rests = {number for number, line in enumerate(lines, 1) if "# rests" in line}
+    lasted: list[tuple[float, float, float]] = []
+    said = ""
+    deadline = time.monotonic() + 60
+    while len(lasted) < 3:
+        assert time.monotonic() < deadline, (what, said)
+        said = asked(".", "why", "--json", pid).stdout
+        if said and (answer := json.loads(said))["culprits"] == [1] and answer["waiters"] == [0]:
+            waiting, resting = answer["ranks"]
+            line = (resting["frame"] or {}).get("line")  # None: it could not be read at that moment
+            if line in rests and int(waiting["call"]["site"].rpartition(":")[2]) in waits:
+                lasted.append((time.monotonic(), resting["since_s"], waiting["call"]["since_s"]))
+    return lasted
 
 
 def why(pid: int) -> str:

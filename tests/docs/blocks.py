@@ -23,6 +23,7 @@ PAGE_LIMIT_S = 180.0  # a page runs for 10 s; beside other tests, on a slow mach
 _SHOWN = "shown only"
 _ANYTHING = "..."
 _END_OF_COMMAND = "\x1e"
+_LEFT_OUT = re.compile(r"(?!PHALANX_WARM$)(PHALANX|PYTEST|COV)_")  # variables that a reader has not set
 _MARK = re.compile(rf"{_SHOWN}: \S.*|any order|exit \d+")
 
 
@@ -121,8 +122,10 @@ def read_console(body: str) -> list[Command]:
 
 
 def _finish(command: list[str], folder: Path, deadline: float, *, with_stderr: bool) -> tuple[int, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PHALANX_", "PYTEST_", "COV_"))}
+    kept = {name: value for name, value in os.environ.items() if not _LEFT_OUT.match(name)}
     environ = {**kept, "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", "COLUMNS": "80", "TERM": "dumb"}
+    # Of an editable install, which no reader has.
+    environ["PYTEST_ADDOPTS"] = "-W 'ignore:Module already imported:pytest.PytestAssertRewriteWarning'"
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         process = subprocess.Popen(
             command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,

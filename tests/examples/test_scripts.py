@@ -11,15 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.warm_jobs import own_folder
+
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-LIMIT_S = 60
+LIMIT_S = 300
 COMMAND = re.compile(r"phalanx run --nproc-per-node (\d) examples/(\w+\.py)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keeps_a_process_warm():
+    """All examples start from one process that has imported torch."""
+    with own_folder():
+        yield
 
 
 def start(folder, name, *args, num_ranks=2):
     """Run an example and return what it printed, without the launcher's prefixes; plain Python for no ranks."""
-    launcher = ["-m", "phalanx", "run", "--nproc-per-node", str(num_ranks)] if num_ranks else []
+    launcher = ["-m", "phalanx", "run", "--warm", "--nproc-per-node", str(num_ranks)] if num_ranks else []
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *launcher, str(EXAMPLES / name), *args]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S)

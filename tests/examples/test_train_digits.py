@@ -23,7 +23,10 @@ LIMIT_S = 120
 
 NEEDS = ("sklearn",)
 missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"the example needs {missing}")
+pytestmark = [
+    pytest.mark.skipif(bool(missing), reason=f"the example needs {missing}"),
+    pytest.mark.usefixtures("warm_jobs"),
+]
 
 
 def command(launcher, out, *args):
@@ -75,6 +78,7 @@ def test_two_ranks_reach_97_percent_and_leave_checkpoints_and_a_report(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold_jobs")
 def test_a_rank_is_killed_and_the_training_goes_on_to_the_same_weights(tmp_path):
     train(launcher(2), tmp_path / "whole", "--epochs", "3")
     killed = tmp_path / "killed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -12,6 +13,7 @@ import time
 import pytest
 
 from phalanx.record.losses import load_losses
+from tests.hosts.forks import Forks
 from tests.namespaces import hosts
 
 pytestmark = pytest.mark.usefixtures("needs_hosts")
@@ -58,21 +60,26 @@ def jobs():
             process.kill()
 
 
-def start(jobs, placed, *arguments, **variables):
-    """Start one rank for each host in `placed`, in order."""
-    environ = {
-        "WORLD_SIZE": str(len(placed)),
-        "MASTER_ADDR": placed[0].address,
-        "MASTER_PORT": PORT,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it says that these addresses have no names
-        **variables,
-    }
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", SCRIPT, *arguments]
-    processes = [host.start(command, {**environ, "RANK": str(rank)}, **pipes) for rank, host in enumerate(placed)]
-    jobs += processes
-    return processes
+@pytest.fixture(scope="module")
+def forks():
+    """Where ranks come from that are on their own: they are many."""
+    with contextlib.closing(Forks()) as made:
+        yield made
+
+
+@pytest.fixture
+def start(jobs, forks):
+    """``start(placed, *arguments, **variables)`` starts one rank for each host in `placed`, in order."""
+
+    def start_ranks(placed, *arguments, **variables):
+        environ = {"WORLD_SIZE": str(len(placed)), "MASTER_ADDR": placed[0].address, "MASTER_PORT": PORT, **variables}
+        processes = [
+            forks.start(host, SCRIPT, {**environ, "RANK": str(rank)}, *arguments) for rank, host in enumerate(placed)
+        ]
+        jobs.extend(processes)
+        return processes
+
+    return start_ranks
 
 
 def said_by(process):
@@ -83,10 +90,10 @@ def said_by(process):
 
 
 @pytest.mark.parametrize("layout", ["ab", "aabb", "abc", "aab"])
-def test_ranks_of_several_hosts_meet(jobs, layout):
+def test_ranks_of_several_hosts_meet(start, layout):
     with hosts(len(set(layout))) as made:
         placed = [made["abc".index(name)] for name in layout]
-        processes = start(jobs, placed)
+        processes = start(placed)
         total = sum(range(1, len(layout) + 1))
         for rank, process in enumerate(processes):
             said = said_by(process)
@@ -97,11 +104,11 @@ def test_ranks_of_several_hosts_meet(jobs, layout):
             assert process.returncode == 0
 
 
-def test_hosts_of_one_name_are_told_apart_by_their_networks(jobs):
+def test_hosts_of_one_name_are_told_apart_by_their_networks(start):
     # As containers are: one kernel, networks of their own, and here the same hostname.
     with hosts(2) as (a, b):
         b.run("hostname", a.name)
-        processes = start(jobs, [a, b], "wait")
+        processes = start([a, b], "wait")
         assert {said_by(process)["core"] for process in processes} == {"BridgedGroup"}
         b.kill()
         said = said_by(processes[0])
@@ -112,10 +119,10 @@ def test_hosts_of_one_name_are_told_apart_by_their_networks(jobs):
 @pytest.mark.parametrize("way", ["cut", "kill"])
 @pytest.mark.parametrize("layout", ["aabb", "abc"])
 @pytest.mark.parametrize("lost", [0, 1], ids=["with the store", "another"])
-def test_a_host_that_vanishes_is_named_by_every_survivor(jobs, layout, way, lost):
+def test_a_host_that_vanishes_is_named_by_every_survivor(start, layout, way, lost):
     with hosts(len(set(layout))) as made:
         placed = [made["abc".index(name)] for name in layout]
-        processes = start(jobs, placed, "wait")
+        processes = start(placed, "wait")
         for process in processes:
             said_by(process)
         began_s = time.monotonic()
@@ -129,9 +136,9 @@ def test_a_host_that_vanishes_is_named_by_every_survivor(jobs, layout, way, lost
             assert said["at"] - began_s < NAMED_WITHIN_S
 
 
-def test_a_cut_in_the_middle_of_a_large_message_is_noticed(jobs):
+def test_a_cut_in_the_middle_of_a_large_message_is_noticed(start):
     with hosts(2, rate="1gbit") as (a, b):
-        processes = start(jobs, [a, b], "wait", "busy")
+        processes = start([a, b], "wait", "busy")
         for process in processes:
             said_by(process)
         b.cut()
@@ -165,14 +172,14 @@ def test_a_master_that_only_its_own_host_reaches_is_refused(jobs):
         assert "Set MASTER_ADDR to an address that every host reaches, or GLOO_SOCKET_IFNAME" in said
 
 
-def test_the_interface_that_gloo_is_told_is_taken(jobs):
+def test_the_interface_that_gloo_is_told_is_taken(start):
     with hosts(2) as (a, b):
         for number, host in enumerate((a, b)):  # a second address, on an interface of its own name
             host.run("ip", "address", "add", f"10.88.0.{number + 1}/24", "dev", host.interface)
-        processes = start(jobs, [a, b], GLOO_SOCKET_IFNAME="eth0")
+        processes = start([a, b], GLOO_SOCKET_IFNAME="eth0")
         for process in processes:
             assert said_by(process)["sum"] == [3.0]
-        processes = start(jobs, [a, b], GLOO_SOCKET_IFNAME="ib7")
+        processes = start([a, b], GLOO_SOCKET_IFNAME="ib7")
         first, second = (said_by(process) for process in processes)
         assert first["error"] == second["error"] == "PhalanxError"
         assert "GLOO_SOCKET_IFNAME is ib7, which has no address here; there are eth0, lo" in first["text"]

@@ -25,7 +25,7 @@ class Comparison:
     """
 
     def __init__(self, world_size: int, folder: Path, programs: Mapping[str, Program]) -> None:
-        self._results = run_ranks(_run_all, world_size, dict(programs), str(folder), init=False, timeout_s=100)
+        self._results = run_ranks(_run_all, world_size, dict(programs), str(folder), init=False, timeout_s=300)
 
     def same_on_gloo(self, name: str) -> list[Any]:
         """Return the results of a program on phalanx, in rank order, after finding the same bits in Gloo's.
@@ -56,7 +56,7 @@ def _run_all(rank: int, world_size: int, programs: dict[str, Program], folder: s
             init_method=f"file://{folder}/{backend}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=20),
+            timeout=timedelta(seconds=100),
         )
         for name, (program, args) in programs.items():
             torch.manual_seed(0)

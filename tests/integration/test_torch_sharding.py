@@ -22,11 +22,15 @@ def batch(step, share):
     return torch.randn(8, 10, generator=generator), torch.randn(8, 3, generator=generator)
 
 
+def mse_loss(output, target):
+    return nn.functional.mse_loss(output.to(target.dtype), target)  # torch 2.11 has none of two dtypes
+
+
 def train_steps(model, optimizer, share):
     losses = []
     for step in range(NUM_STEPS):
         x, target = batch(step, share)
-        loss = nn.functional.mse_loss(model(x), target)
+        loss = mse_loss(model(x), target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -79,7 +83,7 @@ def train_fsdp2(rank, world_size, kind):
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
     x, target = batch(NUM_STEPS, rank)
-    after = [nn.functional.mse_loss(m(x), target).item() for m in (model, again)]
+    after = [mse_loss(m(x), target).item() for m in (model, again)]
     return losses, after, dict(state), optimizer_state
 
 

@@ -1,31 +1,28 @@
-"""The fixture of warm starts."""
+"""The fixtures of warm starts."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import tempfile
-
 import pytest
 
-from phalanx.launch.warm import places
-from tests.launch.test_orphans import ends
-from tests.launch.warm_jobs import Warm, servers
+from tests.launch.warm_jobs import Warm, own_folder
 
 
 @pytest.fixture
 def warm(tmp_path, monkeypatch):
     """``warm(source, *args)`` runs a warm job in a folder with no other warm processes, which are ended at the end."""
-    runtime = tempfile.mkdtemp(prefix="warm-", dir="/tmp")  # short enough for a socket
-    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-    monkeypatch.delenv("PHALANX_WARM", raising=False)
     monkeypatch.chdir(tmp_path)
-    yield Warm(tmp_path)
-    for pid in servers():
-        os.kill(pid, signal.SIGKILL)
-        assert ends(pid)
-    for path in places.sockets():  # those that they have left elsewhere
-        if (connection := places.connect(path)) is not None:
-            connection.close()
-    shutil.rmtree(runtime)
+    with own_folder():
+        yield Warm(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folder_of_the_module():
+    with own_folder():
+        yield
+
+
+@pytest.fixture
+def kept_warm(tmp_path, monkeypatch, folder_of_the_module):
+    """As `warm`, with what the tests before it in its module have kept warm, for one that leaves it so."""
+    monkeypatch.chdir(tmp_path)
+    return Warm(tmp_path)

@@ -13,7 +13,7 @@ import termios
 import textwrap
 import time
 
-LIMIT_S = 60
+LIMIT_S = 120
 PHALANX_RUN = [sys.executable, "-m", "phalanx", "run"]
 
 

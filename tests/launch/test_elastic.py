@@ -253,7 +253,7 @@ phalanx.shutdown()
 
 def test_training_loses_a_rank_goes_on_and_takes_it_back_without_losing_a_step(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    job = run_job(tmp_path, TRAIN, "--max-restarts", "2", "--regrow-after", "0.5", num_ranks="1:2")
+    job = run_job(tmp_path, TRAIN, "--warm", "--max-restarts", "2", "--regrow-after", "0.5", num_ranks="1:2")
     assert job.returncode == 0, job.stderr
     want = [0, 0, 0]
     for step in range(1, 121):

@@ -47,13 +47,13 @@ def test_ranks_are_not_forked_from_a_process_whose_threads_are_bound(tmp_path, e
 PRINTS = "import os; print('WAIT', os.environ.get('OMP_WAIT_POLICY'))"
 
 
-@pytest.mark.parametrize(("num_threads", "policy"), [("512", "PASSIVE"), ("1", "None")])
-def test_ranks_of_phalanx_run_are_told(tmp_path, monkeypatch, num_threads, policy):
+@pytest.mark.parametrize(("num_threads", "policy", "flags"), [("512", "PASSIVE", []), ("1", "None", ["--no-preload"])])
+def test_ranks_of_phalanx_run_are_told(tmp_path, monkeypatch, num_threads, policy, flags):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", num_threads)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     (tmp_path / "prints.py").write_text(PRINTS)
-    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "prints.py"]
+    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", *flags, "prints.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"WAIT {policy}" in done.stdout

@@ -87,7 +87,7 @@ CASES = ("raises", "callback", "handles", "differs", "own_hook", "goes_on", "for
 def job(tmp_path_factory):
     """One job that fails in one way after another: what it said, and the error files of both ranks of each attempt."""
     folder = tmp_path_factory.mktemp("job")
-    done = run_job(folder, f"CASES = {CASES}\n{SCRIPT}", "--max-restarts", str(len(CASES) - 1))
+    done = run_job(folder, f"CASES = {CASES}\n{SCRIPT}", "--warm", "--max-restarts", str(len(CASES) - 1))
     said = done.stderr.split("phalanx run: rank ")[1:]
     assert len(said) == len(CASES), done.stderr
     files = {}

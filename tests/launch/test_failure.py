@@ -111,7 +111,7 @@ def test_memory_that_the_kernel_took_is_told_from_a_kill_by_hand():
 
 
 def test_the_cause_is_named_and_its_victims_take_one_line(tmp_path):
-    done = run_job(tmp_path, TWO_MEET + "if RANK == 2: os._exit(9)\ndist.barrier()\n", num_ranks=4)
+    done = run_job(tmp_path, TWO_MEET + "if RANK == 2: os._exit(9)\ndist.barrier()\n", "--warm", num_ranks=4)
     assert done.returncode == 9, done.stderr
     ours = [line for line in done.stderr.splitlines() if line.startswith("phalanx run: ")]
     *begin, end = ours[next(i for i, line in enumerate(ours) if "logs in" in line) :]
@@ -156,7 +156,7 @@ def test_the_error_file_of_torchs_record_is_kept(tmp_path):
     def main(): raise ValueError("bad learning rate")
     main()
     """
-    done = run_job(tmp_path, source, num_ranks=1)
+    done = run_job(tmp_path, source, "--warm", num_ranks=1)
     assert done.returncode == 1
     error = json.loads((folder_of(tmp_path) / "attempt_0/rank_0/error.json").read_text())
     assert error["message"]["message"] == "ValueError: bad learning rate"
@@ -228,7 +228,7 @@ def test_a_failed_group_starts_again_with_a_fresh_rendezvous(tmp_path, backend):
     dist.barrier()
     dist.destroy_process_group()
     """
-    done = run_job(tmp_path, source, "--max-restarts", "2")
+    done = run_job(tmp_path, source, "--warm", "--max-restarts", "2")
     assert done.returncode == 0, done.stderr
     want = [f"[rank {rank}] attempt {attempt} of 2 rank {rank} 2.0" for attempt in range(3) for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == sorted(want)
@@ -278,7 +278,7 @@ def test_the_error_file_is_found_after_a_change_of_folder(tmp_path):
     os.chdir("elsewhere")
     main()
     """
-    done = run_job(tmp_path, source, num_ranks=1)
+    done = run_job(tmp_path, source, "--warm", num_ranks=1)
     assert "raised ValueError and exited with code 1" in done.stderr
     error = json.loads((folder_of(tmp_path) / "attempt_0/rank_0/error.json").read_text())
     assert error["message"]["message"] == "ValueError: bad learning rate"
@@ -327,7 +327,7 @@ def test_a_killed_warden_is_a_failure_like_any_other(tmp_path):
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] again", "[rank 1] again"]
     assert "the process that starts the ranks (pid " in done.stderr
-    done = run_job(tmp_path, source)
+    done = run_job(tmp_path, source, "--warm")
     assert done.returncode == 137
     assert "was killed by SIGKILL; exit code 137\n" in done.stderr
     assert "launch.log\n" in done.stderr

@@ -361,7 +361,7 @@ def test_phalanx_run_names_a_rank_that_left_before_it_joined(tmp_path):
         sys.exit(0)
     dist.init_process_group("gloo")
     """
-    done = run_job(tmp_path, source, num_ranks=3)
+    done = run_job(tmp_path, source, "--warm", num_ranks=3)
     assert done.returncode == 1
     last = done.stderr[done.stderr.rindex("phalanx run: rank ") :]
     assert "raised RankFailed" in last
@@ -371,7 +371,9 @@ def test_phalanx_run_names_a_rank_that_left_before_it_joined(tmp_path):
 def test_backend_mpi_on_a_torch_without_it_gets_advice(tmp_path):
     if dist.is_mpi_available():
         pytest.skip("this torch has MPI")
-    done = run_job(tmp_path, "import torch.distributed as dist\ndist.init_process_group('mpi')\n", num_ranks=1)
+    done = run_job(
+        tmp_path, "import torch.distributed as dist\ndist.init_process_group('mpi')\n", "--warm", num_ranks=1
+    )
     assert 'hint: this torch has no MPI; init_process_group("phalanx")' in done.stderr, sys.version
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 
 class Nodes:
     """Launchers that share a rendezvous, in one folder."""

@@ -13,6 +13,8 @@ from phalanx.launch.job import Job
 
 from .jobs import run_job
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 ALONE = "phalanx run: the ranks made no process group, so each has trained on its own;\n"
 APART = "phalanx run: the ranks exchanged no gradients, so each has trained on its own;\n"
 STEP = """

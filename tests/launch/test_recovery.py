@@ -13,6 +13,8 @@ from tests.train.test_report import Page
 
 from .jobs import run_job
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 TRAINER = """
 import torch, phalanx
 from torch import nn

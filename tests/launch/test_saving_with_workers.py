@@ -16,6 +16,8 @@ from phalanx import checkpoint
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
 from tests.launch.test_orphans import ends
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 DATA = """
 import torch, phalanx
 from torch import nn

@@ -10,6 +10,8 @@ import phalanx
 from tests.launch.jobs import LIMIT_S, await_line, run_job
 from tests.launch.test_nodes import nodes  # noqa: F401 a fixture
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 TRAIN = """
 import torch, phalanx
 import torch.distributed as dist

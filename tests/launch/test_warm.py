@@ -63,32 +63,26 @@ def facts(done):
     return found
 
 
-def run_cold_and_warm(warm, *args, **options):
-    """Return what a script sees cold, in the job that starts a warm process, and in one that finds it."""
-    seen = []
-    (warm.folder / "given").write_text("from outside")
-    for flags in ([], ["--warm"], ["--warm"]):
-        command = ["sh", "-c", 'exec "$@" 9< given', "sh", *PHALANX_RUN, "--nproc-per-node", "1", *flags, *args]
-        given = {"input": "typed", "capture_output": True, "text": True, "timeout": LIMIT_S, **options}
-        seen.append(facts(subprocess.run(command, **given)))
-    assert len(servers()) == 1
-    return seen
+ARGUMENTS = [["train.py", "--flag", "a b", ""], ["./pkg/../train.py"], ["-m", "pkg.train", "x"], ["pkg"]]
 
 
-@pytest.mark.parametrize(
-    "args",
-    [["train.py", "--flag", "a b", ""], ["./pkg/../train.py"], ["-m", "pkg.train", "x"], ["pkg"]],
-    ids=["script", "path", "module", "folder"],
-)
-def test_a_script_sees_the_same_cold_and_warm(warm, args):
+def test_a_script_sees_the_same_cold_and_warm(warm):
     for name in ("train.py", "pkg/train.py", "pkg/__main__.py"):
         warm.write(FACTS + MORE_FACTS, name)
     warm.write("", "pkg/__init__.py")
-    cold, first, second = run_cold_and_warm(warm, *args, umask=0o27)
-    assert cold["preloaded"]
-    assert cold["extra"] == ["from outside"]
-    assert first == cold
-    assert second == cold
+    (warm.folder / "given").write_text("from outside")
+    for number, args in enumerate(ARGUMENTS):
+        seen = []
+        # Cold, in the job that starts a warm process, and in one that finds it.
+        for flags in ([], ["--warm"], ["--warm"])[: 3 if number == 0 else 2]:
+            command = ["sh", "-c", 'exec "$@" 9< given', "sh", *PHALANX_RUN, "--nproc-per-node", "1", *flags, *args]
+            given = {"input": "typed", "capture_output": True, "text": True, "timeout": LIMIT_S}
+            seen.append(facts(subprocess.run(command, umask=0o27, **given)))
+        cold = seen[0]
+        assert cold["preloaded"]
+        assert cold["extra"] == ["from outside"]
+        assert seen == [cold] * len(seen), args
+    assert len(servers()) == 1
 
 
 def test_the_next_job_is_forked_from_the_process_that_the_first_has_left(warm):
@@ -107,6 +101,15 @@ def test_the_variable_asks_for_a_warm_start_as_the_flag_does(warm):
         [*PHALANX_RUN, "--nproc-per-node", "1", warm.write(HELLO)], env={**os.environ, "PHALANX_WARM": "1"}
     )
     assert done.returncode == 0
+    assert len(servers()) == 1
+
+
+def test_a_trial_that_starts_the_process_has_no_later_job_in_it(warm):
+    tell = "import torch; from phalanx import _trial; print(_trial._current and _trial._current._folder)"
+    trial = {**os.environ, "PHALANX_TRIAL": json.dumps({"folder": "FOLDER", "changes": {}, "first_steps": 3})}
+    environs = [trial, {**trial, "PHALANX_TRIAL": trial["PHALANX_TRIAL"].replace("FOLDER", "another")}, os.environ]
+    done = [warm(tell, env=environ) for environ in environs]
+    assert [one.stdout.rpartition(" ")[2].strip() for one in done] == ["FOLDER", "another", "None"], done
     assert len(servers()) == 1
 
 
@@ -145,10 +148,10 @@ def test_a_stream_may_be_closed(warm, redirection):
     assert len(servers()) == 1
 
 
-def test_mistakes_and_help_are_as_without_it(warm):
-    warm(HELLO)
+def test_mistakes_and_help_are_as_without_it(kept_warm):
+    kept_warm(HELLO)
     for args in (["nothing.py"], ["--help"], ["--nnodes", "x", "train.py"]):
-        cold, ours = warm.phalanx("run", *args), warm.phalanx("run", "--warm", *args)
+        cold, ours = kept_warm.phalanx("run", *args), kept_warm.phalanx("run", "--warm", *args)
         assert (ours.returncode, ours.stdout, ours.stderr) == (cold.returncode, cold.stdout, cold.stderr)
 
 
@@ -245,7 +248,7 @@ def test_another_number_of_threads_starts_another(warm):
     assert len(servers()) == min(2, num_cpus)
 
 
-def test_jobs_of_one_process_draw_numbers_of_their_own(warm):
+def test_jobs_of_one_process_draw_numbers_of_their_own(kept_warm):
     source = """
     import logging, multiprocessing, random, tempfile, uuid, numpy, torch
     record = logging.makeLogRecord({})
@@ -256,7 +259,7 @@ def test_jobs_of_one_process_draw_numbers_of_their_own(warm):
     said = []
     for _ in range(3):
         began_s = time.time()
-        first, last = warm(source).stdout.splitlines()
+        first, last = kept_warm(source).stdout.splitlines()
         assert float(first.split()[-1]) > began_s
         said.append(last.split()[2:])
     assert [len(set(several)) for several in zip(*said, strict=True)] == [3] * 7

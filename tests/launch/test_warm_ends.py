@@ -37,9 +37,9 @@ def test_it_ends_when_nobody_has_needed_it_for_a_while(warm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_reach_the_ranks(warm, sig):
-    warm(HELLO)
-    with warm.start(FOREVER) as job:
+def test_signals_reach_the_ranks(kept_warm, sig):
+    kept_warm(HELLO)
+    with kept_warm.start(FOREVER) as job:
         job.send_signal(sig)
         _, stderr = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 128 + sig
@@ -48,9 +48,9 @@ def test_signals_reach_the_ranks(warm, sig):
 
 
 @pytest.mark.parametrize("victim", ["client", "guard", "supervisor"])
-def test_nothing_of_a_job_outlives_those_who_stand_for_it(warm, victim):
-    warm(HELLO)
-    with warm.start("import os, signal\n" + WITH_CHILDREN) as job:
+def test_nothing_of_a_job_outlives_those_who_stand_for_it(kept_warm, victim):
+    kept_warm(HELLO)
+    with kept_warm.start("import os, signal\n" + WITH_CHILDREN) as job:
         words = [int(word) for word in job.first_line.split()[3:]]
         warden, pids = words[0], words[1:]
         keeper = parent_of(warden)
@@ -63,11 +63,11 @@ def test_nothing_of_a_job_outlives_those_who_stand_for_it(warm, victim):
 
 
 @pytest.fixture
-def terminal(warm):
+def terminal(kept_warm):
     opened = []
 
     def open_terminal(command):
-        opened.append(Terminal(command, warm.folder))
+        opened.append(Terminal(command, kept_warm.folder))
         return opened[-1]
 
     yield open_terminal
@@ -75,9 +75,9 @@ def terminal(warm):
         one.close()
 
 
-def test_ctrl_c_at_a_terminal_ends_the_job_and_not_the_warm_process(warm, terminal):
-    warm(HELLO)
-    screen = terminal(warm.command(FOREVER))
+def test_ctrl_c_at_a_terminal_ends_the_job_and_not_the_warm_process(kept_warm, terminal):
+    kept_warm(HELLO)
+    screen = terminal(kept_warm.command(FOREVER))
     screen.read_until("up")
     screen.type("\x03")
     assert screen.finish() == 130
@@ -86,9 +86,9 @@ def test_ctrl_c_at_a_terminal_ends_the_job_and_not_the_warm_process(warm, termin
     assert len(servers()) == 1
 
 
-def test_rank_0_reads_what_is_typed_and_follows_the_size(warm, terminal):
-    warm(HELLO)
-    screen = terminal(warm.command("""
+def test_rank_0_reads_what_is_typed_and_follows_the_size(kept_warm, terminal):
+    kept_warm(HELLO)
+    screen = terminal(kept_warm.command("""
         import os, signal
         signal.signal(signal.SIGWINCH, lambda *_: print("columns", os.get_terminal_size().columns, flush=True))
         print("hello", input("name? "))
@@ -103,11 +103,11 @@ def test_rank_0_reads_what_is_typed_and_follows_the_size(warm, terminal):
     assert screen.finish() in (0, 130)
 
 
-def test_ctrl_z_stops_the_ranks_too_and_fg_lets_them_go_on(warm):
-    warm(HELLO)
+def test_ctrl_z_stops_the_ranks_too_and_fg_lets_them_go_on(kept_warm):
+    kept_warm(HELLO)
     source = "import os, signal\nprint('at', os.getpid(), flush=True)\nwhile True: signal.pause()"
     # In a process group of its own, as a shell starts it: a group without a parent outside is not stopped by SIGTSTP.
-    with warm.start(source, preexec_fn=os.setpgrp) as job:
+    with kept_warm.start(source, preexec_fn=os.setpgrp) as job:
         rank = int(job.first_line.split()[3])
         for sig, state in ((signal.SIGTSTP, "T"), (signal.SIGCONT, "S")):
             job.send_signal(sig)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
 import subprocess
+import tempfile
 import textwrap
 from pathlib import Path
 
+import pytest
+
+from phalanx.launch.warm import places
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN
-from tests.launch.test_orphans import parent_of
+from tests.launch.test_orphans import ends, parent_of
 
 PHALANX = PHALANX_RUN[:-1]
 HELLO = "import os; print('hello', os.environ['RANK'])"
@@ -58,3 +64,20 @@ def servers():
             if is_server and mine in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
     return [pid for pid in found if parent_of(pid) not in found]  # not the parents of its jobs
+
+
+@contextlib.contextmanager
+def own_folder():
+    """Let warm processes meet in a folder that has no others, and end them at the end."""
+    runtime = tempfile.mkdtemp(prefix="warm-", dir="/tmp")  # short enough for a socket
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", runtime)
+        patch.delenv("PHALANX_WARM", raising=False)
+        yield
+        for pid in servers():
+            os.kill(pid, signal.SIGKILL)
+            assert ends(pid)
+        for path in places.sockets():  # those that they have left elsewhere
+            if (connection := places.connect(path)) is not None:
+                connection.close()
+    shutil.rmtree(runtime)

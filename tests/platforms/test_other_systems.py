@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -23,8 +24,29 @@ for name in phalanx.__all__:
         print(name)
 """
 COMMAND = "import sys; from phalanx.cli import main; sys.exit(main(['{}', 'train.py']))"
+COMMANDS = ("run", "tune", "doctor", "verify-resume")
 SPAWN = "import phalanx\nphalanx.spawn(print, (), 2)"
 GROUP = "import torch.distributed as dist\ndist.init_process_group('phalanx', {})"
+PLACES = ("init_method='file://{}/meet', rank=0, world_size=2", "store=dist.HashStore(), rank=0, world_size=1")
+# Each script in a process that is forked before phalanx is imported, so that torch is imported once.
+RUNS_SCRIPTS = """
+import json, os, sys
+for number, code in enumerate(json.loads(open("scripts").read())):
+    if (child := os.fork()) == 0:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        status = 0
+        try:
+            exec(compile(code, "script.py", "exec"), {"__name__": "__main__"})
+        except SystemExit as end:
+            status = end.code
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        sys.stdout.flush()
+        os._exit(status)  # without torch's end, which takes a second
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 TRAIN = """
 import sys
 import phalanx
@@ -50,38 +72,48 @@ def run(*command, folder):
     )
 
 
-def run_code(code, folder):
-    (folder / "script.py").write_text(code)
-    return run(PRETENCE, "script.py", folder=folder)
+@pytest.fixture(scope="module")
+def run_code(tmp_path_factory):
+    """``run_code(script)`` returns how one of the scripts has ended."""
+    folder = tmp_path_factory.mktemp("scripts")
+    scripts = [EVERY_NAME, SPAWN, *(GROUP.format(place.format(folder)) for place in PLACES)]
+    scripts += [COMMAND.format(command) for command in COMMANDS]
+    (folder / "scripts").write_text(json.dumps(scripts))
+    (folder / "script.py").write_text(RUNS_SCRIPTS)
+    done = run(PRETENCE, "script.py", folder=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    ends = {}
+    for number, (script, code) in enumerate(zip(scripts, done.stdout.split(), strict=True)):
+        out, err = ((folder / f"{number}.{name}").read_text() for name in ("out", "err"))
+        ends[script] = subprocess.CompletedProcess(script, int(code), out, err)
+    return lambda script: ends[script.format(folder)]
 
 
-def test_the_package_imports_with_all_names_but_the_backend_s_own(tmp_path):
-    done = run_code(EVERY_NAME, tmp_path)
+def test_the_package_imports_with_all_names_but_the_backend_s_own(run_code):
+    done = run_code(EVERY_NAME)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["Communicator", "communicator"]
 
 
-@pytest.mark.parametrize(
-    "place", ["init_method='file://{}/meet', rank=0, world_size=2", "store=dist.HashStore(), rank=0, world_size=1"]
-)
-def test_a_group_of_the_backend_is_refused_in_a_sentence(tmp_path, place):
-    done = run_code(GROUP.format(place.format(tmp_path)), tmp_path)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_group_of_the_backend_is_refused_in_a_sentence(run_code, place):
+    done = run_code(GROUP.format(place))
     assert done.returncode == 1
     assert (
         done.stderr.splitlines()[-1] == f"phalanx.PhalanxError: {INSTEAD}which chooses it (phalanx explain linux-only)"
     )
 
 
-def test_ranks_that_phalanx_would_start_are_refused_in_a_sentence(tmp_path):
-    done = run_code(SPAWN, tmp_path)
+def test_ranks_that_phalanx_would_start_are_refused_in_a_sentence(run_code):
+    done = run_code(SPAWN)
     assert done.stderr.splitlines()[-1].endswith(
         "starting ranks needs Linux, and this is darwin: start the script with torchrun (phalanx explain linux-only)"
     )
 
 
-@pytest.mark.parametrize("command", ["run", "tune", "doctor", "verify-resume"])
-def test_a_command_that_starts_ranks_is_refused_in_a_sentence(tmp_path, command):
-    done = run_code(COMMAND.format(command), tmp_path)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_that_starts_ranks_is_refused_in_a_sentence(run_code, command):
+    done = run_code(COMMAND.format(command))
     assert done.returncode == 2
     assert done.stderr == (
         f"phalanx {command} needs Linux, and this is darwin: start scripts with torchrun, on the backend gloo "

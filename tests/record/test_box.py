@@ -19,6 +19,8 @@ from phalanx.testing import run_ranks
 from tests.limited import limited_files
 from tests.record.made import Job, encoded
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 PHALANX = [sys.executable, "-m", "phalanx"]
 SCRIPT = """
 import os, sys

@@ -22,6 +22,8 @@ from phalanx.record import writer
 from phalanx.record.box import MEMORY, Event, box_of_process, boxes_held_by, load_boxes
 from phalanx.testing import run_ranks, spawn_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 
 def own_events(*kinds: str) -> list[Event]:
     box = box_of_process(os.getpid())

@@ -16,9 +16,13 @@ import torch
 
 from phalanx.record.box import load_boxes
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.distributed.ProcessGroup, "register_pre_hook"), reason="before torch 2.14 groups have no hooks"
-)
+pytestmark = [
+    pytest.mark.usefixtures("warm_jobs"),
+    pytest.mark.skipif(
+        not hasattr(torch.distributed.ProcessGroup, "register_pre_hook"),
+        reason="before torch 2.14 groups have no hooks",
+    ),
+]
 PHALANX = [sys.executable, "-m", "phalanx"]
 LAUNCHES = {"forked": [], "executed": ["--no-python", sys.executable]}
 CALLS = """

@@ -16,6 +16,8 @@ import torch
 
 from phalanx.record.box import load_boxes
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 HAS_HOOKS = pytest.mark.skipif(
     not hasattr(torch.distributed.ProcessGroup, "register_pre_hook"), reason="before torch 2.14 groups have no hooks"
 )

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import phalanx
+from phalanx._torch import version
 from phalanx.backend._arguments import Arguments
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.backend._memory import OtherDevice
-from tests.backend.test_observers import needs_python_backends, record_flight
+from tests.backend.test_observers import needs_flight_recorder, needs_python_backends, record_flight
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Gloo = dist.ProcessGroupGloo  # as a program would have imported it, before anything is replaced
@@ -49,7 +50,7 @@ GROUPS = {
     "new_group beside another": lambda: dist.new_group(backend="cpu:gloo,cuda:fake"),
     "new_group behind another": lambda: dist.new_group(backend="cuda:fake,cpu:gloo"),
     "device mesh": lambda: init_device_mesh("cpu", (2,)).get_group(),
-} | ({"split_group": lambda: dist.split_group(split_ranks=[[0, 1]])} if HAS_PYTHON_BACKENDS else {})
+} | ({"split_group": lambda: dist.split_group(split_ranks=[[0, 1]])} if version() >= (2, 15) else {})
 
 
 def look(rank, world_size):
@@ -143,7 +144,8 @@ def test_ranks_that_disagree_about_the_device_are_told(spawn_ranks):
 def sum_everywhere(rank, world_size, debug):
     dist.set_debug_level(debug)
     dist.init_process_group("gloo")
-    sums = summed(), summed(dist.new_group([1, 0], backend="gloo", sort_ranks=False))
+    order = {"sort_ranks": False} if version() >= (2, 12) else {}
+    sums = summed(), summed(dist.new_group([1, 0], backend="gloo", **order))
     kind = type(dist.group.WORLD._get_backend(CPU)).__name__
     dist.destroy_process_group()
     return sums, kind
@@ -170,7 +172,7 @@ def test_profilers_see_gloo(run_ranks):
     assert run_ranks(profile, 2, backend="gloo", env={"PHALANX_REPLACE": "gloo"}) == [{"gloo:all_reduce"}] * 2
 
 
-@needs_python_backends
+@needs_flight_recorder
 def test_the_flight_recorder_sees_the_group_if_asked(run_ranks):
     env = {"PHALANX_REPLACE": "gloo", "TORCH_FR_BUFFER_SIZE": "100"}
     for entries in run_ranks(record_flight, 2, backend="gloo", env=env):

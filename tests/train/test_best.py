@@ -171,6 +171,7 @@ def test_what_has_ended_a_run_is_said_written_down_and_reported(results, name, m
     printed, (end,), page = results[0][0][name]
     assert (end["reason"], end.get("message")) == (name, message)
     assert ("All training that was asked for is done." in page) == (message is None)
+    assert f'<strong class="state {"stopped" if name == "stop" else "finished"}">' in page
     if message is None:
         assert "stopped" not in printed
     else:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import phalanx.train
+from phalanx import cli
 from phalanx.train import plots
 from phalanx.train.metrics import MetricsLog
 from phalanx.train.report import write_report
@@ -295,15 +296,10 @@ def test_colours_stand_out_enough(scheme):
 # ---- phalanx report --------------------------------------------------------------------------------------------------
 
 
-def report(*args) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "phalanx", "report", *args], capture_output=True, text=True, timeout=60
-    )
-
-
 def test_phalanx_report_prints_where_the_page_is(tmp_path):
     restarted_run(tmp_path / "run")
-    done = report(str(tmp_path / "run"))
+    command = [sys.executable, "-m", "phalanx", "report", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/run/report.html\n", "")
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
 
@@ -317,12 +313,13 @@ def test_phalanx_report_prints_where_the_page_is(tmp_path):
         (["empty"], "nothing recorded yet in 'empty'"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, monkeypatch, args, said):
+def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, args, said):
     monkeypatch.chdir(tmp_path)
     MetricsLog("empty").close()
-    done = report(*args)
-    assert (done.returncode, done.stdout) == (2, "")
-    *usage, line = done.stderr.splitlines()
+    code = cli.main(["report", *args])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    *usage, line = err.splitlines()
     assert usage == ["usage: phalanx report FOLDER"] * (len(args) != 1)
     assert line == f"phalanx report: {said}"
 

@@ -21,6 +21,8 @@ from tests.record.made import Job, save
 from tests.train.runs import BEGAN_S, FakeRun
 from tests.train.test_report import EVIL, Page, page_of
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 
 def at(boxes: Sequence[Box], time_s: float) -> list[Box]:
     """Return the boxes as of a job that began at a time of day."""

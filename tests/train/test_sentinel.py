@@ -26,7 +26,7 @@ def found(outcomes: list[list[str]], num_lasting: int) -> None:
 
 
 def test_a_flipped_bit_is_found_within_the_interval(run_ranks, tmp_path):
-    found(run_ranks(flip_until, 3, str(tmp_path), 8, timeout_s=120), 8)
+    found(run_ranks(flip_until, 3, str(tmp_path), 8, timeout_s=360), 8)
 
 
 @pytest.mark.slow

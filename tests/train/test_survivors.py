@@ -8,6 +8,8 @@ import pytest
 
 from tests.launch.jobs import run_job
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 SCRIPT = """
 import torch, phalanx
 from torch import nn

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx import cli
 from phalanx._trial import _can_fuse
 from phalanx.launch.cpus import read_machine
 from phalanx.launch.flag_parser import without_flags
@@ -22,6 +23,8 @@ from phalanx.launch.trial_folder import folder_of_jobs
 from phalanx.launch.tuned import Tuned, recall, remember, tuned_file
 from phalanx.tune.command import _SEARCHED
 from phalanx.tune.trials import Setup, Trials, _rate
+
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 TUNE = (sys.executable, "-m", "phalanx", "tune")
 LIMIT_S = 120
@@ -318,15 +321,6 @@ def test_the_table_of_a_script_without_a_loader_counts_steps_and_fits_80_columns
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_jobs_leave_nothing_in_the_folder_for_logs_but_what_was_found(tmp_path):
-    write(tmp_path, PLAIN, **GROUP)
-    flags = ("--log-dir", "logs")
-    done = tune(tmp_path, "--seconds", "5", "--nproc-per-node", "2", *flags, "train.py")
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["tuned.json"]
-    assert " --log-dir logs train.py\n" in done.stdout.partition("best: phalanx run ")[2]
-
-
 def test_a_script_that_takes_no_step_in_time_is_told_what_gives_it_more(tmp_path):
     (tmp_path / "train.py").write_text("import time, torch; time.sleep(60)")
     setup = Setup(ranks=1, threads=1)
@@ -335,10 +329,10 @@ def test_a_script_that_takes_no_step_in_time_is_told_what_gives_it_more(tmp_path
     assert "has not taken its steps in time; --seconds gives it more" in str(failed[setup])
 
 
-def test_threads_that_the_user_has_set_are_not_searched(tmp_path):
+def test_threads_that_the_user_has_set_are_not_searched_and_jobs_leave_nothing_in_the_folder_for_logs(tmp_path):
     write(tmp_path, PLAIN, **GROUP)
     done = tune(
-        tmp_path, "--seconds", "5", "--json", "found.json", "--nproc-per-node", "1", "train.py",
+        tmp_path, "--seconds", "5", "--json", "found.json", "--nproc-per-node", "1", "--log-dir", "logs", "train.py",
         environ={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -346,7 +340,9 @@ def test_threads_that_the_user_has_set_are_not_searched(tmp_path):
         "plain python: 1 rank x 1 thread",
         "1 rank x 1 thread",
     ]
-    assert "best: OMP_NUM_THREADS=1 phalanx run --nproc-per-node 1" in done.stdout
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["tuned.json"]
+    best = done.stdout.partition("best: OMP_NUM_THREADS=1 phalanx run --nproc-per-node 1")[2]
+    assert " --log-dir logs train.py\n" in best
 
 
 @pytest.mark.slow
@@ -373,12 +369,14 @@ def test_tunables_of_the_user_leave_memory_alone(tmp_path):
         (("--secnds", "9", "train.py"), "did you mean --seconds?"),
     ],
 )
-def test_mistakes_in_the_command_line_are_named(tmp_path, words, said):
+def test_mistakes_in_the_command_line_are_named(tmp_path, monkeypatch, capsys, words, said):
     write(tmp_path, PLAIN, **ALONE)
-    done = subprocess.run([*TUNE, *words], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert "usage: phalanx tune" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    code = cli.main(["tune", *words])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "usage: phalanx tune" in err
 
 
 def processes_in(folder: Path) -> set[str]:
@@ -416,6 +414,7 @@ def test_a_job_that_hangs_before_its_first_step_is_given_what_others_took(tmp_pa
         assert trials.start_s > 0
 
 
+@pytest.mark.usefixtures("cold_jobs")
 def test_a_script_that_does_not_want_to_end_is_ended_with_its_daemons(tmp_path):
     daemon = "subprocess.Popen(['sleep', '1000'], start_new_session=True)"
     begin = f"import signal, subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN); {daemon}; "
@@ -441,11 +440,21 @@ def test_a_search_sweeps_what_a_killed_one_has_left_and_nothing_else(tmp_path, m
     assert sorted(os.listdir(tmp_path)) == ["a file", "phalanx-tune-link", "phalanx-tune-of-somebody"]
 
 
-@pytest.mark.parametrize("does", ["steps", "sleeps"])
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_an_end_in_the_middle_leaves_no_process(tmp_path, kind, does):
-    begun = f"open(r'{tmp_path}/begun', 'a').close(); "
-    write(tmp_path, PLAIN, **GROUP | {"begin": begun + (GROUP["begin"] if does == "steps" else "time.sleep(1000)")})
+def test_an_end_in_the_middle_leaves_no_process(tmp_path, kind):
+    write(tmp_path, PLAIN, **GROUP | {"begin": f"open(r'{tmp_path}/begun', 'a').close(); {GROUP['begin']}"})
+    end_in_the_middle(tmp_path, kind)
+
+
+@pytest.mark.usefixtures("cold_jobs")
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_an_end_before_the_first_step_leaves_no_process(tmp_path, kind):
+    (tmp_path / "train.py").write_text(f"import time; open(r'{tmp_path}/begun', 'a').close(); time.sleep(1000)")
+    end_in_the_middle(tmp_path, kind)
+
+
+def end_in_the_middle(tmp_path: Path, kind: int) -> None:
+    """Send a signal to a search whose script has begun, and check that nothing of it is left."""
     (tmp_path / "tmp").mkdir()
     with subprocess.Popen(
         [*TUNE, "--seconds", "60", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -20,6 +20,7 @@ from phalanx._text import columns, ending_of, shortened
 from phalanx.diagnose.commands import BY_HAND, launcher_of, program_of, script_name, script_path
 from phalanx.diagnose.processes import (
     Process,
+    awaited_by,
     command_of,
     descendants,
     environment_of,
@@ -220,8 +221,9 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Job:
     launcher, name = launcher_of(pid), script_name(command_of(pid)) or process.name
     if launcher != BY_HAND:  # mpirun starts ranks through a daemon
         processes = processes_of(os.geteuid())
+        stand_ins = awaited_by(pid)  # of a warm start
         for job in jobs:
-            if any(_is_below(one, {pid}, processes) for one in job.pids):
+            if job.launcher_pid in stand_ins or any(_is_below(one, {pid}, processes) for one in job.pids):
                 return job
         name = script_name(program_of(pid)[1:]) or name
         if why_not := off_limits(pid):

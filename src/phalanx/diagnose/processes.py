@@ -152,3 +152,13 @@ def _read(pid: int, name: str) -> bytes:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
         return file.read()
     return b""
+
+
+def awaited_by(pid: int) -> set[int]:
+    """Return the processes of which a process holds a pidfd, and which live."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fdinfo"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/fdinfo/{name}") as file:
+                found |= {int(line.split()[1]) for line in file if line.startswith("Pid:")}
+    return {one for one in found if one > 0}

@@ -93,20 +93,24 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, m
     """
     culprit = find_culprit(outcomes)
     assert culprit is not None
-    lines = [f"{headline(culprit)} [world_size {len(outcomes)}]"]
-    if hung := [outcome for outcome in outcomes if outcome.hung]:
-        ranks = [outcome.rank for outcome in hung]
-        lines.append(f"  limit {timeout_s:g} s passed or a peer failed; hung: ranks {ranks}")
-    lines += [f"  {line}" for line in _others(culprit, outcomes)]
+    lines = heads(culprit, outcomes, timeout_s)
     if culprit.error is not None:
         lines += folded(culprit, max_rows)
         if hint := hint_for(culprit, outcomes):
             lines.append(f"  hint: {hint}{explanation_for(culprit)}")
     else:
-        for outcome in hung if culprit.hung else [culprit]:
-            if outcome.last_words.lines:
+        for outcome in outcomes if culprit.hung else [culprit]:
+            if outcome.last_words.lines and (outcome.hung or not culprit.hung):
                 lines += [f"--- rank {outcome.rank}:", outcome.traceback.rstrip()]
     return RankError("\n".join(lines), culprit, outcomes)
+
+
+def heads(culprit: Outcome, outcomes: Sequence[Outcome], timeout_s: float) -> list[str]:
+    """Return the lines that say which rank was the cause, and what became of the others."""
+    lines = [f"{headline(culprit)} [world_size {len(outcomes)}]"]
+    if hung := [outcome.rank for outcome in outcomes if outcome.hung]:
+        lines.append(f"  limit {timeout_s:g} s passed or a peer failed; hung: ranks {hung}")
+    return lines + [f"  {line}" for line in _others(culprit, outcomes)]
 
 
 def headline(culprit: Outcome) -> str:

@@ -24,6 +24,7 @@ from phalanx._last_words import LastWords
 from phalanx._memory import MemoryPolicy, obey_launcher, of_rank
 from phalanx._text import shortened
 from phalanx.launch.environment import Attempt, rank_environment
+from phalanx.launch.guard import guard
 from phalanx.launch.warden import die_with_parent
 
 
@@ -33,7 +34,7 @@ class Assignment:
 
     Attributes:
         call: A pair of function and arguments from `dumps`; pickled in the parent, so that a tensor travels by value
-            and not by a shared descriptor.
+            and not by a shared descriptor. The pair itself for a rank that is forked from the parent.
         folder: Private to the group.
         notes: File in which the parent notes the ranks that have ended.
         environ: Environment of every rank, beside the variables from `attempt`.
@@ -41,7 +42,7 @@ class Assignment:
         start_method: Start method for processes of a rank, such as a data loader's workers: that of the parent.
     """
 
-    call: bytes
+    call: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
     folder: str
     attempt: Attempt
     notes: str
@@ -98,12 +99,16 @@ def _below_guard(name: str) -> AttributeError:
     )
 
 
-def _load_call(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _load_call(
+    call: bytes | tuple[Callable[..., Any], tuple[Any, ...]],
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the function and the arguments that the parent sent.
 
     Raises:
         AttributeError: The script defines one of them where its import does not come by.
     """
+    if not isinstance(call, bytes):
+        return call
     try:
         function, args = pickle.loads(call)
     except AttributeError as error:
@@ -244,9 +249,10 @@ def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
 
 def _settle(rank: int, assignment: Assignment) -> None:
     """Make the forked process look as if the parent had started it."""
-    die_with_parent(os.getppid())  # the server ends with the parent, the ranks with the server
+    die_with_parent(os.getppid())  # a server ends with the parent, its ranks with the server
     os.setpgid(0, 0)  # Ctrl-C is the parent's to pass on
     _let_go_of_server()
+    guard.let_go()
     os.sched_setaffinity(0, assignment.cpus)
     stacks = open(os.path.join(assignment.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
     faulthandler.enable(stacks, all_threads=True)

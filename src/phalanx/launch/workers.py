@@ -31,6 +31,7 @@ from phalanx._sockets import keep_paths_short
 from phalanx.launch.ahead import relevant
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
+from phalanx.launch.guard import guard
 from phalanx.launch.outcome import Outcome, read_stderr
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.warden import children_of
@@ -153,9 +154,12 @@ class Workers:
         num_threads: Number of torch's threads in each rank.
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``.
         warm: Whether the first ranks of this process may come from a warm process, see `start_server`.
+        forked: Whether ranks are forked from this very process, so that `fn` and `args` need not be picklable. It must
+            have imported what ranks need, and hold nothing that can't be forked.
 
     Raises:
         TypeError: `fn` or `args` can't be sent to another process.
+        OSError: A rank can't be forked.
     """
 
     def __init__(
@@ -169,23 +173,20 @@ class Workers:
         defaults: Mapping[str, str] = MappingProxyType({}),
         daemon: bool = False,
         warm: bool = False,
+        forked: bool = False,
     ) -> None:
         require_linux("starting ranks", "start the script with torchrun")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             os._exit(_NO_GUARD)  # the parent tells, once
-        try:
-            call = dumps((Function.of(fn), tuple(args)))
-        except Exception as error:
-            name = getattr(fn, "__qualname__", repr(fn))
-            raise TypeError(
-                f"{name} or its arguments can't be sent to another process: {error}. Make in the function itself what "
-                "can't be pickled, such as locks, open files and connections, or define it at the top of a module"
-            ) from None
+        call = (fn, tuple(args)) if forked else _sendable(fn, args)
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
         self._port = ReservedPort()
         self._notes = Notes()
         self._notes.note_attempt("phalanx.spawn", "", "", num_ranks)
         self._boxes = BoxMemory(num_ranks)
+        # Forked ranks run a test, and end before memory that they keep is worth its price.
+        wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
+        self._forked = forked
         self.handles: list[Handle] = []
         assignment = Assignment(
             call=call,
@@ -193,28 +194,32 @@ class Workers:
             attempt=Attempt(world_size=num_ranks, num_local_ranks=num_ranks, master_port=self._port.port),
             notes=self._notes.path,
             environ={**defaults, **environ, _env.RECORD_VARIABLE: self._boxes.path},
-            memory=choose(environ, wanted=environ.get(_env.MEMORY_VARIABLE, "auto"), num_ranks=num_ranks),
+            memory=choose(environ, wanted=wanted, num_ranks=num_ranks),
             cpus=os.sched_getaffinity(0),
             num_threads=num_threads,
             start_method=multiprocessing.get_start_method(allow_none=True)
             or multiprocessing.get_all_start_methods()[0],
         )
         try:
-            with servers.lock:
-                _start_server(environ, defaults, warm)
-                self._start(assignment, daemon)
+            if forked:
+                self._start(assignment, "fork", daemon)
+            else:
+                with servers.lock:
+                    _start_server(environ, defaults, warm)
+                    self._start(assignment, "forkserver", daemon)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, assignment: Assignment, daemon: bool) -> None:
-        context = multiprocessing.get_context("forkserver")
+    def _start(self, assignment: Assignment, start_method: str, daemon: bool) -> None:
+        context: Any = multiprocessing.get_context(start_method)
+        streams = (Inherited(1), Inherited(2)) if start_method == "forkserver" else (None, None)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # what we have printed comes before what they print
         for rank in range(assignment.attempt.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, assignment, theirs, Inherited(1), Inherited(2))
+            args = (rank, assignment, theirs, *streams)
             process = context.Process(target=worker_main, args=args, daemon=daemon)
             try:
                 with _without_pseudo_file():
@@ -225,6 +230,8 @@ class Workers:
             finally:
                 theirs.close()
             self.handles.append(Handle(rank, process, ours, assignment.folder))
+            if self._forked:
+                guard.watch([outcome.pid for outcome in self.outcomes])
             self._notes.note_start(rank, process.pid or 0)
 
     @property
@@ -284,12 +291,30 @@ class Workers:
     def close(self) -> None:
         """Kill the ranks that still live and give back every descriptor."""
         self.end(signal.SIGKILL, KILL_S)
+        if self._forked and self.handles:
+            guard.watch([])
         for handle in self.handles:
             handle.close()
         self._port.close()
         self._notes.close()
         self._boxes.close()
         self._folder.cleanup()
+
+
+def _sendable(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """Return a function and its arguments as they are sent to a rank.
+
+    Raises:
+        TypeError: They can't be sent to another process.
+    """
+    try:
+        return dumps((Function.of(fn), tuple(args)))
+    except Exception as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise TypeError(
+            f"{name} or its arguments can't be sent to another process: {error}. Make in the function itself what "
+            "can't be pickled, such as locks, open files and connections, or define it at the top of a module"
+        ) from None
 
 
 @contextlib.contextmanager

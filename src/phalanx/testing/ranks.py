@@ -17,8 +17,10 @@ from phalanx.launch.outcome import Outcome, RankError
 from phalanx.launch.worker import Function
 from phalanx.launch.workers import Workers
 from phalanx.testing.rank import Group, run_in_group
-from phalanx.testing.verdict import verdict_of
+from phalanx.testing.verdict import ends_session, verdict_of
 
+HELD = "held by a debugger"
+"""Point that a rank reaches with True when a debugger opens, and with False when it lets the rank go on."""
 _MAX_ROWS = 400  # of a failure: pytest shows what it has caught once
 
 
@@ -204,18 +206,41 @@ class Ranks:
         """
         __tracebackhide__ = True
         workers = self._workers
+        self.wait(timeout_s, stop_at_failure=stop_at_failure)
+        if verdict := verdict_of(workers.outcomes):
+            raise verdict
+        workers.check_guard("phalanx.testing.run_ranks(fn, 2)")
+        return workers.outcomes
+
+    def wait(self, timeout_s: float, *, stop_at_failure: bool, before_kill: Callable[[], None] | None = None) -> None:
+        """Wait for the ranks as `join` does, and raise nothing.
+
+        Time does not count while a debugger holds a rank, which says so by ``reached(HELD, True)``.
+
+        Args:
+            timeout_s: Seconds after which ranks that have not ended are killed.
+            stop_at_failure: Whether the others get only a few more seconds once a rank has failed.
+            before_kill: Function called when ranks hang, before they are killed.
+        """
+        workers = self._workers
         limit = deadline = time.monotonic() + timeout_s
         while not workers.all_ended:
+            if ends_session(verdict_of(workers.outcomes)):
+                self._kill_hung()
+                break
+            if any(handle.points.get(HELD) and not handle.ended for handle in workers.handles):
+                start = time.monotonic()
+                workers.pump(None)
+                limit, deadline = (when + time.monotonic() - start for when in (limit, deadline))
+                continue
             if time.monotonic() >= deadline:
+                if before_kill is not None:
+                    before_kill()
                 self._kill_hung()
                 break
             workers.pump(deadline)
             if deadline == limit and ((stop_at_failure and workers.failures) or verdict_of(workers.outcomes)):
                 deadline = min(limit, time.monotonic() + CAUSE_S)
-        if verdict := verdict_of(workers.outcomes):
-            raise verdict
-        workers.check_guard("phalanx.testing.run_ranks(fn, 2)")
-        return workers.outcomes
 
     def _kill_hung(self) -> None:
         """Kill the ranks that are past the limit, after asking each for its stacks."""

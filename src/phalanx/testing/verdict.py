@@ -35,6 +35,11 @@ def verdict_of(outcomes: Sequence[Outcome]) -> BaseException | None:
     return min(verdicts, key=lambda outcome: outcome.when_s).error
 
 
+def ends_session(error: BaseException | None) -> bool:
+    """Whether a rank has called ``pytest.exit``."""
+    return error is not None and type(error) is _raised_by("exit")
+
+
 def _is_failure(outcome: Outcome) -> bool:
     lives = outcome.exitcode is None
     return outcome.failed and not (lives or outcome.hung or outcome.is_victim)

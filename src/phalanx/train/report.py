@@ -138,12 +138,14 @@ def _without_idle(records: list[Record]) -> list[Record]:
 
 
 def _ending(records: Sequence[Record]) -> str:
-    """Return how an attempt ended: finished, preempted, stopped by Ctrl-C, diverged or interrupted."""
+    """Return how an attempt ended: finished, stopped, preempted, stopped by Ctrl-C, diverged or interrupted."""
     kinds = {record["kind"] for record in records}
     if records[-1]["kind"] in ("not_finite", "replicas_differ"):  # behind it others come only if that was to be ignored
         return "diverged"
     if "end" not in kinds and any(one["kind"] == "preempted" and one.get("signal") == signal.SIGINT for one in records):
         return "stopped by Ctrl-C"
+    if any(one["kind"] == "end" and one.get("reason") == "stop" for one in records):
+        return "stopped"
     return "finished" if "end" in kinds else "preempted" if "preempted" in kinds else "interrupted"
 
 
@@ -157,6 +159,7 @@ def _page(run: _Run) -> str:
     name = escape(run.name)
     note = {
         "finished": _note_of_end(run.last),
+        "stopped": f"{_note_of_end(run.last)} It goes on from there when it is started again.",
         "running": f"This page shows the run as it was at {_clock(run.last_s)}.",
         "preempted": "It was asked to make room, and goes on where it was when it is started again.",
         "stopped by Ctrl-C": "It goes on where it was when it is started again.",
@@ -179,8 +182,7 @@ def _page(run: _Run) -> str:
 
 def _note_of_end(end: Record) -> str:
     words = str(end.get("message", ""))
-    note = escape(f"{words[:1].upper()}{words[1:]}.") if words else "All training that was asked for is done."
-    return f"{note} It goes on from there when it is started again." if end.get("reason") == "stop" else note
+    return escape(f"{words[:1].upper()}{words[1:]}.") if words else "All training that was asked for is done."
 
 
 def _section(title: str, content: str, note: str = "") -> str:

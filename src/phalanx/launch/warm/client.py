@@ -32,7 +32,10 @@ _NOT_PASSED_ON = {getattr(signal, name) for name in _OURS.split()}
 
 def is_asked_for(argv: Sequence[str] = ()) -> bool:
     """Whether this may be a warm start; flags of ``phalanx run`` in `argv` are not told from those of the script."""
-    return "--warm" in argv or _env.is_on(_env.environment().get(_env.WARM_VARIABLE, ""))
+    environ = _env.environment()
+    if _env.TRIAL_VARIABLE in environ:  # its launcher is looked into, and what it tells of itself is kept by modules
+        return False
+    return "--warm" in argv or _env.is_on(environ.get(_env.WARM_VARIABLE, ""))
 
 
 def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, is_trial: bool = False) -> list[str]:
@@ -83,7 +86,7 @@ def _offer(connection: _socket.socket, kind: str, words: Sequence[str], is_trial
     """Return "began", or "go" for a trial, or why the warm process does not take it.
 
     Open files go only to the process that is to have them, once it has said that it goes on in our place: in the
-    queue of one that is stuck, they would stay open.
+    queue of one that is stuck, they would stay open. From it we keep a pidfd, by which `diagnose.jobs` finds it.
     """
     try:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY)

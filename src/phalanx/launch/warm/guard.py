@@ -142,8 +142,10 @@ class _Place:
             if not fds:  # the client has gone
                 os._exit(0)
             files += [_lifted(fd, self._above) for fd in fds]
-        if not wire.send(self._connection, "began"):
+        own = os.pidfd_open(os.getpid())  # whoever asks about the client's process then finds us
+        if not wire.send(self._connection, "began", fds=[own]):
             os._exit(0)
+        os.close(own)
         self._connection.close()
         os.write(self._beginning, b"1")
         os.close(self._beginning)

@@ -1,0 +1,124 @@
+"""The pytest plugin: a test marked with ``ranks`` runs on every rank of a process group of its own.
+
+pytest loads this module wherever phalanx is installed, so it holds hooks and fixtures alone, and imports what runs a
+test on ranks when the first such test has been collected.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from phalanx.session import Session
+
+_MARK = "ranks"
+_PARAM = "_ranks"
+"""Fixture that has one of several world sizes as its parameter."""
+_NOT_LINUX = (
+    "@pytest.mark.ranks: ranks are forked, which phalanx does on Linux alone; here skip the test: "
+    "@pytest.mark.skipif(sys.platform != 'linux', reason='ranks need Linux')"
+)
+
+# pytest rewrites the asserts of all modules of a plugin's distribution. Those of phalanx are for no test.
+for _finder in sys.meta_path:
+    if "phalanx" in (_rewritten := getattr(_finder, "_must_rewrite", ())):
+        _rewritten.discard("phalanx")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "ranks(world_size, ..., *, backend='phalanx', init=True, init_method=None, group_timeout_s=None, env={}, "
+        "hosts=[], timeout_s=60): run the test on that many ranks, in a process group of its own; once for each of "
+        "several world sizes (phalanx).",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker(_MARK)
+    if mark is None:
+        return
+    from phalanx._pytest_plugin.marks import sizes_of
+
+    sizes = sizes_of(mark)
+    if len(sizes) > 1:
+        metafunc.fixturenames.append(_PARAM)
+        metafunc.parametrize(_PARAM, sizes, indirect=True, ids=[f"{size}ranks" for size in sizes])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker(_MARK) is not None]
+    if marked and sys.platform != "linux":
+        for item in marked:
+            _set_setup(item, functools.partial(pytest.fail, _NOT_LINUX, pytrace=False))
+    elif marked:
+        from phalanx._pytest_plugin.item import prepare
+
+        for item in marked:
+            prepare(item)
+
+
+def _set_setup(item: Any, setup: Callable[[], None]) -> None:
+    item.setup = setup
+
+
+@pytest.hookimpl(hookwrapper=True, trylast=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome: Any = yield
+    shown = vars(item).pop("_phalanx_shown", None)
+    if call.when == "call" and shown is not None and call.excinfo is not None:
+        outcome.get_result().longrepr = shown
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_enter_pdb() -> None:
+    _in_rank("enter_debugger")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_leave_pdb() -> None:
+    _in_rank("leave_debugger")
+
+
+def _in_rank(name: str) -> None:
+    """Call a function of the rank's side, if this process is a rank of a test."""
+    if (side := sys.modules.get("phalanx._pytest_plugin.on_rank")) is not None:
+        getattr(side, name)()
+
+
+# ---------------------------------------------------------------- fixtures
+
+
+@pytest.fixture(name=_PARAM)
+def _one_of_the_sizes(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def world_size(request: pytest.FixtureRequest) -> int:
+    """Number of ranks that run this test, which @pytest.mark.ranks gives."""
+    from phalanx._pytest_plugin.item import world_size_of
+
+    return world_size_of(request)
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> int:
+    """Rank of this process among those that run this test. A fixture that asks for it is computed on each rank."""
+    from phalanx._pytest_plugin.on_rank import rank_of
+
+    return rank_of(request)
+
+
+@pytest.fixture
+def group(rank: int) -> Session:
+    """Session of this rank, as phalanx.init() returns it: its rank, device, barrier() and gather()."""
+    from phalanx._pytest_plugin.on_rank import session_of
+
+    return session_of(rank)

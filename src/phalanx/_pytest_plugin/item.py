@@ -1,0 +1,244 @@
+"""The side of the test's process: forks the ranks that run a marked test, and makes of their ends the test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from phalanx import _env
+from phalanx._pytest_plugin import shown
+from phalanx._pytest_plugin.marks import Options, checked_sizes
+from phalanx._pytest_plugin.on_rank import Task, Told, run_test
+from phalanx.launch.failure import first_true_failure, heads
+from phalanx.launch.outcome import Outcome, find_culprit
+from phalanx.launch.workers import Workers
+from phalanx.testing.rank import Group
+from phalanx.testing.ranks import Ranks
+from phalanx.testing.verdict import verdict_of
+
+_NEEDED = ("torch.distributed", "phalanx.backend", "phalanx.rendezvous", "phalanx.session", "phalanx.record.gloo")
+"""What every rank needs, imported once before the fork."""
+_TIMEOUT_S = 60.0
+_SHARE_OF_LIMIT = 0.8  # of pytest-timeout's, which knows nothing of ranks
+_OWN = frozenset(("rank", "group"))
+_OF_PYTEST = frozenset(("capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys", "recwarn"))
+"""What each rank needs for itself: it captures what this process prints, or warns of."""
+
+
+def prepare(item: pytest.Item) -> None:
+    """Have a marked test run on ranks, and its fixtures that differ by rank be computed there."""
+    mark = item.get_closest_marker("ranks")
+    assert mark is not None
+    plain: Any = item
+    try:
+        if int(pytest.__version__.partition(".")[0]) < 7:
+            raise ValueError(f"it needs pytest 7 or later, and this is pytest {pytest.__version__}")
+        options = Options.of(mark)
+        sizes = checked_sizes(mark, options)
+    except ValueError as error:
+        plain.setup = functools.partial(pytest.fail, f"@pytest.mark.ranks: {error}", pytrace=False)
+        return
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None and "_ranks" in callspec.params:
+        sizes = (callspec.params["_ranks"],)
+    vars(item)["_phalanx_sizes"] = sizes
+    by_rank = _computed_by_ranks(plain)
+    plain.fixturenames = [name for name in getattr(plain, "fixturenames", ()) if name not in by_rank]
+    plain.runtest = functools.partial(_run_on_ranks, item, sizes, options, Task(item, plain.runtest, by_rank))
+
+
+def world_size_of(request: pytest.FixtureRequest) -> int:
+    """Return the number of ranks of the test that asks for it."""
+    sizes = vars(request.node).get("_phalanx_sizes", ())
+    if not sizes:
+        pytest.fail(shown.NOT_MARKED.format("world_size"), pytrace=False)
+    if len(sizes) > 1:  # a method of unittest, which pytest can't parametrize
+        pytest.fail("a unittest.TestCase method gets world_size for one world size only", pytrace=False)
+    return int(sizes[0])
+
+
+def _computed_by_ranks(item: Any) -> list[str]:
+    """Return the fixtures of a test that each rank computes: those that differ by rank, and those that ask for one."""
+    info = getattr(item, "_fixtureinfo", None)
+    if info is None:
+        return []
+    known = info.name2fixturedefs
+
+    @functools.cache
+    def differs(name: str) -> bool:
+        defs = known.get(name, ())
+        if defs and _differs_by_rank(name, defs[-1].func):
+            return True
+        asked = {asked for one in defs for asked in one.argnames} - {name}
+        return any(map(differs, sorted(asked)))
+
+    return [name for name in info.names_closure if differs(name)]
+
+
+def _differs_by_rank(name: str, function: Any) -> bool:
+    module = str(getattr(function, "__module__", ""))
+    is_own = name in _OWN and module == "phalanx._pytest_plugin"
+    is_pytests = name in _OF_PYTEST and module.startswith("_pytest.")
+    # An event loop can't be shared: ranks would wait on the same descriptors.
+    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    return is_own or is_pytests or is_async or module.partition(".")[0] == "pytest_asyncio"
+
+
+# ---------------------------------------------------------------- the run
+
+
+def _run_on_ranks(item: pytest.Item, sizes: tuple[int, ...], options: Options, task: Task) -> None:
+    __tracebackhide__ = True
+    for size in sizes:
+        _run(item, size, options, task)
+
+
+def _run(item: pytest.Item, world_size: int, options: Options, task: Task) -> None:
+    __tracebackhide__ = True
+    for name in _NEEDED:
+        importlib.import_module(name)
+    from phalanx._pytest_plugin import limits  # imports torch
+
+    limits.check_room(world_size)
+    limits.check_fork(item)
+    shown.flush_coverage()
+    limit_s = options.timeout_s or _default_limit_s(item)
+    with tempfile.TemporaryDirectory(prefix="phalanx-group-") as folder:
+        group = Group(
+            options.backend if options.init else None,
+            options.init_method or "file",
+            options.group_timeout_s,
+            folder,
+            world_size,
+            tuple(options.hosts),
+        )
+        with contextlib.closing(_fork(group, options, task)) as workers:
+            why: list[str] = []
+            with _terminal_comes_back():
+                Ranks(workers).wait(
+                    limit_s, stop_at_failure=True, before_kill=lambda: why.extend(shown.why(workers.outcomes))
+                )
+            told = [handle.points.get("told") or Told() for handle in workers.handles]
+            outcomes = workers.outcomes
+    _take_over(item, told)
+    _judge(item, outcomes, told, limit_s, why)
+
+
+def _fork(group: Group, options: Options, task: Task) -> Workers:
+    environ = {**_env.environment(), **options.env}
+    with warnings.catch_warnings():
+        # Python >= 3.12 warns of threads that a rank lacks; `limits` refuses what can't be forked.
+        warnings.filterwarnings("ignore", r".*multi-threaded, use of fork", DeprecationWarning)
+        try:
+            return Workers(
+                run_test,
+                (group, task, random.getstate()),
+                group.world_size,
+                environ=environ,
+                num_threads=1,
+                forked=True,
+            )
+        except OSError as error:
+            from phalanx._pytest_plugin import limits
+
+            pytest.fail(limits.words_of_refused_fork(group.world_size, error), pytrace=False)
+
+
+def _default_limit_s(item: pytest.Item) -> float:
+    """Return the limit of a test that names none: below pytest-timeout's, so that ranks are told by name."""
+    mark = item.get_closest_marker("timeout")
+    given: Any = None
+    if mark is not None:
+        given = mark.args[0] if mark.args else mark.kwargs.get("timeout")
+    elif item.config.pluginmanager.hasplugin("timeout"):
+        with contextlib.suppress(ValueError, KeyError):
+            given = item.config.getoption("timeout", None) or float(item.config.getini("timeout") or 0)
+    if isinstance(given, (int, float)) and given > 0:
+        return min(_TIMEOUT_S, given * _SHARE_OF_LIMIT)
+    return _TIMEOUT_S
+
+
+@contextlib.contextmanager
+def _terminal_comes_back() -> Iterator[None]:
+    """Take the terminal back from a rank that has ended in its debugger."""
+    try:
+        had_it = os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        had_it = False
+    try:
+        yield
+    finally:
+        if had_it:
+            shown.take_terminal(os.getpgrp())
+
+
+# ---------------------------------------------------------------- its result
+
+
+def _take_over(item: pytest.Item, told: list[Told]) -> None:
+    """Take over what the ranks have printed, logged, warned of, recorded and covered."""
+    capture = item.config.getoption("capture", "fd")
+    seen: set[object] = set()
+    logging_plugin = item.config.pluginmanager.get_plugin("logging-plugin")
+    for rank, one in enumerate(told):
+        if capture in ("sys", "tee-sys"):
+            sys.stdout.write(one.out)
+            sys.stderr.write(one.err)
+        if one.log and logging_plugin is not None:
+            item.add_report_section("call", f"log of rank {rank}", one.log)
+        for message, category, filename, lineno in one.warnings:
+            if (key := (str(message), category, filename, lineno)) not in seen:
+                seen.add(key)
+                warnings.showwarning(message, category, filename, lineno)
+        for pair in one.properties:
+            if pair not in item.user_properties:
+                item.user_properties.append(pair)
+        shown.add_coverage(one.coverage)
+    shown.replay_subtests(item, [one.subtests for one in told])
+
+
+def _judge(item: pytest.Item, outcomes: list[Outcome], told: list[Told], limit_s: float, why: list[str]) -> None:
+    """Raise what the test as a whole has met, if it has not passed on each rank."""
+    __tracebackhide__ = True
+    if verdict := verdict_of(outcomes):
+        source = next(outcome.rank for outcome in outcomes if outcome.error is verdict)
+        if told[source].longrepr is not None:
+            vars(item)["_phalanx_shown"] = told[source].longrepr
+        raise verdict
+    culprit = find_culprit(outcomes)
+    if culprit is None:
+        return
+    _no_second_debugger(item)
+    longrepr = told[culprit.rank].longrepr
+    if culprit.error is None or longrepr is None:
+        for outcome in outcomes:
+            outcome.last_words = shown.without_ours(outcome.last_words)
+        error: BaseException = first_true_failure(outcomes, limit_s)
+        lines = [*why, *str(error).splitlines()]
+        vars(item)["_phalanx_shown"] = shown.of_lines(lines, item)
+        raise error
+    lines = heads(culprit, outcomes, limit_s)
+    if advice := shown.advice_for(culprit.error):
+        lines.append(f"  hint: {advice}")
+    vars(item)["_phalanx_shown"] = shown.below_heads(lines, longrepr, culprit.rank)
+    raise culprit.error
+
+
+def _no_second_debugger(item: pytest.Item) -> None:
+    """Keep --pdb from opening in this process, too, which has nothing to look at."""
+    manager = item.config.pluginmanager
+    plugin = manager.get_plugin("pdbinvoke")
+    if plugin is not None:
+        manager.unregister(plugin)
+        item.addfinalizer(lambda: manager.register(plugin, "pdbinvoke"))

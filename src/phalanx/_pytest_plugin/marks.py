@@ -1,0 +1,100 @@
+"""What ``@pytest.mark.ranks`` says, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from phalanx import _env
+
+_RIGHT = "right: @pytest.mark.ranks(2), @pytest.mark.ranks(1, 2, 3), or @pytest.mark.ranks(2, backend='gloo')"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Keyword arguments of the mark; those of `phalanx.testing.run_ranks`, with the same meanings."""
+
+    backend: str | None = "phalanx"
+    init: bool = True
+    init_method: str | None = None
+    group_timeout_s: float | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    hosts: Sequence[int] = ()
+    timeout_s: float | None = None
+
+    @classmethod
+    def of(cls, mark: pytest.Mark) -> Options:
+        """Return the options of a mark.
+
+        Raises:
+            ValueError: One of them is nonsense.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in mark.kwargs:
+            if name == "start_method":
+                raise ValueError(
+                    "ranks() has no start_method: ranks are forked from the test's process; a function that needs an "
+                    "interpreter of its own runs by phalanx.testing.run_ranks"
+                )
+            if name not in known:
+                raise ValueError(
+                    f"ranks() has no option {name}{_env.did_you_mean(name, known)}; it has {', '.join(known)}"
+                )
+        options = cls(**mark.kwargs)
+        for name in ("timeout_s", "group_timeout_s"):
+            value = getattr(options, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise ValueError(f"{name} must be a number of seconds above 0, got {value!r}")
+        if options.backend is not None and not isinstance(options.backend, str):
+            raise ValueError(f"backend must be a string such as 'phalanx' or 'gloo', or None, got {options.backend!r}")
+        if not isinstance(options.init, bool):
+            raise ValueError(f"init must be True or False, got {options.init!r}")
+        if options.init_method is not None and not isinstance(options.init_method, str):
+            raise ValueError(f"init_method must be 'file', 'tcp', 'env' or a URL, got {options.init_method!r}")
+        if not _is_environment(options.env):
+            raise ValueError(f"env must be a dictionary of strings, got {options.env!r}")
+        if isinstance(options.hosts, str) or not all(map(_is_size, _listed(options.hosts))):
+            raise ValueError(f"hosts must be a list with the number of ranks of each host, got {options.hosts!r}")
+        return options
+
+
+def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
+    """Return the world sizes that a mark names, unchecked; a list counts as its elements."""
+    return tuple(size for arg in mark.args for size in (arg if isinstance(arg, (list, tuple, range)) else [arg]))
+
+
+def checked_sizes(mark: pytest.Mark, options: Options) -> tuple[int, ...]:
+    """Return the world sizes that a mark names.
+
+    Raises:
+        ValueError: There is none, one of them is nonsense, or the hosts do not add up to it.
+    """
+    sizes = sizes_of(mark)
+    if not sizes:
+        raise ValueError(f"a number of ranks is missing; {_RIGHT}")
+    for size in sizes:
+        if not _is_size(size):
+            raise ValueError(f"a number of ranks must be a whole number of at least 1, got {size!r}; {_RIGHT}")
+        if options.hosts and sum(options.hosts) != size:
+            raise ValueError(f"hosts must add up to the {size} ranks, got {list(options.hosts)}")
+    return sizes
+
+
+def _listed(value: object) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [None]
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_environment(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(word, str) for pair in value.items() for word in pair)

@@ -1,0 +1,227 @@
+"""The side of a rank, which is forked from the test's process: computes its fixtures, runs the test, and tells."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import pickle
+import random
+import re
+import resource
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from phalanx._last_words import LastWords
+from phalanx._pytest_plugin import shown
+from phalanx.launch.victims import is_victim
+from phalanx.testing.rank import Group, reached
+from phalanx.testing.ranks import HELD
+from phalanx.testing.verdict import make_portable
+
+
+@dataclasses.dataclass
+class Task:
+    """What every rank runs.
+
+    Attributes:
+        runtest: The test's own way to run.
+        by_rank: Fixtures that the rank computes.
+    """
+
+    item: Any
+    runtest: Callable[[], None]
+    by_rank: list[str]
+
+
+@dataclasses.dataclass
+class Told:
+    """What a rank tells the test's process of its run.
+
+    Attributes:
+        longrepr: Failure as pytest shows it; None: none.
+        out, err: Captured output, where pytest captures in memory.
+        log: Captured log.
+        warnings: Message, category, file and line of each.
+        properties: Names and values recorded by ``record_property``.
+        subtests: Reports of subtests, as pytest serializes them.
+        coverage: Data of coverage.py, as it dumps them.
+    """
+
+    longrepr: Any = None
+    out: str = ""
+    err: str = ""
+    log: str = ""
+    warnings: list[tuple[Any, type[Warning], str, int]] = dataclasses.field(default_factory=list)
+    properties: list[tuple[str, object]] = dataclasses.field(default_factory=list)
+    subtests: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    coverage: bytes = b""
+
+
+_TORCHS_OWN = re.compile(r"^.*\bc10d-NullHandler-default:c10d_logger.py:.*\n?", re.MULTILINE)
+"""What torch logs of each error of a collective, in a long line; the error itself is shown anyway."""
+
+_rank: int | None = None  # of this process; None: it is none
+_group: Group | None = None
+
+
+def rank_of(request: pytest.FixtureRequest) -> int:
+    """Return the rank of this process, for the fixture."""
+    if _rank is None:
+        asks = vars(request.node).get("_phalanx_sizes", ())
+        pytest.fail(shown.BEFORE_FORK if asks else shown.NOT_MARKED.format("rank"), pytrace=False)
+    return _rank
+
+
+def session_of(rank: int) -> Any:
+    """Return the session of this rank, for the fixture."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        pytest.fail("the fixture group needs a process group: leave init=False and backend=None out of ranks()", False)
+    import phalanx
+
+    return phalanx.init()
+
+
+def run_test(rank: int, group: Group, task: Task, random_state: Any) -> None:
+    """Run the test on `rank`, inside the process group, and tell the test's process."""
+    global _rank, _group
+    import torch.distributed as dist
+
+    gc.freeze()  # what the test's process holds is none of ours to look through
+    random.setstate(random_state)  # each forked process would have another
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _rank, _group = rank, group
+    group.take_host(rank)
+    listener = _Listener(task.item)
+    call = pytest.CallInfo.from_call(lambda: _run(rank, group, task), "call")
+    told, error = listener.told(call)
+    _tell(told)
+    if error is not None:
+        raise error
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _run(rank: int, group: Group, task: Task) -> None:
+    item = task.item
+    if group.backend is not None:
+        group.init(rank)
+    finalizers = [one for one, _ in item.session._setupstate.stack.values()]
+    for one in finalizers:
+        one.clear()  # those are the test's process's to run
+    try:
+        for name in task.by_rank:
+            if name not in item.funcargs:
+                item.funcargs[name] = item._request.getfixturevalue(name)
+        task.runtest()
+    finally:
+        failures = []
+        for one in reversed(finalizers):
+            while one:
+                try:
+                    one.pop()()
+                except BaseException as error:
+                    failures.append(error)
+        if failures and sys.exc_info()[0] is None and not getattr(item, "_excinfo", None):
+            raise failures[0]
+
+
+class _Listener:
+    """Notes what pytest would have taken from this process."""
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+        self._capture = None
+        if item.config.getoption("capture", "fd") in ("sys", "tee-sys"):
+            self._capture = item.config.pluginmanager.get_plugin("capturemanager")
+            self._capture.read_global_capture()
+        plugin = item.config.pluginmanager.get_plugin("logging-plugin")
+        self._log = getattr(getattr(plugin, "report_handler", None), "stream", None)
+        self._log_start = len(self._log.getvalue()) if self._log is not None else 0
+        self._num_properties = len(item.user_properties)
+        self._coverage = shown.begin_coverage()
+        self._warnings = warnings.catch_warnings(record=True)
+        self._caught = self._warnings.__enter__()
+        self._subtests = shown.hold_subtests(item)
+
+    def told(self, call: Any) -> tuple[Told, BaseException | None]:
+        item = self._item
+        if getattr(item, "_excinfo", None):  # of unittest
+            call.excinfo = item._excinfo.pop(0)
+        told = Told(
+            warnings=[(one.message, one.category, one.filename, one.lineno) for one in self._caught or ()],
+            properties=item.user_properties[self._num_properties :],
+            subtests=self._subtests,
+        )
+        error = None
+        if call.excinfo is not None:
+            error = call.excinfo.value
+            report = pytest.TestReport.from_item_and_call(item, call)
+            told.longrepr = report.longrepr
+            try:
+                self._debug(call, report)
+            except pytest.exit.Exception as end:  # somebody has quit the debugger
+                error, told.longrepr = end, None
+            make_portable(error)
+        if self._log is not None:
+            told.log = _TORCHS_OWN.sub("", self._log.getvalue()[self._log_start :]).strip()
+        told.coverage = shown.end_coverage(self._coverage)
+        if self._capture is not None:
+            told.out, told.err = self._capture.read_global_capture()
+        return told, error
+
+    def _debug(self, call: Any, report: Any) -> None:
+        """Open the debugger that --pdb asks for, here where the frames are."""
+        item = self._item
+        is_wanted = item.config.getoption("usepdb", False) and item.get_closest_marker("xfail") is None
+        if is_wanted and report.failed and not is_victim(LastWords.of_error(call.excinfo.value)):
+            item.ihook.pytest_exception_interact(node=item, call=call, report=report)
+            if getattr(item, "_explicit_tearDown", None):
+                item._explicit_tearDown()
+
+
+def _tell(told: Told) -> None:
+    """Send it, and as words what can't be pickled."""
+    try:
+        pickle.dumps(told)
+    except Exception:
+        told.longrepr = told.longrepr and str(told.longrepr)
+        told.warnings = [_plain(one) for one in told.warnings]
+        told.properties = [(name, str(value)) for name, value in told.properties]
+    reached("told", told)
+
+
+def _plain(one: tuple[Any, type[Warning], str, int]) -> tuple[Any, type[Warning], str, int]:
+    message, category, filename, lineno = one
+    try:
+        pickle.dumps((message, category))
+    except Exception:
+        return UserWarning(f"{category.__name__}: {message}"), UserWarning, filename, lineno
+    return one
+
+
+# ---------------------------------------------------------------- its debugger
+
+_debugging = contextlib.ExitStack()
+
+
+def enter_debugger() -> None:
+    """Take the terminal for this rank, once no other rank's debugger has it. Nothing happens in another process."""
+    if _rank is None or _group is None:
+        return
+    reached(HELD, True)
+    _debugging.enter_context(shown.held_terminal(_group.folder))
+
+
+def leave_debugger() -> None:
+    """Give the terminal back. Nothing happens in another process."""
+    if _rank is None:
+        return
+    _debugging.close()
+    reached(HELD, False)

@@ -1,0 +1,206 @@
+"""What is shown of the ranks of a test, in the forms of pytest and of coverage.py."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from _pytest._code.code import (
+    ExceptionChainRepr,
+    ReprEntryNative,
+    ReprFileLocation,
+    ReprTraceback,
+)
+
+from phalanx._last_words import LastWords
+from phalanx.launch.outcome import Outcome
+
+NOT_MARKED = "the fixture {} is that of a test on ranks: mark the test with @pytest.mark.ranks(2)"
+BEFORE_FORK = (
+    "a rank is known once the ranks have been forked: ask for the fixture rank by name, as an argument of the test or "
+    "of the fixture, rather than by request.getfixturevalue"
+)
+_OURS = re.compile(r'/(?:_pytest|pluggy|phalanx/_pytest_plugin)/[^"]*"')
+_SECOND_GROUP = "initialize the default process group twice"
+
+
+def of_lines(lines: Sequence[str], item: pytest.Item) -> Any:
+    """Return a failure that is told by lines alone."""
+    path, line, _ = item.reportinfo()
+    crash = ReprFileLocation(str(path), (line or 0) + 1, lines[0])
+    return ExceptionChainRepr([(_plain(lines), crash, None)])
+
+
+def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:
+    """Return a failure as a rank has shown it, below lines about all ranks."""
+    chain = getattr(longrepr, "chain", None)
+    if chain is None and hasattr(longrepr, "reprtraceback"):
+        chain = [(longrepr.reprtraceback, longrepr.reprcrash, None)]
+    if chain is None:
+        return "\n".join([*heads, str(longrepr)])
+    crash = chain[-1][1]
+    if crash is not None:
+        crash.message = f"rank {rank}: {crash.message}"
+    made = ExceptionChainRepr([(_plain(heads), None, None), *chain])
+    made.sections = list(getattr(longrepr, "sections", ()))
+    return made
+
+
+def _plain(lines: Sequence[str]) -> ReprTraceback:
+    return ReprTraceback([ReprEntryNative([f"{line}\n" for line in lines])], None, style="native")
+
+
+def without_ours(words: LastWords) -> LastWords:
+    """Return the stacks of a rank without the frames of pytest and of ours, below which the test has run."""
+    kept: list[str] = []
+    is_below = False
+    for line in words.lines:
+        is_frame = line.startswith("  File ")
+        is_below = is_frame and (is_below or _OURS.search(line) is not None)
+        if not is_below:
+            kept.append(line)
+    return dataclasses.replace(words, lines=tuple(kept))
+
+
+def advice_for(error: BaseException) -> str:
+    """Return what to do about a mistake that is the mark's; empty if it is none."""
+    if _SECOND_GROUP in str(error):
+        return "the mark has made a process group already; ranks(..., init=False) leaves that to the test"
+    return ""
+
+
+def why(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the sentence of ``phalanx why`` about ranks that hang; none if it tells nothing."""
+    with contextlib.suppress(Exception):  # the failure is told anyway
+        from phalanx.diagnose.answer import examine
+        from phalanx.diagnose.jobs import find_job
+        from phalanx.diagnose.wording import sentence
+
+        pid = next(outcome.pid for outcome in outcomes if outcome.exitcode is None)
+        answer = examine(find_job(str(pid)))
+        return [sentence(answer.finding, [one.doing for one in answer.seen])]
+    return []
+
+
+# ---------------------------------------------------------------- coverage.py
+
+
+def flush_coverage() -> None:
+    """Let coverage.py store what it has measured in this process, so that ranks begin with none."""
+    if (current := _coverage()) is not None:
+        current.get_data()
+
+
+def begin_coverage() -> Any:
+    """Have coverage.py, if it measures, gather in this rank's memory; return what `end_coverage` needs."""
+    current = _coverage()
+    if current is None:
+        return None
+    from coverage import CoverageData  # type: ignore[import-not-found,unused-ignore]
+
+    data = CoverageData(no_disk=True)
+    current._collector.covdata = data  # the file is the parent's
+    return current._collector, data
+
+
+def end_coverage(begun: Any) -> bytes:
+    """Return what was measured since `begin_coverage`."""
+    if begun is None:
+        return b""
+    collector, data = begun
+    collector.flush_data()
+    return bytes(data.dumps())
+
+
+def add_coverage(told: bytes) -> None:
+    """Add what a rank has measured."""
+    current = _coverage() if told else None
+    if current is not None:
+        from coverage import CoverageData
+
+        data = CoverageData(no_disk=True)
+        data.loads(told)
+        current.get_data().update(data)
+
+
+def _coverage() -> Any:
+    kind = getattr(sys.modules.get("coverage"), "Coverage", None)
+    return kind.current() if kind is not None else None
+
+
+# ---------------------------------------------------------------- subtests
+
+
+def hold_subtests(item: Any) -> list[dict[str, Any]]:
+    """Keep the reports of subtests from the plugins of this rank; return where they gather instead."""
+    config, manager = item.config, item.config.pluginmanager
+    held: list[dict[str, Any]] = []
+    call = manager._inner_hookexec
+
+    def hold(name: str, methods: Any, kwargs: Any, firstresult: bool) -> Any:
+        if name != "pytest_runtest_logreport":
+            return call(name, methods, kwargs, firstresult)
+        held.append(config.hook.pytest_report_to_serializable(config=config, report=kwargs["report"]))
+        return []
+
+    manager._inner_hookexec = hold
+    return held
+
+
+def replay_subtests(item: Any, told: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Report each subtest once: as it has failed on the first rank where it has, else as on rank 0."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for data in (data for reports in told for data in reports):
+        key = repr(data.get("_subtest.context"))
+        if key not in chosen or (data["outcome"] == "failed" != chosen[key]["outcome"]):
+            chosen[key] = data
+    capture = item.config.pluginmanager.get_plugin("capturemanager")
+    for data in chosen.values():
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        if report.failed:
+            with contextlib.suppress(ImportError):  # before pytest 9
+                from _pytest.subtests import failed_subtests_key
+
+                item.config.stash[failed_subtests_key][report.id] += 1
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+            item.ihook.pytest_runtest_logreport(report=report)
+
+
+# ---------------------------------------------------------------- the terminal
+
+
+@contextlib.contextmanager
+def held_terminal(folder: str) -> Iterator[None]:
+    """Have the terminal, which the ranks of one test have by turns."""
+    from phalanx.debugging.prompt import held
+
+    with open(os.path.join(folder, "terminal"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = None
+        with contextlib.suppress(OSError):
+            before = os.tcgetpgrp(0)
+            take_terminal(os.getpgrp())
+        if sys.stdin.fileno() != 0:  # multiprocessing has put /dev/null there
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        with held("the test's debugger"):
+            yield
+        if before is not None:
+            take_terminal(before)
+
+
+def take_terminal(process_group: int) -> None:
+    """Give the terminal to a process group, from whichever group this process is in."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
+    try:
+        with contextlib.suppress(OSError):
+            os.tcsetpgrp(0, process_group)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
