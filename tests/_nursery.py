@@ -7,7 +7,6 @@ import select
 import socket
 import sys
 
-import torch._dynamo  # an optimizer imports it at its first step, and so does DistributedDataParallel
 import torch.distributed
 
 import phalanx.backend
