@@ -33,6 +33,7 @@ class Nursery:
         )
         theirs.close()
         self._codes: dict[int, int] = {}
+        self._hear(LIMIT_S)  # it runs, by its own name
 
     def close(self) -> None:
         self._channel.close()

@@ -108,9 +108,11 @@ class _Kept:
         try:
             return self._ranks.wait_until_reached(point, timeout_s=timeout_s)
         except RankError as error:
-            has_hung = error.exitcode is None
+            late = error
         self._tell_to_end()
-        outcomes = self._ranks.join(_AFTER_HANG_S if has_hung else timeout_s, stop_at_failure=True)
+        outcomes = self._ranks.join(_AFTER_HANG_S if late.exitcode is None else timeout_s, stop_at_failure=True)
+        if all(outcome.ok for outcome in outcomes):  # it came to its end after the limit
+            raise late
         raise first_true_failure(outcomes, timeout_s, max_rows=_MAX_ROWS)
 
     def _tell_to_end(self) -> None:
