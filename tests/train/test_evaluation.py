@@ -339,7 +339,7 @@ PROGRAMS = (
 def results(run_ranks, tmp_path_factory):
     """What each rank returned from each program, by world size."""
     return {
-        size: run_ranks(run_programs, size, str(tmp_path_factory.mktemp("evaluation")), timeout_s=100)
+        size: run_ranks(run_programs, size, str(tmp_path_factory.mktemp("evaluation")), timeout_s=300)
         for size in (1, 2, 3)
     }
 

@@ -279,7 +279,7 @@ PROGRAMS = (
 def results(run_ranks, tmp_path_factory):
     """What each rank returned from each program, by world size."""
     return {
-        size: run_ranks(run_programs, size, str(tmp_path_factory.mktemp("finite")), timeout_s=100) for size in (1, 2)
+        size: run_ranks(run_programs, size, str(tmp_path_factory.mktemp("finite")), timeout_s=300) for size in (1, 2)
     }
 
 

@@ -288,7 +288,7 @@ def results(run_ranks, tmp_path_factory):
     """What each rank returned from each program, by world size."""
     return {
         size: run_ranks(
-            run_programs, size, str(tmp_path_factory.mktemp("train")), _ONLY.get(size, list(PROGRAMS)), timeout_s=100
+            run_programs, size, str(tmp_path_factory.mktemp("train")), _ONLY.get(size, list(PROGRAMS)), timeout_s=300
         )
         for size in (1, 2, 3, 4)
     }

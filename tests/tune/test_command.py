@@ -24,8 +24,6 @@ from phalanx.launch.tuned import Tuned, recall, remember, tuned_file
 from phalanx.tune.command import _SEARCHED
 from phalanx.tune.trials import Setup, Trials, _rate
 
-pytestmark = pytest.mark.usefixtures("warm_jobs")
-
 TUNE = (sys.executable, "-m", "phalanx", "tune")
 LIMIT_S = 120
 PLAIN = """
@@ -414,7 +412,6 @@ def test_a_job_that_hangs_before_its_first_step_is_given_what_others_took(tmp_pa
         assert trials.start_s > 0
 
 
-@pytest.mark.usefixtures("cold_jobs")
 def test_a_script_that_does_not_want_to_end_is_ended_with_its_daemons(tmp_path):
     daemon = "subprocess.Popen(['sleep', '1000'], start_new_session=True)"
     begin = f"import signal, subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN); {daemon}; "
@@ -443,21 +440,20 @@ def test_a_search_sweeps_what_a_killed_one_has_left_and_nothing_else(tmp_path, m
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_an_end_in_the_middle_leaves_no_process(tmp_path, kind):
     write(tmp_path, PLAIN, **GROUP | {"begin": f"open(r'{tmp_path}/begun', 'a').close(); {GROUP['begin']}"})
-    end_in_the_middle(tmp_path, kind)
+    end_in_the_middle(tmp_path, kind, "--nproc-per-node", "2")
 
 
-@pytest.mark.usefixtures("cold_jobs")
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_an_end_before_the_first_step_leaves_no_process(tmp_path, kind):
     (tmp_path / "train.py").write_text(f"import time; open(r'{tmp_path}/begun', 'a').close(); time.sleep(1000)")
     end_in_the_middle(tmp_path, kind)
 
 
-def end_in_the_middle(tmp_path: Path, kind: int) -> None:
+def end_in_the_middle(tmp_path: Path, kind: int, *flags: str) -> None:
     """Send a signal to a search whose script has begun, and check that nothing of it is left."""
     (tmp_path / "tmp").mkdir()
     with subprocess.Popen(
-        [*TUNE, "--seconds", "60", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*TUNE, "--seconds", "60", *flags, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
     ) as process:  # fmt: skip
         deadline = time.monotonic() + LIMIT_S

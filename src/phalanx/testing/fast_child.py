@@ -78,10 +78,7 @@ class Settings:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())  # type: ignore[union-attr]
         importlib.invalidate_caches()
-        if "numpy.random" in sys.modules:  # Python seeds its own generator after a fork
-            sys.modules["numpy.random"].seed()
-        if generator := getattr(sys.modules.get("torch"), "default_generator", None):
-            generator.seed()
+        draw_anew()
         if plugin := sys.modules.get("phalanx._plugin"):
             plugin.autoload()  # by the variables that the server had not
 
