@@ -26,6 +26,9 @@ PYTHONS = {
     *("_exit", "_getframe", "_replace", "_asdict", "_fields"),
     *("_xoptions", "_startTime", "_Py_GetConfig", "_Py_GetConfigsAsDict"),  # of sys, of logging, of CPython itself
     *("_config", "_inheriting", "_forkserver", "_forkserver_alive_fd", "_preload_modules"),  # of multiprocessing
+    *("_forkserver_pid", "_stop", "_args_from_interpreter_flags", "_flush_std_streams", "_run_exitfuncs"),  # of it too
+    *("_must_rewrite", "_fixtureinfo", "_excinfo", "_explicit_tearDown", "_setupstate"),  # of pytest
+    *("_inner_hookexec", "_collector"),  # of pluggy, of warnings
     *("_option_string_actions", "_optionals", "_positionals"),  # of argparse
 }
 NEEDED = {  # by a group, an all_reduce and DistributedDataParallel, and nothing replaces them

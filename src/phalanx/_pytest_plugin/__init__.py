@@ -28,7 +28,8 @@ _NOT_LINUX = (
 
 # pytest rewrites the asserts of all modules of a plugin's distribution. Those of phalanx are for no test.
 for _finder in sys.meta_path:
-    if "phalanx" in (_rewritten := getattr(_finder, "_must_rewrite", ())):
+    _rewritten: Any = getattr(_finder, "_must_rewrite", ())
+    if "phalanx" in _rewritten:
         _rewritten.discard("phalanx")
 
 

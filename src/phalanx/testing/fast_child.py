@@ -34,7 +34,7 @@ def installed_modules(besides: Collection[str] = ()) -> list[str]:
     prefixes = tuple(os.path.join(folder, "") for folder in folders)
     names = []
     for name, module in list(sys.modules.items()):
-        spec = getattr(module, "__spec__", None)
+        spec: Any = getattr(module, "__spec__", None)
         origin = getattr(spec, "origin", None)
         if name not in besides and isinstance(origin, str) and origin.startswith(prefixes) and spec.name == name:
             names.append(name)
@@ -90,7 +90,7 @@ def _umask() -> int:
 
 def _forget_server() -> None:
     """Have multiprocessing know no fork server here: a child that starts one starts its own."""
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
     fresh = vars(forkserver.ForkServer())

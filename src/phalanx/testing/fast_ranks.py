@@ -35,7 +35,7 @@ _MEASURED_BY = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_S
 _MAX_SERVERS = 4  # at a time
 _MAX_STARTS = 16  # in a session: more often the environment changes so much that servers cost more than they save
 
-_METHODS = {"spawn": context.SpawnProcess, "forkserver": context.ForkServerProcess}
+_METHODS: dict[str, Any] = {"spawn": context.SpawnProcess, "forkserver": context.ForkServerProcess}
 
 
 class _Stays(Exception):
@@ -52,7 +52,7 @@ class _Server:
     def __init__(self, modules: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-fast-ranks-")
         self.folder = self._folder.name
-        self._forks = forkserver.ForkServer()  # type: ignore[attr-defined]
+        self._forks: Any = forkserver.ForkServer()
         self._forks.set_forkserver_preload([_PRELOAD])
         self._asked: set[str] = set()
         self.read: dict[str, str | None] = {}
@@ -93,7 +93,8 @@ class _Server:
         """Have it fork; return the descriptors of its status and of what the child reads."""
         if not self.lives:
             raise _Stays("the process that others are forked from has ended")
-        return self._forks.connect_to_new_process(fds)  # type: ignore[no-any-return]
+        status, data = self._forks.connect_to_new_process(fds)
+        return status, data
 
     def close(self) -> None:
         """End it, and all that is below it."""
@@ -123,7 +124,7 @@ class _Server:
                 reduction.dump(Nobody(), file)
             with contextlib.suppress(EOFError):
                 for _ in ("pid", "exit code"):
-                    forkserver.read_signed(status)  # type: ignore[attr-defined]
+                    forkserver.read_signed(status)
         finally:
             os.close(status)
         try:
@@ -242,26 +243,29 @@ def _has_cuda() -> bool:
 class _Popen(popen_forkserver.Popen):
     """A process that was forked from a server; in all else one of the method's own."""
 
+    _fds: list[int]
+
     def __init__(self, process_obj: Any, server: _Server, method: str) -> None:
-        self._server, self.method = server, method
+        self._server = server
+        vars(self)["method"] = method
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:
         told = spawn.get_preparation_data(process_obj._name)
         buffer = io.BytesIO()
-        context.set_spawning_popen(self)  # type: ignore[attr-defined]
+        context.set_spawning_popen(self)
         try:
             reduction.dump(Preparation(Settings(self._server.folder), told), buffer)
             child = Child(process_obj, self._server.folder, runs_exit_functions=self.method == "spawn")
             reduction.dump(child, buffer)
         finally:
-            context.set_spawning_popen(None)  # type: ignore[attr-defined]
+            context.set_spawning_popen(None)
         self.sentinel, data = self._server.connect(self._fds)
         alive = os.dup(data)  # by which the child sees the end of its parent
         self.finalizer = util.Finalize(self, util.close_fds, (alive, self.sentinel))  # type: ignore[attr-defined]
         with open(data, "wb") as file:
             file.write(buffer.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)  # type: ignore[attr-defined]
+        self.pid = forkserver.read_signed(self.sentinel)
 
 
 _servers: _Servers | None = None
@@ -276,7 +280,7 @@ def begin() -> None:
     _servers = _Servers()
     for method, process in _METHODS.items():
         _originals[method] = process.__dict__["_Popen"]
-        process._Popen = staticmethod(_start_by(method))  # type: ignore[method-assign]
+        process._Popen = staticmethod(_start_by(method))
 
 
 def end() -> list[str]:
