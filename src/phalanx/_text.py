@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import textwrap
@@ -104,8 +103,12 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def complain(words: str) -> None:
     """Print a message to standard error, broken between words if that is a terminal; to nobody if that is full."""
-    with contextlib.suppress(OSError):
+    try:
         print("\n".join(broken(words.splitlines(), sys.stderr)), file=sys.stderr)
+    except BrokenPipeError:
+        raise  # whose exit code is a command's own
+    except OSError:
+        pass
 
 
 def broken(lines: Iterable[str], screen: TextIO | None = None, hang: int | None = None) -> list[str]:

@@ -13,7 +13,7 @@ from tests.plugin import covered
 
 @pytest.mark.ranks(2)
 def test_fails_last(rank):
-    print(f"printed by {rank}")
+    print(f"printed by {rank}\n", end="")  # in one piece
     print(f"told by {rank}", file=sys.stderr)
     covered.of_rank(rank)
     secret = rank * 10 + 7

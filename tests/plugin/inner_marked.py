@@ -194,8 +194,8 @@ def test_captures_by_fixture(capfd, rank):
 def test_is_captured(caplog, rank):
     logging.getLogger("inner").warning("logged by %d", rank)
     assert caplog.messages == [f"logged by {rank}"]
-    print(f"printed by {rank}")
-    print(f"told by {rank}", file=sys.stderr)
+    print(f"printed by {rank}\n", end="")  # in one piece
+    print(f"told by {rank}\n", end="", file=sys.stderr)
     pytest.fail("to be shown")
 
 

@@ -221,6 +221,13 @@ class Ranks:
             timeout_s: Seconds after which ranks that have not ended are killed.
             stop_at_failure: Whether the others get only a few more seconds once a rank has failed.
             before_kill: Function called when ranks hang, before they are killed.
+
+        Example:
+            >>> with phalanx.testing.spawn_ranks(divmod, 2) as ranks:
+            ...     ranks.wait(60.0, stop_at_failure=True)
+            ...     outcomes = ranks.join()
+            >>> [outcome.ok for outcome in outcomes]
+            [True, True]
         """
         workers = self._workers
         limit = deadline = time.monotonic() + timeout_s
