@@ -57,7 +57,7 @@ class Options:
             raise ValueError(f"init_method must be 'file', 'tcp', 'env' or a URL, got {options.init_method!r}")
         if not _is_environment(options.env):
             raise ValueError(f"env must be a dictionary of strings, got {options.env!r}")
-        if isinstance(options.hosts, str) or not all(map(_is_size, _listed(options.hosts))):
+        if not (isinstance(options.hosts, (list, tuple)) and all(map(_is_size, options.hosts))):
             raise ValueError(f"hosts must be a list with the number of ranks of each host, got {options.hosts!r}")
         return options
 
@@ -82,10 +82,6 @@ def checked_sizes(mark: pytest.Mark, options: Options) -> tuple[int, ...]:
         if options.hosts and sum(options.hosts) != size:
             raise ValueError(f"hosts must add up to the {size} ranks, got {list(options.hosts)}")
     return sizes
-
-
-def _listed(value: object) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [None]
 
 
 def _is_size(value: object) -> bool:

@@ -14,12 +14,13 @@ import sys
 import sysconfig
 import time
 from collections.abc import Collection, Iterable, Mapping
-from multiprocessing import forkserver, reduction
+from multiprocessing import forkserver
 from multiprocessing import util as multiprocessing_util
 from typing import Any
 
 from phalanx import _env
 from phalanx.launch.warden import draw_anew
+from phalanx.launch.worker import Inherited
 
 _RESOURCES = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 
@@ -95,22 +96,6 @@ def _forget_server() -> None:
         os.close(server._forkserver_alive_fd)
     fresh = vars(forkserver.ForkServer())
     vars(server).update({name: value for name, value in fresh.items() if name.startswith("_forkserver_")})
-
-
-class Inherited:
-    """A descriptor of the parent that is open, given to the child under the same number."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _adopt, (self._fd, reduction.DupFd(self._fd))
-
-
-def _adopt(fd: int, passed: Any) -> None:
-    received = passed.detach()
-    os.dup2(received, fd)
-    os.close(received)
 
 
 class Preparation:

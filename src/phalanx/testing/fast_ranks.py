@@ -247,7 +247,7 @@ class _Popen(popen_forkserver.Popen):
 
     def __init__(self, process_obj: Any, server: _Server, method: str) -> None:
         self._server = server
-        vars(self)["method"] = method
+        self.method = method  # type: ignore[misc] # the class has one for all
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:

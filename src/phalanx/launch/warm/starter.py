@@ -94,7 +94,7 @@ def _no_place(error: OSError) -> str:
 def _problem(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return why no warm process can serve, also none that would be started; empty if one can."""
     if _env.TRIAL_VARIABLE in environ:
-        return "it is a trial of phalanx check or phalanx tune"
+        return "it is a trial of phalanx check or phalanx tune"  # import torch obeys it, so later jobs would be in it
     if kind == "server" and _has_own_options():
         return "this interpreter was started with options of its own"
     if entry := facts.relative_path(environ):
@@ -167,9 +167,7 @@ def _execute(
             _env.WARM_SERVER_VARIABLE: f"{listener.fileno()}:{words}:{path}",
             SETTINGS_VARIABLE: json.dumps(dict(settings)),
         }
-        own = with_hook(environ)
-        own.pop(_env.TRIAL_VARIABLE, None)  # import torch obeys it, and all later jobs would be in that trial
-        os.execve(sys.executable, [sys.executable, _NAME], {**own, **serves})
+        os.execve(sys.executable, [sys.executable, _NAME], {**with_hook(environ), **serves})
     finally:
         os._exit(1)
 
