@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from phalanx import PhalanxError
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.record.box import MEMORY_NAME
+from tests.ports import free_port
 
 _SETTLE_S = 3.0  # a thread that was joined is yet seen for a moment
 
@@ -161,18 +161,12 @@ def run_scenarios(rank, world_size, folder, port, num_cycles):
     return found
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     ("world_size", "hosts"), [(1, ()), (2, ()), (2, (1, 1)), (3, (1, 2))], ids=["1", "2", "1+1", "1+2"]
 )
 def test_nothing_is_left_after_the_last_group(run_ranks, tmp_path, world_size, hosts):
     cycles = 20 if world_size == 2 and not hosts else 3
     ends = run_ranks(
-        run_scenarios, world_size, str(tmp_path), free_port(), cycles, hosts=hosts, init=False, timeout_s=100
+        run_scenarios, world_size, str(tmp_path), int(free_port()), cycles, hosts=hosts, init=False, timeout_s=100
     )
     assert ends == [{}] * world_size

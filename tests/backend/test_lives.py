@@ -25,7 +25,7 @@ from phalanx.backend._hosts import _hello
 from phalanx.backend._meeting import Meeting
 from phalanx.rendezvous import server
 from phalanx.rendezvous.asked import read_url
-from tests.replace._running import free_port
+from tests.ports import free_port
 
 LIMIT_S = 60
 

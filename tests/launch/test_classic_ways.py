@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from tests.launch.jobs import LIMIT_S
+from tests.ports import free_port
 
 TRAIN = """
 import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -53,12 +53,6 @@ if __name__ == "__main__":
     else:
         init(int(sys.argv[3]), 4, backend, how)
 """
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
+from tests.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 
@@ -23,9 +24,7 @@ class Nodes:
         self._folder = folder
         self._script = write_script(folder, source)
         self.started = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._endpoint = f"127.0.0.1:{free_port()}"
 
     @property
     def place(self):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.ports import free_port
 
 PROGRAM = Path(__file__).with_name("asks_for_gloo.py")
 LAUNCHERS = {
@@ -16,12 +17,6 @@ LAUNCHERS = {
     "spawn": [sys.executable, PROGRAM, "spawn"],
 }
 BY_VARIABLE = {"PHALANX_REPLACE": "gloo"}
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def run(command, folder, **environ):

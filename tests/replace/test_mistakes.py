@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import phalanx
-from tests.replace._running import BY_VARIABLE, free_port
+from tests.ports import free_port
+from tests.replace._running import BY_VARIABLE
 
 ALONE = """
 import torch, torch.distributed as dist

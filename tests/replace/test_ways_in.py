@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from phalanx import _torch
-from tests.replace._running import BY_VARIABLE, LAUNCHERS, PROGRAM, free_port, got, run
+from tests.ports import free_port
+from tests.replace._running import BY_VARIABLE, LAUNCHERS, PROGRAM, got, run
 
 EXPECTED = {
     "backend": "gloo",

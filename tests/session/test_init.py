@@ -20,6 +20,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx import session as session_module
 from phalanx.launch.schedulers import Placement
+from tests.ports import free_port
 
 LIMIT_S = 60
 
@@ -74,12 +75,6 @@ def run_together(forked, script):
         return said_by(*(out for out, _ in ends)), [err for _, err in ends]
 
     return run
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def test_a_script_that_is_started_alone_is_a_world_of_one(script):

@@ -25,9 +25,10 @@ from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
 from phalanx.launch.flag_values import YES
 from phalanx.launch.greeting import Greeting
 from phalanx.launch.holders import told_of
-from phalanx.launch.links import Links, is_local, open_door
+from phalanx.launch.links import Links, is_local
 from phalanx.launch.messages import read_state, read_view
 from phalanx.launch.packets import PacketSocket
+from phalanx.launch.ports import open_door
 from phalanx.launch.questions import Questions
 from phalanx.launch.shared_causes import OTHER_SIDE, read_cause, with_own_kind
 from phalanx.launch.views import Node, Place, Rules, State

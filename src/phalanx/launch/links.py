@@ -112,8 +112,7 @@ class Links:
                 self._greet(link)
 
     def listen(self, door: socket.socket) -> None:
-        """Take connections from a bound socket."""
-        door.listen(128)
+        """Take connections from a socket that listens."""
         door.setblocking(False)
         self._door = door
         self._selector.register(door, selectors.EVENT_READ, self._accept)
@@ -372,28 +371,6 @@ class _Names:
             address = self._found.get(place, (0, None, ""))[1]
         self._found[place] = time.monotonic(), address, why
         self._asking.discard(place)
-
-
-def open_door(port: int) -> socket.socket:
-    """Return a socket bound to a port of all addresses; 0: a free port.
-
-    Raises:
-        OSError: The port is taken.
-    """
-    try:
-        door = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-        any_address = "::"
-        door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    except OSError:  # no IPv6
-        door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        any_address = "0.0.0.0"
-    try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind((any_address, port))
-    except OSError:
-        door.close()
-        raise
-    return door
 
 
 def is_local(host: str) -> bool:

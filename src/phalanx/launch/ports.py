@@ -9,6 +9,8 @@ import socket
 
 from phalanx.launch.job import Job
 
+_BACKLOG = 128  # connections that wait to be accepted
+
 
 class ReservedPort:
     """A TCP port bound but not listened on, so that no other job is given it.
@@ -18,7 +20,7 @@ class ReservedPort:
     """
 
     def __init__(self, port: int = 0) -> None:
-        self._socket = _bound_socket(port)
+        self._socket = bound_socket(port)
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
@@ -28,20 +30,13 @@ class ReservedPort:
 def port_problem(port: int) -> str | None:
     """Return why rank 0 could not listen on `port` of this machine, with the owner's name; None if it could."""
     try:
-        reserved = ReservedPort(port)
+        open_door(port).close()  # where some kernels let us bind beside a listener, none lets us listen
     except PermissionError:
         return f"port {port} needs root"
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return f"port {port}: {error.strerror}"
         return f"port {port} is taken by {_owner(port) or 'a process of another user'}"
-    try:
-        # Binding is allowed beside a listener that has SO_REUSEADDR in some kernels; listening never is.
-        reserved._socket.listen(1)
-    except OSError:
-        return f"port {port} is taken by {_owner(port) or 'a process of another user'}"
-    finally:
-        reserved.close()
     return None
 
 
@@ -52,31 +47,44 @@ def port_advice(job: Job) -> str:
     return "name another --master-port, or leave it out to have a free one chosen"
 
 
-def _bound_socket(port: int) -> socket.socket:
+def bound_socket(port: int = 0) -> socket.socket:
+    """Return a socket bound to a port of all addresses, of IPv6 too where this host has it; 0: a free port.
+
+    Raises:
+        OSError: Somebody listens on the port.
+    """
     try:
-        bound = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-        address: tuple[str, int] = ("::", port)
-    except OSError:  # no IPv6
-        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        address = ("0.0.0.0", port)
+        return _bound(socket.AF_INET6, ("::", port))
+    except OSError as error:
+        if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            raise
+    return _bound(socket.AF_INET, ("0.0.0.0", port))
+
+
+def open_door(port: int) -> socket.socket:
+    """Return a socket that listens on a port of all addresses; 0: a free port.
+
+    Of two processes that come at once, both may bind, but only one listens.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    door = bound_socket(port)
     try:
-        if bound.family == socket.AF_INET6:
+        door.listen(_BACKLOG)
+    except OSError:
+        door.close()
+        raise
+    return door
+
+
+def _bound(family: socket.AddressFamily, address: tuple[str, int]) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError:
-        bound.close()
-        if bound.family == socket.AF_INET6 and not os.path.exists("/proc/net/if_inet6"):
-            return _bound_v4_socket(port)
-        raise
-    return bound
-
-
-def _bound_v4_socket(port: int) -> socket.socket:
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("0.0.0.0", port))
     except OSError:
         bound.close()
         raise

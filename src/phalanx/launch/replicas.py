@@ -16,8 +16,8 @@ from typing import Any
 
 from phalanx._snapshots import note_replicator_ended, want_replicas
 from phalanx.launch.events import EventLoop
-from phalanx.launch.links import open_door
 from phalanx.launch.packets import PacketSocket
+from phalanx.launch.ports import bound_socket
 from phalanx.launch.warden import die_with_parent, hold_signals
 
 # Not with -m, which would let a json.py in the current folder take the library's place.
@@ -58,7 +58,7 @@ class Replicas:
         self._view: Mapping[str, Any] | None = None
         self._pause_s = _FIRST_PAUSE_S
         want_replicas(snapshots_fd, num_replicas)
-        self._door: socket.socket = open_door(0)  # kept open: other nodes know its port
+        self._door: socket.socket = bound_socket()  # kept open: other nodes know its port
         self.port: int = self._door.getsockname()[1]
         self._start(0.0)
 
