@@ -16,6 +16,7 @@ import pytest
 
 from phalanx import cli
 from phalanx.diagnose.past import examine_run, last_run_of, record_of
+from phalanx.diagnose.processes import process_of
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.diagnose.why import main
 from phalanx.diagnose.wording import sentence
@@ -266,16 +267,19 @@ def test_ranks_that_called_different_collectives_are_told_with_their_lines(tmp_p
     assert what not in "".join(proof), "it is said once"
 
 
-def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(tmp_path):
+def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(cold_jobs, tmp_path):
     with waiting_job(tmp_path, 3) as process:
         (folder,) = tmp_path.glob("logs/job/*")
         while "; 2 ranks have waited up to " not in why(tmp_path, folder)[0]:  # until they do
             assert process.poll() is None
         assert "has not called all_reduce #2 of group 'default'" in why(tmp_path, folder)[0]
         process.send_signal(signal.SIGSTOP)  # it sees all of them dead before it tells any to end
-        for pids in re.findall(r"\(pids? ([\d, ]+)\)", "\n".join(why(tmp_path, folder))):
-            for pid in pids.split(","):
-                os.kill(int(pid), signal.SIGKILL)
+        named = re.findall(r"\(pids? ([\d, ]+)\)", "\n".join(why(tmp_path, folder)))
+        ranks = [int(pid) for pids in named for pid in pids.split(", ")]
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        while any((rank := process_of(pid)) is not None and rank.state != "Z" for pid in ranks):
+            time.sleep(0.01)
         process.send_signal(signal.SIGCONT)
         process.wait(60)
     _, answer, *_ = why(tmp_path, folder)
