@@ -25,7 +25,7 @@ from phalanx.launch.warm import places as warm_places
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
 from tests import forked as nursery
-from tests import kept, namespaces, shm
+from tests import costs, kept, namespaces, shm
 
 # The same examples in every run; pytest --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -222,6 +222,10 @@ _MARKED = {
         "tests/stress/",
     ),
 }
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(costs.Costs())
 
 
 def pytest_collection_finish():
