@@ -24,8 +24,8 @@ from phalanx.launch.guard import guard
 from phalanx.launch.warm import places as warm_places
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
-from tests import forked as nursery
 from tests import costs, kept, namespaces, shm
+from tests import forked as nursery
 
 # The same examples in every run; pytest --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile("same", derandomize=True)

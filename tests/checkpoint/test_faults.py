@@ -28,6 +28,8 @@ from phalanx.testing import reached
 from tests.checkpoint._kills import kill_savers
 from tests.checkpoint._tools import save
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 NUM_KILLS = 6
 LIMIT_S = 60
 

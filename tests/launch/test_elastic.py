@@ -19,6 +19,8 @@ from phalanx.launch.job import Job
 from phalanx.launch.outcome import Outcome
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 HEAD = """
 from phalanx._snapshots import MAGIC, Head, common_heads, is_restart_announced, region_offset
 SIZE, ATTEMPT = (int(os.environ[name]) for name in ("WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
@@ -187,7 +189,7 @@ def test_a_wrong_range_is_refused_in_one_line_below_the_usage(tmp_path, flags, e
     assert said in err
 
 
-def test_a_dry_run_shows_the_range_its_origin_and_what_the_least_has(tmp_path):
+def test_a_dry_run_shows_the_range_its_origin_and_what_the_least_has(cold_jobs, tmp_path):
     command = [*PHALANX_RUN, "--dry-run", "--max-restarts=1", write_script(tmp_path, "")]
     environ = {**os.environ, "PHALANX_NPROC_PER_NODE": "1:3"}
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, env=environ).stdout

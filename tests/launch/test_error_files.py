@@ -18,6 +18,8 @@ from phalanx._last_words import LastWords
 from phalanx.launch.failure import first_true_failure
 from tests.launch.jobs import run_job
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 SCRIPT = """
 import torch, torch.distributed as dist, phalanx
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -16,6 +16,8 @@ from phalanx.launch.hints import hint_for
 from phalanx.launch.outcome import Outcome
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 TWO_MEET = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -11,6 +11,8 @@ import pytest
 
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 STORM = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 
 

@@ -19,6 +19,8 @@ from phalanx.launch.outcome import Outcome, last_words_in
 from tests.launch import mistakes
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 NAMES = [mistake.__name__ for mistake in mistakes.MISTAKES]
 COMMAND = ("python", "mistakes.py")
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 
+import pytest
+
 from phalanx.launch.run_folder import LAUNCH_LOG, NUM_KEPT
 from tests.launch.jobs import run_job
+
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 
 def make_run(base, number):

@@ -16,6 +16,8 @@ import pytest
 
 from phalanx.launch.cpus import read_machine
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 LIMIT_S = 30
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.launch.jobs import PHALANX_RUN, Terminal, write_script
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 
 @pytest.fixture
 def terminal(tmp_path):

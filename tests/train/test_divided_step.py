@@ -19,6 +19,8 @@ from phalanx.parallel.pieces import ELEMENTWISE
 from phalanx.train import divided_step
 from tests.train._programs import make_data, mean_squares, quietly, train
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 STEPS = 12
 HOWS = ("never", "always")
 MAKERS = {

@@ -20,6 +20,8 @@ from phalanx.train.finite import FiniteGuard
 from phalanx.train.judge import Judge
 from tests.train._programs import make_data, make_model, mean_squares, quietly, rank_of, state_of, train
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 
 class Poisoned(Dataset):
     """Has one sample whose inputs are not finite."""

@@ -15,6 +15,8 @@ from phalanx import checkpoint
 from phalanx.train.preemption import Preemption
 from tests.launch.jobs import PHALANX_RUN, Terminal
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 SCRIPT = str(Path(__file__).parent / "_small.py")
 ALONE = [sys.executable]
 LAUNCHED = [*PHALANX_RUN, "--nproc-per-node", "2", "--max-restarts", "3"]

@@ -19,6 +19,8 @@ import pytest
 
 from phalanx import checkpoint
 
+pytestmark = pytest.mark.usefixtures("warm_jobs")
+
 SCRIPT = Path(__file__).parent / "_small.py"
 RUN = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2"]
 LIMIT_S = 100
