@@ -167,6 +167,15 @@ def test_a_hang_is_told_by_what_phalanx_why_knows_and_by_the_stacks_of_the_test_
     assert "pluggy" not in text
 
 
+def test_an_error_of_an_operation_is_shown_at_the_tests_line_and_not_below(marked):
+    text = marked.text("test_calls_different_things")
+    assert "dist.all_reduce(torch.ones(2 + rank))" in text
+    assert "E         rank 1: all_reduce(float32, count=3, op=SUM)" in text
+    assert re.search(r"inner_marked.py:\d+: CollectiveMismatch$", text), text
+    assert "_dispatch" not in text
+    assert "distributed_c10d" not in text
+
+
 def test_the_summary_of_a_failure_names_its_rank(marked):
     assert re.search(r"^FAILED .*test_one_fails - rank 1: assert 42 == 0", marked.output, re.MULTILINE)
 
@@ -250,11 +259,13 @@ def test_another_system_is_refused_in_words(monkeypatch, item):
 
 
 def test_the_limit_of_ranks_is_below_that_of_pytest_timeout(request):
-    from phalanx._pytest_plugin.item import _default_limit_s
+    from phalanx._pytest_plugin.item import _limit_s
 
-    assert _default_limit_s(request.node) == 60
+    assert _limit_s(request.node, 60, 3) == 60
     request.node.add_marker(pytest.mark.timeout(20))
-    assert _default_limit_s(request.node) == 16
+    assert _limit_s(request.node, 60, 0) == _limit_s(request.node, 30, 0) == 16
+    assert _limit_s(request.node, 60, 3) == 13
+    assert _limit_s(request.node, 5, 3) == 5
 
 
 def test_the_plugin_loads_nothing_until_a_test_is_marked():
@@ -347,6 +358,7 @@ def test_pdb_opens_on_the_rank_that_failed_and_quitting_it_ends_the_session(tmp_
             os.kill(pid, signal.SIGKILL)
         os.close(terminal)
     assert b"('value', 17)" in said
+    assert re.search(rb"rank \d \(pid \d+\)\r\n(?s:.*)entering PDB", said)
     assert b"Quitting debugger" in said
     assert said.count(b"entering PDB") == 1
     assert os.waitstatus_to_exitcode(status) == 2

@@ -155,6 +155,11 @@ def test_both_fail():
 
 
 @pytest.mark.ranks(2)
+def test_calls_different_things(rank):
+    dist.all_reduce(torch.ones(2 + rank))
+
+
+@pytest.mark.ranks(2)
 def test_raises_a_local_class():
     class Odd(Exception):
         pass

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -100,11 +101,12 @@ def _differs_by_rank(name: str, function: Any) -> bool:
 
 def _run_on_ranks(item: pytest.Item, sizes: tuple[int, ...], options: Options, task: Task) -> None:
     __tracebackhide__ = True
+    began = time.monotonic()
     for size in sizes:
-        _run(item, size, options, task)
+        _run(item, size, options, task, began)
 
 
-def _run(item: pytest.Item, world_size: int, options: Options, task: Task) -> None:
+def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began: float) -> None:
     __tracebackhide__ = True
     for name in _NEEDED:
         importlib.import_module(name)
@@ -113,7 +115,7 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task) -> No
     limits.check_room(world_size)
     limits.check_fork(item)
     shown.flush_coverage()
-    limit_s = options.timeout_s or _default_limit_s(item)
+    limit_s = _limit_s(item, options.timeout_s or _TIMEOUT_S, time.monotonic() - began)
     with tempfile.TemporaryDirectory(prefix="phalanx-group-") as folder:
         group = Group(
             options.backend if options.init else None,
@@ -155,8 +157,8 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
             pytest.fail(limits.words_of_refused_fork(group.world_size, error), pytrace=False)
 
 
-def _default_limit_s(item: pytest.Item) -> float:
-    """Return the limit of a test that names none: below pytest-timeout's, so that ranks are told by name."""
+def _limit_s(item: pytest.Item, own_s: float, spent_s: float) -> float:
+    """Return the limit of a test: its own, but below what pytest-timeout leaves, so that ranks are told by name."""
     mark = item.get_closest_marker("timeout")
     given: Any = None
     if mark is not None:
@@ -165,8 +167,8 @@ def _default_limit_s(item: pytest.Item) -> float:
         with contextlib.suppress(ValueError, KeyError):
             given = item.config.getoption("timeout", None) or float(item.config.getini("timeout") or 0)
     if isinstance(given, (int, float)) and given > 0:
-        return min(_TIMEOUT_S, given * _SHARE_OF_LIMIT)
-    return _TIMEOUT_S
+        return min(own_s, round(max(given * _SHARE_OF_LIMIT - spent_s, given / 10), 2))
+    return own_s
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import pickle
 import random
 import re
@@ -162,6 +163,8 @@ class _Listener:
         error = None
         if call.excinfo is not None:
             error = call.excinfo.value
+            if not item.config.getoption("fulltrace", False):
+                shown.end_at_the_call(item, call.excinfo)
             report = pytest.TestReport.from_item_and_call(item, call)
             told.longrepr = report.longrepr
             try:
@@ -181,6 +184,7 @@ class _Listener:
         item = self._item
         is_wanted = item.config.getoption("usepdb", False) and item.get_closest_marker("xfail") is None
         if is_wanted and report.failed and not is_victim(LastWords.of_error(call.excinfo.value)):
+            report.longrepr = shown.below_lines([f"rank {_rank} (pid {os.getpid()})"], report.longrepr)
             item.ihook.pytest_exception_interact(node=item, call=call, report=report)
             if getattr(item, "_explicit_tearDown", None):
                 item._explicit_tearDown()

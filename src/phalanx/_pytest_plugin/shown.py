@@ -20,7 +20,8 @@ from _pytest._code.code import (
     ReprTraceback,
 )
 
-from phalanx._last_words import LastWords
+from phalanx._errors import PhalanxError
+from phalanx._last_words import LastWords, owner_of
 from phalanx.launch.outcome import Outcome
 
 NOT_MARKED = "the fixture {} is that of a test on ranks: mark the test with @pytest.mark.ranks(2)"
@@ -29,6 +30,7 @@ BEFORE_FORK = (
     "of the fixture, rather than by request.getfixturevalue"
 )
 _OURS = re.compile(r'/(?:_pytest|pluggy|phalanx/_pytest_plugin)/[^"]*"')
+_BELOW = ("phalanx", "torch", "Python")
 _SECOND_GROUP = "initialize the default process group twice"
 
 
@@ -41,17 +43,39 @@ def of_lines(lines: Sequence[str], item: pytest.Item) -> Any:
 
 def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:
     """Return a failure as a rank has shown it, below lines about all ranks."""
+    made = below_lines(heads, longrepr)
+    crash = made.chain[-1][1] if isinstance(made, ExceptionChainRepr) else None
+    if crash is not None:
+        crash.message = f"rank {rank}: {crash.message}"
+    return made
+
+
+def below_lines(lines: Sequence[str], longrepr: Any) -> Any:
+    """Return a failure as pytest shows it, below lines."""
     chain = getattr(longrepr, "chain", None)
     if chain is None and hasattr(longrepr, "reprtraceback"):
         chain = [(longrepr.reprtraceback, longrepr.reprcrash, None)]
     if chain is None:
-        return "\n".join([*heads, str(longrepr)])
-    crash = chain[-1][1]
-    if crash is not None:
-        crash.message = f"rank {rank}: {crash.message}"
-    made = ExceptionChainRepr([(_plain(heads), None, None), *chain])
+        return "\n".join([*lines, str(longrepr)])
+    made = ExceptionChainRepr([(_plain(lines), None, None), *chain])
     made.sections = list(getattr(longrepr, "sections", ()))
     return made
+
+
+def end_at_the_call(item: Any, excinfo: Any) -> None:
+    """Show errors of phalanx up to the line that has called torch, or phalanx: what is below is none of the test's."""
+    filtered = item._traceback_filter
+    item._traceback_filter = lambda one: _up_to_the_call(filtered(one), one.value)
+    excinfo.traceback = _up_to_the_call(excinfo.traceback, excinfo.value)  # where it crashed
+
+
+def _up_to_the_call(traceback: Any, error: BaseException) -> Any:
+    if not isinstance(error, PhalanxError):
+        return traceback
+    kept = len(traceback)
+    while kept and owner_of(str(traceback[kept - 1].path)) in _BELOW:
+        kept -= 1
+    return traceback[:kept] if kept else traceback
 
 
 def _plain(lines: Sequence[str]) -> ReprTraceback:
