@@ -67,6 +67,7 @@ release: $(READY)
 
 # Two files at a time, which wait more than they compute. pytest exits with 5 if there is nothing to do.
 test: $(READY)
+	$(BIN)/python -m compileall -q src/phalanx
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (cluster or slow or integrations or wheels)" $(TESTS) || [ $$? = 5 ]
 
 torch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import subprocess
@@ -19,7 +20,6 @@ from phalanx import _torch
 from phalanx._torch import lookup
 
 PACKAGE = Path(phalanx.__file__).parent
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 # Private names of Python's own library, and the ones that a namedtuple has.
 PYTHONS = {
     "_start_method",
@@ -38,6 +38,12 @@ NEEDED = {  # by a group, an all_reduce and DistributedDataParallel, and nothing
 LOSSY = {key for key, name in _torch.NAMES.items() if name.loses}
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the parsed source of each module of the package."""
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith(("__", "_phalanx_"))
 
@@ -45,7 +51,7 @@ def is_private(name: str) -> bool:
 def own_names() -> set[str]:
     """Return every name that phalanx gives to something."""
     own = set()
-    for node in (node for tree in TREES.values() for node in ast.walk(tree)):
+    for node in (node for tree in trees().values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -103,14 +109,14 @@ def test_the_search_finds(script):
 
 def test_private_names_of_torch_are_used_in_one_module():
     own = own_names()
-    elsewhere = {path: tree for path, tree in TREES.items() if path.parent.name != "_torch"}
+    elsewhere = {path: tree for path, tree in trees().items() if path.parent.name != "_torch"}
     found = {path.name: list(uses(tree, own)) for path, tree in elsewhere.items()}
     assert not {name: places for name, places in found.items() if places}, "add them to phalanx/_torch/names.py"
 
 
 def test_the_table_has_what_is_asked_for_and_nothing_else():
     asked, attributes = set(), set()
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "phalanx._torch":
                 asked |= {alias.name for alias in node.names}
