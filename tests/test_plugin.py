@@ -116,6 +116,7 @@ def test_a_local_function_of_this_very_run_has_ranks(rank):
         "test_captures_by_fixture",
         "test_warns",
         "test_warns_the_session",
+        "test_leaves_daemons",
         "test_makes_its_own_group",
     ],
 )
@@ -149,6 +150,9 @@ def test_a_rank_leaves_the_test_as_the_test_itself_would(marked, name, words):
         ("test_fails_otherwise_than_expected", ["KeyError: 'other'"]),
         ("test_raises_a_local_class", ["Odd: strange"]),
         ("test_is_killed", ["rank 1 .* was killed by SIGKILL", "ranks 0 and 2: RankFailed, because of it"]),
+        ("test_exits_without_a_code", [r"rank 1 \(pid \d+\) raised SystemExit: .*, at \S*inner_marked.py:\d+"]),
+        ("test_raises_what_cannot_be_said", ["rank 1 .* raised .*Mute", "raise Mute"]),
+        ("test_fails_in_a_thread", ["Exception in thread", "ZeroDivisionError"]),
         ("test_leaves", ["rank 1 .* exited with code 3"]),
         ("test_has_a_group_already", ["twice", r"hint: .*ranks\(\.\.\., init=False\)"]),
     ],
@@ -304,6 +308,12 @@ def _is_alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
+
+
+def test_nothing_that_ranks_have_started_outlives_the_test(marked):
+    pids = [pid for name, pid in marked.reports("test_leaves_daemons")[-1]["properties"] if name == "daemon"]
+    assert len(pids) == 6
+    assert not list(filter(_is_alive, pids))
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL])

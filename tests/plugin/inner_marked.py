@@ -6,8 +6,10 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
+import time
 import unittest
 import warnings
 
@@ -174,6 +176,52 @@ def test_leaves(rank):
     if rank == 1:
         os._exit(3)
     dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_exits_without_a_code(rank):
+    if rank == 1:
+        sys.exit()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_raises_what_cannot_be_said(rank):
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    if rank == 1:
+        raise Mute
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("error")
+def test_fails_in_a_thread():
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+
+
+def _leave_daemons(record_property):
+    told, tell = os.pipe()
+    if not os.fork():
+        os.setsid()
+        if daemon := os.fork():
+            os.write(tell, b"%d" % daemon)
+            os._exit(0)
+        time.sleep(1000)
+    record_property("daemon", int(os.read(told, 20)))
+    record_property("daemon", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+    if not (child := os.fork()):
+        time.sleep(1000)
+    record_property("daemon", child)
+
+
+@pytest.mark.ranks(2)
+def test_leaves_daemons(record_property):
+    _leave_daemons(record_property)
 
 
 @pytest.mark.ranks(2, timeout_s=10)

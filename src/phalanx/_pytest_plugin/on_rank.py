@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import inspect
 import pickle
 import random
 import re
@@ -122,7 +124,7 @@ def _run(rank: int, group: Group, task: Task) -> None:
         task.runtest()
     finally:
         failures = []
-        for one in reversed(finalizers):
+        for one in (*reversed(finalizers), _told_late(item)):
             while one:
                 try:
                     one.pop()()
@@ -130,6 +132,14 @@ def _run(rank: int, group: Group, task: Task) -> None:
                     failures.append(error)
         if failures and sys.exc_info()[0] is None and not getattr(item, "_excinfo", None):
             raise failures[0]
+
+
+def _told_late(item: Any) -> list[Callable[[], object]]:
+    """Return what warns, or raises, of exceptions in threads and finalizers, as pytest does after its own call."""
+    plugins = map(item.config.pluginmanager.get_plugin, ("threadexception", "unraisableexception"))
+    hooks = [getattr(one, "pytest_runtest_call", None) for one in plugins]
+    # Before pytest 8.4 they are wrappers of the call, which have begun in the test's process.
+    return [functools.partial(one, item) for one in hooks if one is not None and not inspect.isgeneratorfunction(one)]
 
 
 class _Listener:

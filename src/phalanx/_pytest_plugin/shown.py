@@ -20,7 +20,7 @@ from _pytest._code.code import (
     ReprTraceback,
 )
 
-from phalanx._last_words import LastWords
+from phalanx._last_words import LastWords, text_of
 from phalanx.launch.outcome import Outcome
 
 NOT_MARKED = "the fixture {} is that of a test on ranks: mark the test with @pytest.mark.ranks(2)"
@@ -72,7 +72,7 @@ def without_ours(words: LastWords) -> LastWords:
 
 def advice_for(error: BaseException) -> str:
     """Return what to do about a mistake that is the mark's; empty if it is none."""
-    if _SECOND_GROUP in str(error):
+    if _SECOND_GROUP in text_of(error):
         return "the mark has made a process group already; ranks(..., init=False) leaves that to the test"
     return ""
 
