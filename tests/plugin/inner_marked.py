@@ -13,6 +13,8 @@ import time
 import unittest
 import warnings
 
+import hypothesis
+import hypothesis.strategies
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,6 +135,29 @@ def test_lacks_a_module():
 @pytest.mark.xfail(raises=ValueError, strict=True)
 def test_is_expected_to_fail():
     raise ValueError("as expected")
+
+
+@pytest.mark.ranks(2)
+def test_expects_to_fail(request):
+    request.applymarker(pytest.mark.xfail(reason="as expected"))
+    assert dist.get_world_size() == 1
+
+
+@pytest.mark.ranks(2)
+def test_expects_to_fail_on_one_rank_and_fails_on_another(request, rank):
+    if rank == 1:
+        request.applymarker(pytest.mark.xfail)
+    dist.barrier()
+    assert dist.get_rank() == 2
+
+
+@pytest.mark.ranks(2)
+@hypothesis.settings(max_examples=3, database=None, deadline=None)
+@hypothesis.given(number=hypothesis.strategies.integers())
+def test_tries_examples(number):
+    numbers = [None, None]
+    dist.all_gather_object(numbers, number)
+    assert numbers == [number, number]
 
 
 @pytest.mark.ranks(2)

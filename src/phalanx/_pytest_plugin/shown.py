@@ -84,8 +84,10 @@ def why(outcomes: Sequence[Outcome]) -> list[str]:
         from phalanx.diagnose.jobs import find_job
         from phalanx.diagnose.wording import sentence
 
-        pid = next(outcome.pid for outcome in outcomes if outcome.exitcode is None)
-        answer = examine(find_job(str(pid)))
+        pids = {outcome.rank: outcome.pid for outcome in outcomes if outcome.exitcode is None}
+        answer = examine(find_job(str(next(iter(pids.values())))))
+        if not any(pids.get(one.doing.rank) == one.look.pid for one in answer.seen if not one.look.has_ended):
+            return []  # they have not begun yet, or ended meanwhile
         return [sentence(answer.finding, [one.doing for one in answer.seen])]
     return []
 
