@@ -258,11 +258,12 @@ def test_another_system_is_refused_in_words(monkeypatch, item):
 
 
 def test_the_limit_of_ranks_is_below_that_of_pytest_timeout(request):
-    from phalanx._pytest_plugin.item import _default_limit_s
+    from phalanx._pytest_plugin.item import _limit_s
 
-    assert _default_limit_s(request.node) == 60
+    assert _limit_s(request.node, 60) == 60
     request.node.add_marker(pytest.mark.timeout(20))
-    assert _default_limit_s(request.node) == 16
+    assert _limit_s(request.node, 60) == 16
+    assert _limit_s(request.node, 3) == 3
 
 
 def test_the_plugin_loads_nothing_until_a_test_is_marked():

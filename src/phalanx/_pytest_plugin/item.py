@@ -113,7 +113,7 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task) -> No
     limits.check_room(world_size)
     limits.check_fork(item)
     shown.flush_coverage()
-    limit_s = options.timeout_s or _default_limit_s(item)
+    limit_s = _limit_s(item, options.timeout_s or _TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix="phalanx-group-") as folder:
         group = Group(
             options.backend if options.init else None,
@@ -156,8 +156,8 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
             pytest.fail(limits.words_of_refused_fork(group.world_size, error), pytrace=False)
 
 
-def _default_limit_s(item: pytest.Item) -> float:
-    """Return the limit of a test that names none: below pytest-timeout's, so that ranks are told by name."""
+def _limit_s(item: pytest.Item, wanted_s: float) -> float:
+    """Return the limit of a test: below pytest-timeout's, so that ranks are told by name."""
     mark = item.get_closest_marker("timeout")
     given: Any = None
     if mark is not None:
@@ -166,8 +166,8 @@ def _default_limit_s(item: pytest.Item) -> float:
         with contextlib.suppress(ValueError, KeyError):
             given = item.config.getoption("timeout", None) or float(item.config.getini("timeout") or 0)
     if isinstance(given, (int, float)) and given > 0:
-        return min(_TIMEOUT_S, given * _SHARE_OF_LIMIT)
-    return _TIMEOUT_S
+        return min(wanted_s, given * _SHARE_OF_LIMIT)
+    return wanted_s
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes
 def _draw_alike(seed: bytes) -> None:
     """Have Hypothesis, if the test uses it, try the same examples on all ranks, which meet in collectives."""
     core = sys.modules.get("hypothesis.core")
-    place = getattr(core, "threadlocal", core)  # of its own generator
+    place: Any = getattr(core, "threadlocal", core)  # of its own generator
     if hasattr(place, "_hypothesis_global_random"):
         place._hypothesis_global_random = random.Random(seed)
 
