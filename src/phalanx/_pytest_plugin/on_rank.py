@@ -69,6 +69,8 @@ class Told:
 _TORCHS_OWN = re.compile(r"^.*\bc10d-NullHandler-default:c10d_logger.py:.*\n?", re.MULTILINE)
 """What torch logs of each error of a collective, in a long line; the error itself is shown anyway."""
 
+_HYPOTHESIS = "_hypothesis_global_random"  # its generator
+
 _rank: int | None = None  # of this process; None: it is none
 _group: Group | None = None
 
@@ -116,9 +118,9 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes
 def _draw_alike(seed: bytes) -> None:
     """Have Hypothesis, if the test uses it, try the same examples on all ranks, which meet in collectives."""
     core = sys.modules.get("hypothesis.core")
-    place: Any = getattr(core, "threadlocal", core)  # of its own generator
-    if hasattr(place, "_hypothesis_global_random"):
-        place._hypothesis_global_random = random.Random(seed)
+    place = getattr(core, "threadlocal", core)
+    if hasattr(place, _HYPOTHESIS):
+        setattr(place, _HYPOTHESIS, random.Random(seed))
 
 
 def _run(rank: int, group: Group, task: Task) -> None:
