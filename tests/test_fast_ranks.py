@@ -279,6 +279,21 @@ def test_a_server_that_was_killed_is_replaced(servers):
     assert (first.lives, second.lives) == (False, True)
 
 
+def test_a_process_starts_as_ever_where_the_server_has_ended_unseen(servers, monkeypatch):
+    def refuse(forks, fds):
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(fast_ranks, "_servers", servers)
+    monkeypatch.setattr("multiprocessing.forkserver.ForkServer.connect_to_new_process", refuse)
+    process = mp.get_context("spawn").Process(target=os._exit, args=(4,))
+    process.start()
+    process.join(_LIMIT_S)
+    assert process.exitcode == 4
+    process.close()
+    (note,) = servers.notes
+    assert "has ended" in note
+
+
 _ABANDONED = """
 import multiprocessing, signal, sys
 from phalanx.testing import fast_ranks

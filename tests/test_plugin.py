@@ -116,6 +116,8 @@ def test_a_local_function_of_this_very_run_has_ranks(rank):
         "test_captures_by_fixture",
         "test_warns",
         "test_warns_the_session",
+        "test_leaves_daemons",
+        "test_tries_examples",
         "test_makes_its_own_group",
     ],
 )
@@ -131,12 +133,13 @@ def test_a_test_passes_on_its_ranks(marked, name):
         ("test_lacks_a_module", "no_such_module"),
         ("TestUnit::test_skips", "because"),
         ("test_is_expected_to_fail", "as expected"),
+        ("test_expects_to_fail", "assert 2 == 1"),
     ],
 )
 def test_a_rank_leaves_the_test_as_the_test_itself_would(marked, name, words):
     assert marked.outcome(name) == "skipped", marked.text(name)
     assert re.search(words, marked.text(name))
-    assert any(one["expected"] for one in marked.reports(name)) == (name == "test_is_expected_to_fail")
+    assert any(one["expected"] for one in marked.reports(name)) == ("to_fail" in name)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +149,13 @@ def test_a_rank_leaves_the_test_as_the_test_itself_would(marked, name, words):
         ("test_both_fail", ["rank [01]: the same error", "assert 2.0 == 5", r"tensor\(\[2.\]\).item"]),
         ("TestUnit::test_fails", ["rank 1 .*AssertionError: 1 != 0", "self.assertEqual"]),
         ("TestSizes::test_two_sizes", [r"\[world_size 2\]", "assert 2 == 1"]),
+        ("test_expects_to_fail_on_one_rank_and_fails_on_another", ["rank [01]: the same error", "== 2"]),
         ("test_fails_otherwise_than_expected", ["KeyError: 'other'"]),
         ("test_raises_a_local_class", ["Odd: strange"]),
         ("test_is_killed", ["rank 1 .* was killed by SIGKILL", "ranks 0 and 2: RankFailed, because of it"]),
+        ("test_exits_without_a_code", [r"rank 1 \(pid \d+\) raised SystemExit: .*, at \S*inner_marked.py:\d+"]),
+        ("test_raises_what_cannot_be_said", ["rank 1 .* raised .*Mute", "raise Mute"]),
+        ("test_fails_in_a_thread", ["Exception in thread", "ZeroDivisionError"]),
         ("test_leaves", ["rank 1 .* exited with code 3"]),
         ("test_has_a_group_already", ["twice", r"hint: .*ranks\(\.\.\., init=False\)"]),
     ],
@@ -216,6 +223,7 @@ def test_a_subtest_is_reported_once_as_on_the_rank_where_it_fails(marked):
         ("test_hosts_in_words", "hosts must be a list"),
         ("test_no_time", "timeout_s must be a number of seconds above 0, got 0"),
         ("test_timeout_in_words", "group_timeout_s must be a number of seconds above 0, got 'long'"),
+        ("test_environment_without_a_name", "env must be a dictionary of strings, with names that are not empty"),
         ("test_environment_of_numbers", "env must be a dictionary of strings"),
         ("test_backend_number", "backend must be a string"),
         ("test_init_in_words", "init must be True or False"),
@@ -315,6 +323,12 @@ def _is_alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
+
+
+def test_nothing_that_ranks_have_started_outlives_the_test(marked):
+    pids = [pid for name, pid in marked.reports("test_leaves_daemons")[-1]["properties"] if name == "daemon"]
+    assert len(pids) == 6
+    assert not list(filter(_is_alive, pids))
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL])

@@ -28,6 +28,7 @@ PYTHONS = {
     *("_config", "_inheriting", "_forkserver", "_forkserver_alive_fd", "_preload_modules"),  # of multiprocessing
     *("_forkserver_pid", "_stop", "_args_from_interpreter_flags", "_flush_std_streams", "_run_exitfuncs"),  # of it too
     *("_must_rewrite", "_fixtureinfo", "_excinfo", "_explicit_tearDown", "_setupstate"),  # of pytest
+    "_traceback_filter",  # of it too
     *("_inner_hookexec", "_collector"),  # of pluggy, of warnings
     *("_option_string_actions", "_optionals", "_positionals"),  # of argparse
 }

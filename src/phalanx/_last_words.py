@@ -59,7 +59,7 @@ class LastWords:
         ours = [one for one in origins(error) if isinstance(one, PhalanxError)]
         return cls(
             _name_of(type(error)),
-            _first_line(_text_of(error)),
+            _first_line(text_of(error)),
             lines,
             is_victim=any(one.is_victim for one in ours),
             failure=next((one.failure for one in ours if one.failure), None),
@@ -191,7 +191,7 @@ def _tell(error: BaseException) -> None:
     if not path:
         return
     rank = _env.environment().get("RANK", "")
-    record = words.record(int(rank) if rank.isdigit() else -1, os.getpid(), f"{words.name}: {_text_of(error)}")
+    record = words.record(int(rank) if rank.isdigit() else -1, os.getpid(), f"{words.name}: {text_of(error)}")
     before = _read(path)
     if isinstance(before, dict) and "message" in before:  # written by @record, or by the user's handler
         record = {**before, **record, "message": before["message"]}
@@ -217,7 +217,8 @@ def _name_of(kind: type[BaseException]) -> str:
     return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return the message of an exception, also of one that can't say it."""
     try:
         return str(error)
     except Exception:

@@ -30,6 +30,7 @@ def test_after_it():
 @pytest.mark.ranks(2)
 def test_waits_for_ever(rank):
     child = subprocess.Popen(["sleep", "1000"])
+    daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     with open(f"{os.environ['PIDS']}/{rank}", "w") as file:
-        file.write(f"{os.getpid()} {child.pid}\n")
+        file.write(f"{os.getpid()} {child.pid} {daemon.pid}\n")
     threading.Event().wait()

@@ -6,11 +6,15 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
+import time
 import unittest
 import warnings
 
+import hypothesis
+import hypothesis.strategies
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,6 +138,29 @@ def test_is_expected_to_fail():
 
 
 @pytest.mark.ranks(2)
+def test_expects_to_fail(request):
+    request.applymarker(pytest.mark.xfail(reason="as expected"))
+    assert dist.get_world_size() == 1
+
+
+@pytest.mark.ranks(2)
+def test_expects_to_fail_on_one_rank_and_fails_on_another(request, rank):
+    if rank == 1:
+        request.applymarker(pytest.mark.xfail)
+    dist.barrier()
+    assert dist.get_rank() == 2
+
+
+@pytest.mark.ranks(2)
+@hypothesis.settings(max_examples=3, database=None, deadline=None)
+@hypothesis.given(number=hypothesis.strategies.integers())
+def test_tries_examples(number):
+    numbers = [None, None]
+    dist.all_gather_object(numbers, number)
+    assert numbers == [number, number]
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.xfail(raises=ValueError, strict=True)
 def test_fails_otherwise_than_expected():
     raise KeyError("other")
@@ -179,6 +206,52 @@ def test_leaves(rank):
     if rank == 1:
         os._exit(3)
     dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_exits_without_a_code(rank):
+    if rank == 1:
+        sys.exit()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_raises_what_cannot_be_said(rank):
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    if rank == 1:
+        raise Mute
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("error")
+def test_fails_in_a_thread():
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+
+
+def _leave_daemons(record_property):
+    told, tell = os.pipe()
+    if not os.fork():
+        os.setsid()
+        if daemon := os.fork():
+            os.write(tell, b"%d" % daemon)
+            os._exit(0)
+        time.sleep(1000)
+    record_property("daemon", int(os.read(told, 20)))
+    record_property("daemon", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+    if not (child := os.fork()):
+        time.sleep(1000)
+    record_property("daemon", child)
+
+
+@pytest.mark.ranks(2)
+def test_leaves_daemons(record_property):
+    _leave_daemons(record_property)
 
 
 @pytest.mark.ranks(2, timeout_s=10)

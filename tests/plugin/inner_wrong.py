@@ -69,6 +69,11 @@ def test_environment_of_numbers():
     pass
 
 
+@pytest.mark.ranks(2, env={"A=B": "1"})
+def test_environment_without_a_name():
+    pass
+
+
 @pytest.mark.ranks(2, backend=7)
 def test_backend_number():
     pass

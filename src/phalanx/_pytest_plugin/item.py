@@ -134,6 +134,7 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began
             told = [handle.points.get("told") or Told() for handle in workers.handles]
             outcomes = workers.outcomes
     _take_over(item, told)
+    _take_over_marks(item, outcomes, told)
     _judge(item, outcomes, told, limit_s, why)
 
 
@@ -145,7 +146,7 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
         try:
             return Workers(
                 run_test,
-                (group, task, random.getstate()),
+                (group, task, random.getstate(), os.urandom(16)),
                 group.world_size,
                 environ=environ,
                 num_threads=1,
@@ -208,6 +209,14 @@ def _take_over(item: pytest.Item, told: list[Told]) -> None:
                 item.user_properties.append(pair)
         shown.add_coverage(one.coverage)
     shown.replay_subtests(item, [one.subtests for one in told])
+
+
+def _take_over_marks(item: pytest.Item, outcomes: list[Outcome], told: list[Told]) -> None:
+    """Take over marks, such as xfail, that the test has given itself: on all ranks that failed, on any if none did."""
+    failed = [told[outcome.rank].marks for outcome in outcomes if outcome.failed and not outcome.is_victim]
+    for mark in (mark for one in told for mark in one.marks):
+        if mark not in item.own_markers and all(mark in marks for marks in failed):
+            item.own_markers.append(mark)
 
 
 def _judge(item: pytest.Item, outcomes: list[Outcome], told: list[Told], limit_s: float, why: list[str]) -> None:

@@ -56,7 +56,10 @@ class Options:
         if options.init_method is not None and not isinstance(options.init_method, str):
             raise ValueError(f"init_method must be 'file', 'tcp', 'env' or a URL, got {options.init_method!r}")
         if not _is_environment(options.env):
-            raise ValueError(f"env must be a dictionary of strings, got {options.env!r}")
+            raise ValueError(
+                "env must be a dictionary of strings, with names that are not empty and hold no '=', and no zero "
+                f"bytes; got {options.env!r}"
+            )
         if not (isinstance(options.hosts, (list, tuple)) and all(map(_is_size, options.hosts))):
             raise ValueError(f"hosts must be a list with the number of ranks of each host, got {options.hosts!r}")
         return options
@@ -93,4 +96,9 @@ def _is_number(value: object) -> bool:
 
 
 def _is_environment(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(word, str) for pair in value.items() for word in pair)
+    if not isinstance(value, Mapping):
+        return False
+    words = [word for pair in value.items() for word in pair]
+    if not all(isinstance(word, str) and "\0" not in word for word in words):
+        return False
+    return all(name and "=" not in name for name in value)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import inspect
 import os
 import pickle
 import random
@@ -51,6 +53,7 @@ class Told:
         properties: Names and values recorded by ``record_property``.
         subtests: Reports of subtests, as pytest serializes them.
         coverage: Data of coverage.py, as it dumps them.
+        marks: Marks that the test has given itself.
     """
 
     longrepr: Any = None
@@ -61,10 +64,13 @@ class Told:
     properties: list[tuple[str, object]] = dataclasses.field(default_factory=list)
     subtests: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     coverage: bytes = b""
+    marks: list[pytest.Mark] = dataclasses.field(default_factory=list)
 
 
 _TORCHS_OWN = re.compile(r"^.*\bc10d-NullHandler-default:c10d_logger.py:.*\n?", re.MULTILINE)
 """What torch logs of each error of a collective, in a long line; the error itself is shown anyway."""
+
+_HYPOTHESIS = "_hypothesis_global_random"  # its generator
 
 _rank: int | None = None  # of this process; None: it is none
 _group: Group | None = None
@@ -89,13 +95,14 @@ def session_of(rank: int) -> Any:
     return phalanx.init()
 
 
-def run_test(rank: int, group: Group, task: Task, random_state: Any) -> None:
+def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes) -> None:
     """Run the test on `rank`, inside the process group, and tell the test's process."""
     global _rank, _group
     import torch.distributed as dist
 
     gc.freeze()  # what the test's process holds is none of ours to look through
     random.setstate(random_state)  # each forked process would have another
+    _draw_alike(seed)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _rank, _group = rank, group
     group.take_host(rank)
@@ -109,6 +116,14 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any) -> None:
         dist.destroy_process_group()
 
 
+def _draw_alike(seed: bytes) -> None:
+    """Have Hypothesis, if the test uses it, try the same examples on all ranks, which meet in collectives."""
+    core = sys.modules.get("hypothesis.core")
+    place = getattr(core, "threadlocal", core)
+    if hasattr(place, _HYPOTHESIS):
+        setattr(place, _HYPOTHESIS, random.Random(seed))
+
+
 def _run(rank: int, group: Group, task: Task) -> None:
     item = task.item
     if group.backend is not None:
@@ -116,6 +131,7 @@ def _run(rank: int, group: Group, task: Task) -> None:
     finalizers = [one for one, _ in item.session._setupstate.stack.values()]
     for one in finalizers:
         one.clear()  # those are the test's process's to run
+    threads = _begin_threads(item)
     try:
         for name in task.by_rank:
             if name not in item.funcargs:
@@ -123,7 +139,7 @@ def _run(rank: int, group: Group, task: Task) -> None:
         task.runtest()
     finally:
         failures = []
-        for one in reversed(finalizers):
+        for one in (*reversed(finalizers), threads):
             while one:
                 try:
                     one.pop()()
@@ -131,6 +147,20 @@ def _run(rank: int, group: Group, task: Task) -> None:
                     failures.append(error)
         if failures and sys.exc_info()[0] is None and not getattr(item, "_excinfo", None):
             raise failures[0]
+
+
+def _begin_threads(item: Any) -> list[Callable[[], object]]:
+    """Have pytest note exceptions in threads and finalizers; return what then warns of them, or raises."""
+    ends: list[Callable[[], object]] = []
+    for name in ("threadexception", "unraisableexception"):
+        hook = getattr(item.config.pluginmanager.get_plugin(name), "pytest_runtest_call", None)
+        if inspect.isgeneratorfunction(hook):  # before pytest 8.4
+            wrapper = hook()
+            next(wrapper)
+            ends.append(functools.partial(next, wrapper, None))
+        elif hook is not None:
+            ends.append(functools.partial(hook, item))
+    return ends
 
 
 class _Listener:
@@ -146,6 +176,7 @@ class _Listener:
         self._log = getattr(getattr(plugin, "report_handler", None), "stream", None)
         self._log_start = len(self._log.getvalue()) if self._log is not None else 0
         self._num_properties = len(item.user_properties)
+        self._marks = list(item.own_markers)
         self._coverage = shown.begin_coverage()
         self._warnings = warnings.catch_warnings(record=True)
         self._caught = self._warnings.__enter__()
@@ -159,6 +190,7 @@ class _Listener:
             warnings=[(one.message, one.category, one.filename, one.lineno) for one in self._caught or ()],
             properties=item.user_properties[self._num_properties :],
             subtests=self._subtests,
+            marks=[mark for mark in item.own_markers if mark not in self._marks],
         )
         error = None
         if call.excinfo is not None:
@@ -192,22 +224,27 @@ class _Listener:
 
 def _tell(told: Told) -> None:
     """Send it, and as words what can't be pickled."""
-    try:
-        pickle.dumps(told)
-    except Exception:
+    if not _can_be_sent(told):
         told.longrepr = told.longrepr and str(told.longrepr)
         told.warnings = [_plain(one) for one in told.warnings]
         told.properties = [(name, str(value)) for name, value in told.properties]
+        told.marks = [mark for mark in told.marks if _can_be_sent(mark)]
     reached("told", told)
 
 
 def _plain(one: tuple[Any, type[Warning], str, int]) -> tuple[Any, type[Warning], str, int]:
     message, category, filename, lineno = one
+    if _can_be_sent((message, category)):
+        return one
+    return UserWarning(f"{category.__name__}: {message}"), UserWarning, filename, lineno
+
+
+def _can_be_sent(value: object) -> bool:
     try:
-        pickle.dumps((message, category))
+        pickle.dumps(value)
     except Exception:
-        return UserWarning(f"{category.__name__}: {message}"), UserWarning, filename, lineno
-    return one
+        return False
+    return True
 
 
 # ---------------------------------------------------------------- its debugger

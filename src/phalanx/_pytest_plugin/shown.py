@@ -21,7 +21,7 @@ from _pytest._code.code import (
 )
 
 from phalanx._errors import PhalanxError
-from phalanx._last_words import LastWords, owner_of
+from phalanx._last_words import LastWords, owner_of, text_of
 from phalanx.launch.outcome import Outcome
 
 NOT_MARKED = "the fixture {} is that of a test on ranks: mark the test with @pytest.mark.ranks(2)"
@@ -64,8 +64,8 @@ def below_lines(lines: Sequence[str], longrepr: Any) -> Any:
 
 def end_at_the_call(item: Any, excinfo: Any) -> None:
     """Show errors of phalanx up to the line that has called torch, or phalanx: what is below is none of the test's."""
-    filtered = item._traceback_filter
-    item._traceback_filter = lambda one: _up_to_the_call(filtered(one), one.value)
+    if (filtered := getattr(item, "_traceback_filter", None)) is not None:  # pytest 7.4 and newer
+        item._traceback_filter = lambda one: _up_to_the_call(filtered(one), one.value)
     excinfo.traceback = _up_to_the_call(excinfo.traceback, excinfo.value)  # where it crashed
 
 
@@ -96,7 +96,7 @@ def without_ours(words: LastWords) -> LastWords:
 
 def advice_for(error: BaseException) -> str:
     """Return what to do about a mistake that is the mark's; empty if it is none."""
-    if _SECOND_GROUP in str(error):
+    if _SECOND_GROUP in text_of(error):
         return "the mark has made a process group already; ranks(..., init=False) leaves that to the test"
     return ""
 
@@ -108,8 +108,10 @@ def why(outcomes: Sequence[Outcome]) -> list[str]:
         from phalanx.diagnose.jobs import find_job
         from phalanx.diagnose.wording import sentence
 
-        pid = next(outcome.pid for outcome in outcomes if outcome.exitcode is None)
-        answer = examine(find_job(str(pid)))
+        pids = {outcome.rank: outcome.pid for outcome in outcomes if outcome.exitcode is None}
+        answer = examine(find_job(str(next(iter(pids.values())))))
+        if not any(pids.get(one.doing.rank) == one.look.pid for one in answer.seen if not one.look.has_ended):
+            return []  # they have not begun yet, or ended meanwhile
         return [sentence(answer.finding, [one.doing for one in answer.seen])]
     return []
 

@@ -41,7 +41,7 @@ FD_VARIABLE = "PHALANX_WARDEN_FD"
 MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"
 SETTINGS_VARIABLE = "PHALANX_WARDEN_SETTINGS"
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _CHILDREN_S = 5.0  # for killed children to end
 _libc = ctypes.CDLL(None)  # loaded before any fork
 _SUPERVISORS_SIGNALS = (
@@ -69,9 +69,16 @@ def hold_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SUPERVISORS_SIGNALS)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become the parent of every descendant whose own parent ends; or no longer."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def adopts_orphans() -> bool:
+    """Whether this process does as `adopt_orphans` says."""
+    value = ctypes.c_int()
+    _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(value), 0, 0, 0)
+    return bool(value.value)
 
 
 def end_children(spared: Collection[int] = ()) -> None:

@@ -20,7 +20,7 @@ from multiprocessing import connection, forkserver, reduction
 from typing import Any, NoReturn
 
 from phalanx import _env, _replace
-from phalanx._last_words import LastWords
+from phalanx._last_words import LastWords, text_of
 from phalanx._memory import MemoryPolicy, obey_launcher, of_rank
 from phalanx._text import shortened
 from phalanx.launch.environment import Attempt, rank_environment
@@ -196,7 +196,7 @@ def worker_main(
 
         torch.set_num_threads(assignment.num_threads)
         function, args = _load_call(assignment.call)
-        answer = _answer(_call(function, rank, args))
+        answer = _answer(_call(function, rank, args, is_script=isinstance(assignment.call, bytes)))
     except BaseException as error:
         _report(pipe, error)
         code = error.code if isinstance(error, SystemExit) else 1
@@ -238,11 +238,12 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
         raise TypeError(f"{error}; it is called as {name}({form}), here {name}({given})") from None
 
 
-def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> Any:
+def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], *, is_script: bool) -> Any:
+    """Return what a rank's function returns; `is_script`: ``sys.exit()`` is its end, and no failure as in a test."""
     try:
         return call(fn, "rank, *args", rank, *args)
     except SystemExit as end:
-        if end.code in (None, 0):
+        if is_script and end.code in (None, 0):
             return None
         raise
 
@@ -292,7 +293,7 @@ def _report(pipe: connection.Connection, error: BaseException) -> None:
     from phalanx.record import writer  # loads the core, which the parent of ranks may do without
 
     writer.note(words.note)
-    stand_in = RuntimeError(f"{type(error).__name__}: {error}")
+    stand_in = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
     try:
         raised = dumps(error)
     except Exception:

@@ -31,7 +31,7 @@ from phalanx._sockets import keep_paths_short
 from phalanx.launch.ahead import relevant
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
-from phalanx.launch.guard import guard
+from phalanx.launch.guard import Orphans, guard
 from phalanx.launch.outcome import Outcome, read_stderr
 from phalanx.launch.ports import ReservedPort
 from phalanx.launch.warden import children_of
@@ -187,6 +187,7 @@ class Workers:
         # Forked ranks run a test, and end before memory that they keep is worth its price.
         wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
         self._forked = forked
+        self._orphans = Orphans() if forked else None
         self.handles: list[Handle] = []
         assignment = Assignment(
             call=call,
@@ -229,7 +230,7 @@ class Workers:
                 raise
             finally:
                 theirs.close()
-            self.handles.append(Handle(rank, process, ours, assignment.folder))
+            self.handles.append(Handle(rank, process, ours, assignment.folder, forked=self._forked))
             if self._forked:
                 guard.watch([outcome.pid for outcome in self.outcomes])
             self._notes.note_start(rank, process.pid or 0)
@@ -291,6 +292,8 @@ class Workers:
     def close(self) -> None:
         """Kill the ranks that still live and give back every descriptor."""
         self.end(signal.SIGKILL, KILL_S)
+        if self._orphans is not None:
+            self._orphans.end([outcome.pid for outcome in self.outcomes])
         if self._forked and self.handles:
             guard.watch([])
         for handle in self.handles:
@@ -339,7 +342,9 @@ class Handle:
         points: Payloads that the rank sent with ``reached``, by point.
     """
 
-    def __init__(self, rank: int, process: Any, pipe: connection.Connection, folder: str) -> None:
+    def __init__(
+        self, rank: int, process: Any, pipe: connection.Connection, folder: str, *, forked: bool = False
+    ) -> None:
         self.outcome: Outcome = Outcome(rank=rank, pid=process.pid)
         self.points: dict[str, Any] = {}
         self.ended: bool = False
@@ -351,12 +356,14 @@ class Handle:
             self._pidfd: int | None = os.pidfd_open(process.pid)
         except ProcessLookupError:
             self._pidfd = None
+        # multiprocessing's sentinel of a fork stays silent while any process lives that the rank has forked.
+        self._end = process.sentinel if self._pidfd is None or not forked else self._pidfd
 
     def sources(self) -> list[Any]:
         """What to wait on: nothing, once the rank has ended."""
         if self.ended:
             return []
-        return [self.process.sentinel, *([] if self._pipe.closed else [self._pipe])]
+        return [self._end, *([] if self._pipe.closed else [self._pipe])]
 
     def send_signal(self, sig: int) -> None:
         # By pidfd, because the number of a dead rank may already be another process's.

@@ -66,7 +66,11 @@ class _Server:
             self._forks.ensure_running()
         finally:
             _env.change({name: own.get(name) for name in changes})
-        self._await_imports()
+        try:
+            self._await_imports()
+        except BaseException:
+            self.close()
+            raise
 
     def ask_for(self, modules: Sequence[str]) -> None:
         """Have it import more modules, unless it has."""
@@ -91,9 +95,13 @@ class _Server:
 
     def connect(self, fds: list[int]) -> tuple[int, int]:
         """Have it fork; return the descriptors of its status and of what the child reads."""
+        ended = _Stays("the process that others are forked from has ended")
         if not self.lives:
-            raise _Stays("the process that others are forked from has ended")
-        status, data = self._forks.connect_to_new_process(fds)
+            raise ended
+        try:
+            status, data = self._forks.connect_to_new_process(fds)
+        except (ConnectionError, FileNotFoundError):  # its keeper has not seen its end yet
+            raise ended from None
         return status, data
 
     def close(self) -> None:
@@ -133,7 +141,6 @@ class _Server:
         except OSError:
             words = {"left_out": "", "why": "it ended while it imported them"}
         if "left_out" in words:
-            self.close()
             raise _LeftOut(words["left_out"], words["why"])
         self.read = {name: value for name, value in words["read"].items() if not _is_own(name)}
 
@@ -188,7 +195,7 @@ class _Servers:
                 try:
                     server.ask_for(modules)
                 except _LeftOut:
-                    del self._servers[server]
+                    self._drop(server)
                     raise
                 if _agrees(server, environ):
                     self._servers[server] = self._servers.pop(server)
@@ -305,11 +312,10 @@ def _start_by(method: str) -> Any:
         if servers is None or os.getpid() != _pid or process_obj._target is worker_main:
             return original(process_obj)
         try:
-            server = servers.find()
+            return _Popen(process_obj, servers.find(), method)
         except _Stays as why:
             servers.note(f"{why}; what tests start by {method} is not faster then")
             return original(process_obj)
-        return _Popen(process_obj, server, method)
 
     _pid = os.getpid()
     return start
