@@ -255,6 +255,31 @@ def test_a_package_that_reads_the_environment_has_a_server_for_each_value(server
     assert not servers.notes
 
 
+def test_servers_of_several_environments_are_kept(servers, monkeypatch):
+    def find_all():
+        for flags in ("0", "1", "2", "3"):
+            monkeypatch.setenv("MALLOC_PERTURB_", flags)
+            yield servers.find()
+
+    first = list(find_all())
+    assert len(set(first)) == 4
+    assert list(find_all()) == first
+
+
+def test_modules_that_read_what_each_test_changes_are_imported_by_each_process(servers, monkeypatch, tmp_path):
+    tmp_path.joinpath("reads_folder.py").write_text("import os\nfolder = os.environ['FOLDER']\n")
+    tmp_path.joinpath("imports_it.py").write_text("import reads_folder\n")
+    tmp_path.joinpath("harmless.py").write_text("")
+    found = []
+    for number in range(6):
+        monkeypatch.setenv("FOLDER", str(number))
+        found.append(servers.find())
+    assert len({*found[:2], found[-1]}) == 3
+    assert set(found[3:]) == {found[3]}  # the third imports what imports it, if it has not seen that the second does
+    assert found[3]._asked == {"harmless"}
+    assert next(iter(servers.notes)).startswith("FOLDER changes again and again, so each process imports anew ")
+
+
 def test_a_package_that_starts_a_thread_is_left_out_and_named(servers, tmp_path):
     tmp_path.joinpath("harmless.py").write_text("")
     tmp_path.joinpath("starts_thread.py").write_text(

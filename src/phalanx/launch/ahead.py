@@ -43,11 +43,13 @@ class Imports:
     Attributes:
         read: Value of each variable that a package has read, None where there was none, by package and name.
         outer: Packages in the middle of whose import a package was imported, by package.
+        readers: Modules in the middle of whose import a variable was read, by name.
     """
 
     def __init__(self) -> None:
         self.read: dict[str, dict[str, str | None]] = {}
         self.outer: dict[str, set[str]] = {"phalanx": {"torch"}}  # whose entry point it is
+        self.readers: dict[str, set[str]] = {}
         self._set: set[str] = set()  # by the packages themselves
 
     @contextlib.contextmanager
@@ -76,14 +78,15 @@ class Imports:
     ) -> ModuleSpec | None:
         """Note that a package is being imported; others find it."""
         if "." not in name and name not in self.outer:
-            self.outer[name] = set(_being_imported(sys._getframe()))
+            self.outer[name] = set(map(_package_of, _being_imported(sys._getframe())))
             if name == "torch":
                 self.read[name] = dict(relevant(_env.environment()))
         return None
 
     def _note(self, name: str, value: str | None) -> None:
-        if reader := next(_being_imported(sys._getframe()), ""):
-            self.read.setdefault(reader, {}).setdefault(name, value)
+        if readers := list(_being_imported(sys._getframe())):
+            self.read.setdefault(_package_of(readers[0]), {}).setdefault(name, value)
+            self.readers.setdefault(name, set()).update(readers)
 
     def changed(self, package: str) -> list[str]:
         """Return the variables that are not as the package has read them."""
@@ -93,12 +96,12 @@ class Imports:
 
 
 def _being_imported(frame: FrameType | None) -> Iterator[str]:
-    """Return the packages whose modules are being executed, the innermost first, those of Python itself left out."""
+    """Return the modules that are being executed, the innermost first, those of Python itself left out."""
     while frame is not None:
         if frame.f_code.co_name == "<module>":
-            package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            if package not in sys.stdlib_module_names and package not in ("__main__", "sitecustomize"):
-                yield package
+            name = str(frame.f_globals.get("__name__", ""))
+            if _package_of(name) not in {*sys.stdlib_module_names, "__main__", "sitecustomize"}:
+                yield name
         frame = frame.f_back
 
 

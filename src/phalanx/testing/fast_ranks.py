@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import context, forkserver, popen_forkserver, reduction, spawn, util
 from typing import Any
 
@@ -47,6 +47,7 @@ class _Server:
 
     Attributes:
         read: Variables that its packages have read while they were imported, and their values.
+        readers: Modules that have read one, or were importing one that has, by variable.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -56,6 +57,7 @@ class _Server:
         self._forks.set_forkserver_preload([_PRELOAD])
         self._asked: set[str] = set()
         self.read: dict[str, str | None] = {}
+        self.readers: dict[str, list[str]] = {}
         own = _env.environment()
         changes: dict[str, str | None] = {name: None for name in own if name.startswith("PHALANX_")}
         changes[_env.FAST_RANKS_VARIABLE] = self.folder
@@ -143,6 +145,7 @@ class _Server:
         if "left_out" in words:
             raise _LeftOut(words["left_out"], words["why"])
         self.read = {name: value for name, value in words["read"].items() if not _is_own(name)}
+        self.readers = words["readers"]
 
 
 class _LeftOut(Exception):
@@ -161,6 +164,7 @@ class _Servers:
         self._servers: dict[_Server, object] = {}  # with what it was started under; the last used last
         self._wanted: dict[str, None] = {}
         self._left_out: set[str] = set()
+        self._varying: set[str] = set()  # modules that read what changes again and again: each process imports them
         self._num_starts = 0
         self.notes: dict[str, None] = {}
 
@@ -187,7 +191,7 @@ class _Servers:
 
     def _find(self, environ: Mapping[str, str]) -> _Server:
         key = _key(environ)
-        modules = [name for name in self._wanted if name.partition(".")[0] not in self._left_out]
+        modules = self._modules()
         for server, under in list(self._servers.items()):
             if not server.lives:
                 self._drop(server)
@@ -202,12 +206,27 @@ class _Servers:
                     return server
         if self._num_starts >= _MAX_STARTS:
             raise _Stays(f"the environment has changed {_MAX_STARTS} times in what packages read when imported")
-        for server in [one for one in self._servers if not one.is_in_use][: len(self._servers) - _MAX_SERVERS + 1]:
+        num_too_many = max(0, len(self._servers) - _MAX_SERVERS + 1)
+        for server in [one for one in self._servers if not one.is_in_use][:num_too_many]:
             self._drop(server)
         self._num_starts += 1
-        server = _Server(modules)
+        self._leave_out_readers([server for server, under in self._servers.items() if under == key], environ)
+        server = _Server(self._modules())
         self._servers[server] = key
         return server
+
+    def _modules(self) -> list[str]:
+        known = (name for name in self._wanted if name not in self._varying)
+        return [name for name in known if name.partition(".")[0] not in self._left_out]
+
+    def _leave_out_readers(self, servers: Sequence[_Server], environ: Mapping[str, str]) -> None:
+        """Leave out modules that read a variable which has had two other values, each with a server of its own."""
+        for name in {name for server in servers for name in server.read}:
+            others = {server.read[name] for server in servers if name in server.read} - {environ.get(name)}
+            readers = {reader for server in servers for reader in server.readers.get(name, ())} - self._varying
+            if len(others) > 1 and readers:
+                self._varying |= readers
+                self.note(f"{name} changes again and again, so each process imports anew {_listed(readers)}")
 
     def _leave_out(self, package: str, why: str) -> None:
         if not package:
@@ -228,6 +247,11 @@ class _Servers:
         with self._lock:
             for server in list(self._servers):
                 self._drop(server)
+
+
+def _listed(modules: Collection[str]) -> str:
+    first, *others = sorted(modules, key=len)
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _key(environ: Mapping[str, str]) -> object:

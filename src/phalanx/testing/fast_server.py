@@ -26,6 +26,7 @@ class _Server:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._read: dict[str, str | None] = {}
+        self._readers: dict[str, set[str]] = {}
         self._is_importing = False
         self._num_threads = 1
 
@@ -49,7 +50,8 @@ class _Server:
             self._give_up("", repr(error))
         finally:
             self._is_importing = False
-        self._say({"read": self._read})
+        readers = {name: sorted(modules - {__name__}) for name, modules in self._readers.items()}
+        self._say({"read": self._read, "readers": readers})
 
     def _import_all(self, names: list[str]) -> None:
         imports = Imports()
@@ -64,6 +66,8 @@ class _Server:
                     self._num_threads = num_threads
         for read in imports.read.values():
             self._read.update(read)
+        for variable, modules in imports.readers.items():
+            self._readers.setdefault(variable, set()).update(modules)
         if _has_touched_device():
             self._give_up("", "a package talks to the GPU when it is imported")
         note_imported_by_server(sys.modules)
