@@ -2,8 +2,9 @@
 
 ``map`` runs each file of tests under coverage and keeps which lines it reaches, also in the processes that it starts:
 two hours of a core. ``plant`` changes a random line, in this checkout, and runs the files that reach it until one
-fails; a fault that none finds shows where a test is missing. ``total`` prints the coverage that ``map`` has found. What
-they keep is in ``build/faults``. coverage must be installed beside the packages of the tests.
+fails; a fault that none finds shows where a test is missing. ``plant --likely 6`` needs no map: it runs the six files
+that are most about the changed one, by their imports and their names. ``total`` prints the coverage that ``map`` has
+found. What they keep is in ``build/faults``. coverage must be installed beside the packages of the tests.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -64,6 +66,10 @@ class Fault:
     before: str
     after: str
 
+    @property
+    def is_of_python(self) -> bool:
+        return self.path.endswith(".py")
+
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.before!r} -> {self.after!r}"
 
@@ -77,6 +83,15 @@ def faults_of(path: Path) -> list[Fault]:
     pieces = _of_python(text) if path.suffix == ".py" else _of_cpp(text)
     name = str(path.relative_to(REPOSITORY))
     return [Fault(name, text.count("\n", 0, begin) + 1, begin, text[begin:end], after) for begin, end, after in pieces]
+
+
+def chosen(folder: str, num: int, seed: int) -> list[Fault]:
+    """Return random faults of the sources, or of a folder of them."""
+    sources = sorted(
+        [*REPOSITORY.glob("src/phalanx/**/*.py"), *REPOSITORY.glob("csrc/*.cpp"), *REPOSITORY.glob("csrc/*.h")]
+    )
+    within = [path for path in sources if path.is_relative_to(REPOSITORY / folder)]
+    return random.Random(seed).sample(list(itertools.chain.from_iterable(map(faults_of, within))), num)
 
 
 def _of_cpp(text: str) -> Iterator[tuple[int, int, str]]:
@@ -130,6 +145,11 @@ def _of_python(text: str) -> Iterator[tuple[int, int, str]]:
 # ---- which tests reach a line ----------------------------------------------------------------------------------------
 
 
+def all_tests() -> list[str]:
+    """Return the files of tests."""
+    return sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/**/test_*.py"))
+
+
 def make_map(tests: Sequence[str], num_at_once: int) -> None:
     """Run files of tests under coverage, and keep the lines of the package that each reaches."""
     (KEPT / "data").mkdir(parents=True, exist_ok=True)
@@ -167,10 +187,10 @@ def _cover(name: str) -> tuple[str, int, float]:
     return name, code, time.monotonic() - began_s
 
 
-def _run(command: Sequence[str], limit_s: float, **environ: str) -> int:
+def _run(command: Sequence[str], limit_s: float, output: int = subprocess.DEVNULL, **environ: str) -> int:
     """Return the exit code of a command, -1 if it ran out of time; nothing of it outlives this."""
     process = subprocess.Popen(
-        command, cwd=REPOSITORY, env={**os.environ, **environ}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        command, cwd=REPOSITORY, env={**os.environ, **environ}, stdout=output, stderr=subprocess.DEVNULL,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -195,45 +215,77 @@ def print_total() -> None:
 # ---- planting --------------------------------------------------------------------------------------------------------
 
 
-def plant(faults: Sequence[Fault], fault_s: float) -> None:
-    """Plant each fault alone, and tell who finds it; what was found is kept as it comes."""
-    reached = json.loads((KEPT / "map.json").read_text())
+def plant(faults: Sequence[Fault], likely: int, fault_s: float) -> None:
+    """Plant each fault alone, and tell which test finds it; what was found is kept as it comes."""
+    KEPT.mkdir(parents=True, exist_ok=True)
     results = []
     for fault in faults:
-        by = _found_by(fault, reached, fault_s)
+        by = found_by(fault, _likely(fault, likely) if likely else _reaching(fault), fault_s)
         print(f"{fault}: {by}", flush=True)
         results.append({**asdict(fault), "by": by})
         (KEPT / "results.json").write_text(json.dumps(results, indent=1))
     print(f"{sum(one['by'].startswith('tests/') for one in results)} of {len(results)} found")
 
 
-def _found_by(fault: Fault, reached: dict[str, dict[str, list[int]]], fault_s: float) -> str:
-    path = REPOSITORY / fault.path
-    is_python = path.suffix == ".py"
-    tests = [name for name, lines in reached.items() if fault.line in lines.get(fault.path, ()) or not is_python]
+def _reaching(fault: Fault) -> list[str]:
+    """Return the files of tests that reach a fault by the map, the nearest first; of C++, all."""
+    reached = json.loads((KEPT / "map.json").read_text())
+    tests = [
+        name for name, lines in reached.items() if fault.line in lines.get(fault.path, ()) or not fault.is_of_python
+    ]
+    return sorted(tests, key=lambda name: (-len(_words(fault.path) & _words(name)), len(reached[name])))
+
+
+def _likely(fault: Fault, num: int) -> list[str]:
+    """Return the files of tests that are most about a file: they import it, or their names have words of its name."""
+    package, _, module = fault.path.removeprefix("src/").removesuffix(".py").replace("/", ".").rpartition(".")
+    imports = re.compile(rf"\b{re.escape(package)}(\.| import .*\b){module}\b")
+    near = {
+        name: 2 * bool(imports.search((REPOSITORY / name).read_text())) + len(_words(fault.path) & _words(name))
+        for name in all_tests()
+    }
+    return sorted(near, key=lambda name: -near[name])[:num]
+
+
+def _words(path: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", path)) - {"src", "phalanx", "py", "csrc", "cpp", "h", "tests", "test"}
+
+
+def found_by(fault: Fault, tests: Sequence[str], fault_s: float) -> str:
+    """Return the first test that fails with a fault, or that none does."""
     if not tests:
         return "no test reaches it"
-    theme = set(re.findall(r"[a-z]+", fault.path)) - {"src", "phalanx", "py", "csrc", "cpp", "h"}
-    nearest = sorted(tests, key=lambda name: (-len(theme & set(re.findall(r"[a-z]+", name))), len(reached[name])))
+    path = REPOSITORY / fault.path
     text = path.read_text()
     end = fault.begin + len(fault.before)
     path.write_text(text[: fault.begin] + fault.after + text[end:])
     try:
-        if not is_python and _build():
+        if not fault.is_of_python and _build():
             return "it does not compile"
         deadline_s = time.monotonic() + fault_s
-        for number, name in enumerate(nearest):
+        for number, name in enumerate(tests):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                return f"not by the nearest {number} of {len(nearest)} files, in {fault_s:.0f} s"
-            command = [sys.executable, "-m", "pytest", "-x", "-m", LANE, "-p", "no:cacheprovider", name]
-            if _run(command, max(left_s, 60.0)) not in (0, 5):
-                return name
-        return f"not by any of {len(nearest)} files"
+                return f"not by the nearest {number} of {len(tests)} files, in {fault_s:.0f} s"
+            if by := _failing(name, max(left_s, 60.0)):
+                return by
+        return f"not by any of {len(tests)} files"
     finally:
         path.write_text(text)
-        if not is_python:
+        if not fault.is_of_python:
             _build()
+
+
+def _failing(name: str, limit_s: float) -> str:
+    """Return which test of a file fails, empty if none does."""
+    command = [sys.executable, "-m", "pytest", "-x", "-m", LANE, "-p", "no:cacheprovider", "--tb=no", name]
+    with tempfile.TemporaryFile("w+") as output:
+        code = _run(command, limit_s, output.fileno())
+        output.seek(0)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output.read(), re.MULTILINE)
+    if code in (0, 5):
+        return ""
+    return failed[1] if failed else f"{name}, {'which took too long' if code == -1 else f'exit code {code}'}"
 
 
 def _build() -> int:
@@ -247,20 +299,17 @@ def main() -> None:
     parser.add_argument("command", choices=["map", "total", "plant"])
     parser.add_argument("--tests", nargs="*", help="files of tests (default: all)")
     parser.add_argument("--at-once", type=int, default=2, help="files of tests that map runs at once")
+    parser.add_argument("--in", dest="folder", default="", help="src/phalanx/launch, csrc, ...: faults of it alone")
     parser.add_argument("--num", type=int, default=60, help="number of faults")
     parser.add_argument("--seed", type=int, default=1, help="seed of their choice")
+    parser.add_argument("--likely", type=int, default=0, help="without a map, run so many files of tests for a fault")
     parser.add_argument("--fault-s", type=float, default=600.0, help="seconds for the tests of a fault")
     given = parser.parse_args()
-    tests = given.tests or sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("tests/**/test_*.py"))
     if given.command == "map":
-        return make_map(tests, given.at_once)
+        return make_map(given.tests or all_tests(), given.at_once)
     if given.command == "total":
         return print_total()
-    sources = sorted(
-        [*REPOSITORY.glob("src/phalanx/**/*.py"), *REPOSITORY.glob("csrc/*.cpp"), *REPOSITORY.glob("csrc/*.h")]
-    )
-    everything = list(itertools.chain.from_iterable(map(faults_of, sources)))
-    plant(random.Random(given.seed).sample(everything, given.num), given.fault_s)
+    plant(chosen(given.folder, given.num, given.seed), given.likely, given.fault_s)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ WRONG_CALLS = {
         ("each of the 2 ranks, got 3", "all_gather", lambda g, n: dist.all_gather([ones()] * 3, ones())),
         ("each of the 2 ranks, got 1", "reduce_scatter", lambda g, n: dist.reduce_scatter(ones(), [ones()])),
         ("each of the 2 ranks, got 1", "all_to_all", lambda g, n: dist.all_to_all([ones()] * n, [ones()])),
+        ("each of the 2 ranks, got 3", "all_to_all", lambda g, n: dist.all_to_all([ones()] * 3, [ones()] * n)),
         (
             "gather_list if rank == dst else None",
             "gather",

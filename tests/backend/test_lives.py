@@ -246,3 +246,18 @@ def test_torchruns_store_serves_every_attempt_and_every_life_in_the_place_of_glo
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("three lives") == 2
+
+
+def test_ranks_that_do_not_come_are_told_soon_and_then_ever_more_seldom(monkeypatch):
+    told = []
+    monkeypatch.setattr("phalanx.backend._meeting.report_stall", lambda failure, _: told.append(failure.ranks))
+    meeting = Meeting(JsonStore(dist.HashStore()), 0, 2, "default", [0, 1], 900.0, time.monotonic() + 900, stall_s=10.0)
+    meeting._hello = {"token": meeting.token}
+    meeting._say_hello(meeting.token)
+    num_told = []
+    for waited_s in (5, 15, 30, 50, 80, 110):  # due after 10, 40 and 100 s
+        meeting._begin_s = time.monotonic() - waited_s
+        meeting._report_stall()
+        num_told.append(len(told))
+    assert num_told == [0, 1, 1, 2, 2, 3]
+    assert set(told) == {(1,)}

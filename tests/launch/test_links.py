@@ -211,6 +211,19 @@ def test_of_two_connections_one_stays_and_nobody_is_lost(two):
         assert peer.told.pop()[1]["to"] == ("b" if node is two[0] else "a")
 
 
+def test_a_line_that_a_connection_takes_in_pieces_arrives_whole(two):
+    a, b = two
+    [link] = a.links._links
+    link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    a.links.tell("b", {"text": "x" * 3_000_000})
+    assert link.goes  # b has not read yet
+    deadline = time.monotonic() + 30
+    while len(b.told) < 2:
+        assert time.monotonic() < deadline
+        pump(two)
+    assert b.told[-1] == ("a", {"text": "x" * 3_000_000})
+
+
 @pytest.mark.parametrize("kind", ["reset", "ended", "nonsense"])
 def test_a_connection_that_ends_is_made_anew_and_nobody_hears_of_it(two, kind):
     a, b = two

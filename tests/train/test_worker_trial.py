@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import mmap
 import multiprocessing
@@ -340,6 +341,14 @@ def trial(load_s, computing, step_s):
 )
 def test_loading_that_waits_gets_as_many_workers_as_keep_up_with_the_steps(load_s, step_s, want):
     assert trial(load_s, 0.1, step_s) == want
+
+
+def test_the_first_steps_which_are_slow_do_not_count():
+    found = WorkerTrial(RankGroup())
+    loads_s = [9, 9, 9, 9, 0.1, 0.1, 0.1]  # a step before the last five would make of 0.1 another median
+    found._loads = [(load_s, load_s * 0.1) for load_s in loads_s]
+    found._ends_s = list(itertools.accumulate(2 * load_s for load_s in loads_s))
+    assert found.num_workers([]) == trial(0.1, 0.1, 0.1)
 
 
 def test_loading_that_computes_gets_no_more_workers_than_there_are_free_processors(monkeypatch):
