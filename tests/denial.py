@@ -11,6 +11,7 @@ from typing import NamedTuple
 _MACHINE = platform.machine()
 # Number on x86_64, number on aarch64 (None: it has no such call).
 _NUMBERS: dict[str, tuple[int, int | None]] = {
+    "accept4": (288, 242),
     "bind": (49, 200),
     "clone": (56, 220),
     "clone3": (435, 435),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from phalanx import OutOfSharedMemory, PhalanxError
+from phalanx import OutOfSharedMemory, PhalanxError, _core
+from tests.denial import deny
 from tests.faults._denials import MOMENTS, check_ends, deny_one
 
 WHILE_JOINING = {
@@ -40,3 +43,17 @@ def test_what_the_system_denies_in_an_operation_ends_it_on_all_ranks(what):
     check_ends(outcomes, 1)
     assert IN_AN_OPERATION[what] in str(outcomes[1].error)
     assert outcomes[0].error.ranks == (1,)
+
+
+def offer_without_accepting(rank, world_size):
+    server = _core.SegmentServer(_core.Segment.create())
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect("\0" + server.name)
+        deny("accept4")
+        with pytest.raises(PermissionError) as caught:
+            server.serve(1, 10.0)
+    return str(caught.value)
+
+
+def test_who_can_not_take_the_connections_of_others_says_so_at_once(run_ranks):
+    assert run_ranks(offer_without_accepting, 1, init=False) == ["[Errno 1] accept: Operation not permitted"]
