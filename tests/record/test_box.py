@@ -232,6 +232,27 @@ def test_a_tail_reads_what_is_new_and_what_has_ended_since(tmp_path):
         writer.stdin.close()
 
 
+MANY_LINES = """
+import os
+import phalanx.backend  # which knows what lines are the user's
+from phalanx import _core
+fd = os.open("box", os.O_RDWR | os.O_CREAT)
+os.ftruncate(fd, _core.BOX_BYTES)
+_core.record_to(fd, 0, 0, 1)
+begin = _core.begin_event
+def step():
+"""
+
+
+def test_each_of_many_calls_in_a_function_is_recorded_with_its_line(tmp_path):
+    num_lines = 300  # more than those that are remembered together, so some take the place of others
+    (tmp_path / "train.py").write_text(MANY_LINES + "    begin(5, 0, '', 0, 0)\n" * num_lines + "step()\n")
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, timeout=60, check=True)
+    events = read_box((tmp_path / "box").read_bytes()).events
+    first = MANY_LINES.count("\n") + 1
+    assert [event.site for event in events] == [f"train.py:{first + number}" for number in range(num_lines)]
+
+
 def test_a_tail_of_memory_in_which_nobody_writes_has_nothing(tmp_path):
     (tmp_path / "box").write_bytes(bytes(BOX_BYTES))
     with open(tmp_path / "box", "rb") as file:

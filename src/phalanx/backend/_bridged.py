@@ -286,8 +286,6 @@ class BridgedGroup:
         forget_bridged(self._members)
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would hang
             _keep_for_ever(self)
-            self._failures.leave()
-            self._core.leave()
             return
         may_wait = not self._tasks.runs_here  # in a signal handler, the interrupted call can't finish
         if may_wait and not why:
