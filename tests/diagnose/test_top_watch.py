@@ -167,7 +167,7 @@ def test_a_process_that_reads_its_standard_input_is_told_from_one_that_waits():
 
 def test_a_process_that_is_no_rank_is_shown_as_it_is():
     with subprocess.Popen(["sleep", "60"]) as process, contextlib.closing(Watch(str(process.pid), 1.0)) as watch:
-        (seen,) = until(watch.look, lambda jobs: jobs[0].ranks[0].state == "waiting")
+        (seen,) = until(watch.look, lambda jobs: jobs[0].ranks[0].state in ("waiting", "asleep"))
         assert (seen.name, seen.ranks[0].step) == ("sleep", None)
         process.kill()
         process.wait()
