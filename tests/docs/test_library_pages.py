@@ -14,7 +14,8 @@ PINNED = dict(
     line.split("==") for line in (REPOSITORY / "requirements-integrations.txt").read_text().splitlines() if "==" in line
 )
 
-ONLY_NEEDED = ("opencv-python-headless",)  # mmengine's runner imports it
+# The runner of mmengine imports the first; of the second, the tests are run.
+ONLY_NEEDED = ("opencv-python-headless", "dask")
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=["en", "zh"])
