@@ -58,6 +58,7 @@ VIEWS = {
     "recovery": View("recovery"),
     "replicas": View("replicas"),
     "launch": View("launch"),
+    "testing": View("testing"),
     "step": View("step", ("model", *_STEP_COLUMNS)),
     "step_memory": View("step", table=1),
     "ddp": View("ddp"),
