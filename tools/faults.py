@@ -183,7 +183,7 @@ def _cover(name: str) -> tuple[str, int, float]:
         part.unlink()
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={KEPT / 'rc'}", "-m", "pytest", "-m", LANE, name]
     began_s = time.monotonic()
-    code = _run([*command, "-p", "no:cacheprovider"], _FILE_S, COVERAGE_FILE=str(data.with_name("part")))
+    code = _run([*command, "-o", f"cache_dir={KEPT / 'cache'}"], _FILE_S, COVERAGE_FILE=str(data.with_name("part")))
     return name, code, time.monotonic() - began_s
 
 
@@ -278,7 +278,7 @@ def found_by(fault: Fault, tests: Sequence[str], fault_s: float) -> str:
 
 def _failing(name: str, limit_s: float) -> str:
     """Return which test of a file fails, empty if none does."""
-    command = [sys.executable, "-m", "pytest", "-x", "-m", LANE, "-p", "no:cacheprovider", "--tb=no", name]
+    command = [sys.executable, "-m", "pytest", "-x", "-m", LANE, "-o", f"cache_dir={KEPT / 'cache'}", "--tb=no", name]
     with tempfile.TemporaryFile("w+") as output:
         code = _run(command, limit_s, output.fileno())
         output.seek(0)
