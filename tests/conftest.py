@@ -124,14 +124,6 @@ def spawn_ranks():
     return phalanx.testing.spawn_ranks
 
 
-def _children(pid: int) -> set[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return {int(c) for task in tasks for c in (task / "children").read_text().split()}
-    except OSError:  # ended while we looked
-        return set()
-
-
 def _process_name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
@@ -142,10 +134,10 @@ def _process_name(pid: int) -> str:
 def _holdings() -> dict[str, set[str]]:
     """Everything that a test could leave behind, as one set of names per kind."""
     keepers, alive_fds = workers.servers.known  # what ranks leave becomes the child of a server
-    children = _children(os.getpid()) - keepers - {guard.pid}
+    children = costs.children(os.getpid()) - keepers - {guard.pid}
     processes = {child for child in children if "multiprocessing.resource_tracker" not in _process_name(child)}
-    for server in chain.from_iterable(map(_children, keepers)):
-        processes |= _children(server)
+    for server in chain.from_iterable(map(costs.children, keepers)):
+        processes |= costs.children(server)
     descriptors = set()
     for fd in set(os.listdir("/proc/self/fd")).difference(map(str, {*alive_fds, guard.fd})):
         try:

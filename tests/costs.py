@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -13,19 +14,23 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NUM_SHOWN = 10  # files
 
 
+def children(pid: int) -> set[int]:
+    """Return the children of all threads of a process; none if it has ended."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return {int(child) for task in tasks for child in (task / "children").read_text().split()}
+    except OSError:
+        return set()
+
+
 def _cpu_s() -> float:
     """Return the CPU time of this process, of those below it and of those that they have waited for."""
     ticks, todo = 0, [os.getpid()]
     while todo:
-        folder = f"/proc/{todo.pop()}"
-        try:
-            with open(f"{folder}/stat") as file:
-                ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
-            for task in os.listdir(f"{folder}/task"):
-                with open(f"{folder}/task/{task}/children") as file:
-                    todo += map(int, file.read().split())
-        except (OSError, ValueError):  # it has ended
-            continue
+        pid = todo.pop()
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
+        todo += children(pid)
     return ticks / _TICKS_PER_S
 
 

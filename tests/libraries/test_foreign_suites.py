@@ -71,24 +71,21 @@ def unpacked(sdist):
     return folder
 
 
-def paths(suite):
-    """Return where a suite's files are."""
+def prepared(suite, tmp_path):
+    """Return the folder in which a suite runs, and its files."""
     if suite.sdist:
         folder = unpacked(suite.sdist)
-    elif suite.package:
-        folder = Path(importlib.util.find_spec(suite.package).origin).parent
-    else:
-        folder = _PROGRAMS
-    return [folder / file for file in suite.files]
+        return folder, [folder / file for file in suite.files]
+    if suite.package:  # it runs elsewhere: a package's own modules would stand in the way of Python's
+        package = Path(importlib.util.find_spec(suite.package).origin).parent
+        return tmp_path, [package / file for file in suite.files]
+    # Outside this project, whose settings pytest would find.
+    return tmp_path, [shutil.copy(_PROGRAMS / file, tmp_path) for file in suite.files]
 
 
 def results(suite, tmp_path, *options):
     """Return each test's outcome, the seconds that all of them took, and what pytest printed."""
-    folder, files = tmp_path, paths(suite)  # not the package's own, whose modules would stand in the way of Python's
-    if suite.sdist:
-        folder = unpacked(suite.sdist)
-    elif not suite.package:  # outside this project, whose settings pytest would find
-        files = [shutil.copy(file, tmp_path) for file in files]
+    folder, files = prepared(suite, tmp_path)
     report, scratch = tmp_path / "report.xml", tmp_path / "scratch"
     scratch.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", suite.words]
