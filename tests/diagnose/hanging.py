@@ -181,8 +181,7 @@ def deep_recursion(depth: int = 0) -> None:
 
 def infinite_loop() -> None:
     is_set = go_on.is_set
-    while not is_set():  # hangs: infinite_loop
-        pass
+    while not is_set(): pass  # fmt: skip  # noqa: E701  # hangs: infinite_loop
 
 
 def read_from_fifo() -> None:
