@@ -1,6 +1,5 @@
 """Started by `tests.forked`: imports what programs of tests import, and forks one for each that is asked for."""
 
-import gc
 import json
 import os
 import select
@@ -12,6 +11,7 @@ import torch.distributed
 import phalanx.backend
 import phalanx.session  # noqa: F401
 from phalanx import _replace
+from phalanx.launch.pages import share_pages
 
 
 def become_a_program(channel):
@@ -65,5 +65,5 @@ def _settle(asked, fds):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.freeze()
+    share_pages()
     exec(become_a_program(socket.socket(fileno=int(sys.argv[1]))))

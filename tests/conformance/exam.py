@@ -28,6 +28,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from phalanx.launch.pages import share_pages
+
 from . import _ddp, ddp_expectations, expectations
 from ._runner import DEFAULT_LIMIT_S, Result, Runner, die_with_parent
 
@@ -96,6 +98,7 @@ class Exam:
 
 def _serve(runner: Runner) -> None:
     """Answer each name on standard input by one line of JSON."""
+    share_pages()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the exam prints must not mix with answers
     print(json.dumps(runner.test_names()), file=answers, flush=True)

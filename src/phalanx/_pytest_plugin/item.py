@@ -23,6 +23,7 @@ from phalanx._pytest_plugin.marks import Options, checked_sizes
 from phalanx._pytest_plugin.on_rank import Task, Told, run_test
 from phalanx.launch.failure import first_true_failure, heads
 from phalanx.launch.outcome import Outcome, find_culprit
+from phalanx.launch.pages import fork_cheaply
 from phalanx.launch.workers import Workers
 from phalanx.testing.rank import Group
 from phalanx.testing.ranks import Ranks
@@ -140,6 +141,7 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began
 
 def _fork(group: Group, options: Options, task: Task) -> Workers:
     environ = {**_env.environment(), **options.env}
+    fork_cheaply()
     with warnings.catch_warnings():
         # Python >= 3.12 warns of threads that a rank lacks; `limits` refuses what can't be forked.
         warnings.filterwarnings("ignore", r".*multi-threaded, use of fork", DeprecationWarning)
@@ -150,6 +152,7 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
                 group.world_size,
                 environ=environ,
                 num_threads=1,
+                memory="default",
                 forked=True,
             )
         except OSError as error:

@@ -5,5 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 
-gc.freeze()  # a collection in a rank would touch, and so copy, every page of it: a third of a second
+from phalanx.launch.pages import share_pages
+
+share_pages()
 atexit.register(gc.unfreeze)  # or libraries would report as leaked what the server can't collect at its end

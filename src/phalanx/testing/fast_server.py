@@ -19,6 +19,7 @@ from typing import Any
 from phalanx import _env
 from phalanx.launch.ahead import Imports
 from phalanx.launch.keeper import fork_server
+from phalanx.launch.pages import share_pages
 from phalanx.testing.fast_child import note_imported_by_server
 
 
@@ -45,7 +46,7 @@ class _Server:
                 self._import_all(asked["modules"])
             finally:
                 sys.path = path
-            gc.freeze()  # a collection in a child would touch, and so copy, every page
+            share_pages()
         except Exception as error:
             self._give_up("", repr(error))
         finally:

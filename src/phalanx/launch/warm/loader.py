@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from phalanx import _env
 from phalanx.launch.ahead import Imports
+from phalanx.launch.pages import share_pages
 from phalanx.launch.warden import SETTINGS_VARIABLE, import_shared
 
 
@@ -30,7 +31,7 @@ def serve_warm(loaded_before: Collection[str]) -> None:
         from phalanx.launch.warm.server import WarmServer
 
         server = WarmServer(place, environ, imports, loaded_before, shared, trouble)
-        gc.freeze()  # pages that the collector does not touch stay shared
+        share_pages()
         gc.enable()
         server.serve()
     except BaseException as error:  # site would go on, and run what we were started on
