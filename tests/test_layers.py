@@ -188,7 +188,12 @@ print(json.dumps(hooks))
 
 def test_imports_have_no_effect_on_the_process() -> None:
     """Apart from hooks that let a forked child forget what is its parent's; they do nothing where there is nothing."""
-    servers = ("phalanx._forkserver", "phalanx.launch.server", "phalanx.testing.fast_server")
+    servers = (
+        "phalanx._forkserver",
+        "phalanx.launch.shared_pages",
+        "phalanx.launch.server",
+        "phalanx.testing.fast_server",
+    )
     programs = ("__main__", *servers, "phalanx.launch.preload.sitecustomize")
     paths = (path.relative_to(PACKAGE.parent).with_suffix("") for path in sorted(PACKAGE.rglob("*.py")))
     names = [".".join(path.parts).removesuffix(".__init__") for path in paths]

@@ -152,7 +152,6 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
                 group.world_size,
                 environ=environ,
                 num_threads=1,
-                memory="default",
                 forked=True,
             )
         except OSError as error:

@@ -153,7 +153,6 @@ class Workers:
         defaults: Variables that ranks have unless they are in `environ`.
         num_threads: Number of torch's threads in each rank.
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``.
-        memory: What ranks do about memory that they free, unless `environ` says it; see `phalanx.tune_process`.
         warm: Whether the first ranks of this process may come from a warm process, see `start_server`.
         forked: Whether ranks are forked from this very process, so that `fn` and `args` need not be picklable. It must
             have imported what ranks need, and hold nothing that can't be forked.
@@ -173,7 +172,6 @@ class Workers:
         num_threads: int,
         defaults: Mapping[str, str] = MappingProxyType({}),
         daemon: bool = False,
-        memory: str = "auto",
         warm: bool = False,
         forked: bool = False,
     ) -> None:
@@ -186,6 +184,8 @@ class Workers:
         self._notes = Notes()
         self._notes.note_attempt("phalanx.spawn", "", "", num_ranks)
         self._boxes = BoxMemory(num_ranks)
+        # Forked ranks run a test, and end before memory that they keep is worth its price.
+        wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
         self._forked = forked
         self._orphans = Orphans() if forked else None
         self.handles: list[Handle] = []
@@ -195,7 +195,7 @@ class Workers:
             attempt=Attempt(world_size=num_ranks, num_local_ranks=num_ranks, master_port=self._port.port),
             notes=self._notes.path,
             environ={**defaults, **environ, _env.RECORD_VARIABLE: self._boxes.path},
-            memory=choose(environ, wanted=environ.get(_env.MEMORY_VARIABLE, memory), num_ranks=num_ranks),
+            memory=choose(environ, wanted=wanted, num_ranks=num_ranks),
             cpus=os.sched_getaffinity(0),
             num_threads=num_threads,
             start_method=multiprocessing.get_start_method(allow_none=True)

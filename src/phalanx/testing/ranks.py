@@ -125,8 +125,7 @@ def spawn_ranks(
         )
         environ = {**_env.environment(), **(env or {})}
         call = (group, Function.of(fn), dict(kwargs or {}), *args)
-        # A test ends before memory that its ranks keep is worth its price.
-        workers = Workers(run_in_group, call, world_size, environ=environ, num_threads=1, memory="default", warm=warm)
+        workers = Workers(run_in_group, call, world_size, environ=environ, num_threads=1, warm=warm)
         with contextlib.closing(workers):
             yield Ranks(workers)
 
