@@ -28,7 +28,7 @@ def own_forks():
     before = huge_kib()
     for _ in range(7):
         fork()
-    assert huge_kib() == before  # they are counted anew
+    assert huge_kib() <= before  # they are counted anew; what it writes to it has in small pages
 
 expected = [str(number) * 10 for number in range(400_000)]
 held = [str(number) * 10 for number in range(400_000)]
