@@ -1,8 +1,8 @@
 """Programs that begin with torch and phalanx imported, for a tenth of the time that a start of Python takes.
 
-They are forked from one process of the session. Each is a ``python -c`` or ``python train.py``: ``__main__``, its args,
-environment and folder are its own, and its interpreter ends as any other. Not for tests of what happens while torch is
-imported, or of variables that are read then.
+They are forked from one process of the session. Each is a ``python -c``, ``python -m`` or ``python train.py``:
+``__main__``, its args, environment and folder are its own, and its interpreter ends as any other. Not for tests of what
+happens while torch is imported, or of variables that are read then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Nursery:
 
     @contextlib.contextmanager
     def start(self, *args: object, cwd: object = "/", env: Mapping[str, str] | None = None) -> Iterator[Program]:
-        """Start ``python *args``, a script or ``-c`` and its code; at the end of the block it is killed."""
+        """Start ``python *args``, a script, or ``-c`` or ``-m`` and its word; at the end of the block it is killed."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as nothing:
             environ = dict(os.environ if env is None else env)
             asked = {"args": list(map(str, args)), "folder": str(cwd), "environ": environ}

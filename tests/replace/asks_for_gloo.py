@@ -1,7 +1,7 @@
 """A program that knows nothing of phalanx: it asks for gloo, and prints what it got as JSON.
 
-Run by a launcher, or with the argument ``spawn`` by torch.multiprocessing; with ``ddp`` it trains a step, too, for which
-torch imports more than for all the rest.
+Run by a launcher, or with the argument ``spawn`` by torch.multiprocessing; with ``ddp`` it trains a step, too, and for
+that torch imports much.
 """
 
 import json
