@@ -45,13 +45,21 @@ def _settle(asked, fds):
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
+    before = os.environ.get("PYTHONPATH")
     os.environ.clear()
     os.environ.update(asked["environ"])
     os.chdir(asked["folder"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    if (path := os.environ.get("PYTHONPATH")) and path != before:
+        sys.path[1:1] = path.split(os.pathsep)
     first, *rest = asked["args"]
     if first == "-c":
         source, *rest = rest
         name, sys.path[0] = "<string>", ""
+    elif first == "-m":
+        module, *rest = rest
+        name, sys.path[0] = "<string>", asked["folder"]
+        source = f"import runpy; runpy._run_module_as_main({module!r})"
     else:
         name, sys.path[0] = first, os.path.dirname(first)
         with open(first) as script:

@@ -92,7 +92,7 @@ def cold_jobs(monkeypatch):
 
 @pytest.fixture(scope="session")
 def forked():
-    """``forked.run("-c", code, env=...)`` or ``forked.run(script)``: Python with torch imported, see `tests.forked`."""
+    """``forked.run(script)``, or ``("-c", code)``, or ``("-m", module)``: with torch imported, see `tests.forked`."""
     with contextlib.closing(nursery.Nursery()) as one:
         yield one
 

@@ -1,8 +1,8 @@
 """Programs that begin with torch and phalanx imported, for a tenth of the time that a start of Python takes.
 
-They are forked from one process of the session. Each is a ``python -c`` or ``python train.py``: ``__main__``, its args,
-environment and folder are its own, and its interpreter ends as any other. Not for tests of what happens while torch is
-imported, or of variables that are read then.
+They are forked from one process of the session. Each is a ``python -c``, ``python -m`` or ``python train.py``:
+``__main__``, its args, environment and folder are its own, and its interpreter ends as any other. Not for tests of what
+happens while torch is imported, or of variables that are read then.
 """
 
 from __future__ import annotations
@@ -40,12 +40,23 @@ class Nursery:
         self._process.wait()
 
     @contextlib.contextmanager
-    def start(self, *args: object, cwd: object = "/", env: Mapping[str, str] | None = None) -> Iterator[Program]:
-        """Start ``python *args``, a script or ``-c`` and its code; at the end of the block it is killed."""
+    def start(
+        self,
+        *args: object,
+        cwd: object = "/",
+        env: Mapping[str, str] | None = None,
+        stdin: int | None = None,
+        stdout: int | None = None,
+    ) -> Iterator[Program]:
+        """Start ``python *args``, a script, or ``-c`` or ``-m`` and its word; at the end of the block it is killed."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as nothing:
             environ = dict(os.environ if env is None else env)
             asked = {"args": list(map(str, args)), "folder": str(cwd), "environ": environ}
-            fds = [nothing.fileno(), out.fileno(), err.fileno()]
+            fds = [
+                nothing.fileno() if stdin is None else stdin,
+                out.fileno() if stdout is None else stdout,
+                err.fileno(),
+            ]
             socket.send_fds(self._channel, [json.dumps(asked).encode()], fds)
             while (news := self._hear(LIMIT_S))[1] is not None:
                 pass
@@ -85,7 +96,7 @@ class Nursery:
 
 
 class Program:
-    """A running program; `returncode` is there once `communicate` has returned."""
+    """A running program; `returncode` is there once `wait` or `communicate` has returned."""
 
     def __init__(self, nursery: Nursery, pid: int, *outputs: object) -> None:
         self.pid = pid
@@ -93,9 +104,14 @@ class Program:
         self._nursery = nursery
         self._outputs = outputs
 
+    def wait(self, timeout: float = LIMIT_S) -> int:
+        """Return its exit code, once it has ended."""
+        self.returncode = self._nursery.code_of(self.pid, timeout)
+        return self.returncode
+
     def communicate(self, timeout: float = LIMIT_S) -> tuple[str, str]:
         """Return what it has written to stdout and to stderr, once it has ended."""
-        self.returncode = self._nursery.code_of(self.pid, timeout)
+        self.wait(timeout)
         for output in self._outputs:
             output.seek(0)
         out, err = (output.read() for output in self._outputs)

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,14 +43,14 @@ def pytest_sessionfinish():
 
 
 class Inner:
-    """A run of pytest, and what its tests have come to."""
+    """A run of pytest, and what its tests have come to; `run` does what ``subprocess.run`` does."""
 
-    def __init__(self, folder: Path, name: str, *options: str) -> None:
+    def __init__(self, run: Callable[..., Any], folder: Path, name: str, *options: str) -> None:
         (folder / "notes_reports.py").write_text(_NOTES_REPORTS)
         told = folder / "told.json"
-        done = subprocess.run(
-            command(name, "-p", "notes_reports", *options), cwd=folder, capture_output=True, text=True,
-            timeout=_LIMIT_S, env=environment(folder, TOLD=str(told)),
+        done = run(
+            *arguments(name, "-p", "notes_reports", *options), cwd=folder, timeout=_LIMIT_S,
+            env=environment(folder, TOLD=str(told)),
         )  # fmt: skip
         self.output, self.code = done.stdout + done.stderr, done.returncode
         if not told.exists():
@@ -70,11 +72,19 @@ class Inner:
         return call["sections"]
 
 
-def command(name: str, *options: str) -> list[str]:
+def run_on_one_cpu(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    cpu = min(os.sched_getaffinity(0))
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, {cpu}),
+        **options,
+    )  # fmt: skip
+
+
+def arguments(name: str, *options: str) -> list[str]:
     plain = ["-p", "no:cacheprovider", "--rootdir", str(INNER), "--confcutdir", str(INNER), "-c", os.devnull]
     plain.append("--color=no")
     ignored = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-    return [sys.executable, "-m", "pytest", "-q", *plain, *ignored, *options, str(INNER / name)]
+    return ["-m", "pytest", "-q", *plain, *ignored, *options, str(INNER / name)]
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
@@ -83,13 +93,13 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def marked(tmp_path_factory):
-    return Inner(tmp_path_factory.mktemp("marked"), "inner_marked.py")
+def marked(forked, tmp_path_factory):
+    return Inner(forked.run, tmp_path_factory.mktemp("marked"), "inner_marked.py")
 
 
 @pytest.fixture(scope="module")
-def wrong(tmp_path_factory):
-    return Inner(tmp_path_factory.mktemp("wrong"), "inner_wrong.py")
+def wrong(forked, tmp_path_factory):
+    return Inner(forked.run, tmp_path_factory.mktemp("wrong"), "inner_wrong.py")
 
 
 @pytest.mark.ranks(2)
@@ -286,8 +296,8 @@ def test_the_plugin_loads_nothing_until_a_test_is_marked():
     assert _pytest_plugin.__doc__
 
 
-def test_options_of_pytest_are_obeyed(tmp_path):
-    ran = Inner(tmp_path, "inner_few.py", "--capture=sys", "-x", "--durations=1", "--durations-min=0")
+def test_options_of_pytest_are_obeyed(forked, tmp_path):
+    ran = Inner(forked.run, tmp_path, "inner_few.py", "--capture=sys", "-x", "--durations=1", "--durations-min=0")
     assert ran.outcome("test_fails_last") == "failed"
     assert not ran.reports("test_after_it")
     assert sorted(ran.sections("test_fails_last")["Captured stdout call"].split("\n")[:2]) == [
@@ -297,17 +307,17 @@ def test_options_of_pytest_are_obeyed(tmp_path):
 
 
 def test_ranks_run_below_more_workers_of_xdist_than_cores(tmp_path):
-    ran = Inner(tmp_path, "inner_few.py", "-n", "3")
+    ran = Inner(run_on_one_cpu, tmp_path, "inner_few.py", "-n", "2")
     assert ran.outcome("test_after_it") == "passed"
     assert "assert (1 == 0 or 17 == 0)" in ran.text("test_fails_last")
     assert re.search(r"^FAILED .*test_fails_last - rank 1: assert", ran.output, re.MULTILINE)
 
 
-def test_lines_that_only_ranks_run_are_covered(tmp_path):
+def test_lines_that_only_ranks_run_are_covered(forked, tmp_path):
     if importlib.util.find_spec("pytest_cov") is None:
         pytest.skip("pytest-cov is not installed")
     ran = Inner(
-        tmp_path, "inner_few.py", "-k", "test_fails_last", "--cov=tests.plugin.covered", "--cov-branch",
+        forked.run, tmp_path, "inner_few.py", "-k", "test_fails_last", "--cov=tests.plugin.covered", "--cov-branch",
         "--cov-report=json:covered.json", "--cov-report=",
     )  # fmt: skip
     assert ran.outcome("test_fails_last") == "failed"
@@ -333,7 +343,7 @@ def test_nothing_that_ranks_have_started_outlives_the_test(marked):
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_pytest_however_it_ends(tmp_path, sig):
-    run = command("inner_few.py", "-k", "test_waits_for_ever")
+    run = [sys.executable, *arguments("inner_few.py", "-k", "test_waits_for_ever")]
     with subprocess.Popen(run, cwd=tmp_path, env=environment(tmp_path, PIDS=str(tmp_path)), stdout=-3) as inner:
         deadline = time.monotonic() + _LIMIT_S
         files = [tmp_path / "0", tmp_path / "1"]
@@ -353,7 +363,7 @@ def test_pdb_opens_on_the_rank_that_failed_and_quitting_it_ends_the_session(tmp_
     pid, terminal = pty.fork()
     if not pid:
         os.chdir(tmp_path)
-        run = command("inner_few.py", "--pdb", "-k", "test_fails_last")
+        run = [sys.executable, *arguments("inner_few.py", "--pdb", "-k", "test_fails_last")]
         os.execve(run[0], run, environment(tmp_path, TERM="dumb"))
     said, asked = b"", [b"p 'value', secret\n", b"quit\n"]
     deadline = time.monotonic() + _LIMIT_S

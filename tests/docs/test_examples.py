@@ -88,8 +88,17 @@ def example_of(name: str) -> str:
     return of_class if f".{method}(" in shown else ""
 
 
-def run_example(rank, world_size, name, folder):
-    """Run the doctest of a docstring as the only rank of a job, and return what went wrong."""
+WITH_EXAMPLE = [name for name, thing in CALLABLES.items() if ">>>" in (inspect.getdoc(thing) or "")]
+STARTS_RANKS = re.compile(r"(?:>>>|\.\.\.) .*(spawn|_ranks)\(")
+STARTING = [name for name in WITH_EXAMPLE if STARTS_RANKS.search(example_of(name))]
+
+
+def run_examples(rank, world_size, names, folder):
+    """Run the doctests of docstrings as the only rank of a job, and return what went wrong."""
+    return [run_example(name, folder) for name in names]
+
+
+def run_example(name, folder):
     os.chdir(folder)
     shown: list[str] = []
     given: dict[str, object] = {}
@@ -107,9 +116,16 @@ def test_a_public_name_has_an_example(name):
     assert example_of(name), f"{name}: write an example into its docstring, or say in WITHOUT why it has none"
 
 
-@pytest.mark.parametrize("name", [name for name, thing in CALLABLES.items() if ">>>" in (inspect.getdoc(thing) or "")])
+@pytest.mark.parametrize("name", [name for name in WITH_EXAMPLE if name not in STARTING])
 def test_an_example_does_what_it_says(name, tmp_path):
-    assert run_ranks(run_example, 1, name, str(tmp_path), init=False) == [""]
+    assert run_ranks(run_examples, 1, [name], str(tmp_path), init=False) == [[""]]
+
+
+def test_examples_that_start_ranks_do_what_they_say(tmp_path):
+    """In one process: the first of its calls starts what ranks are forked from."""
+    assert "phalanx.spawn" in STARTING
+    (said,) = run_ranks(run_examples, 1, STARTING, str(tmp_path), init=False)
+    assert {name: text for name, text in zip(STARTING, said, strict=True) if text} == {}
 
 
 def test_only_names_without_an_example_have_a_reason():

@@ -118,13 +118,7 @@ def test_idx_training_and_test_sets_are_used_as_they_are(tmp_path):
     assert "200 samples" in printed
 
 
-def test_a_folder_without_idx_files_is_named(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--data", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        cwd=tmp_path,
-    )
+def test_a_folder_without_idx_files_is_named(forked, tmp_path):
+    done = forked.run(SCRIPT, "--data", tmp_path, timeout=LIMIT_S, cwd=tmp_path)
     assert done.returncode == 1
     assert str(tmp_path) in done.stderr.splitlines()[-1]

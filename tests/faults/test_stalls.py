@@ -226,13 +226,21 @@ def test_a_stall_is_reported_though_nobody_waits_for_the_operation_yet(spawn_ran
     assert f"  rank 1 (pid {pids[1]}) has not called #1; it has made no collective here yet\n" in printed
 
 
-def test_a_script_ends_in_order_while_stalls_are_reported(tmp_path):
+def test_a_script_ends_in_order_while_stalls_are_reported(forked, tmp_path):
     """A native thread that asked for the interpreter's lock when that is gone would end the process with an abort."""
-    command = [sys.executable, "-c", END_BESIDE_A_STALL, f"file://{tmp_path}/store"]
+    command = ["-c", END_BESIDE_A_STALL, f"file://{tmp_path}/store"]
     env = {**os.environ, "PHALANX_STALL_S": "0.1"}
-    with subprocess.Popen([*command, "1"], stdin=subprocess.PIPE, env=env) as peer:
-        ended = subprocess.run([*command, "0"], env=env, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-        peer.communicate(b"", timeout=60)
+    waits, goes_on = os.pipe()
+    with (
+        os.fdopen(waits) as stdin,
+        os.fdopen(goes_on, "w") as peers_stdin,
+        forked.start(*command, "1", stdin=stdin.fileno(), env=env) as peer,
+    ):
+        ended = subprocess.run(
+            [sys.executable, *command, "0"], env=env, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+        peers_stdin.close()
+        peer.wait(60)
     assert ended.returncode == 0, ended.stderr
     assert "all_reduce #1 of group" in ended.stderr
 

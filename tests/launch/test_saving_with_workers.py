@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -193,39 +192,48 @@ def test_ranks_save_if_all_are_signalled_while_workers_start(tmp_path, method, s
 
 
 @contextlib.contextmanager
-def young_workers(tmp_path, *args):
+def forked_rank(forked, *args, **options):
+    """Run a forked Python program; yields it, and the ends of its stdin and its stdout."""
+    given, give = os.pipe()
+    told, tell = os.pipe()
+    with os.fdopen(give, "w") as stdin, os.fdopen(told) as stdout, contextlib.ExitStack() as stack:
+        try:
+            rank = stack.enter_context(forked.start(*args, stdin=given, stdout=tell, **options))
+        finally:
+            os.close(given)
+            os.close(tell)
+        yield rank, stdin, stdout
+
+
+@contextlib.contextmanager
+def young_workers(forked, tmp_path, *args):
     """Run a process whose worker waits, as its fork server may, until "goes on" is opened to write."""
     os.mkfifo(tmp_path / "goes on")
     script = tmp_path / "rank.py"
     script.write_text(YOUNG)
-    command = [sys.executable, str(script), *args]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": tmp_path}
-    with subprocess.Popen(command, **options) as rank:
-        try:
-            assert rank.stdout.readline() == "starts\n"
-            yield rank, children_first(rank.pid)[:-1]
-        finally:
-            rank.kill()
+    with forked_rank(forked, script, *args, cwd=tmp_path) as (rank, stdin, stdout):
+        assert stdout.readline() == "starts\n"
+        yield rank, stdin, stdout, children_first(rank.pid)[:-1]
 
 
 @pytest.mark.parametrize("place", ["import", "data"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_start_hear_no_signals_that_ask_a_rank_to_save(tmp_path, method, place):
-    with young_workers(tmp_path, method, place) as (rank, children):
+def test_workers_that_start_hear_no_signals_that_ask_a_rank_to_save(forked, tmp_path, method, place):
+    with young_workers(forked, tmp_path, method, place) as (rank, stdin, stdout, children):
         for sig, child in itertools.product(SIGNALS, children):
             with contextlib.suppress(ProcessLookupError):  # Python's tracker of resources ends, and is started again
                 os.kill(child, sig)
         goes_on = os.open(tmp_path / "goes on", os.O_RDWR)  # to write alone would wait for one that reads
-        rank.stdin.close()
-        assert rank.stdout.readline() == "tensor([1])\n"
+        stdin.close()
+        assert stdout.readline() == "tensor([1])\n"
         assert rank.wait(LIMIT_S) == 0
         os.close(goes_on)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_start_end_with_their_rank(tmp_path, method):
-    with young_workers(tmp_path, method, "data", "ends") as (rank, children):
-        rank.stdin.close()
+def test_workers_that_start_end_with_their_rank(forked, tmp_path, method):
+    with young_workers(forked, tmp_path, method, "data", "ends") as (rank, stdin, _, children):
+        stdin.close()
         assert rank.wait(LIMIT_S) == 0
         assert all(ends(child) for child in children)
 
@@ -251,19 +259,18 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_workers_obey_the_end_of_their_rank_and_whoever_comes_once_it_was_killed(is_killed):
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", STUCK], **options) as rank:
-        workers = [int(rank.stdout.readline()) for _ in range(2)]
+def test_workers_obey_the_end_of_their_rank_and_whoever_comes_once_it_was_killed(forked, is_killed):
+    with forked_rank(forked, "-c", STUCK) as (rank, stdin, stdout):
+        workers = [int(stdout.readline()) for _ in range(2)]
         for sig, worker in itertools.product(SIGNALS, workers):
             os.kill(worker, sig)
         if is_killed:
-            rank.kill()
+            os.kill(rank.pid, signal.SIGKILL)
             rank.wait(LIMIT_S)
             assert not any(ends(worker, 0) for worker in workers)
             for worker in workers:
                 os.kill(worker, signal.SIGTERM)
         else:
-            rank.stdin.close()
+            stdin.close()
             assert rank.wait(LIMIT_S) == 0
         assert all(ends(worker) for worker in workers)

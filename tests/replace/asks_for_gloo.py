@@ -1,6 +1,7 @@
 """A program that knows nothing of phalanx: it asks for gloo, and prints what it got as JSON.
 
-Run by a launcher, or with the argument ``spawn`` by torch.multiprocessing.
+Run by a launcher, or with the argument ``spawn`` by torch.multiprocessing; with ``ddp`` it trains a step, too, and for
+that torch imports much.
 """
 
 import json
@@ -12,6 +13,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+def gradient_of_ddp():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+    return model.module.weight.grad.tolist()
+
+
 def main(rank=None, port=None):
     if rank is not None:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -20,8 +27,7 @@ def main(rank=None, port=None):
     dist.all_reduce(total)
     inside = torch.ones(1)
     dist.all_reduce(inside, group=dist.new_group(backend="gloo"))
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
-    model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+    gradient = gradient_of_ddp() if "ddp" in sys.argv else None
     objects = [None] * dist.get_world_size()
     dist.all_gather_object(objects, {"rank": dist.get_rank()})
     world = dist.group.WORLD
@@ -32,7 +38,7 @@ def main(rank=None, port=None):
         "is_gloo": isinstance(world._get_backend(torch.device("cpu")), dist.ProcessGroupGloo),
         "total": total.tolist(),
         "inside": inside.item(),
-        "gradient": model.module.weight.grad.tolist(),
+        "gradient": gradient,
         "ranks": [one["rank"] for one in objects],
     }
     dist.destroy_process_group()

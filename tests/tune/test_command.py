@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,15 +24,17 @@ from phalanx.launch.trial_folder import folder_of_jobs
 from phalanx.launch.tuned import Tuned, recall, remember, tuned_file
 from phalanx.tune.command import _SEARCHED
 from phalanx.tune.trials import Setup, Trials, _rate
+from tests import descent
 
 TUNE = (sys.executable, "-m", "phalanx", "tune")
 LIMIT_S = 120
 PLAIN = """
     import sys, time, torch, torch.distributed as dist
     from torch.utils.data import DataLoader, TensorDataset
+    from descent import Descent
     {begin}
     model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = Descent(model.parameters(), lr=0.01)
     loader = DataLoader(TensorDataset(torch.randn(400, 4)), batch_size=8)
     for _ in range({epochs}):
         for (x,) in loader:
@@ -55,6 +58,7 @@ ALONE = {"begin": "pass", "average": "pass"}
 
 
 def write(folder: Path, text: str, **parts: object) -> None:
+    shutil.copy(descent.__file__, folder)
     (folder / "train.py").write_text(textwrap.dedent(text).format(**{"epochs": 10**6, **parts}))
 
 
@@ -446,7 +450,8 @@ def test_an_end_in_the_middle_leaves_no_process(tmp_path, kind):
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_an_end_before_the_first_step_leaves_no_process(tmp_path, kind):
     (tmp_path / "train.py").write_text(f"import time; open(r'{tmp_path}/begun', 'a').close(); time.sleep(1000)")
-    end_in_the_middle(tmp_path, kind)
+    # Several jobs at once by one of the signals that are handled, and by the one that is not.
+    end_in_the_middle(tmp_path, kind, *(() if kind in (signal.SIGTERM, signal.SIGKILL) else ("--nproc-per-node", "2")))
 
 
 def end_in_the_middle(tmp_path: Path, kind: int, *flags: str) -> None:
