@@ -1,6 +1,6 @@
 # make demo   set up a virtual environment, build, train the README's model on two processes
 # make test   set up, run the tests                make check        what CI runs: format, lint, types, book, tests
-# make docs   check and build the book, docs/en and docs/zh, into build/docs
+# make docs   check and build the book, docs/en and docs/zh, into build/docs; look at the pages that it has become
 # make integrations  train under Accelerate, transformers, Lightning, ... on Gloo and in its place, in a virtual environment of its own
 # make cluster  the tests of several hosts, Slurm and MPI; as root
 # make slow   before a release: long tests; the benchmarks, the exam, the model; random faults; the core's own, sanitized
@@ -68,7 +68,7 @@ release: $(READY)
 # Three files at a time on two cores: while some wait, others compute. pytest exits with 5 if there is nothing to do.
 test: $(READY)
 	$(BIN)/python -m compileall -q src/phalanx
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not (cluster or slow or integrations or wheels)" $(TESTS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not (cluster or slow or integrations or wheels or site)" $(TESTS) || [ $$? = 5 ]
 
 torch:
 	$(MAKE) test TESTS="$(OF_TORCH)"
@@ -96,6 +96,7 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python tools/book.py check
 	$(BIN)/python tools/book.py build
+	$(BIN)/python -m pytest -m site tests/docs
 
 bench: $(READY)
 	$(BIN)/python -m bench

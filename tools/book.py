@@ -1,4 +1,5 @@
-"""Builds the book and keeps it true beside its tests; ``make docs`` runs ``check`` and ``build``.
+"""Builds the book and keeps it true beside its tests; ``make docs`` runs ``check`` and ``build``, and the
+tests of the site.
 
 A Chinese page names, in its first lines, the state of the English page that it was written from. ``stamp`` writes that
 line once the Chinese page says the same again; ``check`` finds pages that fell behind, and what Sphinx does not see.

@@ -29,7 +29,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 KEPT = REPOSITORY / "build" / "faults"
-LANE = "not (cluster or slow or integrations or wheels)"
+LANE = "not (cluster or slow or integrations or wheels or site)"
 _RC = """
 [run]
 branch = True

@@ -17,6 +17,7 @@ asks it for one test at a time.
 
 import argparse
 import dataclasses
+import gc
 import importlib
 import importlib.util
 import json
@@ -180,10 +181,12 @@ def main(argv: list[str] | None = None) -> int:
     exam = load_exam(args.backend, args.world_size, args.ddp)
     package = "phalanx" if os.environ.get("PHALANX_REPLACE") == args.backend else args.backend
     if importlib.util.find_spec(package) is not None:
-        importlib.import_module(f"{package}.backend")  # once here, not in every rank
+        for part in ("backend", "rendezvous", "session", "record.gloo"):  # once here, not in every rank
+            importlib.import_module(f"{package}.{part}")
 
     with Runner(exam, args.limit_s) as runner:
         if args.serve:
+            gc.freeze()  # a rank that collects garbage would else write into memory that it shares with this process
             _serve(runner)
             runner.close()
             os._exit(0)  # taking the interpreter down with torch in it takes seconds

@@ -388,9 +388,7 @@ def test_a_rank_by_hand_whose_others_have_not_been_started_is_told_so(tmp_path):
             said = ""
             deadline = time.monotonic() + 60
             while "waits in init" not in said and time.monotonic() < deadline:
-                said = subprocess.run(
-                    [*PHALANX, "why", str(rank.pid)], cwd=tmp_path, capture_output=True, text=True, check=True
-                ).stdout
+                said = asked(tmp_path, "why", rank.pid).stdout
         finally:
             rank.kill()
     assert re.match(

@@ -1,28 +1,23 @@
-"""Fixture of the tests that look at the built site: `site`."""
+"""Fixture of the tests that look at the built site: `site`; whoever asks for it has the mark of that name."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.docs.blocks import REPOSITORY
-from tools.book import build
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "site" in getattr(item, "fixturenames", ()):
+            item.add_marker("site")
 
 
 @pytest.fixture(scope="session")
 def site() -> Path:
-    """Folder of the site in both languages, as ``make docs`` builds it."""
+    """Folder of the site in both languages, as ``make docs`` has built it before it runs these tests."""
     html = REPOSITORY / "build" / "docs"
-    html.parent.mkdir(exist_ok=True)
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
-    with open(html.parent / "docs.lock", "a+") as lock:  # another process of the run may have another file's tests
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.seek(0)
-        if not run or lock.read() != run:
-            assert build(REPOSITORY / "docs", html)
-            lock.truncate(0)
-            lock.write(run)
+    assert (html / "index.html").exists(), "the site has not been built: make docs builds it and runs these tests"
     return html

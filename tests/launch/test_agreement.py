@@ -156,8 +156,8 @@ def play(seed, accidents, *, num_accidents=8, begins_whole=True):
 
 
 GROUPS = [
-    *range(2),
-    *(pytest.param(group, marks=pytest.mark.slow) for group in range(2, 20)),
+    0,
+    *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, 20)),
 ]  # of 100 seeds each, or of 30
 
 

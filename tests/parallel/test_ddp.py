@@ -11,17 +11,26 @@ from tests.parallel import _ddp_copies, _ddp_extras, _ddp_making, _ddp_passes  #
 from tests.parallel._behaviours import Ranks
 from tests.parallel._ddp_tools import BEHAVIOURS, OF_SEVERAL
 
-SETUPS = [("phalanx", 1), ("phalanx", 2), ("phalanx", 3), ("gloo", 2), ("gloo", 3)]
+SETUPS = [("phalanx", 3), ("gloo", 3), ("phalanx", 2), ("gloo", 2), ("phalanx", 1)]
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: f"{setup[0]}, {setup[1]} ranks")
-def ranks(request):
-    backend, world_size = request.param
-    return Ranks(backend, world_size, [f for f in BEHAVIOURS if world_size > 1 or f not in OF_SEVERAL])
+def behaviours_of(setup):
+    return [function for function in BEHAVIOURS if setup[1] > 1 or function not in OF_SEVERAL]
 
 
-@pytest.mark.parametrize("function", BEHAVIOURS, ids=lambda function: function.__name__)
-def test_behaviour(ranks, function):
-    if len(ranks) == 1 and function in OF_SEVERAL:
-        pytest.skip("a rank alone")
-    ranks.check(function)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    behaviours = {setup: behaviours_of(setup) for setup in SETUPS}
+    return Ranks(behaviours, str(tmp_path_factory.mktemp("ddp")))
+
+
+@pytest.mark.parametrize(
+    ("setup", "function"),
+    [
+        pytest.param(setup, function, id=f"{setup[0]}, {setup[1]} ranks-{function.__name__}")
+        for setup in SETUPS
+        for function in behaviours_of(setup)
+    ],
+)
+def test_behaviour(ranks, setup, function):
+    ranks.check(setup, function)

@@ -9,6 +9,7 @@ from tests.launch.jobs import LIMIT_S
 from tests.launch.test_nodes import nodes
 
 __all__ = ["nodes"]  # a fixture
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 SCRIPT = """
 import torch, phalanx

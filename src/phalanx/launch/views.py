@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,11 +89,11 @@ class View:
     places: tuple[Place, ...] = ()
     job: str = ""
 
-    @property
+    @functools.cached_property
     def ids(self) -> tuple[str, ...]:
         return tuple(node.id for node in self.members)
 
-    @property
+    @functools.cached_property
     def group(self) -> Group:
         return Group(self.leader, self.ids)
 
