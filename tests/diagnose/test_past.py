@@ -16,11 +16,11 @@ import pytest
 
 from phalanx import cli
 from phalanx.diagnose.past import examine_run, last_run_of, record_of
-from phalanx.diagnose.processes import process_of
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.diagnose.why import main
 from phalanx.diagnose.wording import sentence
 from tests.diagnose.asked import asked
+from tests.killed import kill_unseen
 from tests.record.made import Job, save
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -273,14 +273,8 @@ def test_of_a_job_whose_processes_were_all_killed_it_is_known_who_was_missing(co
         while "; 2 ranks have waited up to " not in why(tmp_path, folder)[0]:  # until they do
             assert process.poll() is None
         assert "has not called all_reduce #2 of group 'default'" in why(tmp_path, folder)[0]
-        process.send_signal(signal.SIGSTOP)  # it sees all of them dead before it tells any to end
         named = re.findall(r"\(pids? ([\d, ]+)\)", "\n".join(why(tmp_path, folder)))
-        ranks = [int(pid) for pids in named for pid in pids.split(", ")]
-        for pid in ranks:
-            os.kill(pid, signal.SIGKILL)
-        while any((rank := process_of(pid)) is not None and rank.state != "Z" for pid in ranks):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGCONT)
+        kill_unseen(process, [int(pid) for pids in named for pid in pids.split(", ")])
         process.wait(60)
     _, answer, *_ = why(tmp_path, folder)
     assert re.fullmatch(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +12,7 @@ import pytest
 import torch
 
 from phalanx.record.box import load_boxes
+from tests.killed import kill_unseen
 
 pytestmark = [
     pytest.mark.usefixtures("warm_jobs"),
@@ -88,7 +86,7 @@ threading.Event().wait()
 """
 
 
-def test_whoever_is_missing_in_a_group_is_named_and_still_is_when_all_are_dead(tmp_path):
+def test_whoever_is_missing_in_a_group_is_named_and_still_is_when_all_are_dead(cold_jobs, tmp_path):
     (tmp_path / "job.py").write_text(HANGS)
     command = [*PHALANX, "run", "--nproc-per-node", "4", "job.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -107,9 +105,7 @@ def test_whoever_is_missing_in_a_group_is_named_and_still_is_when_all_are_dead(t
         top = [*PHALANX, "top", "--json", str(process.pid)]
         seen = json.loads(subprocess.run(top, capture_output=True, text=True, timeout=60, check=True).stdout)
         assert "all_reduce #4" in json.dumps(seen)
-        for rank in answer["ranks"]:
-            with contextlib.suppress(ProcessLookupError):  # the launcher ends the others
-                os.kill(rank["pid"], signal.SIGKILL)
+        kill_unseen(process, [rank["pid"] for rank in answer["ranks"]])
     story = subprocess.run(
         [*PHALANX, "why", "job.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
     )
