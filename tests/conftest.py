@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import pytest
 import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and need not each import it
 
 import phalanx.testing
+from phalanx import _launched
 from phalanx.launch import workers
 from phalanx.launch.guard import guard
 from phalanx.launch.warm import places as warm_places
@@ -36,6 +38,7 @@ if shutil.which("mpirun.openmpi"):
     os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
 
 _SETTLE_S = 20.0  # what was told to end needs a moment, more so beside another file's tests; a leak stays
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 # A shell starts its background jobs with these ignored, and so would every process be that a test starts: tests of
 # Ctrl-C would wait for ever.
@@ -162,17 +165,24 @@ def _holdings() -> dict[str, set[str]]:
     }
 
 
+def _start_s(pid: int) -> float:
+    """Return when a process began, in seconds since the system's boot; infinity if it has ended."""
+    return _launched.start_time(pid) * _TICK_S or math.inf
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
     """Fail a test that leaks a process, a descriptor, a thread or a segment."""
     # Started here, so that the server's own descriptors count as there before.
     phalanx.testing.start_server()
-    before = _holdings()
+    before, began_s = _holdings(), time.clock_gettime(time.CLOCK_BOOTTIME)
     yield
     deadline, made = time.monotonic() + _SETTLE_S, shm.files() - before["/dev/shm entry"]
     while True:
         after = {kind: names.difference(*(ranks.held(kind) for ranks in _kept)) for kind, names in _holdings().items()}
         after["/dev/shm entry"] = shm.unmapped(after["/dev/shm entry"] & made)  # what comes later is other jobs'
+        # The kernel's list of children passes over one while another ends, so `before` may lack some.
+        after["process"] = {name for name in after["process"] if _start_s(int(name.split()[0])) >= began_s - _TICK_S}
         left = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
         if not left:
             return

@@ -43,6 +43,7 @@ state = {"model": model, "momentum": momentum, "random": phalanx.RandomState(), 
 found = ckpt.load("c", state)
 assert state["step"] == (found.step if found else 0)
 print("loaded", attempt, rank, *((found.step, found.source) if found else (0, "none")), flush=True)
+torch.distributed.barrier()  # all have said it before one dies
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,6 @@ asks it for one test at a time.
 
 import argparse
 import dataclasses
-import gc
 import importlib
 import importlib.util
 import json
@@ -186,7 +185,6 @@ def main(argv: list[str] | None = None) -> int:
 
     with Runner(exam, args.limit_s) as runner:
         if args.serve:
-            gc.freeze()  # a rank that collects garbage would else write into memory that it shares with this process
             _serve(runner)
             runner.close()
             os._exit(0)  # taking the interpreter down with torch in it takes seconds
