@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from phalanx import _memory
+from phalanx.launch import pages
 
 FORKS = """
 import json, os, sys
@@ -62,8 +63,16 @@ def test_the_sixteenth_fork_finds_huge_pages_where_the_kernel_has_them():
 
 
 def test_nothing_is_done_where_huge_pages_are_off(monkeypatch):
-    from phalanx.launch import pages
-
     monkeypatch.setattr(pages, "huge_pages", lambda: "never")
     monkeypatch.setattr(pages, "_own_memory", lambda: pytest.fail("it looks"))
     pages._collapse()
+
+
+def test_a_system_without_a_list_of_its_memory_is_none_to_complain_of(monkeypatch):
+    def refuse():
+        raise FileNotFoundError("/proc/self/smaps")
+
+    monkeypatch.setattr(pages, "_own_memory", refuse)
+    monkeypatch.setattr(pages, "huge_pages", lambda: "always")
+    pages._collapse()
+    assert not pages._is_slow

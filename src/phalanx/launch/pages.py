@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -60,13 +61,15 @@ def _collapse() -> None:
     begin_s = time.monotonic()
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for begin, end in list(_own_memory()):
-        madvise(begin, end - begin, _MADV_COLLAPSE)
+    with contextlib.suppress(OSError):  # some systems that speak for Linux have no smaps
+        for begin, end in list(_own_memory()):
+            madvise(begin, end - begin, _MADV_COLLAPSE)
     _is_slow = time.monotonic() - begin_s > _LONG_S
 
 
 def _own_memory() -> Iterator[tuple[int, int]]:
     """Yield begin and end of each range of whole huge pages that is this process's own and nearly all in use."""
+    is_own = False
     with open("/proc/self/smaps") as file:
         for line in file:
             if region := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)\s*(.*)", line):
