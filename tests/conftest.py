@@ -165,9 +165,16 @@ def _holdings() -> dict[str, set[str]]:
     }
 
 
-def _start_s(pid: int) -> float:
-    """Return when a process began, in seconds since the system's boot; infinity if it has ended."""
-    return _launched.start_time(pid) * _TICK_S or math.inf
+def _is_new(process: str, before: set[str], began_s: float) -> bool:
+    """Whether a process, as `_holdings` has it, has begun since then, in seconds since the system's boot.
+
+    What was there before may have had another name, if it was about to execute one, or may be missing in `before`: the
+    kernel's list of children passes over one while another ends.
+    """
+    pid = process.split()[0]
+    if any(pid == other.split()[0] for other in before):
+        return False
+    return (_launched.start_time(int(pid)) * _TICK_S or math.inf) >= began_s - _TICK_S  # 0: it has ended
 
 
 @pytest.fixture(autouse=True)
@@ -181,8 +188,7 @@ def leaves_nothing_behind():
     while True:
         after = {kind: names.difference(*(ranks.held(kind) for ranks in _kept)) for kind, names in _holdings().items()}
         after["/dev/shm entry"] = shm.unmapped(after["/dev/shm entry"] & made)  # what comes later is other jobs'
-        # The kernel's list of children passes over one while another ends, so `before` may lack some.
-        after["process"] = {name for name in after["process"] if _start_s(int(name.split()[0])) >= began_s - _TICK_S}
+        after["process"] = {name for name in after["process"] if _is_new(name, before["process"], began_s)}
         left = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
         if not left:
             return
