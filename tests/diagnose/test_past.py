@@ -306,20 +306,20 @@ def test_a_name_that_would_control_a_terminal_is_escaped_wherever_it_is_shown(tm
     script = RAISES.replace("BACKEND", "'phalanx'").replace("(1, 3)", "(0, 3)").replace("raise ValueError", "input")
     (tmp_path / name).write_text(script)
     command = [*PHALANX, "run", "--nproc-per-node", "2", name]
-    options = {"cwd": tmp_path, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    environment = {**os.environ, "PHALANX_STALL_S": "0.5"}
-    with subprocess.Popen(command, text=True, env=environment, **options) as process:
-        while "waiting" not in (top := printed(tmp_path, "top", "--once", name)):
-            assert process.poll() is None, process.stdout.read()
-        said = ""
-        while "a\\x1b[31m\\n.py:" not in said:  # its own word of the wait
-            line = process.stdout.readline()
-            assert line, said
-            said += line
-        process.stdin.write("\n")
-        process.stdin.close()
-        said += process.stdout.read()
+    environment, printing = {**os.environ, "PHALANX_STALL_S": "0.5"}, tmp_path / "said"
+    with open(printing, "w") as out:
+        options = {"cwd": tmp_path, "stdin": subprocess.PIPE, "stdout": out, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, text=True, env=environment, **options) as process:
+            while "waiting" not in (top := printed(tmp_path, "top", "--once", name)):
+                assert process.poll() is None, printing.read_text()
+            deadline = time.monotonic() + 60
+            while "a\\x1b[31m\\n.py:" not in printing.read_text() and time.monotonic() < deadline:  # its own word
+                time.sleep(0.01)
+            process.communicate("\n", timeout=60)
+    said = printing.read_text()
+    assert "a\\x1b[31m\\n.py:" in top + said
     assert "\x1b" not in top + said
+    assert "a\\x1b[31m\\n.py:" in said
 
 
 def printed(folder, *command):
