@@ -75,7 +75,7 @@ def choose(environ: Mapping[str, str], *, wanted: str = "auto", num_ranks: int =
         if memory.left_bytes // num_ranks < _LEAST_BYTES:
             left = f"{in_units(memory.left_bytes // num_ranks)} left{' for each rank' if num_ranks > 1 else ''}"
             return MemoryPolicy(why=left, todo=_MORE_MEMORY)
-    if huge_pages(root) not in ("madvise", "always"):
+    if not offers_huge_pages(root):
         return MemoryPolicy(keeps=True, why="huge pages are off", todo=_HUGE_PAGES)
     return MemoryPolicy(keeps=True, huge_pages=True)
 
@@ -89,6 +89,11 @@ def huge_pages(root: str = "/") -> str:
     """Return the kernel's setting of transparent huge pages: ``always``, ``madvise``, ``never``, or nothing."""
     words = read(root, "sys/kernel/mm/transparent_hugepage/enabled").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), "")
+
+
+def offers_huge_pages(root: str = "/") -> bool:
+    """Whether the kernel gives huge pages to whoever asks for them."""
+    return huge_pages(root) in ("madvise", "always")
 
 
 def _set_by_user(environ: Mapping[str, str]) -> str:

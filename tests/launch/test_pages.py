@@ -48,7 +48,7 @@ print(json.dumps(said))
 
 def can_collapse():
     version = tuple(int(part) for part in platform.release().split(".")[:2])
-    return version >= (6, 1) and _memory.huge_pages() in ("madvise", "always")
+    return version >= (6, 1) and _memory.offers_huge_pages()
 
 
 def test_the_sixteenth_fork_finds_huge_pages_where_the_kernel_has_them():
@@ -63,7 +63,7 @@ def test_the_sixteenth_fork_finds_huge_pages_where_the_kernel_has_them():
 
 
 def test_nothing_is_done_where_huge_pages_are_off(monkeypatch):
-    monkeypatch.setattr(pages, "huge_pages", lambda: "never")
+    monkeypatch.setattr(pages, "offers_huge_pages", lambda: False)
     monkeypatch.setattr(pages, "_own_memory", lambda: pytest.fail("it looks"))
     pages._collapse()
 
@@ -73,6 +73,6 @@ def test_a_system_without_a_list_of_its_memory_is_none_to_complain_of(monkeypatc
         raise FileNotFoundError("/proc/self/smaps")
 
     monkeypatch.setattr(pages, "_own_memory", refuse)
-    monkeypatch.setattr(pages, "huge_pages", lambda: "always")
+    monkeypatch.setattr(pages, "offers_huge_pages", lambda: True)
     pages._collapse()
     assert not pages._is_slow

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 
-from phalanx._memory import huge_pages
+from phalanx._memory import offers_huge_pages
 
 _MADV_COLLAPSE = 25  # since Linux 6.1
 _HUGE_BYTES = 2 << 20
@@ -56,7 +56,7 @@ _is_slow = False
 
 def _collapse() -> None:
     global _is_slow
-    if _is_slow or huge_pages() not in ("madvise", "always"):
+    if _is_slow or not offers_huge_pages():
         return
     begin_s = time.monotonic()
     madvise = ctypes.CDLL(None).madvise
