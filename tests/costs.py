@@ -1,4 +1,9 @@
-"""What each test costs, told at the end of a run and kept in ``build/test_costs.tsv``, the costliest first."""
+"""What each test costs, told at the end of a run and kept in ``build/test_costs.tsv``, the costliest first.
+
+It is the CPU time of the tree below the process that runs the test. What is forked elsewhere, by a warm process or by
+that of the fixture ``forked``, and what others have adopted, is not all in it: a test that is moved there seems cheaper
+than it is.
+"""
 
 from __future__ import annotations
 
