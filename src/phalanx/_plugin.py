@@ -76,10 +76,12 @@ def autoload() -> None:
             _alone.watch()
             if _env.is_rank():
                 from phalanx import _shield
+                from phalanx._torch.dynamo import postpone_import
                 from phalanx.record import gloo
 
                 gloo.watch()
                 _shield.watch()
+                postpone_import()
         if _env.TRIAL_VARIABLE in environ:
             from phalanx import _trial
 
@@ -124,9 +126,10 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     require_linux()
     from phalanx import _shield
     from phalanx._alone import wants_others
+    from phalanx._torch.dynamo import postpone_import
     from phalanx.backend import create_group
 
     _shield.watch()
-
+    postpone_import()
     wants_others()  # also in a store of its own
     return create_group(options, backend_options, **named)

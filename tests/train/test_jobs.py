@@ -139,7 +139,7 @@ def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_pat
     starts = records_of(tmp_path / "run", "start")
     assert [start["resumed_from"] and start["resumed_from"]["source"] for start in starts] == [None, "memory"]
     [modules] = (tmp_path / "logs" / "_small").glob("*/attempt_0/rank_0/modules.json")
-    assert any("torch._dynamo" in names for _, names in json.loads(modules.read_text())["steps"])
+    assert any("argparse" in names for _, names in json.loads(modules.read_text())["steps"])
     assert len(set(parents)) == 2  # the first warden was relieved
     assert len(set(kept)) == 1  # and the rank that was not to blame is still its child
     costs = [line for line in printed if "snapshots in memory" in line]

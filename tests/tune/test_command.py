@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,17 +23,15 @@ from phalanx.launch.trial_folder import folder_of_jobs
 from phalanx.launch.tuned import Tuned, recall, remember, tuned_file
 from phalanx.tune.command import _SEARCHED
 from phalanx.tune.trials import Setup, Trials, _rate
-from tests import descent
 
 TUNE = (sys.executable, "-m", "phalanx", "tune")
 LIMIT_S = 120
 PLAIN = """
     import sys, time, torch, torch.distributed as dist
     from torch.utils.data import DataLoader, TensorDataset
-    from descent import Descent
     {begin}
     model = torch.nn.Linear(4, 2)
-    optimizer = Descent(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(TensorDataset(torch.randn(400, 4)), batch_size=8)
     for _ in range({epochs}):
         for (x,) in loader:
@@ -58,7 +55,6 @@ ALONE = {"begin": "pass", "average": "pass"}
 
 
 def write(folder: Path, text: str, **parts: object) -> None:
-    shutil.copy(descent.__file__, folder)
     (folder / "train.py").write_text(textwrap.dedent(text).format(**{"epochs": 10**6, **parts}))
 
 

@@ -337,10 +337,12 @@ def _leave_libraries_alone() -> None:
 
 def _watch_torch() -> None:
     from phalanx import _shield
+    from phalanx._torch.dynamo import postpone_import
     from phalanx.record import gloo  # loads the core, which the warden does without
 
     gloo.watch()
     _shield.watch()
+    postpone_import()
 
 
 def draw_anew() -> None:

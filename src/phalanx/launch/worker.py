@@ -265,9 +265,11 @@ def _settle(rank: int, assignment: Assignment) -> None:
     _env.replace_all({**assignment.environ, **own, **launch, **of_rank(assignment.memory)})
     obey_launcher()
     _replace.obey()  # the server imported torch before this was asked for
+    from phalanx._torch.dynamo import postpone_import
     from phalanx.record import gloo  # loads the core, which the parent of ranks may do without
 
     gloo.watch()
+    postpone_import()
     # Not the server's own, whose children import all.
     multiprocessing.set_start_method(assignment.start_method, force=True)
     for stream in (sys.stdout, sys.stderr):

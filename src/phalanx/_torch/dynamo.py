@@ -1,0 +1,128 @@
+"""Keeps ranks from importing ``torch._dynamo`` before they compile something: a second of CPU and 80 MB in each.
+
+torch itself imports it wherever a compiler that may be at work must be told of something: at the first optimizer, in
+each of its steps, in methods under ``torch._disable_dynamo``. Before anything is compiled, none of that has an effect.
+So these places, and no others, get a stand-in that does nothing. Whoever else asks it for anything gets torch's own
+module, which then takes the stand-in's place for good and is told what it has missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+_NAME = "torch._dynamo"
+_CACHE = "__dynamo_disable"  # where torch._disable_dynamo keeps what `disable` has returned
+_WITHOUT_EFFECT = {
+    "torch._compile": "disable",
+    "torch.optim.optimizer": "graph_break",
+    "torch.distributed.distributed_c10d": "trace_rules",  # to clear a cache
+    "torch.testing._internal.common_utils": "reset",
+}
+"""What a module of torch asks for without need."""
+
+
+def postpone_import() -> None:
+    """Have ``torch._dynamo`` imported by whoever needs it, if it has not been."""
+    if _NAME not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """An import finder that finds the stand-in until torch's own module is needed."""
+
+    def __init__(self) -> None:
+        self.is_needed: bool = False
+        self.without_effect: dict[str, Any] = {
+            "disable": self._disable,
+            "graph_break": _do_nothing,
+            "reset": _do_nothing,
+            "trace_rules": SimpleNamespace(clear_lru_cache=_do_nothing),
+        }
+        self._lock = threading.Lock()
+        self._missed: list[tuple[Callable[..., Any], bool]] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what makes the stand-in; others find all else."""
+        if name == _NAME and not self.is_needed:
+            return ModuleSpec(name, self)  # type: ignore[arg-type]
+        # Its import began with the stand-in as its parent, and that has imported it.
+        if name.startswith(f"{_NAME}.") and name in sys.modules:
+            return ModuleSpec(name, _Found(sys.modules[name]))  # type: ignore[arg-type]
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return a module that has nothing yet."""
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Make it the stand-in, now that the import system has looked at it."""
+        vars(module)["_finder"] = self
+
+    def torchs(self) -> ModuleType:
+        """Return torch's own module, and have all others find it from now on."""
+        with self._lock:
+            if not self.is_needed:
+                self.is_needed = True
+                sys.modules.pop(_NAME, None)
+                vars(sys.modules["torch"]).pop("_dynamo", None)
+        module = importlib.import_module(_NAME)
+        while self._missed:
+            function, recursive = self._missed.pop()
+            setattr(function, _CACHE, module.disable(function, recursive, wrapping=False))
+        return module
+
+    def _disable(self, function: Callable[..., Any], recursive: bool, *, wrapping: bool) -> Callable[..., Any]:
+        self._missed.append((function, recursive))
+        return function
+
+
+class _StandIn(ModuleType):
+    """Stands in the place of ``torch._dynamo``; all that it lacks is asked of torch's own."""
+
+    def __getattr__(self, name: str) -> Any:
+        finder = vars(self).get("_finder")
+        # Whoever looks at all modules asks for names of the first kind.
+        if finder is None or (name.startswith("__") and name != "__path__" and not finder.is_needed):
+            raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
+        if not finder.is_needed and _WITHOUT_EFFECT.get(sys._getframe(1).f_globals.get("__name__", "")) == name:
+            return finder.without_effect[name]
+        return getattr(finder.torchs(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            setattr(vars(self)["_finder"].torchs(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(vars(self)["_finder"].torchs(), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(vars(self)["_finder"].torchs())
+
+
+class _Found:
+    """A loader of what has been imported."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        with contextlib.suppress(AttributeError):  # some have refused the other one, too
+            module.__spec__ = self._spec
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Stand for what has no effect before something is compiled."""
