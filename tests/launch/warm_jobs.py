@@ -63,7 +63,11 @@ def servers():
             is_server = b"\0phalanx-warm\0" in (folder / "cmdline").read_bytes()
             if is_server and mine in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
-    return [pid for pid in found if parent_of(pid) not in found]  # not the parents of its jobs
+    with_parents = {}
+    for pid in found:
+        with contextlib.suppress(OSError):  # it has ended
+            with_parents[pid] = parent_of(pid)
+    return [pid for pid, parent in with_parents.items() if parent not in found]  # not the parents of its jobs
 
 
 @contextlib.contextmanager

@@ -174,7 +174,11 @@ def training_step_of_mine(folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     trainer = phalanx.Trainer(model, optimizer, training_step=step, max_steps=30, folder=folder, num_workers=1)
     (result, _) = quietly(trainer.fit, make_data(), make_data(9))
-    return result
+    alive = [multiprocessing.active_children()]
+    for method in (trainer.evaluate, trainer.predict):
+        method(make_data(9))
+        alive.append(multiprocessing.active_children())
+    return result, alive
 
 
 def keep_the_best(folder):
@@ -395,10 +399,11 @@ def test_a_loader_that_does_not_divide_is_refused(results):
     assert all("pass the dataset itself" in of_rank["refuse_loader"] for of_rank in results[2])
 
 
-def test_a_training_step_of_ones_own_and_workers_train(results):
-    assert results[1][0]["training_step_of_mine"]["loss"] == pytest.approx(
-        results[2][1]["training_step_of_mine"]["loss"], rel=1e-3
-    )
+def test_a_training_step_of_ones_own_and_workers_train_and_no_worker_outlives_its_use(results):
+    alone, alive = results[1][0]["training_step_of_mine"]
+    with_another, alive_there = results[2][1]["training_step_of_mine"]
+    assert alone["loss"] == pytest.approx(with_another["loss"], rel=1e-3)
+    assert alive == alive_there == [[], [], []]  # the garbage collector would wait for each
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -114,6 +114,9 @@ class DatasetFeed:
             f"{counted(self.num_steps, 'step')} an epoch, {num_steps:,} in all"
         )
 
+    def close(self) -> None:
+        self._loader = ()
+
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._batches.epoch:
             self._batches.epoch, self._batches.place = epoch, 0

@@ -29,7 +29,7 @@ _NO_SAMPLES = "Trainer.{}: the data has no samples"
 
 
 class Evaluator:
-    """Evaluates a model, in evaluation mode, without gradients; the loader of the last data is kept.
+    """Evaluates a model, in evaluation mode, without gradients.
 
     Attributes:
         num_workers: Number of processes of each rank that load a dataset.
@@ -64,13 +64,28 @@ class Evaluator:
         self._data: Any = None
         self._how: Any = None
         self._plan: Planned | Own | None = None
+        self._keeps_loader = False
+
+    @contextlib.contextmanager
+    def keeping_loader(self) -> Iterator[None]:
+        """Within this context, keep the loader of the last data, and its processes, for the next evaluation.
+
+        They are ended in order, and not by the garbage collector: it breaks the workers' queues before it ends them,
+        and so waits 10 s for each.
+        """
+        self._keeps_loader = True
+        try:
+            yield
+        finally:
+            self._keeps_loader = False
+            self._data = self._plan = None
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the means of the objective's values over all samples, and the metrics' own, the same on every rank."""
         tally = _Tally()
         metrics = self._objective.stateful
         self._reset_metrics()
-        with writer.phase("evaluate"), _evaluating(self._model):
+        with writer.phase("evaluate"), self._loading(), _evaluating(self._model):
             for batch, size in self._batches(data):
                 values = self._objective.values_of(self._evaluated, batch, counts=size > 0)
                 if size:
@@ -154,7 +169,7 @@ class Evaluator:
         if not len(data):
             raise ValueError(_NO_SAMPLES.format("predict"))
         outputs = []
-        with _evaluating(self._model):
+        with self._loading(), _evaluating(self._model):
             for batch, size in self._batches(data):
                 output = outputs_of(self._evaluated, batch)
                 if not isinstance(output, Tensor):
@@ -168,6 +183,9 @@ class Evaluator:
                 "collate_fn leaves samples out, leave them out of the dataset: Subset(dataset, indices)"
             )
         return predicted
+
+    def _loading(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._keeps_loader else self.keeping_loader()
 
     def _batches(self, data: Any) -> Iterator[Counted]:
         """Yield this rank's batches on the device; all ranks get equally many if they must, the last of size 0."""

@@ -104,6 +104,9 @@ class LoaderFeed:
         )
         return f"batches as the loader gives them{whatever(self._without_effect)}; {number} an epoch{differ}"
 
+    def close(self) -> None:
+        """Do nothing: the loader is the user's."""
+
     def begin_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._place = epoch, 0

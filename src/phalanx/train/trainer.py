@@ -328,7 +328,13 @@ class Trainer:
         self._has_fitted = True
         if not self._is_over():
             refuse_unwritable(self.checkpoints, self._ranks)
-        with self._until_signal() as self._preemption, self._begin(loaded) as self._run_log, self._stepper:
+        with (
+            self._until_signal() as self._preemption,
+            self._begin(loaded) as self._run_log,
+            self._stepper,
+            contextlib.closing(self._feed),
+            self._evaluator.keeping_loader(),
+        ):
             if validation_data is not None and not self._is_over():
                 self._evaluator.rehearse(validation_data, s.monitor)
             self._call("on_fit_start")
