@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def files() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").glob("*")}
+    return {str(path) for path in Path("/dev/shm").glob("*") if not path.name.startswith("cuda.shm.")}  # CUDA's own
 
 
 def unmapped(paths: set[str]) -> set[str]:

@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -246,6 +247,7 @@ def test_a_subtest_is_reported_once_as_on_the_rank_where_it_fails(marked):
         ("test_shares_a_loop", "the fixture loop is an event loop, which ranks can't share"),
         ("test_group_of_the_parent", "has a default process group, and that can't be forked"),
         ("test_gpu_of_the_parent", "which has initialised cuda, and that can't be forked"),
+        ("test_gpu_was_asked_for_before_the_fork", "hint: pytest's process has asked CUDA something before it forked"),
         ("test_no_more_processes", "2 ranks can't be forked: Resource temporarily unavailable; the user (ulimit -u)"),
         ("test_no_memory", "2 ranks need at least "),
     ],
@@ -294,6 +296,28 @@ def test_the_plugin_loads_nothing_until_a_test_is_marked():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["phalanx", "phalanx._pytest_plugin"]
     assert _pytest_plugin.__doc__
+
+
+def test_what_ranks_import_of_torch_later_ranks_have_from_the_start(forked, tmp_path):
+    (tmp_path / "test_imports.py").write_text(
+        textwrap.dedent("""
+        import sys
+        import pytest
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.parametrize("number", range(2))
+        def test_it(number):
+            assert ("torch.utils.benchmark" in sys.modules) == (number == 1)
+            assert "torch._dynamo.config" not in sys.modules
+            import torch._dynamo  # and no more
+            import torch.utils.benchmark
+
+        def test_this_process():
+            assert "torch._dynamo" not in sys.modules
+        """)
+    )
+    done = forked.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_imports.py", cwd=tmp_path)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_options_of_pytest_are_obeyed(forked, tmp_path):

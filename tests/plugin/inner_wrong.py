@@ -1,6 +1,7 @@
 """Run by tests/test_plugin.py in a pytest of its own: marks with nonsense, and what can't be forked."""
 
 import asyncio
+import os
 
 import pytest
 import torch
@@ -149,6 +150,14 @@ def gpu_in_use(monkeypatch):
 @pytest.mark.ranks(2)
 def test_gpu_of_the_parent(gpu_in_use):
     pass
+
+
+@pytest.mark.ranks(2)
+def test_gpu_was_asked_for_before_the_fork(monkeypatch):
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"  # in this module, which asks for ranks
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    torch.cuda.init()
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ BEFORE_FORK = (
 )
 _OURS = re.compile(r'/(?:_pytest|pluggy|phalanx/_pytest_plugin)/[^"]*"')
 _BELOW = ("phalanx", "torch", "Python")
+_BAD_FORK = "in forked subprocess"
 _SECOND_GROUP = "initialize the default process group twice"
 
 
@@ -96,8 +97,14 @@ def without_ours(words: LastWords) -> LastWords:
 
 def advice_for(error: BaseException) -> str:
     """Return what to do about a mistake that is the mark's; empty if it is none."""
-    if _SECOND_GROUP in text_of(error):
+    text = text_of(error)
+    if _SECOND_GROUP in text:
         return "the mark has made a process group already; ranks(..., init=False) leaves that to the test"
+    if _BAD_FORK in text:
+        return (
+            "pytest's process has asked CUDA something before it forked the ranks, such as torch.cuda.is_available() "
+            "in conftest.py: set PYTORCH_NVML_BASED_CUDA_CHECK=1 for it, and leave other questions to the ranks"
+        )
     return ""
 
 
