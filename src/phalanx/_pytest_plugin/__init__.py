@@ -9,7 +9,6 @@ test on ranks when the first such test has been collected.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -60,7 +59,9 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     """Let a module with marked tests call ``torch.cuda.is_available()``: otherwise no fork could use CUDA after it."""
     path = getattr(collector, "path", None)
     if isinstance(collector, pytest.Module) and path is not None and path.is_file() and b"mark.ranks" in path.read_bytes():
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        from phalanx import _env
+
+        _env.update({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **_env.environment()})
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
