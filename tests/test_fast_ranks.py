@@ -290,6 +290,16 @@ def test_a_package_that_starts_a_thread_is_left_out_and_named(servers, tmp_path)
     assert line.startswith("starts_thread starts a thread when it is imported")
 
 
+def test_where_a_package_opens_a_gpu_at_its_import_processes_are_new_and_that_is_found_out_once(servers, tmp_path):
+    tmp_path.joinpath("opens_device.py").write_text(
+        "from phalanx.testing import fast_server\nfast_server._DEVICES = '/dev/full'\nfile = open('/dev/full', 'w')\n"
+    )
+    for _ in range(2):
+        with pytest.raises(fast_ranks._Stays, match="a package talks to the GPU when it is imported"):
+            servers.find()
+    assert servers._num_starts == 1
+
+
 def test_where_coverage_is_measured_processes_are_new_and_a_line_says_so(servers, monkeypatch):
     monkeypatch.setenv("COVERAGE_PROCESS_START", "setup.cfg")
     with pytest.raises(fast_ranks._Stays, match="coverage"):

@@ -57,8 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """Let a module with marked tests call ``torch.cuda.is_available()``: otherwise no fork could use CUDA after it."""
-    path = getattr(collector, "path", None)
-    if isinstance(collector, pytest.Module) and path is not None and path.is_file() and b"mark.ranks" in path.read_bytes():
+    path = getattr(collector, "path", None) if isinstance(collector, pytest.Module) else None
+    if path is not None and path.is_file() and b"mark.ranks" in path.read_bytes():
         from phalanx import _env
 
         _env.update({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **_env.environment()})

@@ -31,7 +31,7 @@ BEFORE_FORK = (
 )
 _OURS = re.compile(r'/(?:_pytest|pluggy|phalanx/_pytest_plugin)/[^"]*"')
 _BELOW = ("phalanx", "torch", "Python")
-_BAD_FORK = "in forked subprocess"
+_BAD_FORK = ("in forked subprocess", "CUDA driver initialization failed")
 _SECOND_GROUP = "initialize the default process group twice"
 
 
@@ -100,10 +100,11 @@ def advice_for(error: BaseException) -> str:
     text = text_of(error)
     if _SECOND_GROUP in text:
         return "the mark has made a process group already; ranks(..., init=False) leaves that to the test"
-    if _BAD_FORK in text:
+    if any(words in text for words in _BAD_FORK):
         return (
             "pytest's process has asked CUDA something before it forked the ranks, such as torch.cuda.is_available() "
-            "in conftest.py: set PYTORCH_NVML_BASED_CUDA_CHECK=1 for it, and leave other questions to the ranks"
+            "in conftest.py, or a package that it has imported did, as numba.cuda does: set "
+            "PYTORCH_NVML_BASED_CUDA_CHECK=1 for torch, and leave other questions to the ranks"
         )
     return ""
 

@@ -164,6 +164,7 @@ class _Servers:
         self._servers: dict[_Server, object] = {}  # with what it was started under; the last used last
         self._wanted: dict[str, None] = {}
         self._left_out: set[str] = set()
+        self._unfit = ""  # why no process can be forked from another here
         self._varying: set[str] = set()  # modules that read what changes again and again: each process imports them
         self._num_starts = 0
         self.notes: dict[str, None] = {}
@@ -180,6 +181,8 @@ class _Servers:
                 raise _Stays("coverage is measured in new processes")
             if _has_cuda():
                 raise _Stays("CUDA is initialized in the test process")
+            if self._unfit:
+                raise _Stays(self._unfit)
             self._wanted.update(dict.fromkeys(installed_modules(self._wanted)))
             for server in list(self._servers):
                 self._wanted.update(dict.fromkeys(server.learned()))
@@ -230,9 +233,11 @@ class _Servers:
 
     def _leave_out(self, package: str, why: str) -> None:
         if not package:
-            raise _Stays(f"the process that others are forked from can't be prepared: {why}")
-        if package in self._left_out:
-            raise _Stays(f"{package} {why}, even where it is left out")
+            self._unfit = f"the process that others are forked from can't be prepared: {why}"
+        elif package in self._left_out:
+            self._unfit = f"{package} {why}, even where it is left out"
+        if self._unfit:
+            raise _Stays(self._unfit)
         self._left_out.add(package)
         self.note(f"{package} {why}, so each process that needs it imports it anew")
 

@@ -22,6 +22,8 @@ from phalanx.launch.keeper import fork_server
 from phalanx.launch.pages import share_pages
 from phalanx.testing.fast_child import note_imported_by_server
 
+_DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/render")  # what CUDA, ROCm and oneAPI open, and keep open
+
 
 class _Server:
     def __init__(self, folder: str) -> None:
@@ -100,8 +102,12 @@ def _num_threads_after_fork() -> int:
 
 
 def _has_touched_device() -> bool:
-    with open("/proc/self/maps") as file:
-        return "/libcuda.so" in file.read()
+    """Return whether a driver was initialized: some packages only load its library."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(_DEVICES):
+                return True
+    return False
 
 
 _folder = _env.take(_env.FAST_RANKS_VARIABLE)
