@@ -128,9 +128,10 @@ class _Packer:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
             with torch.DisableTorchFunctionSubclass():  # a class may answer in torch's place
-                tensor = value.detach()
+                is_divided = hasattr(value, "placements")
+                tensor = value if is_divided else value.detach()  # a DTensor's first operation imports torch._dynamo
                 node = self._pack_tensor(tensor, name, name in self._buffers)
-                if not self._objects and not hasattr(tensor, "placements") and tensor.numel():
+                if not self._objects and not is_divided and tensor.numel():
                     self._places.append(_Place.of(tensor, node))
                 return node
         if isinstance(value, nn.Module):
