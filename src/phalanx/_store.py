@@ -26,7 +26,7 @@ a tuple, a list with these shapes; a function that returns the value as read, or
 _ANSWER_S, _WRITE_S = 1.0, 5.0  # for an answer, and for a write
 _IDLE_S = 0.2  # without a question, before the thread ends
 _BEGIN_S, _END_S = 0.5, 0.1  # for the thread to begin, and to end
-_FIRST_PAUSE_S = 0.0002
+_FIRST_PAUSE_S, _GROWTH = 0.0002, 1.25  # of the pause, and so of what a wait takes longer than it must
 _MANY = 50  # ranks, for which the pause doubles
 _NAMES = {str: "a text", int: "a whole number", dict: "a table", list: "a list"}
 
@@ -135,7 +135,7 @@ def wait_until(
         if time.monotonic() >= deadline:
             return None
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, most_s)
+        pause_s = min(_GROWTH * pause_s, most_s)
 
 
 def shared_pause(shortest_s: float, num_ranks: int) -> float:

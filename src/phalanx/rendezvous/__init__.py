@@ -8,6 +8,7 @@ An error is raised only if the ranks certainly can't meet: their numbers contrad
 from __future__ import annotations
 
 import dataclasses
+import encodings.idna  # noqa: F401 a socket imports it for its first address, in each rank that was forked
 import os
 import sys
 from collections.abc import Callable, Iterator
