@@ -64,12 +64,14 @@ def test_what_compiles_breaks_where_it_always_does(forked):
 
 WAYS_TO_ASK = {
     "a module in it": "import torch._dynamo.config",
-    "a name of it": "from torch._dynamo import graph_break; assert graph_break.__module__.startswith('torch')",
-    "a name that is not there": """
+    "a name": """
+        from torch._dynamo import graph_break
+        assert graph_break.__module__.startswith("torch")
         try:
             torch._dynamo.nonsense
         except AttributeError as error:
             assert "torch._dynamo" in str(error), error
+        torch.compiler.disable(lambda: None)
     """,
     "setting a name": "torch._dynamo.name = 1; assert torch._dynamo.name == 1; del torch._dynamo.name",
     "an early import": """
@@ -79,7 +81,6 @@ WAYS_TO_ASK = {
             assert torch._dynamo.explain == 1
         assert torch._dynamo.explain != 1 and early.config is torch._dynamo.config and "explain" in dir(early)
     """,
-    "a decorator": "torch.compiler.disable(lambda: None)",
     "many threads": """
         import importlib, threading
         failures = []
