@@ -12,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -296,28 +295,6 @@ def test_the_plugin_loads_nothing_until_a_test_is_marked():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["phalanx", "phalanx._pytest_plugin"]
     assert _pytest_plugin.__doc__
-
-
-def test_what_ranks_import_of_torch_later_ranks_have_from_the_start(forked, tmp_path):
-    (tmp_path / "test_imports.py").write_text(
-        textwrap.dedent("""
-        import sys
-        import pytest
-
-        @pytest.mark.ranks(2)
-        @pytest.mark.parametrize("number", range(2))
-        def test_it(number):
-            assert ("torch.utils.benchmark" in sys.modules) == (number == 1)
-            assert "torch._dynamo.config" not in sys.modules
-            import torch._dynamo  # and no more
-            import torch.utils.benchmark
-
-        def test_this_process():
-            assert "torch._dynamo" not in sys.modules
-        """)
-    )
-    done = forked.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_imports.py", cwd=tmp_path)
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_options_of_pytest_are_obeyed(forked, tmp_path):

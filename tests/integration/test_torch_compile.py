@@ -81,6 +81,26 @@ WAYS_TO_ASK = {
             assert torch._dynamo.explain == 1
         assert torch._dynamo.explain != 1 and early.config is torch._dynamo.config and "explain" in dir(early)
     """,
+    "a package that comes with it": """
+        assert not hasattr(torch.distributed, "nonsense") and not num_loaded()
+        torch.distributed.nn.functional.all_reduce
+        torch.fx.experimental.symbolic_shapes.ShapeEnv
+        assert "__getattr__" not in vars(torch.distributed)
+    """,
+    "an import that fails": """
+        import builtins
+        torchs = builtins.__import__
+        def fails(name, *args):
+            if name == "sympy":
+                raise KeyboardInterrupt
+            return torchs(name, *args)
+        builtins.__import__ = fails
+        try:
+            torch._dynamo.config
+        except KeyboardInterrupt:
+            builtins.__import__ = torchs
+        torch._dynamo.config
+    """,
     "many threads": """
         import importlib, threading
         failures = []

@@ -111,7 +111,6 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began
     __tracebackhide__ = True
     for name in _NEEDED:
         importlib.import_module(name)
-    _import_wanted()
     from phalanx._pytest_plugin import limits  # imports torch
 
     limits.check_room(world_size)
@@ -135,28 +134,14 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began
                 )
             told = [handle.points.get("told") or Told() for handle in workers.handles]
             outcomes = workers.outcomes
-    _wanted.update(*(one.imported for one in told))
     _take_over(item, told)
     _take_over_marks(item, outcomes, told)
     _judge(item, outcomes, told, limit_s, why)
 
 
-_wanted: set[str] = set()
-"""Modules of torch that ranks of earlier tests have imported."""
-
-
-def _import_wanted() -> None:
-    """Import them here, so that later ranks have them from the start: torch._dynamo alone takes each a second."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the ranks were warned
-        while _wanted:
-            with contextlib.suppress(Exception):
-                importlib.import_module(_wanted.pop())
-
-
 def _fork(group: Group, options: Options, task: Task) -> Workers:
     environ = {**_env.environment(), **options.env}
-    fork_cheaply()
+    fork_cheaply(group.world_size)
     with warnings.catch_warnings():
         # Python >= 3.12 warns of threads that a rank lacks; `limits` refuses what can't be forked.
         warnings.filterwarnings("ignore", r".*multi-threaded, use of fork", DeprecationWarning)

@@ -54,7 +54,6 @@ class Told:
         subtests: Reports of subtests, as pytest serializes them.
         coverage: Data of coverage.py, as it dumps them.
         marks: Marks that the test has given itself.
-        imported: Modules of torch that the test's process had not imported.
     """
 
     longrepr: Any = None
@@ -66,7 +65,6 @@ class Told:
     subtests: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     coverage: bytes = b""
     marks: list[pytest.Mark] = dataclasses.field(default_factory=list)
-    imported: list[str] = dataclasses.field(default_factory=list)
 
 
 _TORCHS_OWN = re.compile(r"^.*\bc10d-NullHandler-default:c10d_logger.py:.*\n?", re.MULTILINE)
@@ -108,20 +106,14 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _rank, _group = rank, group
     group.take_host(rank)
-    known = sys.modules.keys() | ()
     listener = _Listener(task.item)
     call = pytest.CallInfo.from_call(lambda: _run(rank, group, task), "call")
     told, error = listener.told(call)
-    told.imported = [name for name in sys.modules.keys() - known if name.startswith("torch.") and _is_of_file(name)]
     _tell(told)
     if error is not None:
         raise error
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _is_of_file(module: str) -> bool:
-    return getattr(getattr(sys.modules[module], "__spec__", None), "origin", None) is not None
 
 
 def _draw_alike(seed: bytes) -> None:

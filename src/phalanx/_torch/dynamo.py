@@ -3,13 +3,15 @@
 torch itself imports it wherever a compiler that may be at work must be told of something: at the first optimizer, in
 each of its steps, in methods under ``torch._disable_dynamo``. Before anything is compiled, none of that has an effect.
 So these places, and no others, get a stand-in that does nothing. Whoever else asks it for anything gets torch's own
-module, which then takes the stand-in's place for good and is told what it has missed.
+module, which then takes the stand-in's place for good and is told what it has missed. So does whoever uses a package
+that torch._dynamo would have imported, such as torch.distributed.nn, and has not imported it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +28,8 @@ _WITHOUT_EFFECT = {
     "torch.testing._internal.common_utils": "reset",
 }
 """What a module of torch asks for without need."""
+_FILLED = ("torch.distributed", "torch.fx.experimental")
+"""Packages that have public modules once torch._dynamo has been imported."""
 
 
 def postpone_import() -> None:
@@ -55,7 +59,7 @@ class _Finder:
         if name == _NAME and not self.is_needed:
             return ModuleSpec(name, self)  # type: ignore[arg-type]
         # Its import began with the stand-in as its parent, and that has imported it.
-        if name.startswith(f"{_NAME}.") and name in sys.modules:
+        if name.startswith(f"{_NAME}.") and name in sys.modules and target is None:
             return ModuleSpec(name, _Found(sys.modules[name]))  # type: ignore[arg-type]
         return None
 
@@ -66,6 +70,9 @@ class _Finder:
     def exec_module(self, module: ModuleType) -> None:
         """Make it the stand-in, now that the import system has looked at it."""
         vars(module)["_finder"] = self
+        for name in _FILLED:
+            if name in sys.modules:
+                vars(sys.modules[name]).setdefault("__getattr__", _Filling(self, name))
 
     def torchs(self) -> ModuleType:
         """Return torch's own module, and have all others find it from now on."""
@@ -74,7 +81,14 @@ class _Finder:
                 self.is_needed = True
                 sys.modules.pop(_NAME, None)
                 vars(sys.modules["torch"]).pop("_dynamo", None)
-        module = importlib.import_module(_NAME)
+                for name in _FILLED:
+                    if name in sys.modules and isinstance(vars(sys.modules[name]).get("__getattr__"), _Filling):
+                        del vars(sys.modules[name])["__getattr__"]
+        try:
+            module = importlib.import_module(_NAME)
+        except BaseException:
+            self.is_needed = False  # whoever tries again is to be told what was missed, too
+            raise
         while self._missed:
             function, recursive = self._missed.pop()
             setattr(function, _CACHE, module.disable(function, recursive, wrapping=False))
@@ -108,6 +122,21 @@ class _StandIn(ModuleType):
 
     def __dir__(self) -> list[str]:
         return dir(vars(self)["_finder"].torchs())
+
+
+class _Filling:
+    """The ``__getattr__`` of a package in which torch's own module would fill in modules."""
+
+    def __init__(self, finder: _Finder, package: str) -> None:
+        self._finder, self._package = finder, package
+
+    def __call__(self, name: str) -> Any:
+        package = sys.modules[self._package]
+        if not name.startswith("__") and importlib.util.find_spec(f"{self._package}.{name}") is not None:
+            self._finder.torchs()
+            if name in vars(package):
+                return vars(package)[name]
+        raise AttributeError(f"module {self._package!r} has no attribute {name!r}")
 
 
 class _Found:

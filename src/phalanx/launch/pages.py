@@ -5,49 +5,49 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import os
 import re
 import time
 from collections.abc import Iterator
 
+from phalanx._cgroups import cgroup_memory, host_memory
 from phalanx._memory import offers_huge_pages
 
 _MADV_COLLAPSE = 25  # since Linux 6.1
-_HUGE_BYTES = 2 << 20
+_HUGE_BYTES, _PIECE_BYTES = 2 << 20, 64 << 20
 _LEAST_USED = 3 / 4  # of a range that is worth whole huge pages
+_MOST_OF_ROOM = 1 / 4  # of what is left to this process and others
 _FIRST_FORKS, _NEXT_FORKS = 16, 32  # what they save is what it costs
-_LONG_S = 2.0  # the kernel has to search for memory: not again
+_LONG_S = 1.0  # the memory is large, or the kernel has to search for huge pages: no more
 
 
 def share_pages() -> None:
-    """Have processes that this one forks go on sharing what it has imported, and be forked cheaply.
+    """Have processes that this one forks, wherever it does, go on sharing what it has imported, and be forked cheaply.
 
-    A garbage collection in one of them would touch, and so copy, every page of it: a third of a second.
+    A garbage collection in one of them would touch, and so copy, every page of it: a third of a second. Not for a
+    process whose signal handlers raise: in the hook of a fork, that is printed and lost.
     """
+    global _sharing
     gc.freeze()
-    fork_cheaply()
+    if not _sharing:
+        os.register_at_fork(before=lambda: fork_cheaply(1) if os.getpid() == _sharing else None)
+    _sharing = os.getpid()
 
 
-_forks = (0, itertools.count())  # whose are counted, by process, and their count
+_sharing = 0  # pid of the process that shares its pages; its forks have the hook, too
+_forks = (0, 0)  # whose are counted, and their count
 
 
-def fork_cheaply() -> None:
-    """Have this process, if it forks often, lie in huge pages, where the kernel allows it.
+def fork_cheaply(num_forks: int) -> None:
+    """Have this process, which is about to fork so often, lie in huge pages once it is worth it and the kernel allows.
 
     A fork copies the list of the pages and an end frees it: some 20 ms for the 70,000 pages of torch, 5 ms for huge
     ones. To put them together takes 0.2 to 0.6 s, and again some of it after more forks, for what was written to.
     """
     global _forks
-    if not _forks[0]:
-        os.register_at_fork(before=_count)
-    if _forks[0] != os.getpid():
-        _forks = os.getpid(), itertools.count(1)
-
-
-def _count() -> None:
-    pid, forks = _forks
-    if pid == os.getpid() and next(forks) % _NEXT_FORKS == _FIRST_FORKS:
+    before = _forks[1] if _forks[0] == os.getpid() else 0
+    _forks = os.getpid(), before + num_forks
+    if (_forks[1] - _FIRST_FORKS) // _NEXT_FORKS > (before - _FIRST_FORKS) // _NEXT_FORKS:
         _collapse()
 
 
@@ -58,17 +58,28 @@ def _collapse() -> None:
     global _is_slow
     if _is_slow or not offers_huge_pages():
         return
+    ranges = []
+    with contextlib.suppress(OSError):  # some systems that speak for Linux have no smaps
+        ranges = list(_own_memory())
+    if sum(unused for _, _, unused in ranges) > _MOST_OF_ROOM * _room_bytes():
+        return
     begin_s = time.monotonic()
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with contextlib.suppress(OSError):  # some systems that speak for Linux have no smaps
-        for begin, end in list(_own_memory()):
-            madvise(begin, end - begin, _MADV_COLLAPSE)
-    _is_slow = time.monotonic() - begin_s > _LONG_S
+    for begin, end, _ in ranges:
+        for piece in range(begin, end, _PIECE_BYTES):
+            madvise(piece, min(_PIECE_BYTES, end - piece), _MADV_COLLAPSE)
+            if time.monotonic() - begin_s > _LONG_S:
+                _is_slow = True
+                return
 
 
-def _own_memory() -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each range of whole huge pages that is this process's own and nearly all in use."""
+def _room_bytes() -> int:
+    return min(memory.left_bytes for memory in (host_memory(), *cgroup_memory()))
+
+
+def _own_memory() -> Iterator[tuple[int, int, int]]:
+    """Yield begin, end and unused bytes of each range of this process's own huge pages-to-be that is nearly all in use."""
     is_own = False
     with open("/proc/self/smaps") as file:
         for line in file:
@@ -77,5 +88,6 @@ def _own_memory() -> Iterator[tuple[int, int]]:
                 is_own = region[3] == "rw-p" and region[4] == "0" and region[5] in ("", "[heap]")
             elif is_own and line.startswith("Anonymous:"):
                 first, last = -(-begin // _HUGE_BYTES) * _HUGE_BYTES, end // _HUGE_BYTES * _HUGE_BYTES
-                if first < last and int(line.split()[1]) * 1024 >= _LEAST_USED * (end - begin):
-                    yield first, last
+                unused = end - begin - int(line.split()[1]) * 1024
+                if first < last and unused <= (1 - _LEAST_USED) * (end - begin):
+                    yield first, last, unused

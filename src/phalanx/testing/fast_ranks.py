@@ -164,7 +164,7 @@ class _Servers:
         self._servers: dict[_Server, object] = {}  # with what it was started under; the last used last
         self._wanted: dict[str, None] = {}
         self._left_out: set[str] = set()
-        self._unfit = ""  # why no process can be forked from another here
+        self._unfit: list[tuple[object, str]] = []  # under what no process can be forked from another, and why
         self._varying: set[str] = set()  # modules that read what changes again and again: each process imports them
         self._num_starts = 0
         self.notes: dict[str, None] = {}
@@ -181,8 +181,8 @@ class _Servers:
                 raise _Stays("coverage is measured in new processes")
             if _has_cuda():
                 raise _Stays("CUDA is initialized in the test process")
-            if self._unfit:
-                raise _Stays(self._unfit)
+            if why := next((why for under, why in self._unfit if under == _key(environ)), ""):
+                raise _Stays(why)
             self._wanted.update(dict.fromkeys(installed_modules(self._wanted)))
             for server in list(self._servers):
                 self._wanted.update(dict.fromkeys(server.learned()))
@@ -190,7 +190,7 @@ class _Servers:
                 try:
                     return self._find(environ)
                 except _LeftOut as left_out:
-                    self._leave_out(*left_out.args)
+                    self._leave_out(environ, *left_out.args)
 
     def _find(self, environ: Mapping[str, str]) -> _Server:
         key = _key(environ)
@@ -231,13 +231,12 @@ class _Servers:
                 self._varying |= readers
                 self.note(f"{name} changes again and again, so each process imports anew {_listed(readers)}")
 
-    def _leave_out(self, package: str, why: str) -> None:
-        if not package:
-            self._unfit = f"the process that others are forked from can't be prepared: {why}"
-        elif package in self._left_out:
-            self._unfit = f"{package} {why}, even where it is left out"
-        if self._unfit:
-            raise _Stays(self._unfit)
+    def _leave_out(self, environ: Mapping[str, str], package: str, why: str) -> None:
+        if not package or package in self._left_out:
+            prepared = "the process that others are forked from can't be prepared"
+            words = f"{package} {why}, even where it is left out" if package else f"{prepared}: {why}"
+            self._unfit.append((_key(environ), words))
+            raise _Stays(words)
         self._left_out.add(package)
         self.note(f"{package} {why}, so each process that needs it imports it anew")
 
