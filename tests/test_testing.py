@@ -61,8 +61,8 @@ def rank_zero_hangs(rank, world_size):
 
 
 def print_rank(rank, world_size):
-    print(f"hello from {rank}")
-    print(f"trouble on {rank}", file=sys.stderr)
+    print(f"hello from {rank}\n", end="")  # in one piece, also unbuffered
+    print(f"trouble on {rank}\n", end="", file=sys.stderr)
 
 
 def step_through(rank, world_size):

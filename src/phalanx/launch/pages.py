@@ -79,7 +79,7 @@ def _room_bytes() -> int:
 
 
 def _own_memory() -> Iterator[tuple[int, int, int]]:
-    """Yield begin, end and unused bytes of each range of this process's own huge pages-to-be that is nearly all in use."""
+    """Yield begin, end and unused bytes of each range of whole huge pages, this process's own, that is nearly full."""
     is_own = False
     with open("/proc/self/smaps") as file:
         for line in file:
