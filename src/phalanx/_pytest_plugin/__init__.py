@@ -61,7 +61,8 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     if path is not None and path.is_file() and b"mark.ranks" in path.read_bytes():
         from phalanx import _env
 
-        _env.update({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **_env.environment()})
+        name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+        _env.update({name: _env.environment().get(name, "1")})
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -71,7 +71,7 @@ class Evaluator:
         """Within this context, keep the loader of the last data, and its processes, for the next evaluation.
 
         They are ended in order, and not by the garbage collector: it breaks the workers' queues before it ends them,
-        and so waits 10 s for each.
+        and so waits for seconds.
         """
         self._keeps_loader = True
         try:
