@@ -113,6 +113,11 @@ def cgroup_memory(root: str = "/") -> list[Memory]:
     return [gauge.read() for gauge in memory_gauges(root)]
 
 
+def known_memory() -> list[Memory]:
+    """Return the memory of the host, if that is known, and of each cgroup above us that has a limit."""
+    return [memory for memory in (host_memory(), *cgroup_memory()) if memory.limit_bytes]
+
+
 def unreadable(root: str = "/") -> str:
     """Return a file that tells what memory is left, is there and can't be read; empty if there is none."""
     names = {name for limits, used, _ in _MEMORY_FILES for name in (*limits, used, "memory.stat")}

@@ -92,8 +92,7 @@ def test_it_is_done_at_the_sixteenth_fork_and_at_every_thirtysecond_after(advise
 
 @pytest.mark.parametrize(("room_mib", "num_pieces"), [(79, 0), (80, 2)])
 def test_nothing_is_done_where_it_would_take_much_of_what_memory_is_left(advised, monkeypatch, room_mib, num_pieces):
-    monkeypatch.setattr(pages, "host_memory", lambda: Memory(1 << 40, 0))
-    monkeypatch.setattr(pages, "cgroup_memory", lambda: [Memory(room_mib << 20, 0)])
+    monkeypatch.setattr(pages, "known_memory", lambda: [Memory(1 << 40, 0), Memory(room_mib << 20, 0)])
     pages._collapse()
     assert len(advised) == num_pieces
 

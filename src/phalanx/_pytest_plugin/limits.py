@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx._cgroups import cgroup_memory, host_memory
+from phalanx._cgroups import known_memory
 from phalanx._text import in_units
 
 _RANK_BYTES = 16 * 2**20  # of its own, after an all_reduce of a few elements: 3,300 pages and their tables
@@ -23,7 +23,7 @@ def check_room(world_size: int) -> None:
     most_fds = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most_fds != resource.RLIM_INFINITY and world_size * _RANK_FDS + _SPARE_FDS > most_fds:
         _fail(f"{world_size} ranks need {world_size * _RANK_FDS} open files, and ulimit -n allows {most_fds}")
-    left = [memory.left_bytes for memory in (host_memory(), *cgroup_memory()) if memory.limit_bytes]
+    left = [memory.left_bytes for memory in known_memory()]
     if left and world_size * _RANK_BYTES > min(left):
         _fail(
             f"{world_size} ranks need at least {in_units(world_size * _RANK_BYTES)} of memory, and "

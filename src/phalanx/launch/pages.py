@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 
-from phalanx._cgroups import cgroup_memory, host_memory
+from phalanx._cgroups import known_memory
 from phalanx._memory import offers_huge_pages
 
 _MADV_COLLAPSE = 25  # since Linux 6.1
@@ -61,7 +61,8 @@ def _collapse() -> None:
     ranges = []
     with contextlib.suppress(OSError):  # some systems that speak for Linux have no smaps
         ranges = list(_own_memory())
-    if sum(unused for _, _, unused in ranges) > _MOST_OF_ROOM * _room_bytes():
+    room_bytes = min((memory.left_bytes for memory in known_memory()), default=0)
+    if sum(unused for _, _, unused in ranges) > _MOST_OF_ROOM * room_bytes:
         return
     begin_s = time.monotonic()
     madvise = ctypes.CDLL(None).madvise
@@ -72,10 +73,6 @@ def _collapse() -> None:
             if time.monotonic() - begin_s > _LONG_S:
                 _is_slow = True
                 return
-
-
-def _room_bytes() -> int:
-    return min(memory.left_bytes for memory in (host_memory(), *cgroup_memory()))
 
 
 def _own_memory() -> Iterator[tuple[int, int, int]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from phalanx import _torch
-from phalanx._cgroups import cgroup_memory, host_memory
+from phalanx._cgroups import known_memory
 from phalanx._tensors import is_one_range
 from phalanx.parallel.layout import flat, shaped
 from phalanx.parallel.pieces import CUT_ELEMS
@@ -254,8 +254,7 @@ def _elementwise(optimizer: optim.Optimizer, parameter: nn.Parameter) -> dict[st
 def has_room(parameters: Collection[nn.Parameter], optimizer: optim.Optimizer) -> bool:
     """Return whether memory for a second state of the parameters is plenty, on this host and in each cgroup above."""
     num_bytes = sum(v.numel() * v.element_size() for p in parameters for v in _elementwise(optimizer, p).values())
-    limits = [memory for memory in (host_memory(), *cgroup_memory()) if memory.limit_bytes]
-    return all(memory.left_bytes >= _LEAST_ROOM * num_bytes for memory in limits)
+    return all(memory.left_bytes >= _LEAST_ROOM * num_bytes for memory in known_memory())
 
 
 def _places(pairs: Sequence[tuple[nn.Parameter, Tensor]], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
