@@ -13,6 +13,7 @@ import pytest
 
 from phalanx._last_words import LastWords
 from phalanx.launch.failure import report
+from phalanx.launch.flag_parser import hint_for_flags
 from phalanx.launch.folding import COLUMNS, ROWS, fold
 from phalanx.launch.hints import hint_for
 from phalanx.launch.outcome import Outcome, last_words_in
@@ -175,16 +176,19 @@ def test_a_module_that_lies_elsewhere_is_found(tmp_path, monkeypatch):
     assert hint == f"'helpers' is in {tmp_path}, which is not on Python's path: PYTHONPATH={tmp_path} phalanx run ..."
 
 
-def test_a_flag_of_ours_behind_the_script_is_put_before_it():
+def test_a_flag_of_ours_behind_the_script_is_put_before_it(tmp_path):
     said = "train.py: error: unrecognized arguments: --max_restarts=3 --nproc-per-node 2"
-    end = Outcome(rank=0, pid=1, exitcode=2, last_words=LastWords(lines=("usage: train.py [--lr LR]", said)))
     args = ["--lr", "3", "--max_restarts=3", "--nproc-per-node", "2"]
     for target in (["train.py"], ["-m", "package.train"]):
-        assert hint_for(end, command=["python", *target, *args]) == (
+        assert hint_for_flags(said, ["python", *target, *args]) == (
             "--max_restarts is a flag of phalanx run, and stands before the script: phalanx run --max_restarts=3 "
             f"--nproc-per-node 2 {' '.join(target)} --lr 3"
         )
-    assert hint_for(end, command=["python", "train.py", "--verbosity"]) == ""
+    assert hint_for_flags(said, ["python", "train.py", "--verbosity"]) == ""
+    (tmp_path / "train.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    command = [*PHALANX_RUN, "--nproc-per-node", "1", "train.py", "--max-restarts", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert "hint: --max-restarts is a flag of phalanx run, and stands before the script: phalanx run" in done.stderr
 
 
 def test_what_another_rank_said_is_not_cut_in_mid_sentence():

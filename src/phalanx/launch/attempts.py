@@ -15,7 +15,7 @@ from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import brief_report
 from phalanx.launch.job import Job
 from phalanx.launch.local_size import LocalSize
-from phalanx.launch.notes import modules_file
+from phalanx.launch.modules import modules_file
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.ports import ReservedPort, port_advice, port_problem
 from phalanx.launch.supervisor import Supervisor
@@ -181,5 +181,5 @@ def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:
         return ReservedPort(job.master_port)
     except OSError:  # somebody has taken it since
         problem = port_problem(job.master_port) or f"port {job.master_port} is taken"
-        ranks.say(f"{problem}; {port_advice(job)}")
+        ranks.say(f"{problem}; {port_advice(job.max_nodes)}")
         raise SystemExit(1) from None

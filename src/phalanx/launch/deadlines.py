@@ -20,12 +20,6 @@ AT_ONCE_S: Final = 10.0
 STOP_S: Final = 2.0
 """For a rank that can be kept to leave its groups, once another has failed; it is started anew if it does not."""
 
-HOLD_S: Final = 5.0
-"""From a traceback on stderr to the end of the rank; if the rank goes on after it, the traceback is shown."""
-
-HOLD_LAST_S: Final = 30.0
-"""The same where torch's excepthook has printed it: the rank does end of it, but for threads that go on."""
-
 GRACE_S: Final = 5.0
 """For ranks of `phalanx.spawn`, from SIGTERM or Ctrl-C to SIGKILL."""
 

@@ -6,12 +6,16 @@ The parser leaves out what is not given, so that each value is known with where 
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import is_service_link
 from phalanx.launch.flags import ELASTIC_CALL, FLAGS, GROUPS, RIGHT_CALL, STATIC_CALL, Flag, Setting
+
+_REFUSED = re.compile(r"(?:unrecognized arguments|[Nn]o such option|Unknown command line flag)\b(.*)")
 
 
 def read_flags(
@@ -151,6 +155,25 @@ def split_off_flags(words: Sequence[str], also: Sequence[Flag] = ()) -> tuple[li
         if flag is not None and flag.placeholder and not has_value and rest:
             ours.append(rest.pop(0))
     return ours, others
+
+
+def hint_for_flags(refusal: str, command: Sequence[str]) -> str:
+    """Return the right order if a script has refused a flag of ours; else nothing.
+
+    Args:
+        refusal: What the script said before it ended.
+        command: Command of a rank: the interpreter, and its script or module with all arguments.
+    """
+    refused = _REFUSED.search(refusal)
+    if refused is None:
+        return ""
+    target = 3 if list(command[1:2]) == ["-m"] else 2  # the interpreter, and the script or the module
+    ours, its = split_off_flags(command[target:])
+    names = [word.partition("=")[0] for word in ours if word.startswith("-")]
+    if not any(name in refused[1].replace("=", " ").split() for name in names):
+        return ""
+    right = shlex.join(["phalanx", "run", *ours, *command[1:target], *its])
+    return f"{names[0]} is a flag of phalanx run, and stands before the script: {right}"
 
 
 def without_flags(

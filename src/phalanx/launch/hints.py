@@ -6,12 +6,10 @@ import contextlib
 import dataclasses
 import os
 import re
-import shlex
 import signal
 from collections.abc import Iterator, Sequence
 
 from phalanx._errors import address, addressed
-from phalanx.launch.flag_parser import split_off_flags
 from phalanx.launch.outcome import Outcome
 
 _BY_SIGNAL = {
@@ -28,7 +26,6 @@ _OUT_OF_MEMORY = (
 )
 _KILLED = "it was killed from outside: by a person, a job's limit, or a container's memory limit"
 _ADVISED = re.compile("it made fewer calls: |another rank ran out of data earlier: ")  # by the error itself
-_REFUSED = re.compile(r"(?:unrecognized arguments|[Nn]o such option|Unknown command line flag)\b(.*)")
 _OF_A_CHILD = re.compile(r"^\S*ProcessExitedException: .* with exit code 1$|worker \(pid.*exited unexpectedly", re.M)
 _NO_GUARD = r"before the\s+current process has finished its bootstrapping phase"
 _LOG_BYTES = 2**16
@@ -198,10 +195,6 @@ def hint_for(end: Outcome, ends: Sequence[Outcome] = (), *, num_oom_kills: int =
         return "only the first rank has the terminal: call input() there, and broadcast_object_list the answer"
     if found := re.search(r"^ModuleNotFoundError: No module named '([\w.]+)'", text, re.MULTILINE):
         return _hint_for_module(found[1], list(command))
-    if kind in ("", "SystemExit") and (found := _REFUSED.search(text)):
-        advice = _hint_for_flags(found[1], command)
-        if advice:
-            return advice
     for hint in _hints_that_fit(end):
         return hint.advice.replace("{python}", command[0] if command else "python")
     return _BY_SIGNAL.get(signal.Signals(-code), "") if -code in _BY_SIGNAL else ""
@@ -241,17 +234,6 @@ def _hints_that_fit(end: Outcome) -> Iterator[Hint]:
     for hint in _HINTS:
         if re.fullmatch(hint.kind, end.last_words.name) and re.search(hint.text, _said(end), re.MULTILINE):
             yield hint
-
-
-def _hint_for_flags(refused: str, command: Sequence[str]) -> str:
-    """Return the right order if a flag that the script has refused is one of ours; else nothing."""
-    target = 3 if list(command[1:2]) == ["-m"] else 2  # the interpreter, and the script or the module
-    ours, its = split_off_flags(command[target:])
-    names = [word.partition("=")[0] for word in ours if word.startswith("-")]
-    if not any(name in refused.replace("=", " ").split() for name in names):
-        return ""
-    right = shlex.join(["phalanx", "run", *ours, *command[1:target], *its])
-    return f"{names[0]} is a flag of phalanx run, and stands before the script: {right}"
 
 
 def _hint_for_module(name: str, command: list[str]) -> str:

@@ -7,8 +7,6 @@ import errno
 import os
 import socket
 
-from phalanx.launch.job import Job
-
 _BACKLOG = 128  # connections that wait to be accepted
 
 
@@ -40,9 +38,9 @@ def port_problem(port: int) -> str | None:
     return None
 
 
-def port_advice(job: Job) -> str:
+def port_advice(max_nodes: int) -> str:
     """Return what to do where `port_problem` has found one."""
-    if job.max_nodes > 1:
+    if max_nodes > 1:
         return "name another --master-port (or --rdzv-endpoint), the same on every node"
     return "name another --master-port, or leave it out to have a free one chosen"
 

@@ -11,6 +11,7 @@ from phalanx._text import filled
 from phalanx.launch.attempts import run_on_this_node
 from phalanx.launch.descriptors import descriptor_problem, open_streams
 from phalanx.launch.failure import report, words_of_resuming
+from phalanx.launch.flag_parser import hint_for_flags
 from phalanx.launch.hints import hint_for
 from phalanx.launch.job import MESSAGE_COLUMNS, Job
 from phalanx.launch.neighbors import RUN, Claim, Presence, crowding
@@ -19,6 +20,7 @@ from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from phalanx.launch.outcome import Outcome
     from phalanx.launch.warm.embryo import Embryo
 
 
@@ -34,7 +36,7 @@ def run(job: Job, embryo: Embryo | None = None) -> int:
         embryo: Process that becomes the first warden, of a warm start.
     """
     if job.served_port and (problem := port_problem(job.served_port)):
-        print(f"phalanx run: {problem}; {port_advice(job)}", file=sys.stderr)
+        print(f"phalanx run: {problem}; {port_advice(job.max_nodes)}", file=sys.stderr)
         return 1
     open_streams()
     if problem := descriptor_problem(job.num_local_ranks):
@@ -83,9 +85,20 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
         cause = supervisor.cause_before
         culprit = cause if cause is not None and cause.raised and not cause.is_victim else None
     if culprit is not None:
-        hint = hint_for(culprit, supervisor.ends, num_oom_kills=count_oom_kills() - num_oom_kills, command=job.command)
+        num_oom_kills = count_oom_kills() - num_oom_kills
+        hint = _hint_for_usage(culprit, job) or hint_for(
+            culprit, supervisor.ends, num_oom_kills=num_oom_kills, command=job.command
+        )
         resume = words_of_resuming(culprit, supervisor.ends) if not job.max_restarts else ""
         supervisor.say_last(report(culprit, supervisor.ends, hint=hint, resume=resume))
     if supervisor.received is not None:
         return 128 + supervisor.received
     return culprit.exit_code if culprit is not None else 0
+
+
+def _hint_for_usage(culprit: Outcome, job: Job) -> str:
+    """Return what to do if a script has ended because it was given a flag of ours; else nothing."""
+    words = culprit.last_words
+    if culprit.signal or words.name not in ("", "SystemExit"):
+        return ""
+    return hint_for_flags("\n".join([*words.lines, words.summary]), job.command)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
-from phalanx.launch.notes import modules_file
+from phalanx.launch.modules import modules_file
 from phalanx.launch.output import Screen
 from phalanx.launch.ranks import Output
 from phalanx.launch.warden_client import Warden

@@ -10,11 +10,16 @@ import dataclasses
 import re
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from phalanx._last_words import LastWords, class_name
-from phalanx.launch.deadlines import HOLD_LAST_S, HOLD_S
 from phalanx.launch.victims import is_victim
+
+HOLD_S: Final = 5.0
+"""From a traceback on stderr to the end of the rank; if the rank goes on after it, the traceback is shown."""
+
+HOLD_LAST_S: Final = 30.0
+"""The same where torch's excepthook has printed it: the process is dying; only background threads still run."""
 
 STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line

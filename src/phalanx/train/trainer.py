@@ -21,7 +21,7 @@ from phalanx.checkpoint.loading import why_not_loadable
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
 from phalanx.data.random_state import random_state_kept
-from phalanx.launch.notes import note_modules
+from phalanx.launch.modules import note_modules
 from phalanx.record import writer
 from phalanx.session.arguments import naming_arguments
 from phalanx.session.survival import PlannedRestart, Survivor
