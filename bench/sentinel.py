@@ -23,9 +23,9 @@ import phalanx
 from bench import record
 from bench.ddp import CASES
 from bench.report import machine_facts
-from phalanx._rank_group import RankGroup
 from phalanx.parallel.sentinel import Sentinel
 from phalanx.testing import run_ranks
+from phalanx.wire.rank_group import RankGroup
 
 _BATCH = 64  # of each rank
 _AGREE_S = 0.1

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from bench.report import verdict_line
-from phalanx.launch.cpus import read_machine
+from phalanx.host.cpus import read_machine
 from phalanx.tune.search import default_ranks, fastest, race, threads_to_try
 from phalanx.tune.trials import Setup, Trials
 

@@ -10,7 +10,7 @@ import torch.distributed
 
 import phalanx.backend
 import phalanx.session  # noqa: F401
-from phalanx import _replace
+from phalanx._torch import replace
 from phalanx.launch.pages import share_pages
 
 
@@ -67,7 +67,7 @@ def _settle(asked, fds):
         globals()["__file__"] = first
     sys.argv = [first, *rest]
     sys.orig_argv = [sys.executable, *asked["args"]]
-    _replace.obey()
+    replace.obey()
     return compile(source, name, "exec", dont_inherit=True)
 
 

@@ -23,9 +23,9 @@ import phalanx.testing
 from phalanx import _launched
 from phalanx.launch import workers
 from phalanx.launch.guard import guard
-from phalanx.launch.warm import places as warm_places
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
+from phalanx.wire import places as warm_places
 from tests import costs, kept, namespaces, shm
 from tests import forked as nursery
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.diagnose.processes import process_of
+from phalanx.host.processes import process_of
 
 
 def kill_unseen(launcher: subprocess.Popen[Any], pids: Sequence[int]) -> None:

@@ -11,15 +11,15 @@ import time
 
 from phalanx import _snapshots
 from phalanx._snapshots import MAGIC, PAGE_BYTES, Copy, Head, region_offset
-from phalanx.launch.packets import PacketSocket
+from phalanx.wire.packets import PacketSocket
 
 LIMIT_S = 60
 FOLDER = b"f" * 16
 MAIN = """
-from phalanx import _room
-from phalanx._cgroups import Memory
+from phalanx.host import spare_memory
+from phalanx.host.cgroups import Memory
 from phalanx.launch import replicator, wire
-_room.host_memory = lambda: Memory({0} << 22, 0)
+spare_memory.host_memory = lambda: Memory({0} << 22, 0)
 wire._HEARD_S = {1}
 replicator._AGAIN_S = {2}
 replicator.main()

@@ -15,7 +15,7 @@ from phalanx.diagnose.top import as_json
 PACKAGE = Path(phalanx.__file__).parent
 ASKS_THE_SYSTEM = {  # what is about the machine itself, whatever people call it
     "_env.py",
-    "_network.py",
+    "host/network.py",
     "doctor/command.py",
     "doctor/examination.py",
     "doctor/network.py",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import _core
-from phalanx._memory import MemoryPolicy, choose
+from phalanx.host.block_pool import MemoryPolicy, choose
 from tests.limited import run_limited
 
 LIMIT_S = 60
@@ -154,7 +154,7 @@ def test_nothing_is_kept_without_proc(tmp_path):
 
 
 def test_another_c_library_is_left_alone(lay_out, monkeypatch):
-    monkeypatch.setattr("phalanx._memory.ctypes.CDLL", lambda _: object())
+    monkeypatch.setattr("phalanx.host.block_pool.ctypes.CDLL", lambda _: object())
     assert str(choose({}, root=lay_out())) == "not kept (a C library other than glibc is left alone)"
 
 
@@ -163,7 +163,7 @@ def test_another_c_library_is_left_alone(lay_out, monkeypatch):
 # Prints what holds, and the page faults of a block of 64 MiB that is had again and again.
 PROBE = """
 import json, os, resource, torch
-from phalanx._memory import in_force
+from phalanx.host.block_pool import in_force
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def again():
@@ -268,7 +268,7 @@ def test_an_allocator_that_only_the_rank_has_is_left_alone(tmp_path):
 
 
 def of_this_rank(rank, world_size):
-    from phalanx._memory import in_force
+    from phalanx.host.block_pool import in_force
 
     return str(in_force())
 
@@ -325,7 +325,7 @@ def test_tensors_keep_their_values_whatever_is_allocated_between_them():
 # Rank 1 keeps what it has freed, and sleeps; then rank 0 needs most of the limit. Alone with glibc both would live.
 NEIGHBOURS = """
 import os, sys, time, torch
-from phalanx._memory import in_force
+from phalanx.host.block_pool import in_force
 rank = int(os.environ["RANK"])
 if rank == 1:
     blocks = [torch.ones(16 << 20) for _ in range(20)]  # 1280 MiB

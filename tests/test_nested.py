@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from phalanx._nested import tensors_in
+from phalanx._torch.nested import tensors_in
 
 
 @dataclasses.dataclass

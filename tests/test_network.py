@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from phalanx._network import NetworkError, interface_towards, interfaces, is_loopback
+from phalanx.host.network import NetworkError, interface_towards, interfaces, is_loopback
 
 _PROBE = """
 import json, sys
-from phalanx._network import *
+from phalanx.host.network import *
 answers = [interfaces()]
 for host in sys.argv[1:]:
     try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx._rank_group import RankGroup, group_or_world
+from phalanx.wire.rank_group import RankGroup, group_or_world
 
 LIMIT_S = 30
 

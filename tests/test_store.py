@@ -16,12 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import CollectiveTimeout, PhalanxError
-from phalanx._store import GarbledError, JsonStore, StoreGoneError, StoreSilentError, one_of, understand, wait_until
 from phalanx.backend._meeting import Meeting
 from phalanx.doctor.bulletin import Bulletin, NotMetError
 from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall
+from phalanx.wire.store import GarbledError, JsonStore, StoreGoneError, StoreSilentError, one_of, understand, wait_until
 
 SERVE = """
 import sys

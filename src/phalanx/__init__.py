@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         RankFailed,
         ReplicaMismatch,
     )
-    from phalanx._memory import tune_process
     from phalanx._plugin import install_as_default, replace_gloo
     from phalanx._settings import GroupOptions
     from phalanx.backend._communicator import Communicator, communicator
@@ -34,6 +33,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         shard_iterable,
     )
     from phalanx.debugging.breakpoints import breakpoint
+    from phalanx.host.block_pool import tune_process
     from phalanx.launch.outcome import RankError
     from phalanx.launch.spawn import SpawnContext, spawn
     from phalanx.parallel import (
@@ -124,7 +124,7 @@ _EXPORTS = {
         "train.trainer": "Trainer",
         "backend._communicator": "Communicator communicator",
         "_plugin": "install_as_default replace_gloo",
-        "_memory": "tune_process",
+        "host.block_pool": "tune_process",
     }.items()
     for name in names.split()
 }

@@ -57,7 +57,7 @@ MEMORY_VARIABLE = "PHALANX_MEMORY"
 EPOCH_VARIABLE = "PHALANX_EPOCH"
 """Set by ``phalanx run`` for its ranks: which attempt of which job they are, see `checkpoint.claim`."""
 REPLACE_VARIABLE = "PHALANX_REPLACE"
-"""What phalanx stands in the place of, see `_replace`: ``gloo``; empty: nothing."""
+"""What phalanx stands in the place of, see `_torch.replace`: ``gloo``; empty: nothing."""
 MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
 """What somebody sets who takes it for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
 OBEYED_BY_RANKS = (REPLACE_VARIABLE, MISTAKEN_FOR_REPLACE)

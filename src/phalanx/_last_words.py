@@ -20,7 +20,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._errors import Failure, PhalanxError, origins
-from phalanx._files import read_json, write_whole
+from phalanx.wire.files import read_json, write_whole
 
 _MAX_LINES = 400  # of a traceback
 _MAX_LINE, _MAX_MESSAGE = 500, 20_000  # characters

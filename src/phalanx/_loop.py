@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._errors import PhalanxError
-from phalanx._rank_group import RankGroup
+from phalanx.wire.rank_group import RankGroup
 
 _NUMBERS = "numbers"
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

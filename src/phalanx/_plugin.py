@@ -45,11 +45,12 @@ def replace_gloo() -> None:
         >>> dist.get_backend(group)
         'gloo'
     """
-    from phalanx import _env, _replace
+    from phalanx import _env
+    from phalanx._torch import replace
 
     register()
     _env.update({_env.REPLACE_VARIABLE: "gloo"})
-    _replace.begin("phalanx.replace_gloo()")
+    replace.begin("phalanx.replace_gloo()")
 
 
 def autoload() -> None:
@@ -63,11 +64,11 @@ def autoload() -> None:
 
         environ = _env.environment()
         if environ.get(_env.REPLACE_VARIABLE) or _env.MISTAKEN_FOR_REPLACE in environ:
-            from phalanx import _replace
+            from phalanx._torch import replace
 
-            _replace.obey()
+            replace.obey()
         if _env.ALLOCATION_VARIABLE in environ:
-            from phalanx._memory import obey_launcher
+            from phalanx.host.block_pool import obey_launcher
 
             obey_launcher()
         if environ.get(_env.LAUNCH_VARIABLE):
@@ -75,12 +76,12 @@ def autoload() -> None:
 
             _alone.watch()
             if _env.is_rank():
-                from phalanx import _shield
+                from phalanx._torch import shield
                 from phalanx._torch.dynamo import postpone_import
                 from phalanx.record import gloo
 
                 gloo.watch()
-                _shield.watch()
+                shield.watch()
                 postpone_import()
         if _env.TRIAL_VARIABLE in environ:
             from phalanx import _trial
@@ -124,12 +125,12 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx._errors import require_linux
 
     require_linux()
-    from phalanx import _shield
     from phalanx._alone import wants_others
+    from phalanx._torch import shield
     from phalanx._torch.dynamo import postpone_import
     from phalanx.backend import create_group
 
-    _shield.watch()
+    shield.watch()
     postpone_import()
     wants_others()  # also in a store of its own
     return create_group(options, backend_options, **named)

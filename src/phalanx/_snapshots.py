@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from phalanx._files import free_pages
+from phalanx.wire.files import free_pages
 
 REGION_BYTES = 1 << 36  # address space, not memory
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx import _env
-from phalanx._files import write_whole
+from phalanx.wire.files import write_whole
 
 WARM_UP_STEPS = 3
 """Number of steps before a rank's first word: they allocate, and choose kernels."""
@@ -163,7 +163,7 @@ class Trial:
 
     def count(self, batch: Any, loading_s: float) -> None:
         """Count the samples of a batch: the first dimension of its first tensor."""
-        from phalanx._nested import tensors_in
+        from phalanx._torch.nested import tensors_in
 
         first = next(tensors_in(batch), None)
         self._num_samples += len(first[1]) if first is not None and first[1].dim() else 0

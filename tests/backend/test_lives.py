@@ -19,12 +19,12 @@ import phalanx
 from phalanx import PhalanxError, _core, _env
 from phalanx._launched import Launch
 from phalanx._settings import read_settings
-from phalanx._store import JsonStore
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.backend._hosts import _hello
 from phalanx.backend._meeting import Meeting
 from phalanx.rendezvous import server
 from phalanx.rendezvous.asked import read_url
+from phalanx.wire.store import JsonStore
 from tests.ports import free_port
 
 LIMIT_S = 60

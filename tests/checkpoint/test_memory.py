@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import phalanx.checkpoint as ckpt
-from phalanx import CheckpointError, _room, _snapshots
-from phalanx._cgroups import Memory
+from phalanx import CheckpointError, _snapshots
 from phalanx.checkpoint import memory
+from phalanx.host import spare_memory
+from phalanx.host.cgroups import Memory
 from phalanx.testing import run_ranks
 from tests.checkpoint import _own
 from tests.checkpoint._tools import assert_same, save
@@ -232,12 +233,12 @@ def test_a_state_may_grow(tmp_path, held):
 
 
 def take_too_much(rank, world_size, folder):
-    _room._MAX_SHARE = 1e-6
+    spare_memory._MAX_SHARE = 1e-6
     return take(rank, world_size, folder, [1, 2])
 
 
 def take_what_is_needed(rank, world_size, folder):
-    _room.cgroup_memory = lambda: [Memory(64 << 20, 63 << 20)]
+    spare_memory.cgroup_memory = lambda: [Memory(64 << 20, 63 << 20)]
     return take(rank, world_size, folder, [1, 2])
 
 

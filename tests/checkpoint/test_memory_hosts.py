@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 import phalanx
 import phalanx.checkpoint as ckpt
-from phalanx import _room, _snapshots
-from phalanx._cgroups import Memory
+from phalanx import _snapshots
 from phalanx.checkpoint import memory
+from phalanx.host import spare_memory
+from phalanx.host.cgroups import Memory
 from phalanx.testing import run_ranks
 from tests.replicas import LIMIT_S, ReplicaHost
 
@@ -127,7 +128,7 @@ def test_what_a_host_kept_while_others_went_on_without_it_is_old_whatever_its_st
 def without_room(rank, world_size, folder, sizes, hosts):
     take_place(rank, sizes, hosts)
     if rank == 0:
-        _room.host_memory = lambda: Memory(1 << 20, 1 << 20)
+        spare_memory.host_memory = lambda: Memory(1 << 20, 1 << 20)
     with warnings.catch_warnings(record=True) as caught:
         found = ckpt.load(folder, state_at(0, rank))
     return found.step, found.source, " ".join(str(one.message) for one in caught)
@@ -239,7 +240,7 @@ def load_sharded(rank, world_size, folder, sizes, paths, most_bytes=0):
     """Load, compare, and return where it came from and how many bytes of it other hosts have sent to this one."""
     take_place(rank, sizes, paths)
     if most_bytes and rank == 0:
-        _room.host_memory = lambda: Memory(most_bytes, 0)
+        spare_memory.host_memory = lambda: Memory(most_bytes, 0)
     state = sharded_state(world_size)
     with warnings.catch_warnings(record=True) as caught:
         found = ckpt.load(folder, state)
@@ -339,7 +340,7 @@ def test_without_replicas_a_rank_can_be_lost_and_no_host(tmp_path, new_replica_h
 def snapshots_of_two_regions(rank, world_size, folder, sizes, paths):
     """Take snapshots where there is no memory for a third region; return which one is asked to be copied at the end."""
     take_place(rank, sizes, paths)
-    _room.host_memory = lambda: Memory(80 << 20, 0)
+    spare_memory.host_memory = lambda: Memory(80 << 20, 0)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     weight = dist.tensor.distribute_tensor(torch.zeros(4 << 20), mesh, [dist.tensor.Shard(0)])
     kept = memory.memory()

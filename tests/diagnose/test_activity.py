@@ -8,9 +8,9 @@ import pytest
 
 from phalanx.diagnose.activity import Activity, Look, activity_of
 from phalanx.diagnose.clauses import clause
-from phalanx.diagnose.kernel import Stand
-from phalanx.diagnose.processes import Process
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
+from phalanx.host.kernel import Stand
+from phalanx.host.processes import Process
 from phalanx.record.box import Box, Event
 
 PID = 100

@@ -16,8 +16,8 @@ import pytest
 from phalanx.diagnose import flight
 from phalanx.diagnose.answer import examine
 from phalanx.diagnose.jobs import find_job
-from phalanx.diagnose.processes import process_of
 from phalanx.diagnose.wording import sentence
+from phalanx.host.processes import process_of
 
 SCRIPT = """
 import os, sys, threading, torch, torch.distributed as dist

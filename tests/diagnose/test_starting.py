@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.ports import ReservedPort
+from phalanx.host.ports import ReservedPort
 from tests.diagnose.asked import asked
 
 PHALANX = [sys.executable, "-m", "phalanx"]

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from phalanx.diagnose.clauses import MOMENT_S
-from phalanx.diagnose.kernel import Stand, stand_of
-from phalanx.diagnose.processes import descendants, processes_of
 from phalanx.diagnose.stacks import find_py_spy
+from phalanx.host.kernel import Stand, stand_of
+from phalanx.host.processes import descendants, processes_of
 from phalanx.record.box import box_of_process
 from tests.diagnose.asked import asked
 from tests.launch.jobs import await_line

@@ -15,7 +15,7 @@ import pytest
 from phalanx.doctor import examination, limits, processors
 from phalanx.doctor.finding import ok
 from phalanx.doctor.limits import Limit
-from phalanx.launch.cpus import Machine
+from phalanx.host.cpus import Machine
 from tests.denial import deny
 
 GIB = 1 << 30

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from phalanx._network import Interface
 from phalanx.doctor import links, network
+from phalanx.host.network import Interface
 
 ETH = Interface("eth0", "10.0.0.5")
 IB = Interface("ib0", "10.1.0.5")

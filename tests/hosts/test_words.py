@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from phalanx import PhalanxError
 from phalanx._errors import Failure
 from phalanx._errors.facts import MadeCall, Peer, SizeDispute, Standing
-from phalanx._store import JsonStore, fits
 from phalanx.backend import _notices
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import _SHAPES, Meeting
 from phalanx.backend._notices import Notices, verdict_in
 from phalanx.backend._wording import error_of
+from phalanx.wire.store import JsonStore, fits
 
 LONG = os.environ.get("PHALANX_TEST_LONG") == "1"
 many = settings(max_examples=10_000 if LONG else 150, deadline=None, database=None)

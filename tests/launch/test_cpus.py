@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from phalanx.launch.cpus import Machine, count_gpus, divide, format_ranges, read_machine
+from phalanx.host.cpus import Machine, count_gpus, divide, format_ranges, read_machine
 
 
 def machine(num_cores, *, num_nodes=1, threads=1, quota=None):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from phalanx.launch.cpus import Share
+from phalanx.host.cpus import Share
 from phalanx.launch.environment import thread_environment
 from phalanx.launch.plan import make_plan
 

@@ -16,9 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import phalanx
+from phalanx.host.ports import open_door
 from phalanx.launch.links import Links
 from phalanx.launch.messages import as_line, read_line, read_node, read_state, read_view
-from phalanx.launch.ports import open_door
 from phalanx.launch.views import Group, Node, State, View
 from tests.launch.jobs import LIMIT_S, write_script
 from tests.launch.test_nodes import LEAVE, MEET, nodes

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import phalanx
+from phalanx.host.cpus import Machine
 from phalanx.launch import neighbors
-from phalanx.launch.cpus import Machine
 from phalanx.launch.neighbors import RUN, SPAWN, TUNE, Claim, Presence, crowding
 
 from .jobs import LIMIT_S, PHALANX_RUN, await_line

@@ -6,9 +6,9 @@ import textwrap
 
 import pytest
 
-from phalanx._memory import MemoryPolicy
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
-from phalanx.launch.cpus import Division, Share
+from phalanx.host.block_pool import MemoryPolicy
+from phalanx.host.cpus import Division, Share
 from phalanx.launch.job import Job
 
 from .jobs import run_job

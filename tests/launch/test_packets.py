@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.launch.packets import PacketSocket
+from phalanx.wire.packets import PacketSocket
 
 
 def test_what_an_end_has_said_is_heard_although_it_has_not_read_all():

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx import _memory
-from phalanx._cgroups import Memory
+from phalanx.host import block_pool
+from phalanx.host.cgroups import Memory
 from phalanx.launch import pages
 from phalanx.launch.pages import fork_cheaply
 
@@ -49,7 +49,7 @@ print(json.dumps(said))
 
 def can_collapse():
     version = tuple(int(part) for part in platform.release().split(".")[:2])
-    return version >= (6, 1) and _memory.offers_huge_pages()
+    return version >= (6, 1) and block_pool.offers_huge_pages()
 
 
 def test_the_sixteenth_fork_finds_huge_pages_where_the_kernel_has_them():

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from phalanx.launch.warm.places import make_path
+from phalanx.wire.places import make_path
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from phalanx.launch import ports
+from phalanx.host import ports
 from tests.ports import free_port
 
 

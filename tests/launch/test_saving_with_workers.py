@@ -136,9 +136,9 @@ class Numbers(list):
 
 if __name__ == "__main__":
     from torch.utils.data import DataLoader
-    from phalanx import _shield
+    from phalanx._torch import shield
 
-    _shield.watch()
+    shield.watch()
     data = Numbers([1])
     data.has_state = True
     loading = iter(DataLoader(data, num_workers=1, multiprocessing_context=sys.argv[1]))
@@ -241,7 +241,7 @@ def test_workers_that_start_end_with_their_rank(forked, tmp_path, method):
 STUCK = """
 import os, signal, sys
 from torch.utils.data import DataLoader
-from phalanx import _shield
+from phalanx._torch import shield
 
 class Stuck:
     def __len__(self):
@@ -252,7 +252,7 @@ class Stuck:
         while True:
             signal.pause()
 
-_shield.watch()
+shield.watch()
 loading = iter(DataLoader(Stuck(), num_workers=2))
 sys.stdin.readline()
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launch.schedulers import (
+from phalanx.host.schedulers import (
     Placement,
     contradiction,
     detect,

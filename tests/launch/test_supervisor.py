@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from phalanx.launch.cpus import read_machine
+from phalanx.host.cpus import read_machine
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 

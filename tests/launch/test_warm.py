@@ -377,7 +377,7 @@ def test_without_a_place_for_a_socket_the_job_runs_cold(warm, tmp_path):
     program = """if True:
         import sys
         from phalanx import cli
-        from phalanx.launch.warm import places
+        from phalanx.wire import places
         places.folders = lambda: ["/proc/none"]
         sys.exit(cli.main(sys.argv[1:]))
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.warm import places
+from phalanx.wire import places
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN
 from tests.launch.test_orphans import ends, parent_of
 

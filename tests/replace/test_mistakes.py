@@ -42,7 +42,7 @@ def sabotaged(module):
     ("program", "environ", "said"),
     [
         (ALONE, {"PHALANX_REPLACE": "glo"}, "PHALANX_REPLACE must be gloo, or empty, did you mean gloo?, got 'glo'"),
-        (sabotaged("phalanx._replace"), BY_VARIABLE, "can't be set up at import torch, which goes on without it"),
+        (sabotaged("phalanx._torch.replace"), BY_VARIABLE, "can't be set up at import torch, which goes on without it"),
         (sabotaged("phalanx.backend"), BY_VARIABLE, "can't be loaded, so Gloo goes on itself"),
     ],
     ids=["unknown word", "broken at import", "broken backend"],
@@ -112,7 +112,7 @@ def test_nothing_is_different_where_nobody_asks():
 import json, sys, torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 print(json.dumps({
-    "modules": [name for name in sys.modules if name == "phalanx._replace"],
+    "modules": [name for name in sys.modules if name == "phalanx._torch.replace"],
     "plugin": "GLOO" in dist.Backend._plugins,
     "maker": c10d._new_process_group_helper.__module__,
     "class": type(vars(dist.ProcessGroupGloo)["__init__"]).__name__,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import session as session_module
-from phalanx.launch.schedulers import Placement
+from phalanx.host.schedulers import Placement
 from tests.ports import free_port
 
 LIMIT_S = 60

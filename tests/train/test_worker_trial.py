@@ -29,13 +29,13 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, random_split
 
 import phalanx
-from phalanx._rank_group import RankGroup
 from phalanx.data.batches import GlobalBatches
 from phalanx.train import worker_trial
 from phalanx.train.dataset_feed import DatasetFeed
 from phalanx.train.settings import Settings
 from phalanx.train.shareable import unshareable
 from phalanx.train.worker_trial import WorkerTrial, never_draws, untouched
+from phalanx.wire.rank_group import RankGroup
 from tests.train._programs import mean_squares, quietly
 
 _STEP_S = 0.02

@@ -17,7 +17,7 @@ import torch
 
 from phalanx import cli
 from phalanx._trial import _can_fuse
-from phalanx.launch.cpus import read_machine
+from phalanx.host.cpus import read_machine
 from phalanx.launch.flag_parser import without_flags
 from phalanx.launch.trial_folder import folder_of_jobs
 from phalanx.launch.tuned import Tuned, recall, remember, tuned_file

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from phalanx.launch.cpus import Machine
+from phalanx.host.cpus import Machine
 from phalanx.tune.offers import offers
 from phalanx.tune.search import compare, default_ranks, race
 from phalanx.tune.trials import Setup

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx._cgroups import known_memory
 from phalanx._text import in_units
+from phalanx.host.cgroups import known_memory
 
 _RANK_BYTES = 16 * 2**20  # of its own, after an all_reduce of a few elements: 3,300 pages and their tables
 _RANK_FDS = 4  # here: its pipe, its pidfd, and two of multiprocessing

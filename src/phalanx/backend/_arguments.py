@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from phalanx import _core
 from phalanx._errors import ArgumentError, UnsupportedLayout
-from phalanx._tensors import is_dense, is_stored, unusual_keys
 from phalanx._text import plural
+from phalanx._torch.tensors import is_dense, is_stored, unusual_keys
 from phalanx.backend._memory import Buffers, NotPlain, OtherDevice, Tensors
 from phalanx.backend._types import DTYPE_CODES, REDUCE_CODES, SUM_CODES, RedOpType, is_inexact, premul_factor
 from phalanx.backend._wording import root_name

@@ -11,14 +11,6 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core
 from phalanx._env import environment
 from phalanx._errors import PhalanxError
-from phalanx._network import (
-    NetworkError,
-    interface_towards,
-    interfaces,
-    is_loopback,
-    outside_address,
-    preferred_address,
-)
 from phalanx._settings import Settings
 from phalanx.backend._bridged import BridgedGroup
 from phalanx.backend._channels import Channel, GlooChannel
@@ -28,6 +20,14 @@ from phalanx.backend._links import watch_store
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._meeting import Meeting
 from phalanx.backend._members import Members
+from phalanx.host.network import (
+    NetworkError,
+    interface_towards,
+    interfaces,
+    is_loopback,
+    outside_address,
+    preferred_address,
+)
 
 _MOST_LINES = 8
 _ADVICE = "Run phalanx doctor on them: it tests names, ports and interfaces."

@@ -21,9 +21,9 @@ from torch.distributed import Store, Work
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _torch
-from phalanx._store import understand
 from phalanx.backend._deadlines import END_S
 from phalanx.backend._links import Link, closed_at_exec, duplicate, sockets
+from phalanx.wire.store import understand
 
 FOR_EVER = timedelta(days=30)  # for threads that wait for whatever may arrive
 _POLL_S = 0.001

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _torch
-from phalanx._tensors import Overridden
+from phalanx._torch.tensors import Overridden
 from phalanx.backend._flight import joined
 from phalanx.backend._memory import NotPlain, OtherDevice
 from phalanx.backend._ops import Operations

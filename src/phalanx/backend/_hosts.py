@@ -16,12 +16,12 @@ import phalanx
 from phalanx import _core
 from phalanx._env import LONGEST_S, seconds
 from phalanx._errors import PhalanxError
-from phalanx._network import host_identity, network_identity
 from phalanx._settings import GroupOptions, Settings, read_settings, variable_of
-from phalanx._store import JsonStore
 from phalanx.backend._bridges import bridge
 from phalanx.backend._deadlines import LOOK_S
 from phalanx.backend._meeting import Meeting
+from phalanx.host.network import host_identity, network_identity
+from phalanx.wire.store import JsonStore
 
 _AGREED = ("one_shot_bytes", "chunk_bytes")  # settings that determine where ranks find each other's data
 _ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace or user, treated as another host

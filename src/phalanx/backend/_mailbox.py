@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx._store import understand
 from phalanx.backend._deadlines import MAIL_LOOK_S, MAIL_POLL_S, STRANGERS_S
+from phalanx.wire.store import understand
 
 _BACKLOG = 4096  # or as many as the kernel allows
 _MOST_OPEN = 64

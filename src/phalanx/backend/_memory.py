@@ -1,6 +1,6 @@
 """Where the core reads and writes: in a call's tensors if they are plain, else in copies.
 
-A plain tensor is dense (`phalanx._tensors`) and in one piece.
+A plain tensor is dense (`phalanx._torch.tensors`) and in one piece.
 
 This module also decides, for all operations, what overlapping tensors mean: inputs are read before outputs are
 written, and outputs are written in the order of their list. Gloo does the same wherever it defines a result.
@@ -14,7 +14,7 @@ import torch
 
 from phalanx import _core
 from phalanx._errors import ArgumentError
-from phalanx._tensors import is_expanded, span_bytes
+from phalanx._torch.tensors import is_expanded, span_bytes
 from phalanx.backend._members import Ranks
 from phalanx.record.sites import call_site
 

@@ -14,10 +14,10 @@ from torch.distributed import Store
 
 from phalanx._errors import Failure
 from phalanx._errors.facts import MadeCall
-from phalanx._store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, fits, understand
 from phalanx.backend._deadlines import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, RECONNECT_S, TABLE_S
 from phalanx.backend._mailbox import Mailbox, post
 from phalanx.backend._members import Members
+from phalanx.wire.store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, fits, understand
 
 
 class Notices:

@@ -15,7 +15,7 @@ from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx.check.verdict import FOUND, Verdict, as_json, judge, sequences
 from phalanx.check.watch import Watch
-from phalanx.launch.cpus import read_machine
+from phalanx.host.cpus import read_machine
 from phalanx.launch.flag_parser import add_flags, without_flags
 from phalanx.launch.flag_values import number
 from phalanx.launch.flags import Flag

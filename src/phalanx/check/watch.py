@@ -12,8 +12,8 @@ from phalanx.check.calls import Record
 from phalanx.check.verdict import End
 from phalanx.diagnose.answer import examine
 from phalanx.diagnose.jobs import find_ranks
-from phalanx.diagnose.processes import process_of
 from phalanx.diagnose.wording import sentence
+from phalanx.host.processes import process_of
 from phalanx.launch.trial_job import TrialJob
 from phalanx.record.box import Box, boxes_held_by, load_boxes
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx._errors import CheckpointError, GroupUnusable, addressed, printable
-from phalanx._rank_group import RankGroup
 from phalanx._text import named
+from phalanx.wire.rank_group import RankGroup
 
 _MISSING_S = 60.0  # before a rank that does not make the call is missed
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._errors import CheckpointError, printable
-from phalanx._files import open_regular, read_json
+from phalanx.wire.files import open_regular, read_json
 
 BEAT_S = 1.0
 SILENCE_S = 4.0

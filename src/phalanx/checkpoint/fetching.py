@@ -15,10 +15,10 @@ from itertools import pairwise
 import torch
 
 from phalanx import _snapshots
-from phalanx._rank_group import RankGroup
-from phalanx._room import shortage
 from phalanx._snapshots import FETCHED_SLOT, PAGE_BYTES, Head, Region, region_bytes
 from phalanx.checkpoint.holdings import Choice
+from phalanx.host.spare_memory import shortage
+from phalanx.wire.rank_group import RankGroup
 
 Ranges = list[tuple[int, int]]
 """Half-open ranges of an image's bytes."""

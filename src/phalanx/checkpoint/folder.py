@@ -27,9 +27,9 @@ from io import FileIO
 from typing import Any
 
 from phalanx._errors import CheckpointError
-from phalanx._files import open_regular, write_whole
 from phalanx._text import named
 from phalanx.checkpoint.claim import Fence
+from phalanx.wire.files import open_regular, write_whole
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"

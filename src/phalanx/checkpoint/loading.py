@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Literal
 
 from phalanx._errors import CheckpointError, printable, warn_caller
-from phalanx._rank_group import RankGroup
 from phalanx._text import named
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
@@ -26,6 +25,7 @@ from phalanx.checkpoint.tree import refuse_no_mapping
 from phalanx.checkpoint.unpacking import Json, unpack
 from phalanx.record import writer
 from phalanx.record.box import LOADED, LOADING
+from phalanx.wire.rank_group import RankGroup
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from phalanx import _env, _snapshots
-from phalanx._rank_group import RankGroup
-from phalanx._room import shortage
 from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Copy, Head, Region, region_bytes
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint.agreement import gather, raise_problems
@@ -31,7 +29,9 @@ from phalanx.checkpoint.holdings import Choice, Held, Moment, newest_of
 from phalanx.checkpoint.image import Image, fill, lay_out
 from phalanx.checkpoint.slots import Slots
 from phalanx.checkpoint.tree import Leaf, pack, refuse_no_mapping
+from phalanx.host.spare_memory import shortage
 from phalanx.record import writer
+from phalanx.wire.rank_group import RankGroup
 
 _SLACK_BYTES = 64 * 1024  # headers grow a little
 _NO_SLOT = 2  # where others say whether their slot is too short

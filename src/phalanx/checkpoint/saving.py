@@ -14,7 +14,6 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._launched import note_progress
-from phalanx._rank_group import RankGroup
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
@@ -24,6 +23,7 @@ from phalanx.checkpoint.pending import pending
 from phalanx.checkpoint.retention import check_numbers, remove_old
 from phalanx.checkpoint.tree import Leaf, pack, refuse_no_mapping
 from phalanx.record import writer
+from phalanx.wire.rank_group import RankGroup
 
 _HUGE_PAGE_BYTES = 2 << 20
 

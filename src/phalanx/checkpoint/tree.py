@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import _torch
-from phalanx._tensors import is_stored, unusual_keys
+from phalanx._torch.tensors import is_stored, unusual_keys
 from phalanx.checkpoint.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
 
 _SCALARS = (bool, int, str, type(None))

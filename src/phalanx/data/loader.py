@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.utils import data as torch_data
 
-from phalanx import _shield
 from phalanx._errors import warn_caller
-from phalanx._sockets import keep_paths_short
+from phalanx._torch import shield
 from phalanx.data.partition import Partition
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
@@ -19,6 +18,7 @@ from phalanx.data.sampler import DistributedSampler
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.data.shards import Shard
 from phalanx.record.loop import loading
+from phalanx.wire.sockets import keep_paths_short
 
 DIVIDING_LOADER = "a phalanx.DataLoader without a sampler, or one with sampler=phalanx.DistributedSampler(dataset)"
 _OF_ONE_PROCESS = (
@@ -99,7 +99,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             shuffle = None
         if num_workers:
             keep_paths_short()
-            _shield.watch()
+            shield.watch()
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
             timeout, worker_init_fn or _SeedWorker(rank), multiprocessing_context, generator,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from phalanx._rank_group import RankGroup
+from phalanx.wire.rank_group import RankGroup
 
 
 def refuse_different(data: Any, ranks: RankGroup) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from phalanx import _env
-from phalanx._rank_group import RankGroup
+from phalanx.wire.rank_group import RankGroup
 
 
 def rank_and_size(rank: int | None = None, num_replicas: int | None = None) -> tuple[int, int]:

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 from phalanx import _env
 from phalanx._errors import RankFailed
 from phalanx._launched import Launch, start_time
-from phalanx._network import host_identity
 from phalanx.debugging import AT_BREAKPOINT, recorded
 from phalanx.debugging.prompt import Prompt, is_held, line_of
 from phalanx.debugging.terminal import open_terminal
+from phalanx.host.network import host_identity
 
 _LOOK_S, _CHECK_S = 0.1, 0.5  # between looks for the word to go on, and at whether it can still come
 _TELL_S = 5.0  # before a rank says whom it waits for
@@ -124,7 +124,7 @@ class _Meeting:
         import torch.distributed as dist
 
         from phalanx import _torch
-        from phalanx._store import JsonStore
+        from phalanx.wire.store import JsonStore
 
         self._line = line_of(frame)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -149,7 +149,7 @@ class _Meeting:
             self._store.close()
 
     def _tell(self, what: str, value: object) -> None:
-        from phalanx._store import StoreGoneError, StoreSilentError
+        from phalanx.wire.store import StoreGoneError, StoreSilentError
 
         with contextlib.suppress(StoreGoneError, StoreSilentError):  # the others see that it has gone
             self._store.set(f"{self._key}/{what}", value)
@@ -161,7 +161,7 @@ class _Meeting:
             SystemExit: It has quit the debugger.
             RankFailed: It has ended.
         """
-        from phalanx._store import StoreGoneError, wait_until
+        from phalanx.wire.store import StoreGoneError, wait_until
 
         def look() -> str | None:
             how: str | None = self._store.get(f"{self._key}/how", str)
@@ -193,7 +193,7 @@ class _Meeting:
             )
 
     def _debugger(self) -> list[Any] | None:
-        from phalanx._store import StoreSilentError
+        from phalanx.wire.store import StoreSilentError
 
         with contextlib.suppress(StoreSilentError):
             who: list[Any] | None = self._store.get(f"{self._key}/who", (str, int, int))

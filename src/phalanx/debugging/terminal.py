@@ -11,7 +11,7 @@ import sys
 from typing import TextIO
 
 from phalanx import _env
-from phalanx._peer import peer_of
+from phalanx.wire.peer import peer_of
 
 CONNECT_S = 2.0
 """Time for the other side of a socket to accept a connection."""

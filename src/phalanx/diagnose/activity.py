@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.debugging import AT_BREAKPOINT
 from phalanx.diagnose import workers
-from phalanx.diagnose.kernel import Stand, stand_of
-from phalanx.diagnose.processes import Process
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
+from phalanx.host.kernel import Stand, stand_of
+from phalanx.host.processes import Process
 from phalanx.record.box import Box, Event
 
 _BACKWARD = "_engine_run_backward"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from phalanx._errors import printable
-from phalanx.diagnose.processes import command_of
+from phalanx.host.processes import command_of
 
 BY_HAND = "by hand"
 """Launcher of a job that a person has started, from a shell or the like."""

@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 
 from phalanx._env import host_name
 from phalanx._errors import printable
-from phalanx._files import open_regular
 from phalanx._last_words import owner_of
-from phalanx.diagnose.processes import Process, environment_of
 from phalanx.diagnose.stacks import folder_of
+from phalanx.host.processes import Process, environment_of
 from phalanx.record.box import Box, Event
+from phalanx.wire.files import open_regular
 
 ANSWERS_S = 1.3
 """A rank looks at its pipe once a second."""

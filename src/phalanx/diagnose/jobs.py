@@ -18,7 +18,7 @@ from phalanx._errors import printable
 from phalanx._launched import MEMORY_NAME, read_started
 from phalanx._text import columns, ending_of, shortened
 from phalanx.diagnose.commands import BY_HAND, launcher_of, program_of, script_name, script_path
-from phalanx.diagnose.processes import (
+from phalanx.host.processes import (
     Process,
     awaited_by,
     command_of,
@@ -29,9 +29,9 @@ from phalanx.diagnose.processes import (
     process_of,
     processes_of,
 )
+from phalanx.host.schedulers import Placement, detect
 from phalanx.launch import keeper
 from phalanx.launch.run_folder import logs_beside
-from phalanx.launch.schedulers import Placement, detect
 from phalanx.record import box
 
 NO_JOB = "no job"

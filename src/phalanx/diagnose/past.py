@@ -13,7 +13,6 @@ from io import FileIO
 from pathlib import Path
 
 from phalanx._errors import printable
-from phalanx._files import open_regular, read_json
 from phalanx._last_words import LastWords, owner_of
 from phalanx.diagnose.activity import Call, Look, activity_of, call_of
 from phalanx.diagnose.answer import Answer, RankSeen, left_record
@@ -27,6 +26,7 @@ from phalanx.record.box import ANSWER, SUFFIX, Box, load_boxes
 from phalanx.record.clocks import load_clocks
 from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
+from phalanx.wire.files import open_regular, read_json
 
 _INTERRUPT = KeyboardInterrupt.__name__
 _FRAME = re.compile(r'^\s*(?:\| )?File "(.+)", line \d+, in (\S+)')

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx._last_words import owner_of
-from phalanx.diagnose.kernel import status_of
+from phalanx.host.kernel import status_of
 from phalanx.record.box import number_inside
 
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|python3\.\d+|src(?=/phalanx/))/")

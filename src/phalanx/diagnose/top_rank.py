@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 
 from phalanx.diagnose.jobs import Rank
-from phalanx.diagnose.kernel import stand_of
-from phalanx.diagnose.processes import Process, off_limits, process_of, pss_of
 from phalanx.diagnose.top_gpu import Gpu
 from phalanx.diagnose.top_record import Activity, Recorded
+from phalanx.host.kernel import stand_of
+from phalanx.host.processes import Process, off_limits, process_of, pss_of
 from phalanx.record.box import open_box
 
 _IDLE_PERCENT = 3.0

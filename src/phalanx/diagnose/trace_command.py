@@ -15,8 +15,8 @@ from phalanx._errors import printable
 from phalanx._text import broken, complain, counted, in_units
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, NoRank, SeveralJobs, find_job, runs_in, told_where
 from phalanx.diagnose.past import last_run_of, newest_run, own_run, record_of
-from phalanx.diagnose.processes import off_limits
 from phalanx.diagnose.trace import merged, write_trace
+from phalanx.host.processes import off_limits
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks
 

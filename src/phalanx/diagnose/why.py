@@ -24,8 +24,8 @@ from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs, runs_in
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, own_run, record_of
-from phalanx.diagnose.processes import command_of, off_limits
 from phalanx.diagnose.wording import caution, sentence, thread_lines, words_of_loss
+from phalanx.host.processes import command_of, off_limits
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8

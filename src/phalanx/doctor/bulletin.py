@@ -10,13 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx._store import GarbledError, JsonStore, Shape, wait_until
 from phalanx.doctor import links
 from phalanx.doctor.deadline import UnansweredError, within
 from phalanx.doctor.exercise import one_line
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.messages import whole
-from phalanx.launch.ports import port_problem
+from phalanx.host.ports import port_problem
+from phalanx.wire.store import GarbledError, JsonStore, Shape, wait_until
 
 Send = Callable[[dict[str, Any]], None]
 

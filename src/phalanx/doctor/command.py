@@ -11,10 +11,10 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
-from phalanx._network import interfaces
 from phalanx.doctor.examination import HostRole, examine
 from phalanx.doctor.report import as_json, exit_code, print_report
-from phalanx.launch.cpus import read_machine
+from phalanx.host.cpus import read_machine
+from phalanx.host.network import interfaces
 from phalanx.launch.flag_parser import add_flags
 from phalanx.launch.flags import GROUPS, Flag, Setting
 from phalanx.launch.node_flags import check_nodes, rendezvous

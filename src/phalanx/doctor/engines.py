@@ -16,7 +16,7 @@ from phalanx._text import counted, in_units, shortened
 from phalanx.doctor import mpi_rank
 from phalanx.doctor.exercise import SIZE_BYTES
 from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
-from phalanx.launch.cpus import has_module
+from phalanx.host.cpus import has_module
 
 _SLOW_IMPORT_S = 10.0
 # Variables of the launcher that started us, which an mpirun of ours would take for its own.

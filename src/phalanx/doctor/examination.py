@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx._env import REPLACE_VARIABLE
-from phalanx._network import Interface, interfaces
 from phalanx.doctor import engines, limits, network, processors
 from phalanx.doctor.deadline import UnansweredError, within
 from phalanx.doctor.finding import LEVELS, Finding, warning, worst
 from phalanx.doctor.torch_process import Say, TorchProcess
-from phalanx.launch.cpus import count_gpus, read_machine
+from phalanx.host.cpus import count_gpus, read_machine
+from phalanx.host.network import Interface, interfaces
 
 _TEST_S = 5.0  # for one test of the host
 _MPI_S = 8.0

@@ -13,12 +13,12 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx import _env
-from phalanx._store import GarbledError
 from phalanx._text import named
 from phalanx.doctor import job, links, messages
 from phalanx.doctor.bulletin import PATIENCE_S, POLL_S, STAGE_S, NotMetError, Send, come_to_bulletin, open_bulletin
 from phalanx.doctor.exercise import all_reduce_by_gloo, answered, one_line
 from phalanx.doctor.finding import Finding, problem, worst
+from phalanx.wire.store import GarbledError
 
 _MOST_REFUSED = 20
 _SLACK_S = 45.0  # for a host that has come to examine itself

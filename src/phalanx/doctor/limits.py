@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from phalanx import _cgroups
-from phalanx._memory import choose, huge_pages
 from phalanx._text import in_units
 from phalanx.doctor.finding import Finding, note, ok, problem, warning
+from phalanx.host import cgroups
+from phalanx.host.block_pool import choose, huge_pages
 from phalanx.launch.warm import starter
 
 _RANK_BYTES = 512 << 20  # a process that has imported torch, and a small model
@@ -46,9 +46,9 @@ def read_limits() -> dict[str, Limit]:
 
 def examine_memory(num_ranks: int, root: str = "/") -> list[Finding]:
     """Compare the memory left by the host and by the cgroups above us with the needs of `num_ranks` ranks."""
-    host = _cgroups.host_memory(root)
+    host = cgroups.host_memory(root)
     total, available = host.limit_bytes, host.left_bytes
-    limited = min(_cgroups.cgroup_memory(root), default=host, key=lambda memory: memory.left_bytes)
+    limited = min(cgroups.cgroup_memory(root), default=host, key=lambda memory: memory.left_bytes)
     facts = {"total_bytes": total, "available_bytes": available, "num_ranks": num_ranks}
     found = f"{in_units(total)}, {in_units(available)} available"
     if limited.limit_bytes < total or limited.left_bytes < available:
@@ -81,7 +81,7 @@ def examine_freed_memory(num_ranks: int, environ: Mapping[str, str], root: str =
 
 def examine_swap(root: str = "/") -> list[Finding]:
     """Tell how much memory is swapped out: a rank that needs it back waits for the disk."""
-    sizes = _cgroups.read_sizes(root)
+    sizes = cgroups.read_sizes(root)
     total, in_use = sizes.get("SwapTotal", 0), sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
     facts = {"swap_bytes": total, "swap_used_bytes": in_use}
     if in_use < max(_LITTLE_SWAP_BYTES, total // 100):
@@ -185,7 +185,7 @@ def try_watching() -> list[Finding]:
             pidfd = os.pidfd_open(child.pid)
         except OSError as error:
             found = f"pidfd_open: {error.strerror}"
-            if not _cgroups.read(f"/proc/{child.pid}", "stat"):
+            if not cgroups.read(f"/proc/{child.pid}", "stat"):
                 found += ", and /proc does not show processes: the death of a rank is noticed at the timeout alone"
                 return [problem("liveness", found, f"{todo}; or mount /proc", errno=error.errno)]
             found += ": the death of a rank is noticed through /proc, often without its exit code"

@@ -6,8 +6,8 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from phalanx._network import Interface, NetworkError, interface_towards, interfaces, is_loopback
 from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
+from phalanx.host.network import Interface, NetworkError, interface_towards, interfaces, is_loopback
 
 _SLOW_LOOKUP_S = 1.0
 

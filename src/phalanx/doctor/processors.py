@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import os
 
-from phalanx import _cgroups
 from phalanx._text import counted
 from phalanx.doctor.finding import Finding, note, ok, warning
-from phalanx.launch.cpus import Machine, divide
+from phalanx.host import cgroups
+from phalanx.host.cpus import Machine, divide
 
 _OFTEN_THROTTLED = 0.05
 _FASTEST = "performance"
@@ -68,8 +68,8 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
 
 def _throttling(root: str) -> tuple[int, int]:
     """Return how many periods our own cgroup has had, and in how many of them its quota ran out."""
-    for cgroup in _cgroups.folders("cpu", root):
-        if "nr_periods" in (numbers := _cgroups.read_numbers(cgroup, "cpu.stat")):
+    for cgroup in cgroups.folders("cpu", root):
+        if "nr_periods" in (numbers := cgroups.read_numbers(cgroup, "cpu.stat")):
             return numbers["nr_periods"], numbers.get("nr_throttled", 0)
     return 0, 0
 
@@ -113,7 +113,7 @@ def _examine_clock(machine: Machine, root: str) -> Finding:
     folder = os.path.join(root, "sys/devices/system/cpu")
     cpus = [cpu for core in machine.cores for cpu in core]
     governors = collections.Counter(
-        _cgroups.read(folder, f"cpu{cpu}/cpufreq/scaling_governor").strip()
+        cgroups.read(folder, f"cpu{cpu}/cpufreq/scaling_governor").strip()
         for cpu in cpus
         if os.path.exists(os.path.join(folder, f"cpu{cpu}/cpufreq"))
     )

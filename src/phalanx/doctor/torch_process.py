@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.torch_side import command
 from phalanx.launch.outcome import signal_name
-from phalanx.launch.packets import PacketSocket
+from phalanx.wire.packets import PacketSocket
 
 Say = Callable[[str], None]
 

@@ -16,10 +16,10 @@ import time
 from typing import Any
 
 import phalanx
-from phalanx import _replace
+from phalanx._torch import replace
 from phalanx.doctor.exercise import in_processes, one_line, run_ranks
-from phalanx.launch.packets import PacketSocket
 from phalanx.launch.warden import die_with_parent
+from phalanx.wire.packets import PacketSocket
 
 NUM_RANKS = 2
 _GPU_DEADLINE_S = 15.0  # the driver may have to load
@@ -67,7 +67,7 @@ def _versions(torch: Any, dist: Any) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda or torch.version.hip or "",
         "gloo": False,
-        "replaced_by": _replace.origin(),
+        "replaced_by": replace.origin(),
         "nccl": False,
         "mpi": False,
     }

@@ -19,6 +19,7 @@ from typing import Any
 
 from phalanx._env import host_name
 from phalanx._text import named
+from phalanx.host.ports import open_door
 from phalanx.launch.agreement import Agreement
 from phalanx.launch.clocks import Clocks
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
@@ -27,11 +28,10 @@ from phalanx.launch.greeting import Greeting
 from phalanx.launch.holders import told_of
 from phalanx.launch.links import Links, is_local
 from phalanx.launch.messages import read_state, read_view
-from phalanx.launch.packets import PacketSocket
-from phalanx.launch.ports import open_door
 from phalanx.launch.questions import Questions
 from phalanx.launch.shared_causes import OTHER_SIDE, read_cause, with_own_kind
 from phalanx.launch.views import Node, Place, Rules, State
+from phalanx.wire.packets import PacketSocket
 
 _BEATS = 4  # in the time after which a silent node is lost
 _LAST_CALL_S = 3.0

@@ -63,7 +63,7 @@ class Agreement:
 
     Attributes:
         view: The newest view that this node knows.
-        result: How the job ended, {"cause": ...}; None: it goes on.
+        result: End of the job, {"cause": ...}; None: it goes on.
         out: Failure for which this node leaves the job, which goes on; None: it stays.
     """
 

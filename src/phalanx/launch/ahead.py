@@ -109,7 +109,7 @@ class Hidden:
     """An import finder that keeps packages out of ``sys.modules`` until they are imported, and then puts them back.
 
     Args:
-        imports: What is known of their import.
+        imports: Facts about their import.
         spared: Modules that stay in sight.
         on_return: Function that is told, on the import of a package, the package and the variables that are not as it
             has read them.
@@ -212,7 +212,7 @@ def replay(logs: Sequence[Mapping[str, Any]], imports: Imports, left_out: Collec
     """Import what the first of several ranks has imported, as it has; what fails now is left to the script.
 
     Args:
-        logs: What `Log.summary` has returned in each rank.
+        logs: Results of `Log.summary` in each rank.
         left_out: Packages that are not imported.
 
     Returns:

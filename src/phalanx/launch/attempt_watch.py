@@ -20,15 +20,15 @@ class AttemptWatch:
         order: Function to call with ``{"watch": True}`` once news of the ranks' next snapshot are wanted.
 
     Attributes:
-        known: What each other node said last in this view, also if it has been lost since.
+        known: Last message of each other node in this view, kept even if that node has been lost since.
         is_done: Whether this node's ranks have come to their end.
         has_left: Whether this node has stopped its ranks, because it could not reach all others.
-        failure: How one of this node's ranks has failed.
+        failure: Failure of one of this node's ranks.
         num_asked: Number of ranks that this node would have in the next attempt; 0: as many as now.
         port: Port that this node holds for rank 0; 0: none.
         has_asked_for_port: Whether it has been asked for.
         has_snapshot: Whether the ranks have taken a snapshot since news of it were wanted.
-        cause: Why this node, as leader, has ended the attempt.
+        cause: Reason for which this node, as leader, has ended the attempt.
     """
 
     def __init__(

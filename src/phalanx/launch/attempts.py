@@ -7,9 +7,10 @@ import os
 import time
 from collections.abc import Sequence
 
-from phalanx._cgroups import count_oom_kills
-from phalanx._memory import MemoryPolicy
 from phalanx._snapshots import announce_restart, forbid
+from phalanx.host.block_pool import MemoryPolicy
+from phalanx.host.cgroups import count_oom_kills
+from phalanx.host.ports import ReservedPort, port_advice, port_problem
 from phalanx.launch.deadlines import AT_ONCE_S
 from phalanx.launch.environment import Attempt
 from phalanx.launch.failure import brief_report
@@ -17,7 +18,6 @@ from phalanx.launch.job import Job
 from phalanx.launch.local_size import LocalSize
 from phalanx.launch.modules import modules_file
 from phalanx.launch.outcome import Outcome
-from phalanx.launch.ports import ReservedPort, port_advice, port_problem
 from phalanx.launch.supervisor import Supervisor
 from phalanx.launch.victims import is_victim
 

@@ -25,7 +25,7 @@ class Peer:
     """A linked node.
 
     Attributes:
-        echo_s: When we sent what it had heard last over this link.
+        echo_s: Time at which we sent the newest message that it has acknowledged over this link.
         handed: Key of the newest view that it was sent, and when.
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._launched import Launch
-from phalanx.launch.cpus import Share
+from phalanx.host.cpus import Share
 
 # MKL, OpenBLAS and numexpr obey it too where their own variables are not set, so a script need set no other.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -60,7 +60,7 @@ class Attempt:
         first_rank: Rank of this node's local rank 0.
         node_rank: Number of this node among ``num_nodes``.
         restart_count: 0 for the first attempt.
-        epoch: What tells this attempt from others, as `checkpoint.claim.Claimant` takes it; None: nothing does.
+        epoch: Identity of this attempt, as `checkpoint.claim.Claimant` takes it; None: it has none.
     """
 
     world_size: int

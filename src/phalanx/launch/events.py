@@ -22,7 +22,7 @@ class EventLoop:
 
     Attributes:
         signals: Those that have come and that nobody has obeyed yet, oldest first.
-        deadline: On the monotonic clock; `wait` returns then at the latest. None: there is none.
+        deadline: Time on the monotonic clock at which `wait` returns at the latest; None: no such time.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:

@@ -161,7 +161,7 @@ def hint_for_flags(refusal: str, command: Sequence[str]) -> str:
     """Return the right order if a script has refused a flag of ours; else nothing.
 
     Args:
-        refusal: What the script said before it ended.
+        refusal: Last words of the script.
         command: Command of a rank: the interpreter, and its script or module with all arguments.
     """
     refused = _REFUSED.search(refusal)

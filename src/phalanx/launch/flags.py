@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx._env import REPLACE_VARIABLE
-from phalanx._memory import CHOICES
+from phalanx.host.block_pool import CHOICES
 from phalanx.launch import flag_values as parse
 
 RIGHT_CALL = "phalanx run --nproc-per-node 2 train.py [args]"

@@ -23,7 +23,7 @@ class Greeting:
         job: Settings of the job, as `orders` has them.
 
     Attributes:
-        told: What this node says.
+        told: Facts that this node sends.
     """
 
     def __init__(self, job: Mapping[str, Any], rules: Rules) -> None:

@@ -8,9 +8,9 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 
-from phalanx._memory import MemoryPolicy
 from phalanx._text import filled
-from phalanx.launch.cpus import Division
+from phalanx.host.block_pool import MemoryPolicy
+from phalanx.host.cpus import Division
 from phalanx.launch.script_head import Head
 
 MESSAGE_COLUMNS = 80 - len("phalanx run: ")
@@ -26,10 +26,10 @@ class Job:
         typed: Command line of the launcher, as the user typed it; empty: unknown.
         remark: Line about that command line; empty: none.
         preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
-        head: What the script does before it imports torch, which is imported ahead as if that had been done.
+        head: Actions of the script before it imports torch, which is imported ahead as if they had been done.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
         divide: Function that divides threads and CPUs among a number of local ranks.
-        memory: What ranks do about memory that they free.
+        memory: Treatment of memory that ranks free.
         is_tuned: Whether ``phalanx tune`` has found numbers of ranks and threads, and what to do about memory.
         num_local_ranks: Number of ranks on this node.
         min_local_ranks: Smallest number of ranks to go on with when some can't be restarted.

@@ -9,13 +9,13 @@ import socket
 from typing import NamedTuple
 
 from phalanx import _env
-from phalanx._peer import peer_of
 from phalanx.debugging.terminal import RUNS, listen_at
-from phalanx.launch.descriptors import is_in_background
+from phalanx.host.descriptors import is_in_background
 from phalanx.launch.events import EventLoop
 from phalanx.launch.output import LiveStream, Screen, prefix
 from phalanx.launch.ranks import Rank
-from phalanx.launch.warm.places import make_path
+from phalanx.wire.peer import peer_of
+from phalanx.wire.places import make_path
 
 _END_OF_INPUT = b"\x04"  # as a terminal writes it
 _HELLO_BYTES = 256

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from phalanx._files import parse_json
 from phalanx.launch.shared_causes import read_cause
 from phalanx.launch.views import MOST_RANKS, Group, Key, Node, State, View
+from phalanx.wire.files import parse_json
 
 _T = TypeVar("_T")
 _MOST_NODES = 10_000

@@ -8,9 +8,9 @@ import os
 import sys
 import sysconfig
 
-from phalanx._files import write_whole
 from phalanx.launch import ahead
 from phalanx.launch.notes import own_folder
+from phalanx.wire.files import write_whole
 
 _MODULES = "modules.json"
 

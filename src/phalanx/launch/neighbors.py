@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from phalanx import _env
 from phalanx._text import counted
-from phalanx.launch.cpus import Share, read_machine
-from phalanx.launch.warm.places import make_folder
+from phalanx.host.cpus import Share, read_machine
+from phalanx.wire.places import make_folder
 
 RUN, SPAWN, TUNE = "phalanx run", "phalanx.spawn", "phalanx tune"
 _KIND = "launcher-"
@@ -31,7 +31,7 @@ class Claim:
         cpus: CPUs that it may use.
         num_ranks: Number of its ranks on this machine.
         num_threads: Number of threads of all of them.
-        job: What it has in common with the other nodes of its job; empty: it is the only one.
+        job: Identity that it shares with the other nodes of its job; empty: it is the only node.
     """
 
     launcher: str

@@ -8,8 +8,8 @@ from typing import Any
 
 from phalanx._command_line import UsageError
 from phalanx._text import counted
+from phalanx.host.schedulers import Placement
 from phalanx.launch.flags import ELASTIC_CALL, STATIC_CALL, Setting
-from phalanx.launch.schedulers import Placement
 
 STATIC_PORT = 29500
 """Port of the static rendezvous; like the other, torchrun's."""

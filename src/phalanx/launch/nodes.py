@@ -6,9 +6,9 @@ import signal
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from phalanx._cgroups import count_oom_kills
 from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._text import counted, named
+from phalanx.host.cgroups import count_oom_kills
 from phalanx.launch.attempts import give_up_memory, say_failure, words_of_used_restarts
 from phalanx.launch.environment import Attempt
 from phalanx.launch.job import Job

@@ -6,7 +6,7 @@ import contextlib
 import os
 
 from phalanx import _env
-from phalanx._files import write_whole
+from phalanx.wire.files import write_whole
 
 _ROOM_MADE = "made_room"
 _RESTARTS = "ended_for_restart"

@@ -10,8 +10,8 @@ import re
 import time
 from collections.abc import Iterator
 
-from phalanx._cgroups import known_memory
-from phalanx._memory import offers_huge_pages
+from phalanx.host.block_pool import offers_huge_pages
+from phalanx.host.cgroups import known_memory
 
 _MADV_COLLAPSE = 25  # since Linux 6.1
 _HUGE_BYTES, _PIECE_BYTES = 2 << 20, 64 << 20

@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from phalanx import _settings
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import REPLACE_VARIABLE
-from phalanx._memory import choose
 from phalanx._text import counted, format_ranges
-from phalanx.launch.cpus import Machine, count_gpus, divide, read_machine, torch_uses_gpus
+from phalanx.host.block_pool import choose
+from phalanx.host.cpus import Machine, count_gpus, divide, read_machine, torch_uses_gpus
+from phalanx.host.schedulers import Placement, contradiction, detect_node, unused_nodes
 from phalanx.launch.environment import binds_threads, shared_environment
 from phalanx.launch.flag_parser import read_flags
 from phalanx.launch.flags import Flag, Setting
 from phalanx.launch.job import Job
 from phalanx.launch.node_flags import STATIC_PORT, check_nodes, rendezvous, scheduled_flags, with_spares
 from phalanx.launch.run_folder import base_of
-from phalanx.launch.schedulers import Placement, contradiction, detect_node, unused_nodes
 from phalanx.launch.script_head import Head, read_head
 from phalanx.launch.target import command_of, flags_behind_the_script
 from phalanx.launch.tuned import Tuned, recall

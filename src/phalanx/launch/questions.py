@@ -17,7 +17,7 @@ import time
 from typing import Any, Protocol
 
 from phalanx import _env
-from phalanx._peer import peer_of
+from phalanx.wire.peer import peer_of
 
 ANSWER_S = 3.0
 """Within which the other nodes answer."""

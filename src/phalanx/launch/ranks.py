@@ -38,7 +38,7 @@ class Output:
         fd: Our end, to be read without blocking.
         rank_fd: The rank's end, until it has been handed over.
         tail: End of the output, for the search for a cause.
-        log_problem: Why the log is not whole; empty if it is.
+        log_problem: Reason for which the log is incomplete; empty if it is complete.
         ended: Nobody can write to it any more.
     """
 
@@ -169,7 +169,7 @@ class Rank:
     """A rank of one attempt from the moment it is asked for until its end has been reported.
 
     Attributes:
-        pause: How it failed, if its process waits for the next attempt.
+        pause: Failure of the rank, if its process waits for the next attempt.
     """
 
     def __init__(self, rank: int, folder: str, stdout: Output, stderr: Output, pid: int = 0) -> None:

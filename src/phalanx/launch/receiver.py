@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from phalanx import _snapshots
-from phalanx._room import shortage
 from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Head, region_bytes
+from phalanx.host.spare_memory import shortage
 from phalanx.launch.wire import PIECE, TAKEN, Wire
 
 _MOST_HOSTS = 256  # that send at once

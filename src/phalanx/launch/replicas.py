@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx._snapshots import note_replicator_ended, want_replicas
+from phalanx.host.ports import bound_socket
 from phalanx.launch.events import EventLoop
-from phalanx.launch.packets import PacketSocket
-from phalanx.launch.ports import bound_socket
 from phalanx.launch.warden import die_with_parent, hold_signals
+from phalanx.wire.packets import PacketSocket
 
 # Not with -m, which would let a json.py in the current folder take the library's place.
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.replicator import main; main()"

@@ -26,11 +26,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx import _snapshots
-from phalanx._cgroups import usable_cpus
 from phalanx._snapshots import PAGE_BYTES, Copied, Copy, Region
-from phalanx.launch.packets import PacketSocket
+from phalanx.host.cgroups import usable_cpus
 from phalanx.launch.receiver import Receiver
 from phalanx.launch.wire import PIECE, Wire
+from phalanx.wire.packets import PacketSocket
 
 _LOOK_S = 0.05
 _AGAIN_S, _MOST_AGAIN_S = 1.0, 60.0  # before a holder is asked again: doubled each time that it fails

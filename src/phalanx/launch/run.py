@@ -6,16 +6,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from phalanx import _env
-from phalanx._cgroups import count_oom_kills
 from phalanx._text import filled
+from phalanx.host.cgroups import count_oom_kills
+from phalanx.host.descriptors import descriptor_problem, open_streams
+from phalanx.host.ports import port_advice, port_problem
 from phalanx.launch.attempts import run_on_this_node
-from phalanx.launch.descriptors import descriptor_problem, open_streams
 from phalanx.launch.failure import report, words_of_resuming
 from phalanx.launch.flag_parser import hint_for_flags
 from phalanx.launch.hints import hint_for
 from phalanx.launch.job import MESSAGE_COLUMNS, Job
 from phalanx.launch.neighbors import RUN, Claim, Presence, crowding
-from phalanx.launch.ports import port_advice, port_problem
 from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.supervisor import Supervisor
 

@@ -28,7 +28,7 @@ class RunFolder:
 
     Attributes:
         path: Relative where `log_dir` is, so that it reads well.
-        note: Why the logs are not where they were wanted; empty when they are.
+        note: Reason for which the logs are not where they were wanted; empty when they are.
     """
 
     def __init__(self, log_dir: str, command: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ class Shutdown:
 
     Args:
         ranks: Ranks of the present attempt; the list is its owner's, who changes it.
-        on_end: Called before ranks are told to end.
+        on_end: Function to call before ranks are told to end.
 
     Attributes:
         by: Signal that ranks are being ended with; None: they are not.

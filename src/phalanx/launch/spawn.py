@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.cpus import divide, read_machine
+from phalanx.host.cpus import divide, read_machine
 from phalanx.launch.deadlines import CAUSE_S, GRACE_S, KILL_S
 from phalanx.launch.environment import thread_environment
 from phalanx.launch.failure import first_true_failure

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from phalanx import _env
 from phalanx._launched import Notes
-from phalanx._memory import of_rank
 from phalanx._text import counted, named
+from phalanx.host.block_pool import of_rank
+from phalanx.host.cpus import Share
+from phalanx.host.descriptors import raise_descriptor_limit
 from phalanx.launch.console import Console
-from phalanx.launch.cpus import Share
 from phalanx.launch.deadlines import IMPORT_S
-from phalanx.launch.descriptors import raise_descriptor_limit
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job

@@ -8,10 +8,10 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from phalanx._peer import peer_of
 from phalanx.launch.events import EventLoop
-from phalanx.launch.packets import PacketSocket
-from phalanx.launch.warm.places import make_path
+from phalanx.wire.packets import PacketSocket
+from phalanx.wire.peer import peer_of
+from phalanx.wire.places import make_path
 
 
 class Survivors:
@@ -24,7 +24,7 @@ class Survivors:
             it is done.
 
     Attributes:
-        path: Where ranks ask; empty: none is kept, or there is no place for a socket.
+        path: Socket at which ranks ask; empty: none is kept, or there is no place for a socket.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from phalanx._command_line import UsageError
 from phalanx._env import did_you_mean
 from phalanx._text import listed
-from phalanx.launch.cpus import has_module
+from phalanx.host.cpus import has_module
 
 
 def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple[str, ...]:

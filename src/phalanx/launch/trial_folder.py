@@ -10,7 +10,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 
-from phalanx._files import open_regular
+from phalanx.wire.files import open_regular
 
 PREFIX = "phalanx-tune-"
 _LOCK = "lock"  # held as long as the search lives, however it ends

@@ -8,10 +8,10 @@ import json
 import os
 from collections.abc import Sequence
 
-from phalanx._files import read_json, write_whole
-from phalanx._memory import CHOICES
-from phalanx.launch.cpus import Machine
+from phalanx.host.block_pool import CHOICES
+from phalanx.host.cpus import Machine
 from phalanx.launch.run_folder import base_of
+from phalanx.wire.files import read_json, write_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,13 @@ class Node:
     """A node as the others know it. Two are the same node if their ids are: what else is known of it may change.
 
     Attributes:
-        id: Of this agent's process; a node that is started again has another.
-        host: Its hostname, for people.
+        id: Identifier of this agent's process; a node that is started again has another.
+        host: Hostname, for people.
         address: Address at which the other nodes reach it.
         port: Port on which its agent listens.
         num_ranks: Largest number of its ranks; in a view, that of its attempt.
-        position: Its number, where nodes have fixed ones; else -1.
-        label: What it shares with nodes that may be lost together with it; empty: nothing.
+        position: Number of the node, where nodes have fixed ones; else -1.
+        label: Label that it shares with nodes that may be lost together with it; empty: none.
         replica_port: Port on which it takes replicas of snapshots; 0: it takes none.
     """
 
@@ -70,10 +70,10 @@ class View:
     """Who takes part in one attempt.
 
     Attributes:
-        members: In the order of their ranks.
+        members: Nodes, in the order of their ranks.
         attempt: Attempts before it, for whatever reason they ended.
         restarts: Failures so far.
-        cause: Why the attempt before it failed; None: it did not.
+        cause: Failure of the attempt before it; None: it did not fail.
         bases: Groups of the views that may have started last.
         places: Addresses and ports of all nodes that have taken part: there one that is started again is looked for.
         job: Id of the node that proposed the first view of this job.
@@ -127,7 +127,7 @@ class State:
 
     Attributes:
         term: The term in which it has voted.
-        leader: Whom it follows; itself: it would lead.
+        leader: Node that it follows; itself: it would lead.
         in_office: Whether it leads with enough votes.
         key: The view that it has accepted.
         is_settled: Whether it is linked to all nodes of it, and all that it is linked to know it.
@@ -135,13 +135,13 @@ class State:
         has_left: Whether it has stopped its ranks in this view, because it could not reach all others.
         is_leaving: Whether it will be gone soon, and nothing is wrong with that.
         is_done: Whether its ranks have come to their end in this view.
-        failure: How one of its ranks has failed in this view.
-        running: As leader, the view that its nodes are to train in.
+        failure: Failure of one of its ranks in this view.
+        running: View in which its nodes are to train, if it is the leader.
         port: Port that the first node of this view holds for rank 0; 0: not yet.
-        result: How the job ended, {"cause": ...}; None: it has not.
-        job: That of its view.
+        result: End of the job, {"cause": ...}; None: it has not ended.
+        job: Job of its view.
         num_ranks: Number of its ranks in the next attempt, unless a failure of its own says another.
-        cause: As leader, why it has ended this view's attempt.
+        cause: Reason for which it, as leader, has ended this view's attempt.
     """
 
     term: int = -1

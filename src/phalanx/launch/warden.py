@@ -32,10 +32,10 @@ from functools import partial
 from typing import Any
 
 from phalanx import _alone, _env, _trial
-from phalanx._memory import obey_launcher
 from phalanx.debugging import attached
+from phalanx.host.block_pool import obey_launcher
 from phalanx.launch.ahead import Hidden, Imports, begin_log, replay
-from phalanx.launch.packets import MAX_PACKET_BYTES
+from phalanx.wire.packets import MAX_PACKET_BYTES
 
 FD_VARIABLE = "PHALANX_WARDEN_FD"
 MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"
@@ -336,12 +336,12 @@ def _leave_libraries_alone() -> None:
 
 
 def _watch_torch() -> None:
-    from phalanx import _shield
+    from phalanx._torch import shield
     from phalanx._torch.dynamo import postpone_import
     from phalanx.record import gloo  # loads the core, which the warden does without
 
     gloo.watch()
-    _shield.watch()
+    shield.watch()
     postpone_import()
 
 
@@ -386,9 +386,9 @@ def _on_return(package: str, names: Sequence[str]) -> None:
     if names:
         _say_change(package, names)
     if package in ("torch", "phalanx"):
-        from phalanx import _replace
+        from phalanx._torch import replace
 
-        _replace.obey_script()
+        replace.obey_script()
 
 
 def _say_change(package: str, names: Sequence[str]) -> None:

@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from phalanx import _env
+from phalanx.host.descriptors import take_streams
 from phalanx.launch import warden
 from phalanx.launch.deadlines import KILL_S
-from phalanx.launch.descriptors import take_streams
 from phalanx.launch.keeper import fork_warden
-from phalanx.launch.packets import PacketSocket
+from phalanx.wire.packets import PacketSocket
 
 if TYPE_CHECKING:
     from phalanx.launch.warm.embryo import Embryo

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from multiprocessing import connection, forkserver, reduction
 from typing import Any, NoReturn
 
-from phalanx import _env, _replace
+from phalanx import _env
 from phalanx._last_words import LastWords, text_of
-from phalanx._memory import MemoryPolicy, obey_launcher, of_rank
 from phalanx._text import shortened
+from phalanx._torch import replace
+from phalanx.host.block_pool import MemoryPolicy, obey_launcher, of_rank
 from phalanx.launch.environment import Attempt, rank_environment
 from phalanx.launch.guard import guard
 from phalanx.launch.warden import die_with_parent, draw_anew
@@ -38,7 +39,7 @@ class Assignment:
         folder: Private to the group.
         notes: File in which the parent notes the ranks that have ended.
         environ: Environment of every rank, beside the variables from `attempt`.
-        memory: What ranks do about memory that they free.
+        memory: Treatment of memory that ranks free.
         start_method: Start method for processes of a rank, such as a data loader's workers: that of the parent.
     """
 
@@ -264,7 +265,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
     own[_env.PROCESS_VARIABLE] = str(os.getpid())
     _env.replace_all({**assignment.environ, **own, **launch, **of_rank(assignment.memory)})
     obey_launcher()
-    _replace.obey()  # the server imported torch before this was asked for
+    replace.obey()  # the server imported torch before this was asked for
     from phalanx._torch.dynamo import postpone_import
     from phalanx.record import gloo  # loads the core, which the parent of ranks may do without
 

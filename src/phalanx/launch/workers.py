@@ -26,17 +26,17 @@ from phalanx import _env
 from phalanx._errors import require_linux
 from phalanx._last_words import LastWords
 from phalanx._launched import Notes
-from phalanx._memory import choose
-from phalanx._sockets import keep_paths_short
+from phalanx.host.block_pool import choose
+from phalanx.host.ports import ReservedPort
 from phalanx.launch.ahead import relevant
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
 from phalanx.launch.guard import Orphans, guard
 from phalanx.launch.outcome import Outcome, read_stderr
-from phalanx.launch.ports import ReservedPort
 from phalanx.launch.warden import children_of
 from phalanx.launch.worker import Assignment, Function, Inherited, dumps, worker_main
 from phalanx.record.memory import BoxMemory
+from phalanx.wire.sockets import keep_paths_short
 
 # What every rank needs, imported once in the server, under its keeper. None of it may start a thread there.
 _PRELOAD = (
@@ -253,7 +253,7 @@ class Workers:
 
         Args:
             call: Call that has started the ranks.
-            instead: What may be written without it.
+            instead: Code that may be written without it.
 
         Raises:
             RuntimeError: A rank has come to the call; shows the right one.

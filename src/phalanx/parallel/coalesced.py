@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx._tensors import is_one_range
 from phalanx._torch import foreach_mul_
+from phalanx._torch.tensors import is_one_range
 from phalanx.parallel.bucket import BoundHook, Bucket, dense_gradient
 from phalanx.parallel.layout import flat, shaped
 

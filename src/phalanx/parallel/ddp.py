@@ -14,9 +14,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from phalanx import _torch
 from phalanx._errors import warn_caller
-from phalanx._nested import to_device
-from phalanx._rank_group import group_or_world
 from phalanx._torch import disable_dynamo
+from phalanx._torch.nested import to_device
 from phalanx.data.epochs import repeated_orders
 from phalanx.parallel.bucket import BoundHook
 from phalanx.parallel.coalesced import Division
@@ -25,6 +24,7 @@ from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.replica import Replica
 from phalanx.parallel.shadow import Shadow
 from phalanx.parallel.uneven_inputs import active_ranks, add_hint
+from phalanx.wire.rank_group import group_or_world
 
 
 class DistributedDataParallel(nn.Module, Joinable):

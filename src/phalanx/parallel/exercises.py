@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx._rank_group import RankGroup, group_with_this_rank
-from phalanx._tensors import is_expanded
+from phalanx._torch.tensors import is_expanded
 from phalanx.parallel.buckets import make_buckets
+from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
 
 def average_gradients(

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import _env, _settings
-from phalanx._network import host_identity
 from phalanx._ranges import share
-from phalanx._rank_group import RankGroup, group_or_world
+from phalanx.host.network import host_identity
 from phalanx.parallel.broadcasts import broadcast_each
+from phalanx.wire.rank_group import RankGroup, group_or_world
 
 
 class HostGroups(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx._tensors import is_one_range
+from phalanx._torch.tensors import is_one_range
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 

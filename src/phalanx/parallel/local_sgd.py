@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from phalanx._rank_group import group_or_world
 from phalanx._torch import foreach_copy_
 from phalanx.parallel.hosts import HostGroups, cross_hosts, gather_from_all, pieces_of, share_out
 from phalanx.parallel.layout import by_kind, views_of
+from phalanx.wire.rank_group import group_or_world
 
 _WIDE = (torch.float32, torch.float64)
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from phalanx import _torch
 from phalanx._errors import warn_caller
-from phalanx._nested import tensors_in
 from phalanx._text import listed
 from phalanx._torch import current_graph_task_id, queue_callback
+from phalanx._torch.nested import tensors_in
 from phalanx.data.epochs import repeated_orders
 from phalanx.parallel.bucket import BoundHook, Bucket
 from phalanx.parallel.buckets import make_buckets

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx import _torch
-from phalanx._rank_group import RankGroup
+from phalanx.wire.rank_group import RankGroup
 
 _BROADCAST_BYTES = 250 << 20
 

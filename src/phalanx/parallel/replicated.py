@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from phalanx import _torch
-from phalanx._nested import tensors_in
+from phalanx._torch.nested import tensors_in
 from phalanx.checkpoint import unwrap
 
 Owner = Callable[[nn.Parameter], bool]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from phalanx._digest import bytes_of, digests
 from phalanx._errors import ReplicaMismatch
-from phalanx._tensors import is_one_range
 from phalanx._text import counted
+from phalanx._torch.tensors import is_one_range
 from phalanx.parallel.divergence import first_difference
 from phalanx.parallel.layout import flat
 from phalanx.parallel.replicated import Entry, Owner, is_plain, optimizer_state, parameters

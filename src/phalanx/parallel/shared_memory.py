@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx._rank_group import RankGroup
+from phalanx.wire.rank_group import RankGroup
 
 _HEADER_BYTES = mmap.PAGESIZE  # begins with a nonce, by which a rank knows that it mapped the right memory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from phalanx._errors import RankFailed
-from phalanx._rank_group import RankGroup
+from phalanx.wire.rank_group import RankGroup
 
 
 def active_ranks(group: dist.ProcessGroup, *, active: bool) -> list[int]:

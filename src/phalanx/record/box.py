@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx._errors import printable
-from phalanx._files import open_regular, write_whole
+from phalanx.wire.files import open_regular, write_whole
 
 MEMORY_NAME = "phalanx-record"
 """Name of the memory in which boxes lie, as ``/proc/PID/fd`` shows it."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx._errors.facts import read_as
-from phalanx._files import read_json
+from phalanx.wire.files import read_json
 
 _NAME = "clocks.json"
 Ahead = dict[str, tuple[int, int]]  # by the name of a host: nanoseconds, and how wrong they can be

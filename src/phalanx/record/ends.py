@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx._errors import printable
 from phalanx._errors.facts import read_as
-from phalanx._files import open_regular, read_json
+from phalanx.wire.files import open_regular, read_json
 
 _NAME = "ends.json"
 _REASON = "ended_by"

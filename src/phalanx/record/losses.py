@@ -11,8 +11,8 @@ from typing import Any
 
 from phalanx._errors import printable
 from phalanx._errors.facts import read_as
-from phalanx._files import read_json, write_whole
 from phalanx._text import counted, named
+from phalanx.wire.files import read_json, write_whole
 
 _NAME = "loss.json"
 _FOLDER = "blackbox"

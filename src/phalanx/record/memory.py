@@ -6,8 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from phalanx._files import free_pages
 from phalanx.record.box import BOX_BYTES, MEMORY_NAME, save_boxes
+from phalanx.wire.files import free_pages
 
 
 class BoxMemory:

@@ -12,9 +12,10 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 
-from phalanx import _env, _replace, _torch
+from phalanx import _env, _torch
 from phalanx._launched import Launch
 from phalanx._text import plural
+from phalanx._torch import replace
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _DEFAULT_S = 300.0  # torch's, for anything that is not a positive time
@@ -84,7 +85,7 @@ class Asked:
     @property
     def is_in_place(self) -> bool:
         """Whether phalanx stands in the place of Gloo, for which the script asked."""
-        return self.backend is not None and cpu_backend(self.backend) == "gloo" and bool(_replace.origin())
+        return self.backend is not None and cpu_backend(self.backend) == "gloo" and bool(replace.origin())
 
     def check(self, backend: str = "phalanx") -> None:
         """Raise ValueError for an impossible rank or world size."""

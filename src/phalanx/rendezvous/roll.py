@@ -21,8 +21,13 @@ import phalanx
 from phalanx import _env
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._launched import start_time
-from phalanx._network import host_identity
-from phalanx._store import (
+from phalanx._text import enumerated
+from phalanx.host.network import host_identity
+from phalanx.rendezvous.asked import Asked, cpu_backend
+from phalanx.rendezvous.deadlines import NOTE_S, PART_S
+from phalanx.rendezvous.patience import Patience
+from phalanx.rendezvous.server import is_listening, who_left
+from phalanx.wire.store import (
     GarbledError,
     JsonStore,
     Shape,
@@ -33,11 +38,6 @@ from phalanx._store import (
     shared_pause,
     wait_until,
 )
-from phalanx._text import enumerated
-from phalanx.rendezvous.asked import Asked, cpu_backend
-from phalanx.rendezvous.deadlines import NOTE_S, PART_S
-from phalanx.rendezvous.patience import Patience
-from phalanx.rendezvous.server import is_listening, who_left
 
 _PAUSE_S = 0.005  # between questions to the store
 _MOST_NAMED = 8  # missing ranks

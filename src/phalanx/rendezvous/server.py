@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
 from phalanx._launched import Launch
-from phalanx._network import unresolved
+from phalanx.host.network import unresolved
 from phalanx.rendezvous.asked import Asked
 from phalanx.rendezvous.deadlines import CONNECT_S, FOLDER_S, NOTE_S, RIVAL_S
 from phalanx.rendezvous.patience import Patience

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx import _env, _shield, _torch
+from phalanx import _env, _torch
 from phalanx._errors import PhalanxError, require_linux
 from phalanx._last_words import tell_when_ended
 from phalanx._loop import LoopTools
-from phalanx._sockets import keep_paths_short
-from phalanx.launch.schedulers import Placement
+from phalanx._torch import shield
+from phalanx.host.schedulers import Placement
 from phalanx.record import gloo, writer
 from phalanx.session.arguments import naming_arguments
 from phalanx.session.meeting_point import contract, find_place, meet, place_by_hosts
+from phalanx.wire.sockets import keep_paths_short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +246,7 @@ def _create_group(
 
 
 def _session(place: Placement, device: torch.device, backend: str, reason: str = "") -> Session:
-    _shield.watch()
+    shield.watch()
     names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "scheduler")
     return Session(**{name: getattr(place, name) for name in names}, device=device, backend=backend, reason=reason)
 

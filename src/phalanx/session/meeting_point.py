@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from phalanx import _env, _settings, rendezvous
 from phalanx._errors import CollectiveTimeout
-from phalanx._network import NetworkError, host_identity, outside_address
-from phalanx._store import JsonStore, wait_until
-from phalanx.launch.schedulers import Placement, detect
+from phalanx.host.network import NetworkError, host_identity, outside_address
+from phalanx.host.schedulers import Placement, detect
+from phalanx.wire.store import JsonStore, wait_until
 
 _LOCAL_ADDRESS = "127.0.0.1"
 _HOSTS_S = 300.0  # for ranks that have met to report their hosts; one may be stopped in a debugger

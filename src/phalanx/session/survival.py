@@ -18,13 +18,13 @@ import torch.distributed as dist
 from phalanx import _env, _last_words, _torch
 from phalanx._errors import origins
 from phalanx._last_words import LastWords
-from phalanx._rank_group import call_when_alone
 from phalanx.checkpoint import loading, memory, saving
 from phalanx.launch.notes import note_end_for_restart
-from phalanx.launch.packets import PacketSocket
 from phalanx.launch.victims import is_victim
 from phalanx.record import writer
 from phalanx.session import leave_session
+from phalanx.wire.packets import PacketSocket
+from phalanx.wire.rank_group import call_when_alone
 
 _T = TypeVar("_T")
 _CONNECT_S = 2.0

@@ -22,11 +22,11 @@ from multiprocessing import context, forkserver, popen_forkserver, reduction, sp
 from typing import Any
 
 from phalanx import _env
-from phalanx._sockets import keep_paths_short
 from phalanx.launch.ahead import relevant
 from phalanx.launch.warden import children_of
 from phalanx.launch.worker import worker_main
 from phalanx.testing.fast_child import Child, Nobody, Preparation, Settings, installed_modules
+from phalanx.wire.sockets import keep_paths_short
 
 _PRELOAD = "phalanx.testing.fast_server"
 _READ_BY_INTERPRETER = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LANGUAGE|LC_.*")

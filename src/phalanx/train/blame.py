@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phalanx._nested import tensors_in
 from phalanx._text import counted
+from phalanx._torch.nested import tensors_in
 from phalanx.data.random_state import random_state_kept
 from phalanx.train.objective import Objective
 from phalanx.train.wrapper import is_sharded

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from phalanx._errors import ReplicaMismatch
-from phalanx._rank_group import RankGroup
 from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE, Sentinel
 from phalanx.train.finite import FiniteGuard
 from phalanx.train.preemption import Preemption
 from phalanx.train.run_log import RunLog
+from phalanx.wire.rank_group import RankGroup
 
 _AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
 _NOT_FINITE = 1 << 10  # above every signal's number, in what ranks agree on

@@ -11,7 +11,6 @@ import torch
 from torch.utils import data as torch_data
 
 from phalanx._errors import warn_caller
-from phalanx._rank_group import RankGroup
 from phalanx._text import counted, one_line
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.random_state import random_state_kept
@@ -19,6 +18,7 @@ from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.feed import Collate, Step, whatever
 from phalanx.train.worker_trial import WholeBatches, WorkerTrial, never_draws, untouched
+from phalanx.wire.rank_group import RankGroup
 
 
 class DatasetFeed:

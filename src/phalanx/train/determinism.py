@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx._rank_group import RankGroup
 from phalanx._torch import BatchNorm, foreach_add_
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.wrapper import is_sharded
+from phalanx.wire.rank_group import RankGroup
 
 
 def prepare(model: nn.Module) -> None:

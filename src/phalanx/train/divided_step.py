@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from phalanx import checkpoint
-from phalanx._rank_group import RankGroup
 from phalanx.parallel import DistributedDataParallel
 from phalanx.parallel.pieces import ELEMENTWISE
 from phalanx.session import Session
 from phalanx.train.shards import Shards, divisible, has_hooks, has_room
 from phalanx.train.wrapper import is_sharded
+from phalanx.wire.rank_group import RankGroup
 
 _NUM_TRIED, _NUM_COUNTED = 5, 3  # steps of each way; the first ones find nothing in place
 _LEAST_S = 1e-3  # a faster step is not worth a trial

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from phalanx import checkpoint
-from phalanx._nested import to_device
-from phalanx._rank_group import RankGroup
 from phalanx._text import counted
+from phalanx._torch.nested import to_device
 from phalanx.data.random_state import random_state_kept
 from phalanx.record import writer
 from phalanx.train.arguments import refuse_reserved
@@ -24,6 +23,7 @@ from phalanx.train.objective import Objective, outputs_of
 from phalanx.train.settings import Settings
 from phalanx.train.worker_trial import untouched
 from phalanx.train.wrapper import is_sharded
+from phalanx.wire.rank_group import RankGroup
 
 _NO_SAMPLES = "Trainer.{}: the data has no samples"
 

@@ -9,16 +9,16 @@ import torch
 from torch.utils import data as torch_data
 
 from phalanx._errors import warn_caller
-from phalanx._nested import num_collated, tensors_in
 from phalanx._ranges import share
-from phalanx._rank_group import RankGroup
 from phalanx._text import counted
+from phalanx._torch.nested import num_collated, tensors_in
 from phalanx.data.parts import have_the_same, refuse_different
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.seeds import seed_process
 from phalanx.train.feed import Collate, is_dataset
 from phalanx.train.loader_feed import is_divided
 from phalanx.train.worker_trial import untouched
+from phalanx.wire.rank_group import RankGroup
 
 Counted = tuple[Any, int]
 """A batch and its samples; with 0 it only keeps ranks together."""

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from phalanx._errors import NonFinite
-from phalanx._rank_group import RankGroup
 from phalanx._text import named
 from phalanx.train.blame import FINITE_BEFORE, UNKNOWN, Origin, Replay, first_bad_tensor, is_finite, local
 from phalanx.train.objective import Objective
 from phalanx.train.run_log import RunLog
+from phalanx.wire.rank_group import RankGroup
 
 _LOSS, _GRADIENT, _AVERAGED, _STATE = range(4)
 _FEW_ELEMS = 1 << 14  # are added up in no time
@@ -36,7 +36,7 @@ class Finding:
         order: Rank of the cause within the step: a loss spoils the gradients of all ranks, and these the parameters.
         epoch: Number of the epoch.
         what: Words for what is not finite.
-        origin: Where it began.
+        origin: Tensor and module in which it began.
     """
 
     step: int

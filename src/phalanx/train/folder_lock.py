@@ -6,10 +6,10 @@ import dataclasses
 import os
 
 from phalanx._errors import PhalanxError
-from phalanx._rank_group import RankGroup
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.claim import Claim, Note, claimant, is_other_side, other_side
 from phalanx.train import restarts
+from phalanx.wire.rank_group import RankGroup
 
 _PATIENCE_S = 1.0  # a holder that was just killed lets go when its memory is freed
 _PATIENCE_IN_RESTART_S = 10.0

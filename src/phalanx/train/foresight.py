@@ -12,10 +12,10 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from phalanx._errors import CheckpointError
-from phalanx._rank_group import RankGroup
 from phalanx._torch import MILESTONES_OF_SCHEDULER, PARTS_OF_SCHEDULER
 from phalanx.train.feed import Feed
 from phalanx.train.settings import Settings
+from phalanx.wire.rank_group import RankGroup
 
 _BENT = {  # by the attribute that says how long: what the learning rate does afterwards
     lr_scheduler.CosineAnnealingLR: ("T_max", "rises again"),

@@ -29,13 +29,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils import data as torch_data
 
 from phalanx._errors import CheckpointError, printable
-from phalanx._rank_group import RankGroup
 from phalanx._text import counted, listed, shortened
 from phalanx._torch import SCHEDULER_COUNTERS
 from phalanx.checkpoint.unpacking import form_of
 from phalanx.train.metrics import read_metrics
 from phalanx.train.origin import command_line
 from phalanx.train.settings import Settings
+from phalanx.wire.rank_group import RankGroup
 
 Facts = dict[str, str]
 

@@ -10,9 +10,8 @@ import torch
 from torch.utils import data as torch_data
 
 from phalanx._errors import warn_caller
-from phalanx._nested import tensors_in
-from phalanx._rank_group import RankGroup
 from phalanx._text import counted
+from phalanx._torch.nested import tensors_in
 from phalanx.data.loader import DataLoader
 from phalanx.data.parts import have_own_parts
 from phalanx.data.random_state import random_state_kept
@@ -20,6 +19,7 @@ from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed
 from phalanx.train.feed import Step, is_dataset, whatever
 from phalanx.train.worker_trial import untouched
+from phalanx.wire.rank_group import RankGroup
 
 _UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # instead of a batch's number of samples
 

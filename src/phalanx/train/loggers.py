@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx import _env
-from phalanx._files import write_whole
-from phalanx._rank_group import RankGroup
 from phalanx._text import one_line
 from phalanx.data.random_state import random_state_kept
 from phalanx.train.metrics import numbers_of, write_csv
+from phalanx.wire.files import write_whole
+from phalanx.wire.rank_group import RankGroup
 
 IDS = "loggers.json"
 """In the run's folder: under which ids the run is known elsewhere."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import checkpoint
-from phalanx._nested import with_tensors
+from phalanx._torch.nested import with_tensors
 from phalanx.train.wrapper import is_sharded
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx._files import open_regular, write_whole
+from phalanx.wire.files import open_regular, write_whole
 
 Record = dict[str, Any]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import checkpoint
-from phalanx._rank_group import RankGroup
 from phalanx.train.arguments import check_metrics, has_state, refuse_reserved
+from phalanx.wire.rank_group import RankGroup
 
 Loss = Callable[[Any, Any], Tensor]
 Step = Callable[[nn.Module, Any], Any]

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.utils import data as torch_data
 
-from phalanx._rank_group import RankGroup
 from phalanx._text import counted
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.loader import DIVIDING_LOADER
@@ -16,6 +15,7 @@ from phalanx.train.dataset_feed import DatasetFeed
 from phalanx.train.feed import Collate, Feed, is_dataset
 from phalanx.train.loader_feed import LoaderFeed, is_divided
 from phalanx.train.settings import Settings
+from phalanx.wire.rank_group import RankGroup
 
 
 def open_feed(

@@ -16,14 +16,14 @@ from torch import nn
 
 import phalanx
 from phalanx import _env, checkpoint
-from phalanx._cgroups import usable_cpus
-from phalanx._memory import in_force
-from phalanx._rank_group import RankGroup
 from phalanx._text import format_ranges
 from phalanx.doctor.limits import examine_swap
 from phalanx.doctor.processors import examine_places
-from phalanx.launch.cpus import read_machine
+from phalanx.host.block_pool import in_force
+from phalanx.host.cgroups import usable_cpus
+from phalanx.host.cpus import read_machine
 from phalanx.launch.notes import run_logs
+from phalanx.wire.rank_group import RankGroup
 
 _MAX_PIDS, _MAX_PLACES = 16, 8  # in a line
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")

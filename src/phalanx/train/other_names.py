@@ -68,7 +68,7 @@ def wrong_argument(call: str, name: str, known: Collection[str], of_trainer: Col
     """Return the error for an argument that a Trainer or one of its methods does not take.
 
     Args:
-        call: What was called, such as ``Trainer.fit``.
+        call: Name of the call, such as ``Trainer.fit``.
         known: Arguments that it takes.
         of_trainer: Arguments of a Trainer.
     """

@@ -14,10 +14,11 @@ import time
 from types import FrameType
 from typing import NoReturn
 
-from phalanx import _env, _shield
-from phalanx._rank_group import RankGroup
+from phalanx import _env
+from phalanx._torch import shield
 from phalanx.launch.notes import note_room_made, words_on_disk
 from phalanx.train.run_log import RunLog
+from phalanx.wire.rank_group import RankGroup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A signal may come twice, to each process and through the supervisor: a service manager's, Ctrl-C under torchrun.
@@ -44,7 +45,7 @@ class Preemption:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Preemption:
-        _shield.watch()
+        shield.watch()
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if number != signal.SIGINT or not _keeps_interrupts():

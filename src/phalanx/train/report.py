@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import quote
 
 import phalanx
-from phalanx._files import write_whole
 from phalanx._text import counted, listed
 from phalanx.record.box import SavedBoxes
 from phalanx.record.losses import place_of, repeated, sign_of, who_of
@@ -26,6 +25,7 @@ from phalanx.train import black_box, plots
 from phalanx.train.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
 from phalanx.train.plots import Point, number, seconds
 from phalanx.train.settings import mode_of
+from phalanx.wire.files import write_whole
 
 _NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
 # No HTML, and some move a terminal's cursor.

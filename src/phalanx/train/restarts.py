@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Sequence
 
 from phalanx import _env
-from phalanx._rank_group import RankGroup
 from phalanx.checkpoint.memory import memory
 from phalanx.session.survival import may_outlive
 from phalanx.train.loggers import IDS
+from phalanx.wire.rank_group import RankGroup
 
 _trained: dict[str, weakref.ref[object]] = {}  # who trained last in a folder
 _by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDictionary()  # who trained a model last

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from phalanx._errors import RankFailed
-from phalanx._rank_group import RankGroup
 from phalanx._text import broken, one_line
 from phalanx.checkpoint import Loaded
 from phalanx.record import writer
@@ -25,6 +24,7 @@ from phalanx.train.objective import NamedParts
 from phalanx.train.progress import ProgressBar
 from phalanx.train.report import write_report
 from phalanx.train.settings import Settings
+from phalanx.wire.rank_group import RankGroup
 
 _LINE_EVERY_S = 10.0
 _VICTIMS_CLOSE_S = 0.5

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx import checkpoint
-from phalanx._rank_group import RankGroup
 from phalanx._text import counted
 from phalanx.checkpoint.memory import memory
 from phalanx.launch.notes import note_checkpoints
 from phalanx.train.judge import Judge
 from phalanx.train.run_log import RunLog
 from phalanx.train.settings import Settings
+from phalanx.wire.rank_group import RankGroup
 
 LEAST_S = 600.0
 """Between two checkpoints on disk at the ends of epochs, where other hosts keep the state in memory."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from phalanx import _torch
-from phalanx._cgroups import known_memory
-from phalanx._tensors import is_one_range
+from phalanx._torch.tensors import is_one_range
+from phalanx.host.cgroups import known_memory
 from phalanx.parallel.layout import flat, shaped
 from phalanx.parallel.pieces import CUT_ELEMS
 from phalanx.parallel.shared_memory import shared_tensor

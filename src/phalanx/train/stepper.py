@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from phalanx import checkpoint
 from phalanx._loop import synchronizing
-from phalanx._nested import to_device
-from phalanx._rank_group import RankGroup
 from phalanx._torch import foreach_mul_
+from phalanx._torch.nested import to_device
 from phalanx.parallel import DistributedDataParallel
 from phalanx.parallel.sentinel import Sentinel, kind_of_processor
 from phalanx.session import Session
@@ -25,6 +24,7 @@ from phalanx.train.memory_format import lay_out_batch
 from phalanx.train.objective import NamedParts, Objective
 from phalanx.train.run_log import RunLog
 from phalanx.train.settings import Settings
+from phalanx.wire.rank_group import RankGroup
 
 _NOTHING: Any = contextlib.nullcontext()
 

@@ -16,7 +16,6 @@ from typing_extensions import Unpack
 
 from phalanx import _trial, checkpoint, session
 from phalanx._errors import NonFinite, RankFailed, ReplicaMismatch
-from phalanx._rank_group import RankGroup
 from phalanx.checkpoint.loading import why_not_loadable
 from phalanx.checkpoint.memory import memory
 from phalanx.data import RandomState
@@ -50,6 +49,7 @@ from phalanx.train.settings import GivenSettings, Settings, SignatureWithSetting
 from phalanx.train.snapshots import Snapshots
 from phalanx.train.stepper import Stepper
 from phalanx.train.wrapper import leave_wrapper, wrap
+from phalanx.wire.rank_group import RankGroup
 
 _OF_JUDGE = {"monitor", "mode", "patience"}
 

@@ -17,11 +17,11 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from phalanx import _trial
-from phalanx._cgroups import usable_cpus
 from phalanx._errors import warn_caller
-from phalanx._rank_group import RankGroup
 from phalanx.data.random_state import random_state_kept
+from phalanx.host.cgroups import usable_cpus
 from phalanx.train.shareable import unshareable
+from phalanx.wire.rank_group import RankGroup
 
 _NUM_SETTLING, _NUM_COUNTED = 2, 5  # steps
 _NEGLIGIBLE = 0.03  # of a step

@@ -16,9 +16,9 @@ from typing import Any, NoReturn, TextIO
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
-from phalanx._memory import MemoryPolicy, choose
 from phalanx._text import columns
-from phalanx.launch.cpus import Share, read_machine
+from phalanx.host.block_pool import MemoryPolicy, choose
+from phalanx.host.cpus import Share, read_machine
 from phalanx.launch.flag_parser import add_flags, split_off_flags, without_flags
 from phalanx.launch.flag_values import number
 from phalanx.launch.flags import Flag, Setting

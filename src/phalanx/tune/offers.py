@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx import _env, _trial
-from phalanx._cgroups import read
+from phalanx.host.cgroups import read
 from phalanx.tune.trials import Setup
 
 _LEAST_LOADING = 0.05  # share of a step that waits for the loader, from which on workers are tried

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx._text import counted
-from phalanx.launch.cpus import Machine
+from phalanx.host.cpus import Machine
 from phalanx.tune.offers import Offer, offers
 from phalanx.tune.trials import Failed, Setup, Trials
 

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from phalanx import _trial
-from phalanx._files import write_whole
 from phalanx.launch.trial_job import Ended, TrialJob
+from phalanx.wire.files import write_whole
 
 _Answer = TypeVar("_Answer")
 

@@ -30,10 +30,10 @@ def tell(trained: torch.nn.Module, **more: object) -> None:
     """Write what was trained to the file that OUT names."""
     if dist.get_rank():
         return
-    from phalanx import _replace
+    from phalanx._torch import replace
 
     weights = [value.double().sum().item() for value in trained.state_dict().values() if value.is_floating_point()]
-    words = {"weights": weights, "backend": dist.get_backend(), "replaced_by": _replace.origin(), **more}
+    words = {"weights": weights, "backend": dist.get_backend(), "replaced_by": replace.origin(), **more}
     with open(os.environ["OUT"], "w") as file:
         json.dump(words, file)
     print(json.dumps({name: value for name, value in words.items() if name != "cases"}), file=sys.stderr)

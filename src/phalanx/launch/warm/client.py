@@ -17,9 +17,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from phalanx import _env
-from phalanx._peer import peer_of
 from phalanx.launch.endings import end_like
-from phalanx.launch.warm import places, wire
+from phalanx.launch.warm import wire
+from phalanx.wire import places
+from phalanx.wire.peer import peer_of
 
 _IMPORT_S = 120.0  # in which a warm process has imported torch
 _START_S = 60.0  # in which its fork has found out whether it can go on in our place

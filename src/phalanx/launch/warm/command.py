@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import columns, counted
-from phalanx.launch.warm import places, starter
+from phalanx.launch.warm import starter
+from phalanx.wire import places
 
 _RIGHT = "phalanx warm --list|--stop"
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from phalanx import _env
+from phalanx.host.descriptors import take_streams
 from phalanx.launch.ahead import Imports
-from phalanx.launch.descriptors import take_streams
 from phalanx.launch.keeper import fork_warden
 from phalanx.launch.warden import draw_anew, hold_signals, serve, way_into_script
 from phalanx.launch.warm import wire
@@ -28,12 +28,12 @@ class Loaded:
     """A warm process's state that its jobs need.
 
     Attributes:
-        interpreter: Its interpreter, which can go on into any script.
+        interpreter: Interpreter of the process, which can go on into any script.
         environ: Environment with which it has imported torch.
-        imports: What it has imported.
+        imports: Modules that it has imported.
         before: Modules that Python itself had loaded at start.
         shared: Modules that ranks keep; the others are the supervisor's.
-        words: What its imports have printed.
+        words: Output of its imports.
         tell: Pipe on which it is told how long it is to stay, as a C double.
     """
 
@@ -50,7 +50,7 @@ class Embryo:
     """The supervisor's hold on it.
 
     Attributes:
-        pid: Its process id; it is a child of this process.
+        pid: Process id; it is a child of this process.
         client_pid: Process that stands for the job at the terminal.
     """
 

@@ -16,13 +16,14 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from phalanx._peer import peer_of
 from phalanx.launch.ahead import Imports
 from phalanx.launch.warden import has_threads_or_devices
-from phalanx.launch.warm import facts, places, wire
+from phalanx.launch.warm import facts, wire
 from phalanx.launch.warm.embryo import Loaded
 from phalanx.launch.warm.guard import STAY_S, guard
 from phalanx.launch.warm.interpreter import Interpreter
+from phalanx.wire import places
+from phalanx.wire.peer import peer_of
 
 _ANSWER_S = 1.0  # in which a client has to say what it wants, once it has connected
 _LOOK_S = 60.0  # between looks whether the socket is still there
@@ -36,7 +37,7 @@ class WarmServer:
         place: Descriptors of the listening socket and of a pipe with what the imports have printed, and the socket's
             path, as `starter.start` wrote them.
         environ: Environment with which this process has imported torch.
-        imports: What it has imported.
+        imports: Modules that it has imported.
         before: Modules that Python itself had loaded at start.
         shared: Modules that ranks are to find imported.
         trouble: Reason that the imports failed; empty if they did not.

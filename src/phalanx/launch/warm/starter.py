@@ -15,11 +15,12 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from phalanx import _env
-from phalanx._peer import peer_of
-from phalanx.launch.descriptors import take_streams
+from phalanx.host.descriptors import take_streams
 from phalanx.launch.warden import SETTINGS_VARIABLE, die_with_parent
 from phalanx.launch.warden_client import with_hook
-from phalanx.launch.warm import client, facts, places, wire
+from phalanx.launch.warm import client, facts, wire
+from phalanx.wire import places
+from phalanx.wire.peer import peer_of
 
 _MAX_PROCESSES = 4  # of one user; the least recently used goes
 _NAME = "phalanx-warm"  # what a warm process runs, for ps; there is no such script

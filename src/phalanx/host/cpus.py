@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import NamedTuple, TypeVar
 
-from phalanx import _cgroups
-from phalanx._cgroups import read, usable_cpus
 from phalanx._ranges import share
 from phalanx._text import counted, format_ranges
+from phalanx.host import cgroups
+from phalanx.host.cgroups import read, usable_cpus
 
 _Item = TypeVar("_Item")
 
@@ -28,7 +28,7 @@ class Share:
     """One rank's part of the machine.
 
     Attributes:
-        num_threads: For OMP_NUM_THREADS and its like, at least 1.
+        num_threads: Value of OMP_NUM_THREADS and its like, at least 1.
         used_threads: Number that the rank will have: `num_threads`, unless the user has set OMP_NUM_THREADS.
         cpus: Numbers of the CPUs that the rank is pinned to; empty: not pinned.
         is_crowded: Whether the threads of all ranks are more than the CPUs: one that spins while it waits then takes
@@ -125,7 +125,7 @@ def _numa_nodes(root: str) -> dict[int, int]:
 
 def _quota_cpus(root: str) -> float | None:
     """Return the least quota on the way up from our cgroup, of version 2 or 1."""
-    return min((quota for cgroup in _cgroups.folders("cpu", root) if (quota := _quota_of(cgroup))), default=None)
+    return min((quota for cgroup in cgroups.folders("cpu", root) if (quota := _quota_of(cgroup))), default=None)
 
 
 def _quota_of(cgroup: str) -> float | None:

@@ -50,8 +50,8 @@ def watch() -> None:
     setattr(BaseProcess, "start", start_shielded)  # noqa: B010  mypy
     atexit.register(_end_workers, os.getpid())
     server: Any = forkserver._forkserver
-    if "phalanx._forkserver" not in server._preload_modules:
-        forkserver.set_forkserver_preload(["phalanx._forkserver", *server._preload_modules])
+    if "phalanx._torch.forkserver" not in server._preload_modules:
+        forkserver.set_forkserver_preload(["phalanx._torch.forkserver", *server._preload_modules])
 
 
 def loads_data(process: object) -> bool:

@@ -14,8 +14,8 @@ import os
 from collections.abc import Mapping
 
 from phalanx import _env
-from phalanx._cgroups import cgroup_memory, host_memory, memory_gauges, read, unreadable
 from phalanx._text import in_units
+from phalanx.host.cgroups import cgroup_memory, host_memory, memory_gauges, read, unreadable
 
 CHOICES = ("auto", "default")
 _LEAST_BYTES = 1 << 30  # of each rank: with less, what is kept would be given back all the time

@@ -7,13 +7,13 @@ forks begins without hearing them, too; workers of loaders hear them when they a
 import signal
 from multiprocessing import process, util
 
-from phalanx import _shield
+from phalanx._torch import shield
 
 
 def _hear_again(_: object) -> None:
-    if not _shield.loads_data(process.current_process()):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _shield.SIGNALS)
+    if not shield.loads_data(process.current_process()):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, shield.SIGNALS)
 
 
-signal.pthread_sigmask(signal.SIG_BLOCK, _shield.SIGNALS)
+signal.pthread_sigmask(signal.SIG_BLOCK, shield.SIGNALS)
 util.register_after_fork(_hear_again, _hear_again)

@@ -11,7 +11,7 @@ import sys
 import time
 
 from phalanx import _env
-from phalanx._peer import peer_of
+from phalanx.wire.peer import peer_of
 
 TYPE_CHECKING = False  # to import typing would take longer than all the rest
 if TYPE_CHECKING:

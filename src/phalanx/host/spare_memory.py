@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx._cgroups import cgroup_memory, host_memory
+from phalanx.host.cgroups import cgroup_memory, host_memory
 
 _MAX_SHARE = 0.25  # of the host's memory and of each cgroup's limit, for all snapshots
 _MAX_SHARE_OF_REST = 0.5  # of what is not used of them: training goes on to need some
