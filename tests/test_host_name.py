@@ -9,8 +9,8 @@ from pathlib import Path
 
 import phalanx
 from phalanx import _env
-from phalanx._last_words import LastWords
 from phalanx.diagnose.top import as_json
+from phalanx.failure.last_words import LastWords
 
 PACKAGE = Path(phalanx.__file__).parent
 ASKS_THE_SYSTEM = {  # what is about the machine itself, whatever people call it

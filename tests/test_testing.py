@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.launch.failure import first_true_failure
+from phalanx.failure.report import first_true_failure
 from phalanx.testing import RankError, await_release, kill_rank, reached, run_ranks, spawn_ranks
 
 

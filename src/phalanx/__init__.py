@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         shard_iterable,
     )
     from phalanx.debugging.breakpoints import breakpoint
+    from phalanx.failure.outcome import RankError
     from phalanx.host.block_pool import tune_process
-    from phalanx.launch.outcome import RankError
     from phalanx.launch.spawn import SpawnContext, spawn
     from phalanx.parallel import (
         DataParallel,
@@ -114,7 +114,7 @@ _EXPORTS = {
         "NonFinite OutOfSharedMemory RankFailed ReplicaMismatch",
         "_settings": "GroupOptions",
         "debugging.breakpoints": "breakpoint",
-        "launch.outcome": "RankError",
+        "failure.outcome": "RankError",
         "launch.spawn": "SpawnContext spawn",
         "session": "Session init shutdown",
         "session.survival": "resilient",

@@ -65,7 +65,7 @@ _COMMANDS = {
     "explain": _Command(
         "phalanx explain [NAME | MESSAGE]",
         "say what an error message means and what to do about it",
-        "explain.command",
+        "failure.explain.explain",
         needs_linux=False,
     ),
     "ckpt": _Command(

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from phalanx import cli
-from phalanx.explain.entries import entries
+from phalanx.failure.explain.entries import entries
 
 
 def explain(capsys, *args):

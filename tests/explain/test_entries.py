@@ -10,8 +10,8 @@ import pytest
 
 import phalanx
 from phalanx._errors import _ENTRIES, KINDS, PhalanxError
-from phalanx.explain.entries import LANGUAGES, TOPICS, Entry, entries
-from phalanx.explain.search import find
+from phalanx.failure.explain.entries import LANGUAGES, TOPICS, Entry, entries
+from phalanx.failure.explain.search import find
 
 PACKAGE = Path(phalanx.__file__).parent
 DOCS = PACKAGE.parents[1] / "docs"
@@ -114,7 +114,7 @@ def addresses() -> set[str]:
 
 
 def test_every_address_that_is_printed_has_an_entry() -> None:
-    from phalanx.launch.hints import _EXPLAINED_SIGNALS, _HINTS
+    from phalanx.failure.hints import _EXPLAINED_SIGNALS, _HINTS
 
     printed = addresses() | {hint.entry for hint in _HINTS if hint.entry} | {*_EXPLAINED_SIGNALS.values()}
     assert len(printed) > 30
@@ -140,7 +140,7 @@ def test_every_topic_has_a_page_in_both_languages() -> None:
         index = (DOCS / language / "errors" / "index.md").read_text()
         for topic in TOPICS:
             page = (DOCS / language / "errors" / f"{topic}.md").read_text()
-            assert f"src/phalanx/explain/{language}/{topic}.md" in page
+            assert f"src/phalanx/failure/explain/{language}/{topic}.md" in page
             assert re.search(rf"^{topic}$", index, re.MULTILINE), f"the toctree lacks {topic}"
         for name, entry in entries(language).items():
             assert f"({entry.topic}.md#{name})" in index, f"{language}: the list lacks {name}"

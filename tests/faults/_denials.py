@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import PhalanxError
-from phalanx.launch.outcome import Outcome
+from phalanx.failure.outcome import Outcome
 from phalanx.testing import reached, spawn_ranks
 from tests.denial import OF_THREADS, OF_UNIX, SHARED, deny
 

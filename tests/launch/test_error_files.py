@@ -12,10 +12,10 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx import _last_words
 from phalanx._errors import Failure
-from phalanx._last_words import LastWords
-from phalanx.launch.failure import first_true_failure
+from phalanx.failure import last_words
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.report import first_true_failure
 from tests.launch.jobs import run_job
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -193,25 +193,25 @@ GOOD = LastWords(
 
 def test_what_was_written_is_read(tmp_path):
     path = str(tmp_path / "error.json")
-    _last_words.write(path, GOOD.record(0, 7))
-    assert _last_words.read(path, 7) == GOOD
-    assert _last_words.read(path, 8) is None  # of another process
+    last_words.write(path, GOOD.record(0, 7))
+    assert last_words.read(path, 7) == GOOD
+    assert last_words.read(path, 8) is None  # of another process
     assert os.listdir(tmp_path) == ["error.json"]
 
 
 def test_a_file_that_is_cut_off_huge_or_no_file_is_none(tmp_path):
     path = str(tmp_path / "error.json")
-    assert _last_words.read(path, 7) is None
+    assert last_words.read(path, 7) is None
     os.mkfifo(path)
-    assert _last_words.read(path, 7) is None
+    assert last_words.read(path, 7) is None
     os.remove(path)
     whole = json.dumps(GOOD.record(0, 7))
     for content in (whole[:-9], "", "[" * 100_000, whole + " " * (5 << 20)):
         (tmp_path / "error.json").write_text(content)
-        assert _last_words.read(path, 7) is None
+        assert last_words.read(path, 7) is None
     with open(path, "w") as sparse:
         sparse.truncate(1 << 40)
-    assert _last_words.read(path, 7) is None
+    assert last_words.read(path, 7) is None
 
 
 JSON = st.recursive(
@@ -229,9 +229,9 @@ STACK = st.fixed_dictionaries({"extraInfo": st.fixed_dictionaries({"py_callstack
 def test_any_content_is_read_or_left(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_text(json.dumps(content))
-    words = _last_words.read(str(path), 7)
+    words = last_words.read(str(path), 7)
     if words is not None:
-        assert _last_words.LastWords(**vars(words)).summary
+        assert last_words.LastWords(**vars(words)).summary
         assert "\n" not in words.message
         assert len(words.lines) <= 401
 
@@ -239,7 +239,7 @@ def test_any_content_is_read_or_left(tmp_path_factory, content):
 def test_a_long_traceback_is_written_so_that_it_is_read(tmp_path):
     path = str(tmp_path / "error.json")
     words = LastWords("E", "\U0001f600" * 100_000, ("\U0001f600" * 5000,) * 5000, is_told=True)
-    _last_words.write(path, words.record(0, 7))
-    found = _last_words.read(path, 7)
+    last_words.write(path, words.record(0, 7))
+    found = last_words.read(path, 7)
     assert found is not None
     assert (found.kind, len(found.lines)) == ("E", 401)

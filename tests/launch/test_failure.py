@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from phalanx.launch.hints import hint_for
-from phalanx.launch.outcome import Outcome
+from phalanx.failure.hints import hint_for
+from phalanx.failure.outcome import Outcome
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -72,7 +72,7 @@ def test_the_end_says_how_where_and_what_to_do(tmp_path, source, code, said, hin
 
 
 KILLED_AT_ONCE = """
-from phalanx.launch.notes import note_checkpoints
+from phalanx.record.notes import note_checkpoints
 if RANK == 0:
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     os.mkdir("checkpoints")

@@ -8,13 +8,13 @@ import os
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.launch.failure import report
-from phalanx.launch.folding import COLUMNS, ROWS
-from phalanx.launch.hints import hint_for
-from phalanx.launch.outcome import Outcome, read_stderr
+from phalanx.failure.folding import COLUMNS, ROWS
+from phalanx.failure.hints import hint_for
+from phalanx.failure.outcome import Outcome, read_stderr
+from phalanx.failure.report import report
+from phalanx.failure.tracebacks import HeldTracebacks
 from phalanx.launch.output import LiveStream, Screen, printable
 from phalanx.launch.shared_causes import cause_of, end_of, read_cause
-from phalanx.launch.tracebacks import HeldTracebacks
 from tests.launch.streams import Kept
 
 MIB = 1 << 20

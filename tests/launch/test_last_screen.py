@@ -11,12 +11,12 @@ import sys
 
 import pytest
 
-from phalanx._last_words import LastWords
-from phalanx.launch.failure import report
+from phalanx.failure.folding import COLUMNS, ROWS, fold
+from phalanx.failure.hints import hint_for
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.outcome import Outcome, last_words_in
+from phalanx.failure.report import report
 from phalanx.launch.flag_parser import hint_for_flags
-from phalanx.launch.folding import COLUMNS, ROWS, fold
-from phalanx.launch.hints import hint_for
-from phalanx.launch.outcome import Outcome, last_words_in
 from tests.launch import mistakes
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN
 

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from phalanx.launch import tracebacks
+from phalanx.failure import tracebacks
+from phalanx.failure.tracebacks import HeldTracebacks
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.output import LineStream, LiveStream, Screen
-from phalanx.launch.tracebacks import HeldTracebacks
 from tests.launch.streams import Kept
 
 

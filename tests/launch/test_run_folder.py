@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from phalanx.launch.run_folder import LAUNCH_LOG, NUM_KEPT
+from phalanx.record.run_folder import LAUNCH_LOG, NUM_KEPT
 from tests.launch.jobs import run_job
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")

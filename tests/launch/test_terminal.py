@@ -57,7 +57,7 @@ def test_ctrl_c_ends_the_job_in_one_line_without_a_traceback(terminal):
 def test_a_second_ctrl_c_kills_at_once_and_says_what_was_saved(terminal, does, said):
     screen = terminal(
         f"""
-        from phalanx.launch.notes import note_room_made
+        from phalanx.record.notes import note_room_made
         def stay(*_):
             {does}
             print("not yet", flush=True)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from phalanx._errors import Failure
 from phalanx._errors.facts import Peer
-from phalanx._last_words import LastWords
-from phalanx.launch.outcome import Outcome, alike, find_culprit, read_stderr
-from phalanx.launch.victims import is_victim
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.outcome import Outcome, alike, find_culprit, read_stderr
+from phalanx.failure.victims import is_victim
 
 
 def peer_dies(rank, world_size, operation):

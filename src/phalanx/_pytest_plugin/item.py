@@ -21,8 +21,8 @@ from phalanx import _env
 from phalanx._pytest_plugin import shown
 from phalanx._pytest_plugin.marks import Options, checked_sizes
 from phalanx._pytest_plugin.on_rank import Task, Told, run_test
-from phalanx.launch.failure import first_true_failure, heads
-from phalanx.launch.outcome import Outcome, find_culprit
+from phalanx.failure.outcome import Outcome, find_culprit
+from phalanx.failure.report import first_true_failure, heads
 from phalanx.launch.pages import fork_cheaply
 from phalanx.launch.workers import Workers
 from phalanx.testing.rank import Group

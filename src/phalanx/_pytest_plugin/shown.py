@@ -21,8 +21,8 @@ from _pytest._code.code import (
 )
 
 from phalanx._errors import PhalanxError
-from phalanx._last_words import LastWords, owner_of, text_of
-from phalanx.launch.outcome import Outcome
+from phalanx.failure.last_words import LastWords, owner_of, text_of
+from phalanx.failure.outcome import Outcome
 
 NOT_MARKED = "the fixture {} is that of a test on ranks: mark the test with @pytest.mark.ranks(2)"
 BEFORE_FORK = (

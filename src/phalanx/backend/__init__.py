@@ -19,7 +19,6 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core, _torch
 from phalanx._alone import count_exchanges
 from phalanx._env import seconds
-from phalanx._last_words import tell_when_ended
 from phalanx._launched import met_in
 from phalanx._settings import GroupOptions
 from phalanx.backend._adapters import (
@@ -41,6 +40,7 @@ from phalanx.backend._members import Ranks
 from phalanx.backend._ops import Operations
 from phalanx.backend._work import settle_futures
 from phalanx.debugging import attached
+from phalanx.failure.last_words import tell_when_ended
 from phalanx.record import writer
 from phalanx.record.sites import call_site, shown_file
 

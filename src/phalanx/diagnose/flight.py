@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from phalanx._env import host_name
 from phalanx._errors import printable
-from phalanx._last_words import owner_of
 from phalanx.diagnose.stacks import folder_of
+from phalanx.failure.last_words import owner_of
 from phalanx.host.processes import Process, environment_of
 from phalanx.record.box import Box, Event
 from phalanx.wire.files import open_regular

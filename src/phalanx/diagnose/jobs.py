@@ -31,8 +31,8 @@ from phalanx.host.processes import (
 )
 from phalanx.host.schedulers import Placement, detect
 from phalanx.launch import keeper
-from phalanx.launch.run_folder import logs_beside
 from phalanx.record import box
+from phalanx.record.run_folder import logs_beside
 
 NO_JOB = "no job"
 """Launcher of a process that is no rank of a job."""

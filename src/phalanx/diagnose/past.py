@@ -13,19 +13,19 @@ from io import FileIO
 from pathlib import Path
 
 from phalanx._errors import printable
-from phalanx._last_words import LastWords, owner_of
 from phalanx.diagnose.activity import Call, Look, activity_of, call_of
 from phalanx.diagnose.answer import Answer, RankSeen, left_record
 from phalanx.diagnose.findings import Finding, find
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks
-from phalanx.launch.outcome import last_words_in, signal_name
-from phalanx.launch.run_folder import logs_beside, logs_of, name_of
-from phalanx.launch.victims import is_victim
+from phalanx.failure.last_words import LastWords, owner_of
+from phalanx.failure.outcome import last_words_in, signal_name
+from phalanx.failure.victims import is_victim
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_boxes
 from phalanx.record.clocks import load_clocks
 from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
+from phalanx.record.run_folder import logs_beside, logs_of, name_of
 from phalanx.wire.files import open_regular, read_json
 
 _INTERRUPT = KeyboardInterrupt.__name__

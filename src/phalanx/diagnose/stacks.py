@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx._last_words import owner_of
+from phalanx.failure.last_words import owner_of
 from phalanx.host.kernel import status_of
 from phalanx.record.box import number_inside
 

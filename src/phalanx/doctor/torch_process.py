@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.torch_side import command
-from phalanx.launch.outcome import signal_name
+from phalanx.failure.outcome import signal_name
 from phalanx.wire.packets import PacketSocket
 
 Say = Callable[[str], None]

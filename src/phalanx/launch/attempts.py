@@ -8,18 +8,18 @@ import time
 from collections.abc import Sequence
 
 from phalanx._snapshots import announce_restart, forbid
+from phalanx.failure.outcome import Outcome
+from phalanx.failure.report import brief_report
+from phalanx.failure.victims import is_victim
 from phalanx.host.block_pool import MemoryPolicy
 from phalanx.host.cgroups import count_oom_kills
 from phalanx.host.ports import ReservedPort, port_advice, port_problem
 from phalanx.launch.deadlines import AT_ONCE_S
 from phalanx.launch.environment import Attempt
-from phalanx.launch.failure import brief_report
 from phalanx.launch.job import Job
 from phalanx.launch.local_size import LocalSize
 from phalanx.launch.modules import modules_file
-from phalanx.launch.outcome import Outcome
 from phalanx.launch.supervisor import Supervisor
-from phalanx.launch.victims import is_victim
 
 
 def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from phalanx._text import named
+from phalanx.failure.tracebacks import Stream
 from phalanx.launch.deadlines import SAME_S
-from phalanx.launch.tracebacks import Stream
 
 _WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # of Python, its line of source below
 _LOGGED = re.compile(rb"^\[[EWI]\d{4} [\d:.]+ (?:\d+ )?")  # of torch's C++, with the time and perhaps the thread

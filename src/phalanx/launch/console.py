@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from phalanx._text import broken_at
+from phalanx.failure.tracebacks import Stream
 from phalanx.launch.chorus import Chorus, Voice
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
 from phalanx.launch.output import Screen, prefix, printable
 from phalanx.launch.ranks import Output, Rank
-from phalanx.launch.run_folder import LAUNCH_LOG, RunFolder
-from phalanx.launch.tracebacks import Stream
+from phalanx.record.run_folder import LAUNCH_LOG, RunFolder
 
 _STREAMS = {"stdout": 1, "stderr": 2}
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from phalanx._snapshots import Head, common_heads, last_copied, newest_attempt, wanted_replicas
 from phalanx._text import counted
+from phalanx.failure.outcome import Outcome
 from phalanx.launch.deadlines import AT_ONCE_S
 from phalanx.launch.job import Job
-from phalanx.launch.outcome import Outcome
 
 
 class LocalSize:

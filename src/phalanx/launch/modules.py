@@ -9,7 +9,7 @@ import sys
 import sysconfig
 
 from phalanx.launch import ahead
-from phalanx.launch.notes import own_folder
+from phalanx.record.notes import own_folder
 from phalanx.wire.files import write_whole
 
 _MODULES = "modules.json"

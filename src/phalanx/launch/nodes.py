@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 
 from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._text import counted, named
+from phalanx.failure.outcome import Outcome
 from phalanx.host.cgroups import count_oom_kills
 from phalanx.launch.attempts import give_up_memory, say_failure, words_of_used_restarts
 from phalanx.launch.environment import Attempt
 from phalanx.launch.job import Job
 from phalanx.launch.local_size import SharedSize
 from phalanx.launch.orders import Orders
-from phalanx.launch.outcome import Outcome
 from phalanx.launch.shared_causes import NODE_LOST, end_of, is_interruption
 from phalanx.launch.supervisor import Supervisor
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from phalanx._env import PREEMPTED_CODE
 from phalanx._snapshots import announce_restart, newest_attempt
+from phalanx.failure.outcome import Outcome
 from phalanx.host.ports import ReservedPort
 from phalanx.launch.agent import RUN_AGENT
 from phalanx.launch.deadlines import AGENT_S, ANSWERS_S, NODES_S
 from phalanx.launch.greeting import script_of
 from phalanx.launch.job import Job
 from phalanx.launch.local_size import SharedSize, is_ahead, newest_steps
-from phalanx.launch.outcome import Outcome
 from phalanx.launch.replicas import Replicas
 from phalanx.launch.shared_causes import cause_of
 from phalanx.launch.supervisor import Supervisor

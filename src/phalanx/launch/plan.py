@@ -20,10 +20,10 @@ from phalanx.launch.flag_parser import read_flags
 from phalanx.launch.flags import Flag, Setting
 from phalanx.launch.job import Job
 from phalanx.launch.node_flags import STATIC_PORT, check_nodes, rendezvous, scheduled_flags, with_spares
-from phalanx.launch.run_folder import base_of
 from phalanx.launch.script_head import Head, read_head
 from phalanx.launch.target import command_of, flags_behind_the_script
 from phalanx.launch.tuned import Tuned, recall
+from phalanx.record.run_folder import base_of
 
 _TUNED = "auto: phalanx tune"
 

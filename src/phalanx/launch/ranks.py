@@ -15,12 +15,12 @@ import tty
 from collections.abc import Callable
 
 from phalanx._env import PREEMPTED_CODE
-from phalanx._last_words import LastWords
-from phalanx.launch.notes import has_ended_for_restart
-from phalanx.launch.outcome import Outcome, last_words_in, read_stderr, write_error_file
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.outcome import Outcome, last_words_in, read_stderr, write_error_file
+from phalanx.failure.tracebacks import HeldTracebacks, Stream
+from phalanx.failure.victims import is_victim
 from phalanx.launch.output import LineStream, LiveStream, Screen, prefix
-from phalanx.launch.tracebacks import HeldTracebacks, Stream
-from phalanx.launch.victims import is_victim
+from phalanx.record.notes import has_ended_for_restart
 
 _LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
 _MAX_READS = 64  # more than a full pipe

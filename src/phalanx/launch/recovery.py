@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.launch.outcome import Outcome
+from phalanx.failure.outcome import Outcome
 from phalanx.record.beginning import Before, Beginning, is_numbered, num_repeated, read_before
 from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
 from phalanx.record.losses import Loss, folder_of, save_loss, words_of

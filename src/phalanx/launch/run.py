@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 from phalanx import _env
 from phalanx._text import filled
+from phalanx.failure.hints import hint_for
+from phalanx.failure.report import report, words_of_resuming
 from phalanx.host.cgroups import count_oom_kills
 from phalanx.host.descriptors import descriptor_problem, open_streams
 from phalanx.host.ports import port_advice, port_problem
 from phalanx.launch.attempts import run_on_this_node
-from phalanx.launch.failure import report, words_of_resuming
 from phalanx.launch.flag_parser import hint_for_flags
-from phalanx.launch.hints import hint_for
 from phalanx.launch.job import MESSAGE_COLUMNS, Job
 from phalanx.launch.neighbors import RUN, Claim, Presence, crowding
-from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.supervisor import Supervisor
+from phalanx.record.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from phalanx.launch.outcome import Outcome
+    from phalanx.failure.outcome import Outcome
     from phalanx.launch.warm.embryo import Embryo
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx._env import host_name
-from phalanx._last_words import LastWords
 from phalanx._text import named
-from phalanx.launch.folding import ROWS, fold
-from phalanx.launch.outcome import Outcome
+from phalanx.failure.folding import ROWS, fold
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.outcome import Outcome
 from phalanx.launch.views import MOST_RANKS, Cause, State, View
 
 NODE_LOST = "NodeLost"

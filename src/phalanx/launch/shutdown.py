@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from phalanx._text import named
+from phalanx.failure.outcome import find_culprit
 from phalanx.launch.deadlines import CAUSE_S, KILL_S, LATE_S, SAME_S, STOP_S
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
-from phalanx.launch.outcome import find_culprit
 from phalanx.launch.ranks import Rank
 from phalanx.launch.survivors import Survivors
 from phalanx.launch.wardens import Wardens

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx import _env
+from phalanx.failure.report import first_true_failure
 from phalanx.host.cpus import divide, read_machine
 from phalanx.launch.deadlines import CAUSE_S, GRACE_S, KILL_S
 from phalanx.launch.environment import thread_environment
-from phalanx.launch.failure import first_true_failure
 from phalanx.launch.neighbors import SPAWN, Claim, Presence, crowding
 from phalanx.launch.workers import Workers
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from phalanx import _env
 from phalanx._launched import Notes
 from phalanx._text import counted, named
+from phalanx.failure.outcome import Outcome, find_culprit, read_stderr
 from phalanx.host.block_pool import of_rank
 from phalanx.host.cpus import Share
 from phalanx.host.descriptors import raise_descriptor_limit
@@ -25,12 +26,9 @@ from phalanx.launch.environment import Attempt, rank_environment, shared_environ
 from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
 from phalanx.launch.keyboard import Keyboard
-from phalanx.launch.notes import has_made_room, words_of_checkpoints
-from phalanx.launch.outcome import Outcome, find_culprit, read_stderr
 from phalanx.launch.output import Screen
 from phalanx.launch.ranks import Rank
 from phalanx.launch.recovery import Recovery
-from phalanx.launch.run_folder import RunFolder
 from phalanx.launch.shutdown import Shutdown
 from phalanx.launch.stragglers import StragglerWatch
 from phalanx.launch.survivors import Survivors
@@ -39,6 +37,8 @@ from phalanx.launch.wardens import Serving, Wardens
 from phalanx.record.clocks import save_clocks
 from phalanx.record.ends import End, save_ends, save_reason
 from phalanx.record.memory import BoxMemory
+from phalanx.record.notes import has_made_room, words_of_checkpoints
+from phalanx.record.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from phalanx.launch.warm.embryo import Embryo

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from phalanx.host.block_pool import CHOICES
 from phalanx.host.cpus import Machine
-from phalanx.launch.run_folder import base_of
+from phalanx.record.run_folder import base_of
 from phalanx.wire.files import read_json, write_whole
 
 

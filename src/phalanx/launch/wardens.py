@@ -13,9 +13,9 @@ from phalanx.launch.events import EventLoop
 from phalanx.launch.job import Job
 from phalanx.launch.output import Screen
 from phalanx.launch.ranks import Output
-from phalanx.launch.run_folder import LAUNCH_LOG, RunFolder
 from phalanx.launch.standby import Standby
 from phalanx.launch.warden_client import Warden
+from phalanx.record.run_folder import LAUNCH_LOG, RunFolder
 
 if TYPE_CHECKING:
     from phalanx.launch.warm.embryo import Embryo

@@ -20,9 +20,9 @@ from multiprocessing import connection, forkserver, reduction
 from typing import Any, NoReturn
 
 from phalanx import _env
-from phalanx._last_words import LastWords, text_of
 from phalanx._text import shortened
 from phalanx._torch import replace
+from phalanx.failure.last_words import LastWords, text_of
 from phalanx.host.block_pool import MemoryPolicy, obey_launcher, of_rank
 from phalanx.launch.environment import Attempt, rank_environment
 from phalanx.launch.guard import guard

@@ -24,15 +24,15 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._errors import require_linux
-from phalanx._last_words import LastWords
 from phalanx._launched import Notes
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.outcome import Outcome, read_stderr
 from phalanx.host.block_pool import choose
 from phalanx.host.ports import ReservedPort
 from phalanx.launch.ahead import relevant
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
 from phalanx.launch.guard import Orphans, guard
-from phalanx.launch.outcome import Outcome, read_stderr
 from phalanx.launch.warden import children_of
 from phalanx.launch.worker import Assignment, Function, Inherited, dumps, worker_main
 from phalanx.record.memory import BoxMemory

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from phalanx import _env, _torch
 from phalanx._errors import PhalanxError, require_linux
-from phalanx._last_words import tell_when_ended
 from phalanx._loop import LoopTools
 from phalanx._torch import shield
+from phalanx.failure.last_words import tell_when_ended
 from phalanx.host.schedulers import Placement
 from phalanx.record import gloo, writer
 from phalanx.session.arguments import naming_arguments

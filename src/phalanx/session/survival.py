@@ -15,13 +15,14 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from phalanx import _env, _last_words, _torch
+from phalanx import _env, _torch
 from phalanx._errors import origins
-from phalanx._last_words import LastWords
 from phalanx.checkpoint import loading, memory, saving
-from phalanx.launch.notes import note_end_for_restart
-from phalanx.launch.victims import is_victim
+from phalanx.failure import last_words
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.victims import is_victim
 from phalanx.record import writer
+from phalanx.record.notes import note_end_for_restart
 from phalanx.session import leave_session
 from phalanx.wire.packets import PacketSocket
 from phalanx.wire.rank_group import call_when_alone
@@ -152,14 +153,14 @@ class Survivor:
     def _leave(self, error: BaseException) -> None:
         """Leave all groups, and free what the failed call still holds."""
         if not isinstance(error, PlannedRestart):
-            _last_words.tell(error)
+            last_words.tell(error)
         self._let_go()
         for one in origins(error):
             # Frames hold models in their wrappers, and the wrappers hold groups.
             traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None
         leave_session(error)
-        _last_words.forget_rank()
+        last_words.forget_rank()
         gc.collect()  # hooks of a wrapper end with it
         writer.stop()
 

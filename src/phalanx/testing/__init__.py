@@ -16,7 +16,7 @@ second. A rank never outlives the test: it is killed at its time limit, at the e
 process dies.
 """
 
-from phalanx.launch.outcome import Outcome, RankError
+from phalanx.failure.outcome import Outcome, RankError
 from phalanx.launch.workers import start_server
 from phalanx.testing.rank import await_release, reached
 from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
+from phalanx.failure.outcome import Outcome, RankError
+from phalanx.failure.report import first_true_failure, folded, headline
 from phalanx.launch.deadlines import CAUSE_S, STACKS_S
-from phalanx.launch.failure import first_true_failure, folded, headline
-from phalanx.launch.outcome import Outcome, RankError
 from phalanx.launch.worker import Function
 from phalanx.launch.workers import Workers
 from phalanx.testing.rank import Group, run_in_group

@@ -9,7 +9,7 @@ import unittest
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.launch.outcome import Outcome
+from phalanx.failure.outcome import Outcome
 
 _VERDICTS = ("skip", "xfail", "exit")  # of pytest's functions; what fail() raises is the failure of a rank
 

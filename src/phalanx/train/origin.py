@@ -22,7 +22,7 @@ from phalanx.doctor.processors import examine_places
 from phalanx.host.block_pool import in_force
 from phalanx.host.cgroups import usable_cpus
 from phalanx.host.cpus import read_machine
-from phalanx.launch.notes import run_logs
+from phalanx.record.notes import run_logs
 from phalanx.wire.rank_group import RankGroup
 
 _MAX_PIDS, _MAX_PLACES = 16, 8  # in a line

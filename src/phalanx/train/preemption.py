@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from phalanx import _env
 from phalanx._torch import shield
-from phalanx.launch.notes import note_room_made, words_on_disk
+from phalanx.record.notes import note_room_made, words_on_disk
 from phalanx.train.run_log import RunLog
 from phalanx.wire.rank_group import RankGroup
 

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx import checkpoint
 from phalanx._text import counted
 from phalanx.checkpoint.memory import memory
-from phalanx.launch.notes import note_checkpoints
+from phalanx.record.notes import note_checkpoints
 from phalanx.train.judge import Judge
 from phalanx.train.run_log import RunLog
 from phalanx.train.settings import Settings

@@ -6,14 +6,14 @@ import itertools
 import signal
 from collections.abc import Sequence
 
-from phalanx._last_words import owner_of
 from phalanx._text import named, shortened
-from phalanx.launch.folding import COLUMNS, ROWS, fold, num_rows, short_path
-from phalanx.launch.hints import explanation_for, hint_for
-from phalanx.launch.notes import words_of_checkpoints
-from phalanx.launch.outcome import Outcome, RankError, alike, find_culprit, signal_name
-from phalanx.launch.tracebacks import find_last_block
-from phalanx.launch.victims import is_victim
+from phalanx.failure.folding import COLUMNS, ROWS, fold, num_rows, short_path
+from phalanx.failure.hints import explanation_for, hint_for
+from phalanx.failure.last_words import owner_of
+from phalanx.failure.outcome import Outcome, RankError, alike, find_culprit, signal_name
+from phalanx.failure.tracebacks import find_last_block
+from phalanx.failure.victims import is_victim
+from phalanx.record.notes import words_of_checkpoints
 
 _MAX_OTHERS = 4
 _OTHERS_ROWS = 2  # of the screen, for each

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from phalanx._last_words import LastWords, class_name
-from phalanx.launch.victims import is_victim
+from phalanx.failure.last_words import LastWords, class_name
+from phalanx.failure.victims import is_victim
 
 HOLD_S: Final = 5.0
 """From a traceback on stderr to the end of the rank; if the rank goes on after it, the traceback is shown."""

@@ -10,13 +10,13 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from phalanx import _last_words
 from phalanx._env import PREEMPTED_CODE
-from phalanx._last_words import LastWords
-from phalanx.launch.notes import has_ended_for_restart, has_made_room
-from phalanx.launch.run_folder import LAUNCH_LOG
-from phalanx.launch.tracebacks import STYLE, TORCH_PREFIX, find_last_block
-from phalanx.launch.victims import is_victim
+from phalanx.failure import last_words as words_file
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.tracebacks import STYLE, TORCH_PREFIX, find_last_block
+from phalanx.failure.victims import is_victim
+from phalanx.record.notes import has_ended_for_restart, has_made_room
+from phalanx.record.run_folder import LAUNCH_LOG
 
 _MAX_PLAIN_LINES = 5  # of what a rank that raised nothing wrote last: it stands on the screen, too
 _ERROR_FILE = "error.json"
@@ -235,13 +235,13 @@ def read_stderr(tail: bytes) -> LastWords:
     block = find_last_block(lines)
     if block is None:
         return LastWords(lines=tuple(TORCH_PREFIX.sub("", line) for line in lines[-_MAX_PLAIN_LINES:]))
-    shown = _last_words.cropped(block.lines)
-    return LastWords(block.kind, block.message, shown, site=_last_words.site_of(block.lines))
+    shown = words_file.cropped(block.lines)
+    return LastWords(block.kind, block.message, shown, site=words_file.site_of(block.lines))
 
 
 def last_words_in(folder: str, pid: int, stderr_tail: bytes) -> LastWords:
     """Return what a rank of ``phalanx run`` said last: by itself in its folder, else what its stderr shows."""
-    return _last_words.read(os.path.join(folder, _ERROR_FILE), pid) or read_stderr(stderr_tail)
+    return words_file.read(os.path.join(folder, _ERROR_FILE), pid) or read_stderr(stderr_tail)
 
 
 def write_error_file(outcome: Outcome) -> None:
@@ -254,4 +254,4 @@ def write_error_file(outcome: Outcome) -> None:
     record["exception"]["is_victim"] = outcome.is_victim
     ends = {"exit_code": code if code >= 0 else None, "signal": signal_name(-code) if code < 0 else None}
     with contextlib.suppress(OSError):  # the disk may be what failed
-        _last_words.write(path, {**record, **ends})
+        words_file.write(path, {**record, **ends})

@@ -11,8 +11,8 @@ from typing import Any
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import nearest
-from phalanx.explain.entries import LANGUAGES, TOPICS, Entry, entries
-from phalanx.explain.search import find, of_exit
+from phalanx.failure.explain.entries import LANGUAGES, TOPICS, Entry, entries
+from phalanx.failure.explain.search import find, of_exit
 
 RIGHT_CALL = "phalanx explain [NAME | MESSAGE]"
 _WIDTH = 80

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterator, Sequence
 
 from phalanx._errors import address, addressed
-from phalanx.launch.outcome import Outcome
+from phalanx.failure.outcome import Outcome
 
 _BY_SIGNAL = {
     signal.SIGILL: "an instruction that this processor lacks: a library was built for a newer one",

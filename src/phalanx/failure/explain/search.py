@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable
 
 from phalanx._errors import addressed
-from phalanx.explain.entries import entries
+from phalanx.failure.explain.entries import entries
 
 _PLACE = re.compile(r"<[^<>\n]+>")
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d]|['./-](?=\w))+")

@@ -28,7 +28,7 @@ _KIND = re.compile(r"[A-Za-z_][\w.<>]{0,199}")
 _SITE = re.compile(r'^\s*(?:\| )?File "(.+)", line (\d+)')
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+?)(?:\.py)?(?:/|$)")
 _STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/|^<(?!stdin>|ipython-input)")  # or generated, as by dataclasses
-_OURS = os.path.join(os.path.dirname(__file__), "")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 @dataclasses.dataclass(frozen=True)

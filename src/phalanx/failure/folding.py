@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Sequence
 
-from phalanx._last_words import owner_of
 from phalanx._text import counted
-from phalanx.launch.tracebacks import CPP_FRAME, EXCEPTION, TRACEBACK
+from phalanx.failure.last_words import owner_of
+from phalanx.failure.tracebacks import CPP_FRAME, EXCEPTION, TRACEBACK
 
 COLUMNS, ROWS = 80, 24
 _FRAME = re.compile(r'^(\s*)File "([^"]+)", line (\d+)(,? in .*)?$')

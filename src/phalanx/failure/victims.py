@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from phalanx._errors import KINDS
-from phalanx._last_words import LastWords
+from phalanx.failure.last_words import LastWords
 
 _OURS = {kind.__name__ for kind in KINDS.values() if kind.is_victim}
 _OF_SOCKETS = {

@@ -1,0 +1,6 @@
+"""How a rank ended, why, and what the user is told: last words, causes, tracebacks, hints, explanations.
+
+A rank writes `last_words`; `outcome` makes of them how it ended and which rank was the cause; `report` puts that on one
+screen, with a line of `hints`; `explain/` has a page for each message. Start with `outcome`, then `report`. Nothing
+here starts, signals or watches a process.
+"""
