@@ -9,7 +9,7 @@ import sys
 import torch.distributed
 
 import phalanx.backend
-import phalanx.session  # noqa: F401
+import phalanx.session.session  # noqa: F401
 from phalanx._torch import replace
 from phalanx.launch.pages import share_pages
 

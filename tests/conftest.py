@@ -20,11 +20,11 @@ import pytest
 import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and need not each import it
 
 import phalanx.testing
-from phalanx import _launched
 from phalanx.launch import workers
 from phalanx.launch.guard import guard
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
+from phalanx.rendezvous import launched
 from phalanx.wire import places as warm_places
 from tests import costs, kept, namespaces, shm
 from tests import forked as nursery
@@ -174,7 +174,7 @@ def _is_new(process: str, before: set[str], began_s: float) -> bool:
     pid = process.split()[0]
     if any(pid == other.split()[0] for other in before):
         return False
-    return (_launched.start_time(int(pid)) * _TICK_S or math.inf) >= began_s - _TICK_S  # 0: it has ended
+    return (launched.start_time(int(pid)) * _TICK_S or math.inf) >= began_s - _TICK_S  # 0: it has ended
 
 
 @pytest.fixture(autouse=True)

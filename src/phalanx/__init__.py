@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         host_groups,
         ring_all_reduce,
     )
-    from phalanx.session import Session, init, shutdown
+    from phalanx.session.session import Session, init, shutdown
     from phalanx.session.survival import resilient
     from phalanx.train import Trainer
 
@@ -116,7 +116,7 @@ _EXPORTS = {
         "debugging.breakpoints": "breakpoint",
         "failure.outcome": "RankError",
         "launch.spawn": "SpawnContext spawn",
-        "session": "Session init shutdown",
+        "session.session": "Session init shutdown",
         "session.survival": "resilient",
         "data": "DataLoader DataPartitioner DistributedSampler RandomState seed_everything shard_iterable",
         "parallel": "DataParallel DistributedDataParallel HostGroups LocalSGD ZeroRedundancyOptimizer SyncBatchNorm "

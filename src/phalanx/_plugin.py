@@ -72,9 +72,9 @@ def autoload() -> None:
 
             obey_launcher()
         if environ.get(_env.LAUNCH_VARIABLE):
-            from phalanx import _alone
+            from phalanx.rendezvous import alone
 
-            _alone.watch()
+            alone.watch()
             if _env.is_rank():
                 from phalanx._torch import shield
                 from phalanx._torch.dynamo import postpone_import
@@ -98,7 +98,7 @@ def autoload() -> None:
 
 
 def _watch_rendezvous() -> None:
-    """Put `phalanx.rendezvous` in front of torch's own, which waits silently inside native code.
+    """Put `phalanx.rendezvous.handler` in front of torch's own, which waits silently inside native code.
 
     Also make ``env://`` understand mpirun and other schedulers, which set no RANK.
     """
@@ -106,7 +106,7 @@ def _watch_rendezvous() -> None:
 
     def watched(torchs: Any) -> Any:
         def handler(url: str, timeout: Any = None, **options: Any) -> Any:
-            from phalanx.rendezvous import rendezvous
+            from phalanx.rendezvous.handler import rendezvous
             from phalanx.session.meeting_point import meet_under_scheduler
 
             found = meet_under_scheduler() if url.startswith("env:") and "=" not in url else None
@@ -125,10 +125,10 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx._errors import require_linux
 
     require_linux()
-    from phalanx._alone import wants_others
     from phalanx._torch import shield
     from phalanx._torch.dynamo import postpone_import
     from phalanx.backend import create_group
+    from phalanx.rendezvous.alone import wants_others
 
     shield.watch()
     postpone_import()

@@ -17,13 +17,13 @@ from torch.distributed import distributed_c10d as c10d
 
 import phalanx
 from phalanx import PhalanxError, _core, _env
-from phalanx._launched import Launch
 from phalanx._settings import read_settings
 from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
 from phalanx.backend._hosts import _hello
 from phalanx.backend._meeting import Meeting
 from phalanx.rendezvous import server
 from phalanx.rendezvous.asked import read_url
+from phalanx.rendezvous.launched import Launch
 from phalanx.wire.store import JsonStore
 from tests.ports import free_port
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx import cli
-from phalanx._launched import Launch, Notes, read_started
 from phalanx.attach.command import main as attach
 from phalanx.diagnose import commands, jobs
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, find_job, find_jobs
 from phalanx.host.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
+from phalanx.rendezvous.launched import Launch, Notes, read_started
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx
-from phalanx._launched import note_progress
+from phalanx.rendezvous.launched import note_progress
 
 RANK = int(os.environ.get("RANK", "0"))
 ones = torch.ones

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx import session as session_module
 from phalanx.host.schedulers import Placement
+from phalanx.session import session as session_module
 from tests.ports import free_port
 
 LIMIT_S = 60

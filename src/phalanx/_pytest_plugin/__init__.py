@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from phalanx.session import Session
+    from phalanx.session.session import Session
 
 _MARK = "ranks"
 _PARAM = "_ranks"

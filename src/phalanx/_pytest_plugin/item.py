@@ -29,7 +29,13 @@ from phalanx.testing.rank import Group
 from phalanx.testing.ranks import Ranks
 from phalanx.testing.verdict import verdict_of
 
-_NEEDED = ("torch.distributed", "phalanx.backend", "phalanx.rendezvous", "phalanx.session", "phalanx.record.gloo")
+_NEEDED = (
+    "torch.distributed",
+    "phalanx.backend",
+    "phalanx.rendezvous.handler",
+    "phalanx.session.session",
+    "phalanx.record.gloo",
+)
 """What every rank needs, imported once before the fork."""
 _TIMEOUT_S = 60.0
 _SHARE_OF_LIMIT = 0.8  # of pytest-timeout's, which knows nothing of ranks

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 
 from phalanx._command_line import Parser, UsageError, whole_number
-from phalanx._launched import note_lender, read_started, start_time
 from phalanx._text import complain, named
 from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
@@ -20,6 +19,7 @@ from phalanx.diagnose.jobs import NO_JOB, Job, NoRank, find_ranks
 from phalanx.host.kernel import status_of
 from phalanx.host.processes import off_limits
 from phalanx.record.box import box_of_process, number_inside
+from phalanx.rendezvous.launched import note_lender, read_started, start_time
 from phalanx.wire.peer import peer_of
 from phalanx.wire.places import make_path
 

@@ -17,9 +17,7 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _torch
-from phalanx._alone import count_exchanges
 from phalanx._env import seconds
-from phalanx._launched import met_in
 from phalanx._settings import GroupOptions
 from phalanx.backend._adapters import (
     CLASSES,
@@ -43,6 +41,8 @@ from phalanx.debugging import attached
 from phalanx.failure.last_words import tell_when_ended
 from phalanx.record import writer
 from phalanx.record.sites import call_site, shown_file
+from phalanx.rendezvous.alone import count_exchanges
+from phalanx.rendezvous.launched import met_in
 
 __all__ = ["PhalanxGroup"]
 

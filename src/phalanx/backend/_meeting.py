@@ -25,11 +25,11 @@ import torch.distributed as dist
 from phalanx import _core, _env, _torch
 from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address, printable
 from phalanx._errors.facts import Peer, Standing
-from phalanx._launched import Launch, start_time
 from phalanx._text import enumerated
 from phalanx.backend._deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, TELL_S
 from phalanx.backend._wording import error_of, join_call, report_due_s, report_stall
 from phalanx.record.sites import call_site
+from phalanx.rendezvous.launched import Launch, start_time
 from phalanx.wire.store import (
     GarbledError,
     JsonStore,

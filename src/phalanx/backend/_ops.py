@@ -16,7 +16,6 @@ from torch.distributed import ReduceOp
 
 from phalanx import _core, _env
 from phalanx._errors import ArgumentError, CollectiveTimeout, GroupUnusable, PhalanxError
-from phalanx._launched import note_progress
 from phalanx._torch import is_profiling  # by name: finding it costs half of what asking does
 from phalanx.backend._arguments import Arguments
 from phalanx.backend._collectives import UNSET, Call, Collectives, Options, Settle
@@ -26,6 +25,7 @@ from phalanx.backend._memory import Tensors, addresses_of, do_overlap
 from phalanx.backend._types import DTYPE_CODES, RedOpType
 from phalanx.backend._work import Over, PhalanxWork
 from phalanx.record.sites import call_site
+from phalanx.rendezvous.launched import note_progress
 
 _WRAPPED = timedelta(days=-100_000)  # anything below is a timeout so large, such as timedelta.max, that it wrapped
 _TO_BEGIN = 32  # most collectives before a training's first step: models are compared, weights are sent

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from phalanx import _env
-from phalanx._launched import note_progress
 from phalanx.checkpoint import blocks
 from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
@@ -23,6 +22,7 @@ from phalanx.checkpoint.pending import pending
 from phalanx.checkpoint.retention import check_numbers, remove_old
 from phalanx.checkpoint.tree import Leaf, pack, refuse_no_mapping
 from phalanx.record import writer
+from phalanx.rendezvous.launched import note_progress
 from phalanx.wire.rank_group import RankGroup
 
 _HUGE_PAGE_BYTES = 2 << 20

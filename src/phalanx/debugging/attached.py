@@ -8,8 +8,8 @@ import signal
 from types import FrameType
 
 from phalanx import _env
-from phalanx._launched import Launch
 from phalanx.debugging.terminal import borrow_terminal
+from phalanx.rendezvous.launched import Launch
 
 SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # other systems have none, and no phalanx run
 """Signal to a rank that a debugger is to hold. Its default action ends a process: look whether the rank takes it."""

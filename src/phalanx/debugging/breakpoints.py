@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx._errors import RankFailed
-from phalanx._launched import Launch, start_time
 from phalanx.debugging import AT_BREAKPOINT, recorded
 from phalanx.debugging.prompt import Prompt, is_held, line_of
 from phalanx.debugging.terminal import open_terminal
 from phalanx.host.network import host_identity
+from phalanx.rendezvous.launched import Launch, start_time
 
 _LOOK_S, _CHECK_S = 0.1, 0.5  # between looks for the word to go on, and at whether it can still come
 _TELL_S = 5.0  # before a rank says whom it waits for

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from phalanx import _env
 from phalanx._errors import printable
-from phalanx._launched import MEMORY_NAME, read_started
 from phalanx._text import columns, ending_of, shortened
 from phalanx.diagnose.commands import BY_HAND, launcher_of, program_of, script_name, script_path
 from phalanx.host.processes import (
@@ -33,6 +32,7 @@ from phalanx.host.schedulers import Placement, detect
 from phalanx.launch import keeper
 from phalanx.record import box
 from phalanx.record.run_folder import logs_beside
+from phalanx.rendezvous.launched import MEMORY_NAME, read_started
 
 NO_JOB = "no job"
 """Launcher of a process that is no rank of a job."""
@@ -75,7 +75,7 @@ class Job:
         world_size: Number of ranks, also on other hosts; 0 if it is unknown.
         ranks: The ranks of this host, lowest first.
         folder: Folder of the run's logs; empty if it is unknown.
-        notes: Path of the launcher's notes, see `_launched`; empty if it keeps none.
+        notes: Path of the launcher's notes, see `rendezvous.launched`; empty if it keeps none.
         state: Activity of the launcher while no rank runs here, such as ``starting``; empty if ranks run or have ended.
         straggler: Words of the launcher about a rank that costs the others time; empty if nothing.
         script: Absolute path of its script; empty if that is unknown.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx import _env
-from phalanx._launched import Launch
 from phalanx.host.cpus import Share
+from phalanx.rendezvous.launched import Launch
 
 # MKL, OpenBLAS and numexpr obey it too where their own variables are not set, so a script need set no other.
 THREADS_VARIABLE = "OMP_NUM_THREADS"

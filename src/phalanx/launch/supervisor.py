@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx import _env
-from phalanx._launched import Notes
 from phalanx._text import counted, named
 from phalanx.failure.outcome import Outcome, find_culprit, read_stderr
 from phalanx.host.block_pool import of_rank
@@ -39,6 +38,7 @@ from phalanx.record.ends import End, save_ends, save_reason
 from phalanx.record.memory import BoxMemory
 from phalanx.record.notes import has_made_room, words_of_checkpoints
 from phalanx.record.run_folder import RunFolder
+from phalanx.rendezvous.launched import Notes
 
 if TYPE_CHECKING:
     from phalanx.launch.warm.embryo import Embryo

@@ -31,10 +31,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx import _alone, _env, _trial
+from phalanx import _env, _trial
 from phalanx.debugging import attached
 from phalanx.host.block_pool import obey_launcher
 from phalanx.launch.ahead import Hidden, Imports, begin_log, replay
+from phalanx.rendezvous import alone
 from phalanx.wire.packets import MAX_PACKET_BYTES
 
 FD_VARIABLE = "PHALANX_WARDEN_FD"
@@ -49,7 +50,13 @@ _SUPERVISORS_SIGNALS = (
 )  # fmt: skip
 
 # What ranks share, imported once. None of it may start a thread or touch a device.
-_PRELOADED_MODULES = ("torch", "torch.distributed", "phalanx.backend", "phalanx.rendezvous", "phalanx.session")
+_PRELOADED_MODULES = (
+    "torch",
+    "torch.distributed",
+    "phalanx.backend",
+    "phalanx.rendezvous.handler",
+    "phalanx.session.session",
+)
 
 Begin = Callable[[Mapping[str, Any]], None]
 
@@ -361,7 +368,7 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
     _leave_libraries_alone()
     if "torch" in sys.modules:
         obey_launcher()
-        _alone.watch()
+        alone.watch()
         _watch_torch()
         _trial.begin()
     attached.listen()

@@ -24,7 +24,6 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._errors import require_linux
-from phalanx._launched import Notes
 from phalanx.failure.last_words import LastWords
 from phalanx.failure.outcome import Outcome, read_stderr
 from phalanx.host.block_pool import choose
@@ -36,12 +35,13 @@ from phalanx.launch.guard import Orphans, guard
 from phalanx.launch.warden import children_of
 from phalanx.launch.worker import Assignment, Function, Inherited, dumps, worker_main
 from phalanx.record.memory import BoxMemory
+from phalanx.rendezvous.launched import Notes
 from phalanx.wire.sockets import keep_paths_short
 
 # What every rank needs, imported once in the server, under its keeper. None of it may start a thread there.
 _PRELOAD = (
     "phalanx.launch.server", "torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend",
-    "phalanx.rendezvous", "phalanx.session",
+    "phalanx.rendezvous.handler", "phalanx.session.session",
 )  # fmt: skip
 # What this process has imported, its ranks need soon: torch._dynamo by the first optimizer, and slow.
 _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx import _env, _torch
-from phalanx._launched import Launch
 from phalanx._text import plural
 from phalanx._torch import replace
+from phalanx.rendezvous.launched import Launch
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _DEFAULT_S = 300.0  # torch's, for anything that is not a positive time

@@ -20,11 +20,11 @@ import torch.distributed as dist
 import phalanx
 from phalanx import _env
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
-from phalanx._launched import start_time
 from phalanx._text import enumerated
 from phalanx.host.network import host_identity
 from phalanx.rendezvous.asked import Asked, cpu_backend
 from phalanx.rendezvous.deadlines import NOTE_S, PART_S
+from phalanx.rendezvous.launched import start_time
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import is_listening, who_left
 from phalanx.wire.store import (

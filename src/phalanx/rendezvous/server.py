@@ -14,10 +14,10 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx._errors import CollectiveTimeout, PhalanxError, RankFailed
-from phalanx._launched import Launch
 from phalanx.host.network import unresolved
 from phalanx.rendezvous.asked import Asked
 from phalanx.rendezvous.deadlines import CONNECT_S, FOLDER_S, NOTE_S, RIVAL_S
+from phalanx.rendezvous.launched import Launch
 from phalanx.rendezvous.patience import Patience
 
 _FIRST_PAUSE_S, _PAUSE_S = 0.002, 0.1

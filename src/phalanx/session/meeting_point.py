@@ -14,10 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx import _env, _settings, rendezvous
+from phalanx import _env, _settings
 from phalanx._errors import CollectiveTimeout
 from phalanx.host.network import NetworkError, host_identity, outside_address
 from phalanx.host.schedulers import Placement, detect
+from phalanx.rendezvous import handler
 from phalanx.wire.store import JsonStore, wait_until
 
 _LOCAL_ADDRESS = "127.0.0.1"
@@ -60,7 +61,7 @@ def meet(place: Placement, init_method: str | None, timeout: timedelta | None, b
     """Wait for all ranks and return the store in which they met."""
     if init_method or (place.master_addr and place.master_port):
         url = init_method or f"tcp://{place.master_addr}:{place.master_port}"
-        return rendezvous.meet(url, place.rank, place.world_size, timeout, backend=backend)
+        return handler.meet(url, place.rank, place.world_size, timeout, backend=backend)
     if place.world_size == 1:
         return dist.HashStore()
     if not place.knows_hosts:

@@ -23,7 +23,7 @@ from phalanx.failure.last_words import LastWords
 from phalanx.failure.victims import is_victim
 from phalanx.record import writer
 from phalanx.record.notes import note_end_for_restart
-from phalanx.session import leave_session
+from phalanx.session.session import leave_session
 from phalanx.wire.packets import PacketSocket
 from phalanx.wire.rank_group import call_when_alone
 

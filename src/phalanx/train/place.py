@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx import session
+from phalanx.session import session
 from phalanx.train.feed import is_dataset
 from phalanx.train.loggers import Loggers
 from phalanx.train.wrapper import can_wrap

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx import _env
-from phalanx._launched import Launch
+from phalanx.rendezvous.launched import Launch
 
 _BAR_WIDTH, _TIME_WIDTH = 12, len("0:00:00")
 _WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")

@@ -17,7 +17,7 @@ from phalanx._errors import RankFailed
 from phalanx._text import broken, one_line
 from phalanx.checkpoint import Loaded
 from phalanx.record import writer
-from phalanx.session import Session
+from phalanx.session.session import Session
 from phalanx.train.loggers import CLOSE_S, Loggers, Run
 from phalanx.train.metrics import PHASES, RECORDED, MetricsLog, write_csv
 from phalanx.train.objective import NamedParts

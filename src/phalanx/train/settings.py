@@ -284,7 +284,7 @@ def mode_of(name: str) -> Literal["min", "max"] | None:
 def _choice_meant(name: str, value: object) -> str:
     """Return the choice that is meant, as a script would write it; empty if it is not known."""
     if name == "precision":
-        from phalanx._loop import right_precision  # only on the way to an error
+        from phalanx.session.loop import right_precision  # only on the way to an error
 
         return right_precision(value)
     near = nearest(value, filter(None, _CHOICES[name])) if isinstance(value, str) else ""

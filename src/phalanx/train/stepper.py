@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import checkpoint
-from phalanx._loop import synchronizing
 from phalanx._torch import foreach_mul_
 from phalanx._torch.nested import to_device
 from phalanx.parallel import DistributedDataParallel
 from phalanx.parallel.sentinel import Sentinel, kind_of_processor
-from phalanx.session import Session
+from phalanx.session.loop import synchronizing
+from phalanx.session.session import Session
 from phalanx.train import determinism
 from phalanx.train.divided_step import DividedStep
 from phalanx.train.feed import Part

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from phalanx import _trial, checkpoint, session
+from phalanx import _trial, checkpoint
 from phalanx._errors import NonFinite, RankFailed, ReplicaMismatch
 from phalanx.checkpoint.loading import why_not_loadable
 from phalanx.checkpoint.memory import memory
@@ -22,6 +22,7 @@ from phalanx.data import RandomState
 from phalanx.data.random_state import random_state_kept
 from phalanx.launch.modules import note_modules
 from phalanx.record import writer
+from phalanx.session import session
 from phalanx.session.arguments import naming_arguments
 from phalanx.session.survival import PlannedRestart, Survivor
 from phalanx.train import determinism, restarts

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx import _env
-from phalanx._launched import Launch
+from phalanx.rendezvous.launched import Launch
 
 _wants_others = False
 _has_uncounted = False  # a group of another backend, or RPC

@@ -1,0 +1,134 @@
+"""How ranks meet before there is a group: no rank waits in silence, or for a rank that can't come.
+
+For ``phalanx run``, `phalanx.spawn`, `phalanx.init` and the phalanx backend, this replaces torch's own rendezvous,
+which waits for its timeout inside native code; every other use of torch is left alone. A line names the missing ranks.
+An error is raised only if the ranks certainly can't meet: their numbers contradict each other, or one has ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import encodings.idna  # noqa: F401 a socket imports it for its first address, in each rank that was forked
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx import _env
+from phalanx._errors import require_linux
+from phalanx.rendezvous.alone import exchanges_uncounted, wants_others
+from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
+from phalanx.rendezvous.launched import note_meeting
+from phalanx.rendezvous.patience import Patience
+from phalanx.rendezvous.roll import RollCall
+from phalanx.rendezvous.server import is_taken, open_store, store_of_another
+
+__all__ = ["meet", "rendezvous"]
+
+Rendezvous = tuple[Any, int, int]
+"""The store, this process's rank and the world size."""
+
+
+def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
+    """Meet for ``init_process_group``: our way if this call concerns us, else torch's.
+
+    Args:
+        url: URL at which the ranks meet.
+        timeout: Timeout that torch was given.
+        torchs: Function that calls torch's own handler of the URL.
+    """
+    wants_others()
+    backend, where = caller()
+    if backend is None:  # RPC
+        exchanges_uncounted()
+        return torchs()
+    _check_backend(backend, where, is_launched=launch_of(_env.environment()) is not None)
+    if "phalanx" in backend.lower():
+        require_linux()  # not only when the group is created: the ranks would first wait for one another
+    is_ours = "phalanx" in backend.lower() or launch_of(_env.environment()) is not None
+    asked = read_url(url, timeout, where) if is_ours else None
+    if asked is None:
+        return _naming_launchers(torchs)
+    asked = dataclasses.replace(asked, backend=backend)
+    asked.check(backend or "phalanx")
+    return iter([(_meet(asked), asked.rank, asked.world_size)])
+
+
+def _naming_launchers(torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
+    """Meet torch's way; if a launcher's variable is missing, add how to start ranks to the error."""
+    try:
+        yield from torchs()
+    except ValueError as error:
+        if "expected, but not set" not in str(error):
+            raise
+        script = os.path.basename(sys.argv[0])
+        right = f"phalanx run --nproc-per-node 2 {script if script.endswith('.py') else 'train.py'}"
+        raise ValueError(
+            f"{error}. A launcher sets it: {right} (or torchrun); without one, phalanx.init() is a world of one"
+        ) from None
+
+
+def meet(url: str, rank: int, world_size: int, timeout: timedelta | None = None, *, backend: str = "") -> Any:
+    """Return the store in which all ranks have met at `url`.
+
+    Args:
+        url: URL of the scheme ``tcp`` or ``file``.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        timeout: Time limit for the meeting; None: torch's default.
+        backend: Backend of the group to be created, which the ranks compare.
+
+    Raises:
+        CollectiveTimeout: Ranks did not come within the timeout.
+        RankFailed: A rank ended before all had come.
+        PhalanxError: The ranks contradict each other, or the address can't be used.
+        ValueError: `rank` or `world_size` is out of its range.
+    """
+    wants_others()
+    asked_for, where = caller()
+    call = "phalanx.init" if asked_for is None else "init_process_group"
+    asked = read_url(f"{url}?rank={rank}&world_size={world_size}", timeout, where, call)
+    if asked is None:
+        return next(dist.rendezvous(url, rank=rank, world_size=world_size))[0]
+    asked = dataclasses.replace(asked, backend=backend or asked_for)
+    asked.check()
+    return _meet(asked)
+
+
+def _meet(asked: Asked) -> Any:
+    with Patience(asked) as patience:
+        while True:
+            try:
+                store = open_store(asked, patience)
+            except dist.DistNetworkError as error:
+                if asked.rank == 0 and is_taken(error) and (rivals := store_of_another(asked)) is not None:
+                    RollCall(rivals, asked, patience).raise_rival()
+                raise
+            if asked.world_size == 1:
+                return store
+            roll = RollCall(store, asked, patience)
+            if (prefix := roll.answer()) is not None:
+                store = dist.PrefixStore(prefix, store)
+                note_meeting(store, roll.pids)
+                return store
+
+
+def _check_backend(backend: str, where: str, *, is_launched: bool) -> None:
+    """Raise ValueError for an unknown backend, which torch would reject only after waiting for all ranks.
+
+    Args:
+        is_launched: Whether phalanx started this process; otherwise only a misspelling of ``phalanx`` is our concern.
+    """
+    known = [f'"{name}"' for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "phalanx")]
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        if not name or name in dist.Backend.backend_list:
+            continue
+        guess = _env.did_you_mean(name, ["phalanx"])
+        if guess or is_launched:
+            right = f'init_process_group("phalanx"), or {", ".join(known)}'
+            advice = guess or f"; torch knows no backend of that name: {right}"
+            raise ValueError(f"init_process_group at {where}: unknown backend {backend!r}{advice}")

@@ -1,0 +1,356 @@
+"""`phalanx.init`: finds this process's place in the job and its device, and creates the process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx import _env, _torch
+from phalanx._errors import PhalanxError, require_linux
+from phalanx._torch import shield
+from phalanx.failure.last_words import tell_when_ended
+from phalanx.host.schedulers import Placement
+from phalanx.record import gloo, writer
+from phalanx.session.arguments import naming_arguments
+from phalanx.session.loop import LoopTools
+from phalanx.session.meeting_point import contract, find_place, meet, place_by_hosts
+from phalanx.wire.sockets import keep_paths_short
+
+
+@dataclasses.dataclass(frozen=True)
+class Session(LoopTools):
+    """This process's place in the job. It ends with `shutdown`, or at the end of a ``with`` block.
+
+    Attributes:
+        rank: Rank of this process in the job.
+        world_size: Number of ranks in the job.
+        local_rank: Rank of this process on its host.
+        local_world_size: Number of ranks on this host.
+        node_rank: Number of this host in the job.
+        num_nodes: Number of hosts in the job.
+        device: Device for this rank's model.
+        backend: Backend of the process group, as ``init_process_group`` takes it.
+        reason: Reason why `backend` is not phalanx for CPU tensors; empty if it is, or if the caller chose it.
+        scheduler: Name of the launcher or scheduler that assigned the rank.
+
+    Example:
+        >>> session.rank, session.world_size, session.device
+        (0, 1, device(type='cpu'))
+        >>> session.print("once, on rank 0")
+        once, on rank 0
+        >>> with session.main_process_first():
+        ...     inputs = torch.ones(10, 1)
+        >>> session.barrier()
+        >>> session.gather(inputs, total=10).shape
+        torch.Size([10, 1])
+        >>> ddp = phalanx.DistributedDataParallel(nn.Linear(1, 1))
+        >>> scaler = session.grad_scaler("bf16")
+        >>> with session.accumulate(ddp, step=0, every=2) as is_last:
+        ...     with session.autocast("bf16"):
+        ...         loss = ddp(inputs).mean() / 2
+        ...     scaler.scale(loss).backward()
+        >>> is_last
+        False
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str
+    reason: str
+    scheduler: str
+
+    def __enter__(self) -> Session:
+        if _current is not None and _current.session is self:
+            _current.num_blocks += 1
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if _current is None or _current.session is not self:  # shut down in the block
+            return
+        _current.num_blocks -= 1
+        if _current.num_blocks == 0:  # the outermost
+            _end(error)
+
+
+@dataclasses.dataclass
+class Made:
+    """A session and how it was made.
+
+    Attributes:
+        arguments: Arguments of `init`.
+        exported: Variables set for the group that it owns; None: the script owns the group.
+        use: Use of the group until then, as `use_of_group` returns it.
+        num_blocks: Open ``with`` blocks.
+    """
+
+    session: Session
+    arguments: tuple[Any, ...]
+    exported: tuple[str, ...] | None
+    use: tuple[int, bool] | None
+    num_blocks: int = 0
+
+
+_current: Made | None = None
+
+
+def _unknown_argument(function: str, name: str, known: list[str]) -> TypeError:
+    meant = {"local_rank": "device", "nprocs": "world_size", "num_ranks": "world_size"}.get(name)
+    return _env.unknown_argument(f"phalanx.{function}", name, known, meant)
+
+
+@naming_arguments(_unknown_argument)
+def init(
+    backend: str | None = None,
+    *,
+    device: str | torch.device | None = None,
+    timeout: float | timedelta | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Session:
+    """Join the job that this process belongs to and return its `Session`. A process without a job is a world of one.
+
+    The place in the job comes from the arguments, or from the launcher: ``phalanx run``, torchrun, ``srun``,
+    ``mpirun``, Kubeflow, or variables set by hand. Where torchrun's variables are missing, they are set until
+    `shutdown`. A second call with the same arguments returns the same session.
+
+    Args:
+        backend: Backend, as ``init_process_group`` takes it; default: ``"phalanx"``, and with CUDA
+            ``"cpu:phalanx,cuda:nccl"``.
+        device: Device for this rank; default: the GPU with the number of the local rank, which becomes the current
+            one, or the CPU if there is no GPU.
+        timeout: Timeout for collectives, in seconds; default: the backend's.
+        init_method: URL where the ranks meet, such as ``"file:///shared/file"``; default: the launcher's.
+        rank: Rank of this process, together with `world_size`; default: the launcher's.
+        world_size: Number of ranks, together with `rank`; default: the launcher's.
+
+    Raises:
+        ValueError: The environment or the arguments contradict themselves, torch knows no such backend, or `timeout` is
+            not positive.
+        RuntimeError: This host has fewer GPUs than ranks, or a session with other arguments exists.
+
+    Example:
+        >>> with phalanx.init() as session:
+        ...     tensor = torch.ones(3, device=session.device)
+        ...     dist.all_reduce(tensor)
+        ...     print(tensor)
+        tensor([1., 1., 1.])
+    """
+    global _current
+    tell_when_ended(writer.note)
+    gloo.watch()
+    limit = None if timeout is None else timedelta(seconds=_env.seconds("timeout", timeout))
+    arguments = (backend, device, timeout, init_method, rank, world_size)
+    if _current is not None and not dist.is_initialized():
+        _end(None)  # the script has destroyed the group itself
+    if _current is not None:
+        if arguments not in (_current.arguments, (None,) * len(arguments)):
+            raise RuntimeError("phalanx.init was called before with other arguments: call phalanx.shutdown() first")
+        return _current.session
+    keep_paths_short()  # for the workers of any data loader
+    session: Session
+    exported: tuple[str, ...] | None = None
+    if dist.is_initialized():
+        session = _adopt_group(device)
+    else:
+        session, exported = _create_group(find_place(rank, world_size), backend, device, limit, init_method)
+    _current = Made(session, arguments, exported, use_of_group())
+    writer.begin(session.rank, session.world_size)
+    if session.reason and session.is_main:
+        print(f"phalanx.init: backend {session.backend}: {session.reason}", file=sys.stderr)
+    return session
+
+
+def made() -> Made | None:
+    """Return how the present session was made; None if there is none."""
+    return _current
+
+
+def use_of_group() -> tuple[int, bool] | None:
+    """Return how many collectives the default group has seen, and whether messages; None if it does not tell."""
+    group: Any = dist.group.WORLD
+    return (group.num_collectives, group.has_messages) if hasattr(group, "num_collectives") else None
+
+
+def why_not_met() -> str:
+    """Return why a process that only calls `init` can't meet this one where it is; empty if it can."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    if _current is None or _current.exported is None or any(one is not None for one in _current.arguments[3:]):
+        return "a process group was made before"
+    if _current.use is None:
+        return "a process group that does not count its collectives was made before"
+    if _current.use != use_of_group():
+        return "the script has used its process group before"
+    if len(_torch.world.pg_names) > 1:
+        return "more than one process group was made before"
+    return ""
+
+
+def init_again(ended: Made) -> Session:
+    """Join the job as `init` did before, when the group has failed and this process has another place.
+
+    The session that the script may hold is given the new place, and returned.
+    """
+    global _current
+    backend, device, timeout = ended.arguments[:3]
+    new = init(backend, device=device, timeout=timeout)
+    assert _current is not None
+    for name in (field.name for field in dataclasses.fields(Session)):
+        object.__setattr__(ended.session, name, getattr(new, name))
+    _current = dataclasses.replace(_current, session=ended.session, num_blocks=ended.num_blocks)
+    return ended.session
+
+
+def _adopt_group(device: str | torch.device | None) -> Session:
+    """Return the session of a process group that the script created."""
+    place = find_place(dist.get_rank(), dist.get_world_size())
+    if not place.knows_hosts:
+        store = getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store()  # of an earlier group, too
+        place = place_by_hosts(place, store)
+    backend = str(dist.get_backend_config())
+    return _session(place, _choose_device(device, backend, place), backend)
+
+
+def _create_group(
+    place: Placement,
+    backend: str | None,
+    device: str | torch.device | None,
+    timeout: timedelta | None,
+    init_method: str | None,
+) -> tuple[Session, tuple[str, ...]]:
+    """Create the process group; return its session and the names of the variables set for it."""
+    chosen, reason = (_known(backend), "") if backend else _choose_backend()
+    store = meet(place, init_method, timeout, chosen)
+    place = place if place.knows_hosts else place_by_hosts(place, store)
+    session = _session(place, _choose_device(device, chosen, place), chosen, reason)
+    exported = _env.export(contract(place, store))
+    try:
+        dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    except BaseException:
+        _env.withdraw(exported)
+        raise
+    return session, exported
+
+
+def _session(place: Placement, device: torch.device, backend: str, reason: str = "") -> Session:
+    shield.watch()
+    names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "scheduler")
+    return Session(**{name: getattr(place, name) for name in names}, device=device, backend=backend, reason=reason)
+
+
+def shutdown() -> None:
+    """Leave the job: destroy the process group that `init` made, and unset the variables that it set.
+
+    A process group that existed before `init` stays. Without a session, nothing happens.
+
+    Example:
+        >>> phalanx.shutdown()
+        >>> dist.is_initialized()
+        False
+    """
+    _end(None)
+
+
+def _end(error: BaseException | None) -> None:
+    """End the session, and report an error to the ranks that are waiting for this one."""
+    global _current
+    if _current is None:
+        return
+    ended, _current = _current, None
+    if ended.exported is None:
+        return
+    _env.withdraw(ended.exported)
+    if not dist.is_initialized():  # the script has destroyed it
+        return
+    if error is None:
+        dist.destroy_process_group()
+    else:
+        leave_failed_groups(error, ended.session.backend)
+
+
+def leave_failed_groups(error: BaseException, backend: str) -> None:
+    """Destroy every process group although its other ranks may have failed, and report the error to those that wait."""
+    if "phalanx" in backend:
+        from phalanx.backend import leave_groups
+
+        leave_groups(error)
+    if "nccl" in backend:
+        _torch.abort_process_group()  # its peers may never come: destroying would wait for them
+    else:
+        dist.destroy_process_group()
+
+
+def leave_session(error: BaseException) -> None:
+    """End the session, if there is one, and destroy every process group, whoever has made it."""
+    _end(error)
+    if dist.is_available() and dist.is_initialized():
+        leave_failed_groups(error, str(dist.get_backend_config()))
+
+
+def _known(backend: str) -> str:
+    """Return the backend that the script asked for, if torch knows it.
+
+    Raises:
+        ValueError: It does not; names the one that is meant, and all of them.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that it does not know what devices an unknown one is for
+        by_device = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    backends = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    for name in by_device.values():
+        if name not in dist.Backend.backend_list:
+            raise ValueError(
+                f"phalanx.init: there is no backend {name!r}{_env.did_you_mean(name, backends) or '.'} It takes "
+                f'{", ".join(sorted(backends))}, or one for each kind of device, such as "cpu:phalanx,cuda:nccl"'
+            )
+    return backend
+
+
+def _choose_backend() -> tuple[str, str]:
+    """Return the backend, and the reason why its part for CPU tensors is not phalanx; empty if it is."""
+    import torch
+
+    on_cpu, reason = "phalanx", ""
+    try:
+        require_linux()
+        importlib.import_module("phalanx.backend")
+    except PhalanxError as error:
+        on_cpu, reason = "gloo", str(error).partition(":")[0]
+    except (ImportError, OSError) as error:
+        on_cpu, reason = "gloo", f"phalanx can't be loaded here: {error}"
+    if not torch.cuda.is_available():
+        return on_cpu, reason
+    return f"cpu:{on_cpu},cuda:{'nccl' if dist.is_nccl_available() else 'gloo'}", reason
+
+
+def _choose_device(given: str | torch.device | None, backend: str, place: Placement) -> torch.device:
+    if given is not None:
+        device = torch.device(given)
+    else:
+        has_gpu = torch.cuda.is_available() and ("cuda" in backend or "nccl" in backend)
+        device = torch.device("cuda" if has_gpu else "cpu")
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if place.local_rank >= count > 1:
+            raise RuntimeError(
+                f"rank {place.rank} is local rank {place.local_rank} and this host has {count} GPUs: start "
+                f"--nproc-per-node {count}, or call phalanx.init(device='cpu')"
+            )
+        # A scheduler may show each rank its own GPU alone.
+        device = torch.device("cuda", 0 if count == 1 else place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
