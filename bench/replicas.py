@@ -27,7 +27,7 @@ _SCRIPT = """
 import json, math, os, sys, time, torch, torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 import phalanx.checkpoint as ckpt
-from phalanx import _snapshots
+from phalanx.checkpoint.memory import layout
 num_turns, width, turn_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 dist.init_process_group("phalanx")
 mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -61,14 +61,14 @@ every = math.ceil(facts[0].item() / 0.03)
 num_snapshots = math.ceil(facts[1].item() / every)
 
 def is_copying():
-    asked, copied = _snapshots.asked_copy(fd), _snapshots.last_copied(fd)
+    asked, copied = layout.asked_copy(fd), layout.last_copied(fd)
     busy = torch.tensor(float(asked is not None and (copied is None or copied.step < asked.step)))
     dist.all_reduce(busy)
     return bool(busy)
 
 for turn in range(num_turns):
     is_on = turn % 2
-    _snapshots.want_replicas(fd, is_on)
+    layout.want_replicas(fd, is_on)
     while not is_on and is_copying():
         step()
     steps, copies = [], set()
@@ -77,9 +77,9 @@ for turn in range(num_turns):
         snapshot(number)
         for _ in range(every):
             steps.append(step())
-            copies.add(_snapshots.last_copied(fd))
+            copies.add(layout.last_copied(fd))
     if dist.get_rank() == 0:
-        copied = _snapshots.last_copied(fd)
+        copied = layout.last_copied(fd)
         print(json.dumps({"is_on": is_on, "steps": steps, "every": every, "num_copies": len(copies) - 1,
               "took_ms": copied.took_ms if copied else -1}), flush=True)
 os._exit(0)

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
-from phalanx import _snapshots
-from phalanx._snapshots import MAGIC, PAGE_BYTES, Copy, Head, region_offset
+from phalanx.checkpoint.memory import layout
+from phalanx.checkpoint.memory.layout import MAGIC, PAGE_BYTES, Copy, Head, region_offset
 from phalanx.wire.packets import PacketSocket
 
 LIMIT_S = 60
@@ -33,7 +33,7 @@ def write_snapshot(fd, moment, contents, *, safe=(0, 0), first_rank=0, world_siz
         offset = region_offset(local_rank, moment[1] % 2)
         os.pwrite(fd, content, offset + PAGE_BYTES)
         os.pwrite(fd, head.pack(), offset)
-    _snapshots.ask_for_copy(fd, Copy(*moment, FOLDER, *safe))
+    layout.ask_for_copy(fd, Copy(*moment, FOLDER, *safe))
 
 
 class ReplicaHost:
@@ -49,7 +49,7 @@ class ReplicaHost:
         self.name = name
         self.fd = os.memfd_create("snapshots")
         self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
-        _snapshots.want_replicas(self.fd, num_replicas)
+        layout.want_replicas(self.fd, num_replicas)
         self.channel, theirs = PacketSocket.pair()
         with theirs, socket.create_server(("127.0.0.1", port)) as door:
             self.port = door.getsockname()[1]
@@ -73,7 +73,7 @@ class ReplicaHost:
     def await_copied(self, moment):
         """Return what the replicator notes once it has copied a snapshot."""
         deadline = time.monotonic() + LIMIT_S
-        while (copied := _snapshots.last_copied(self.fd)) is None or (copied.attempt, copied.step) != moment:
+        while (copied := layout.last_copied(self.fd)) is None or (copied.attempt, copied.step) != moment:
             assert time.monotonic() < deadline
             assert self.process.poll() is None
             time.sleep(0.005)
@@ -85,7 +85,7 @@ class ReplicaHost:
             (region.head.attempt, region.head.step, region.number): os.pread(
                 self.fd, region.head.size_bytes, region.offset + PAGE_BYTES
             )
-            for region in _snapshots.whole_regions(self.fd)
+            for region in layout.whole_regions(self.fd)
             if not region.is_own
         }
 

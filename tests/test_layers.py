@@ -24,12 +24,10 @@ FLOORS = {
     "_ranges": 0,
     "_text": 0,
     "_command_line": 1,
-    "_digest": 1,
     "_settings": 1,
     "_torch": 1,
     "host": 1,
     "wire": 1,
-    "_snapshots": 2,
     "_trial": 2,
     "record": 2,
     "rendezvous": 2,
@@ -108,7 +106,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_few_units_import_the_core() -> None:
     users = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "_core" in imports_of(path)}
-    assert users == {"_digest.py", "_torch", "backend", "debugging", "host", "record"}
+    assert users == {"_torch", "backend", "checkpoint", "debugging", "host", "record"}
 
 
 def test_the_core_uses_no_streams() -> None:
@@ -190,7 +188,7 @@ def test_imports_have_no_effect_on_the_process() -> None:
         "fork": [
             "phalanx.backend._work._begin_anew",
             "phalanx.backend._channels._let_go",
-            "phalanx.checkpoint.claim._let_go_in_child",
+            "phalanx.checkpoint.disk.claim._let_go_in_child",
             "phalanx.checkpoint.saving._forget_parents_saves",
             "phalanx.debugging.prompt._begin_anew",
         ],

@@ -259,7 +259,7 @@ def a_save_that_is_being_written_is_in_the_list(rank, world_size, folder):
 
 @behaviour
 def a_save_of_another_job_that_is_under_way_is_said(rank, world_size, folder):
-    from phalanx.checkpoint import folder as folders
+    from phalanx.checkpoint.disk import folder as folders
 
     def load(**options):
         with pytest.MonkeyPatch.context() as patch:

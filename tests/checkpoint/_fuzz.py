@@ -24,12 +24,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import phalanx.checkpoint as ckpt
-from phalanx import CheckpointError, _snapshots, cli
-from phalanx.checkpoint import folder as folders
+from phalanx import CheckpointError, cli
 from phalanx.checkpoint import loading
-from phalanx.checkpoint.image import Part, fill, lay_out
-from phalanx.checkpoint.memory import SnapshotMemory
-from phalanx.checkpoint.tree import pack
+from phalanx.checkpoint.disk import folder as folders
+from phalanx.checkpoint.memory import layout
+from phalanx.checkpoint.memory.snapshots import SnapshotMemory
+from phalanx.checkpoint.state.image import Part, fill, lay_out
+from phalanx.checkpoint.state.tree import pack
 
 Attack = Callable[[st.DataObject], None]
 
@@ -68,9 +69,9 @@ def images_of(number: int) -> list[bytes]:
         metadata = {"step": number, "rank": rank, "world_size": 2, "is_alike": True, "tree": tree}
         parts = [Part(leaf.name, (0,) * leaf.tensor.dim(), leaf.tensor) for leaf in leaves if leaf.name != "big"]
         parts.append(Part("big", (20 * rank, 0), leaves[0].tensor[20 * rank : 20 * rank + 20]))
-        layout = lay_out(parts, metadata)
-        image = bytearray(layout.size_bytes)
-        fill(image, layout, parts)
+        laid_out = lay_out(parts, metadata)
+        image = bytearray(laid_out.size_bytes)
+        fill(image, laid_out, parts)
         images.append(bytes(image))
     return images
 
@@ -213,9 +214,7 @@ def latest(folder: Path) -> Attack:
 
 def region(folder: Path) -> Attack:
     fd = int(os.environ["PHALANX_SNAPSHOTS"].rpartition("/")[2])  # as under phalanx run, by the fixture
-    head = _snapshots.Head(
-        _snapshots.MAGIC, 1, 3, 0, 2, 0, hashlib.blake2b(str(folder).encode(), digest_size=16).digest()
-    )
+    head = layout.Head(layout.MAGIC, 1, 3, 0, 2, 0, hashlib.blake2b(str(folder).encode(), digest_size=16).digest())
     contents = images_of(3)
     numbers = st.sampled_from([0, 1, 2, 3, 4096, 2**36, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 
@@ -231,7 +230,7 @@ def region(folder: Path) -> Attack:
                 packed = own._replace(**{field: data.draw(numbers)}).pack()
             elif data.draw(st.integers(0, 4)) == 0:
                 packed = damaged(data, packed)
-            offset = _snapshots.region_offset(rank, data.draw(st.integers(0, 1)))
+            offset = layout.region_offset(rank, data.draw(st.integers(0, 1)))
             os.pwrite(fd, packed, offset)
             os.pwrite(fd, content, offset + 4096)
         held = SnapshotMemory()

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 import pytest
 
 from phalanx import _env
-from phalanx.checkpoint import claim as claims
-from phalanx.checkpoint import folder as folders
-from phalanx.checkpoint.claim import Claim, OtherSide, fence_for, read_note
+from phalanx.checkpoint.disk import claim as claims
+from phalanx.checkpoint.disk import folder as folders
+from phalanx.checkpoint.disk.claim import Claim, OtherSide, fence_for, read_note
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
 from phalanx import CheckpointError, cli
-from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint import load
+from phalanx.checkpoint.disk import folder as folders
 from phalanx.testing import run_ranks
 from tests.checkpoint._tools import assert_same, copy_of, flip_bit, model, save
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import phalanx
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError
-from phalanx.checkpoint import folder
-from phalanx.checkpoint.blocks import _do_tile
-from phalanx.checkpoint.image import Part, fill, lay_out
+from phalanx.checkpoint.disk import folder
+from phalanx.checkpoint.state.blocks import _do_tile
+from phalanx.checkpoint.state.image import Part, fill, lay_out
 from tests.checkpoint._tools import flip_bit, save
 
 FILES = ("rank_00000.safetensors", "manifest.json")
@@ -133,7 +133,7 @@ def test_a_manifest_of_another_step_is_noticed(damaged):
 
 
 def test_a_format_of_the_future_is_said_to_be_one(damaged):
-    from phalanx.checkpoint.folder import _sign
+    from phalanx.checkpoint.disk.folder import _sign
 
     def date_forward(path):
         manifest = json.loads(path.read_text())

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import phalanx.checkpoint as ckpt
 from phalanx import CheckpointError, CollectiveMismatch
 from phalanx.checkpoint import agreement
-from phalanx.checkpoint import folder as folders
+from phalanx.checkpoint.disk import folder as folders
 from phalanx.testing import reached
 from tests.checkpoint._kills import kill_savers
 from tests.checkpoint._tools import save

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import phalanx.checkpoint as ckpt
-from phalanx import CheckpointError, _snapshots
-from phalanx.checkpoint import memory
+from phalanx import CheckpointError
+from phalanx.checkpoint.memory import layout, snapshots
 from phalanx.host import spare_memory
 from phalanx.host.cgroups import Memory
 from phalanx.testing import run_ranks
@@ -30,7 +30,7 @@ import torch
 from torch import nn
 import phalanx, phalanx.checkpoint as ckpt
 from phalanx import CheckpointError
-from phalanx.checkpoint import memory
+from phalanx.checkpoint.memory import snapshots as memory
 
 kills = [tuple(kill) for kill in json.loads(sys.argv[1])]
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -200,7 +200,7 @@ def die_between(rank, world_size, folder):
     for step in (1, 2):
         assert ckpt.snapshot(folder, state_of(rank, step), step) == ""
     if rank == 1:
-        memory.fill = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        snapshots.fill = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     ckpt.snapshot(folder, state_of(rank, 3), 3)
 
 
@@ -216,7 +216,7 @@ def grow(rank, world_size, folder):
     for step in range(1, 6):
         state = {"big": [torch.full((30_000,), float(step))] * step, "note": "x" * 3000 * step, "rank": rank}
         assert ckpt.snapshot(folder, state, step) == ""
-    return memory.memory().size_bytes
+    return snapshots.memory().size_bytes
 
 
 def read_grown(rank, world_size, folder):
@@ -243,7 +243,7 @@ def take_what_is_needed(rank, world_size, folder):
 
 
 def take_beyond_the_region(rank, world_size, folder):
-    _snapshots.REGION_BYTES = 1 << 16
+    layout.REGION_BYTES = 1 << 16
     return take(rank, world_size, folder, [1, 2])
 
 
@@ -252,7 +252,7 @@ def lack_memory(rank, world_size, folder):
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        memory.os.posix_fallocate = refuse
+        snapshots.os.posix_fallocate = refuse
     return take(rank, world_size, folder, [1, 2])
 
 
@@ -299,7 +299,7 @@ def test_after_a_kill_for_want_of_memory_snapshots_are_loaded_once_more_and_free
     folder, path = str(tmp_path), held["PHALANX_SNAPSHOTS"]
     run_ranks(take, 2, folder, [1, 2, 3], env=held)
     fd = os.open(path, os.O_RDWR)
-    _snapshots.forbid(fd)
+    layout.forbid(fd)
     os.close(fd)
     for before, after in run_ranks(go_on_without, 2, folder, path, env=held):
         assert before > 1000

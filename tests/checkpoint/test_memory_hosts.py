@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import phalanx
 import phalanx.checkpoint as ckpt
-from phalanx import _snapshots
-from phalanx.checkpoint import memory
+from phalanx.checkpoint.memory import layout, snapshots
 from phalanx.host import spare_memory
 from phalanx.host.cgroups import Memory
 from phalanx.testing import run_ranks
@@ -166,7 +165,7 @@ def train(rank, world_size, folder, sizes, paths, steps, num_copied, has_fetched
     weight = dist.tensor.distribute_tensor(torch.zeros(300, 7), mesh, [dist.tensor.Shard(0)])
     state = {"weight": weight, "large": torch.zeros(300, 500), "own": Own(None), "step": 0}
     found = ckpt.load(folder, state, missing="ignore")
-    assert memory.memory().is_urgent == (found is not None and has_fetched)
+    assert snapshots.memory().is_urgent == (found is not None and has_fetched)
     if found is not None:
         assert state["weight"].full_tensor().eq(found.step).all()
         assert state["large"].eq(found.step).all()
@@ -174,15 +173,15 @@ def train(rank, world_size, folder, sizes, paths, steps, num_copied, has_fetched
         weight.to_local().fill_(step)
         state |= {"large": torch.full((300, 500), float(step)), "own": Own((step, rank)), "step": step}
         assert ckpt.snapshot(folder, state, step) == ""
-        assert not memory.memory().is_urgent
+        assert not snapshots.memory().is_urgent
         deadline = time.monotonic() + LIMIT_S
-        while number < num_copied and memory.memory()._is_copying():
+        while number < num_copied and snapshots.memory()._is_copying():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         dist.barrier()
     own = state["own"].number if not steps and found else None
     if steps:
-        return memory.memory().replicas()
+        return snapshots.memory().replicas()
     return found and (found.step, found.source, own and tuple(own))
 
 
@@ -210,8 +209,8 @@ def test_a_spare_gets_what_the_lost_rank_had_and_all_others_their_own(tmp_path, 
     assert run_parted(tmp_path, hosts, has_fetched=True) == [(2, "memory", (2, rank)) for rank in range(3)]
     # What was lost is kept twice again, and what was fetched is freed.
     run_parted(tmp_path, hosts, [3, 4], 2, has_fetched=True)
-    regions = [one for host in hosts for one in _snapshots.whole_regions(host.fd)]
-    assert not any(_snapshots.is_fetched(one.offset) for one in regions)
+    regions = [one for host in hosts for one in layout.whole_regions(host.fd)]
+    assert not any(layout.is_fetched(one.offset) for one in regions)
     assert sorted(one.number for one in regions if one.head.step == 4) == [0, 0, 1, 1, 2, 2]
 
 
@@ -230,10 +229,10 @@ def keep_sharded(rank, world_size, folder, sizes, paths):
     take_place(rank, sizes, paths)
     assert ckpt.snapshot(folder, sharded_state(world_size, 7.0), 1) == ""
     deadline = time.monotonic() + LIMIT_S
-    while memory.memory()._is_copying():
+    while snapshots.memory()._is_copying():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return memory.memory().size_bytes
+    return snapshots.memory().size_bytes
 
 
 def load_sharded(rank, world_size, folder, sizes, paths, most_bytes=0):
@@ -246,7 +245,7 @@ def load_sharded(rank, world_size, folder, sizes, paths, most_bytes=0):
         found = ckpt.load(folder, state)
     for name, want in sharded_state(world_size, 7.0).items():
         assert torch.equal(state[name].to_local(), want.to_local())
-    return found.source, memory.memory().fetched_bytes, " ".join(str(one.message) for one in caught)
+    return found.source, snapshots.memory().fetched_bytes, " ".join(str(one.message) for one in caught)
 
 
 def run_sharded(fn, tmp_path, hosts, *args):
@@ -270,7 +269,7 @@ def test_a_host_fetches_what_its_ranks_read_and_nobody_takes_the_rest_for_filled
     assert halves[1][1] < slack_bytes
     for host, told, held_bytes in zip(left, halves, before, strict=True):
         assert os.fstat(host.fd).st_blocks * 512 - held_bytes < told[1] + slack_bytes
-        assert not any(_snapshots.is_fetched(region.offset) for region in _snapshots.whole_regions(host.fd))
+        assert not any(layout.is_fetched(region.offset) for region in layout.whole_regions(host.fd))
     again = run_sharded(load_sharded, tmp_path, [*left, new_replica_host("d")])
     assert [source for source, _, _ in again] == ["memory"] * 3
 
@@ -324,8 +323,8 @@ def test_a_host_lost_before_its_part_is_copied_costs_the_steps_since_the_last_th
 def test_the_report_says_for_how_long_nobody_made_replicas(tmp_path, new_replica_host):
     hosts = [new_replica_host(name) for name in "ab"]
     connect(hosts)
-    _snapshots.note_replicator_ended(hosts[0].fd)
-    _snapshots.note_replicator_started(hosts[0].fd)
+    layout.note_replicator_ended(hosts[0].fd)
+    layout.note_replicator_started(hosts[0].fd)
     words = [told.partition("; ")[2] for told in run_parted(tmp_path, hosts, [1, 2], 2)]
     assert words == ["none were made for 0.0 s, since the process that copies had ended", ""]
 
@@ -343,20 +342,20 @@ def snapshots_of_two_regions(rank, world_size, folder, sizes, paths):
     spare_memory.host_memory = lambda: Memory(80 << 20, 0)
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
     weight = dist.tensor.distribute_tensor(torch.zeros(4 << 20), mesh, [dist.tensor.Shard(0)])
-    kept = memory.memory()
+    kept = snapshots.memory()
     for step in (1, 2, 3, 4):
         assert ckpt.snapshot(folder, {"weight": weight}, step) == ""
         if step == 2:  # the first has been copied, and the second is not asked to be
-            _snapshots.note_copied(kept._fd, _snapshots.Copied(1, 1, 1, 0))
+            layout.note_copied(kept._fd, layout.Copied(1, 1, 1, 0))
         dist.barrier()
-    return kept.problem, _snapshots.asked_copy(kept._fd).step, sorted(kept._regions)
+    return kept.problem, layout.asked_copy(kept._fd).step, sorted(kept._regions)
 
 
 def test_without_room_for_a_third_region_a_snapshot_is_left_out_and_the_next_one_is_taken(tmp_path, new_host):
     paths = [new_host(), new_host()]
     for path in paths:
         with open(path, "r+b") as file:
-            _snapshots.want_replicas(file.fileno(), 1)
+            layout.want_replicas(file.fileno(), 1)
     found = run_ranks(snapshots_of_two_regions, 2, str(tmp_path), [1, 1], paths, hosts=[1, 1])
     assert found == [("", 4, [0, 1])] * 2
 
@@ -365,7 +364,7 @@ def test_where_one_host_may_keep_no_snapshots_none_does_and_nobody_waits(tmp_pat
     hosts = [new_host(), new_host()]
     run(tmp_path, [1, 1], hosts, 2)
     with open(hosts[1], "r+b") as file:
-        _snapshots.forbid(file.fileno())
+        layout.forbid(file.fileno())
     found = run_ranks(snapshot_problem, 2, str(tmp_path), [1, 1], hosts, hosts=[1, 1])
     assert found == [
         (2, "another host can keep none: see what its launcher says"),

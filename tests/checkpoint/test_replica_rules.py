@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from phalanx.checkpoint.holdings import Held, lost_of, newest_of
-from phalanx.checkpoint.slots import Slots
+from phalanx.checkpoint.memory.holdings import Held, lost_of, newest_of
+from phalanx.checkpoint.memory.slots import Slots
 
 FOLDER = b"f" * 16
 

@@ -84,7 +84,7 @@ def subclasses(kind: type) -> set[type]:
 
 
 def test_every_error_of_ours_has_an_entry() -> None:
-    from phalanx.checkpoint.folder import Damaged  # what another error quotes
+    from phalanx.checkpoint.disk.folder import Damaged  # what another error quotes
 
     for kind in {*subclasses(PhalanxError), *KINDS.values()}:
         assert kind.entry in entries() or kind is Damaged, kind

@@ -26,7 +26,7 @@ import hashlib, json, sys, time
 import torch, torch.distributed as dist
 import torch.distributed.tensor
 import phalanx.checkpoint as ckpt
-from phalanx.checkpoint.memory import memory
+from phalanx.checkpoint.memory.snapshots import memory
 
 def say(**facts):
     print(json.dumps(facts), flush=True)
@@ -213,7 +213,7 @@ def test_of_two_hosts_one_that_came_back_leaves_the_other_to_go_on_alone_again(j
 
 TRAINER = """
 import json, os, torch, phalanx
-from phalanx.checkpoint.memory import memory
+from phalanx.checkpoint.memory.snapshots import memory
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
@@ -249,7 +249,7 @@ import json, os, time
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 import phalanx.checkpoint as ckpt
-from phalanx.checkpoint.memory import memory
+from phalanx.checkpoint.memory.snapshots import memory
 
 def say(**facts):
     print(json.dumps(facts), flush=True)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from phalanx.checkpoint.claim import read_note
+from phalanx.checkpoint.disk.claim import read_note
 from tests.hosts.test_real_hosts import LIMIT_S, PORT, jobs
 from tests.launch.jobs import await_line
 from tests.namespaces import hosts, node_command

@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from phalanx._snapshots import MAGIC, Head, region_offset
+from phalanx.checkpoint.memory.layout import MAGIC, Head, region_offset
 from phalanx.failure.outcome import Outcome
 from phalanx.host.block_pool import choose
 from phalanx.host.cpus import divide, read_machine
@@ -22,7 +22,7 @@ from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 HEAD = """
-from phalanx._snapshots import MAGIC, Head, common_heads, is_restart_announced, region_offset
+from phalanx.checkpoint.memory.layout import MAGIC, Head, common_heads, is_restart_announced, region_offset
 SIZE, ATTEMPT = (int(os.environ[name]) for name in ("WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
 os.write(1, f"{ATTEMPT} of {SIZE}\\n".encode())  # whole, or not at all: another rank may already be dying
 

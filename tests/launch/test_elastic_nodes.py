@@ -15,7 +15,7 @@ from tests.launch.test_nodes import nodes
 __all__ = ["nodes"]  # a fixture
 
 HEAD = """
-from phalanx._snapshots import MAGIC, Head, region_offset
+from phalanx.checkpoint.memory.layout import MAGIC, Head, region_offset
 names = "TORCHELASTIC_RESTART_COUNT WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK"
 ATTEMPT, SIZE, LOCAL_RANK, LOCAL_SIZE, NODE, NUM_NODES, ROLE_RANK = (int(os.environ[name]) for name in names.split())
 os.write(1, f"{ATTEMPT} {SIZE} {NODE} of {NUM_NODES} {LOCAL_RANK} of {LOCAL_SIZE} {ROLE_RANK}\\n".encode())

@@ -15,8 +15,8 @@ import time
 
 import pytest
 
-from phalanx import _snapshots
-from phalanx._snapshots import Copied, region_of_others, region_offset
+from phalanx.checkpoint.memory import layout
+from phalanx.checkpoint.memory.layout import Copied, region_of_others, region_offset
 from phalanx.launch.events import EventLoop
 from phalanx.launch.holders import holders_of
 from phalanx.launch.receiver import Receiver
@@ -130,7 +130,7 @@ def test_what_ranks_write_over_while_it_is_sent_is_never_said_to_be_whole(new_ho
             wire.send(b".")
             with pytest.raises(ConnectionResetError):
                 wire.receive(PIECE.size)
-        assert _snapshots.last_copied(a.fd) is None
+        assert layout.last_copied(a.fd) is None
 
 
 # ---------------------------------------------------------------- the holder, as a sender sees it
@@ -239,7 +239,7 @@ def test_a_process_that_is_killed_is_started_again_and_copies_and_the_report_say
         first_pid = replicas.pid
         write_snapshot(fd, (1, step), [b"x" * 9000])
         deadline = time.monotonic() + LIMIT_S
-        while (copied := _snapshots.last_copied(fd)) is None or copied.step != step:
+        while (copied := layout.last_copied(fd)) is None or copied.step != step:
             assert time.monotonic() < deadline
             events.wait(0.01)
         assert copied.num_replicas == 1
@@ -251,7 +251,7 @@ def test_a_process_that_is_killed_is_started_again_and_copies_and_the_report_say
         assert spared == [replicas.pid]
     again = "the process that copies snapshots to other hosts has ended: no new replicas are made until it is started"
     assert said == [f"{again} again, in 0.5 s", f"{again} again, in 1 s"]
-    gaps = _snapshots.gaps_in_copying(fd)
+    gaps = layout.gaps_in_copying(fd)
     assert gaps.num == 2
     assert 500 <= gaps.total_ms < LIMIT_S * 1000
     assert gaps.since_ms  # the second time it is not back yet

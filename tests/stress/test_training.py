@@ -15,7 +15,7 @@ import time
 import pytest
 
 from phalanx.checkpoint.comparison import compare
-from phalanx.checkpoint.folder import steps
+from phalanx.checkpoint.disk.folder import steps
 
 NUM_KILLS = 100 if os.environ.get("PHALANX_TEST_LONG") else 3
 LIMIT_S = 120

@@ -473,7 +473,7 @@ def test_a_folder_that_cannot_be_locked_is_said_to_be_one(tmp_path, monkeypatch)
     def refuse(*_):
         raise OSError(95, os.strerror(95))
 
-    monkeypatch.setattr("phalanx.checkpoint.claim.fcntl.flock", refuse)
+    monkeypatch.setattr("phalanx.checkpoint.disk.claim.fcntl.flock", refuse)
     trainer, printed = run(tmp_path)
     assert trainer.step == 14
     assert (

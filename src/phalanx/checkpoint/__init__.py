@@ -8,25 +8,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
-    from phalanx.checkpoint.folder import Checkpoint
+    from phalanx.checkpoint.disk.folder import Checkpoint
+    from phalanx.checkpoint.disk.retention import list_checkpoints, prune, verify
     from phalanx.checkpoint.loading import Loaded, load
-    from phalanx.checkpoint.memory import snapshot
-    from phalanx.checkpoint.retention import list_checkpoints, prune, verify
+    from phalanx.checkpoint.memory.snapshots import snapshot
     from phalanx.checkpoint.saving import save, wait
-    from phalanx.checkpoint.tree import unwrap
+    from phalanx.checkpoint.state.tree import unwrap
 
 __all__ = ["Checkpoint", "Loaded", "list_checkpoints", "load", "prune", "save", "snapshot", "unwrap", "verify", "wait"]
 
 _EXPORTS = {
-    "Checkpoint": "phalanx.checkpoint.folder",
+    "Checkpoint": "phalanx.checkpoint.disk.folder",
     "Loaded": "phalanx.checkpoint.loading",
-    "list_checkpoints": "phalanx.checkpoint.retention",
+    "list_checkpoints": "phalanx.checkpoint.disk.retention",
     "load": "phalanx.checkpoint.loading",
-    "prune": "phalanx.checkpoint.retention",
+    "prune": "phalanx.checkpoint.disk.retention",
     "save": "phalanx.checkpoint.saving",
-    "snapshot": "phalanx.checkpoint.memory",
-    "unwrap": "phalanx.checkpoint.tree",
-    "verify": "phalanx.checkpoint.retention",
+    "snapshot": "phalanx.checkpoint.memory.snapshots",
+    "unwrap": "phalanx.checkpoint.state.tree",
+    "verify": "phalanx.checkpoint.disk.retention",
     "wait": "phalanx.checkpoint.saving",
 }
 

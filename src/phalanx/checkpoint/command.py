@@ -14,9 +14,9 @@ from phalanx._command_line import Parser, UsageError, whole_number
 from phalanx._env import nearest
 from phalanx._errors import printable
 from phalanx._text import columns, counted, in_units
-from phalanx.checkpoint import folder as folders
-from phalanx.checkpoint.folder import Checkpoint, Damaged
-from phalanx.checkpoint.retention import verify
+from phalanx.checkpoint.disk import folder as folders
+from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
+from phalanx.checkpoint.disk.retention import verify
 from phalanx.checkpoint.rows import rows_of
 
 _CALLS = {

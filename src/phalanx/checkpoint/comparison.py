@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from phalanx._text import shortened
-from phalanx.checkpoint import folder as folders
-from phalanx.checkpoint.blocks import Reader
+from phalanx.checkpoint.disk import folder as folders
 from phalanx.checkpoint.loading import images_of
-from phalanx.checkpoint.unpacking import form_of, unpack
+from phalanx.checkpoint.state.blocks import Reader
+from phalanx.checkpoint.state.unpacking import form_of, unpack
 
 
 @dataclasses.dataclass(frozen=True)

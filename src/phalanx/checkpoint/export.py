@@ -11,11 +11,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.blocks import Reader
-from phalanx.checkpoint.folder import Checkpoint
-from phalanx.checkpoint.image import Part, fill, is_storable, lay_out
+from phalanx.checkpoint.disk.folder import Checkpoint
 from phalanx.checkpoint.loading import images_of
-from phalanx.checkpoint.unpacking import pairs_of, unpack
+from phalanx.checkpoint.state.blocks import Reader
+from phalanx.checkpoint.state.image import Part, fill, is_storable, lay_out
+from phalanx.checkpoint.state.unpacking import pairs_of, unpack
 
 
 def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:

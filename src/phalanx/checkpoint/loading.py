@@ -11,18 +11,25 @@ from typing import Any, Literal
 
 from phalanx._errors import CheckpointError, printable, warn_caller
 from phalanx._text import named
-from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
-from phalanx.checkpoint.blocks import Reader
-from phalanx.checkpoint.folder import Checkpoint, Damaged
-from phalanx.checkpoint.holdings import Held, lost_of, newest_of
-from phalanx.checkpoint.image import Image
-from phalanx.checkpoint.memory import digest_of, memory
-from phalanx.checkpoint.pending import pending
-from phalanx.checkpoint.restoring import NOT_STRICT, NOT_STRICT_IN_TRAINER, drop_gradients, reason_of, restore, survey
-from phalanx.checkpoint.retention import find_best
-from phalanx.checkpoint.tree import refuse_no_mapping
-from phalanx.checkpoint.unpacking import Json, unpack
+from phalanx.checkpoint.disk import folder as folders
+from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
+from phalanx.checkpoint.disk.pending import pending
+from phalanx.checkpoint.disk.retention import find_best
+from phalanx.checkpoint.memory.holdings import Held, lost_of, newest_of
+from phalanx.checkpoint.memory.snapshots import digest_of, memory
+from phalanx.checkpoint.state.blocks import Reader
+from phalanx.checkpoint.state.image import Image
+from phalanx.checkpoint.state.restoring import (
+    NOT_STRICT,
+    NOT_STRICT_IN_TRAINER,
+    drop_gradients,
+    reason_of,
+    restore,
+    survey,
+)
+from phalanx.checkpoint.state.tree import refuse_no_mapping
+from phalanx.checkpoint.state.unpacking import Json, unpack
 from phalanx.record import writer
 from phalanx.record.box import LOADED, LOADING
 from phalanx.wire.rank_group import RankGroup

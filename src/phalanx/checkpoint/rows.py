@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx._text import shortened
-from phalanx.checkpoint import folder as folders
-from phalanx.checkpoint.folder import Checkpoint, Damaged
-from phalanx.checkpoint.unpacking import KINDS_OF_MAPPINGS, Json, pairs_of, unpack
+from phalanx.checkpoint.disk import folder as folders
+from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
+from phalanx.checkpoint.state.unpacking import KINDS_OF_MAPPINGS, Json, pairs_of, unpack
 from phalanx.wire.files import open_regular
 
 _LENGTH_BYTES = 8  # of a header, before it

@@ -13,14 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from phalanx import _env
-from phalanx.checkpoint import blocks
-from phalanx.checkpoint import folder as folders
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
-from phalanx.checkpoint.claim import OtherSide, fence_for
-from phalanx.checkpoint.image import Part, fill, lay_out
-from phalanx.checkpoint.pending import pending
-from phalanx.checkpoint.retention import check_numbers, remove_old
-from phalanx.checkpoint.tree import Leaf, pack, refuse_no_mapping
+from phalanx.checkpoint.disk import folder as folders
+from phalanx.checkpoint.disk.claim import OtherSide, fence_for
+from phalanx.checkpoint.disk.pending import pending
+from phalanx.checkpoint.disk.retention import check_numbers, remove_old
+from phalanx.checkpoint.state import blocks
+from phalanx.checkpoint.state.image import Part, fill, lay_out
+from phalanx.checkpoint.state.tree import Leaf, pack, refuse_no_mapping
 from phalanx.record import writer
 from phalanx.rendezvous.launched import note_progress
 from phalanx.wire.rank_group import RankGroup

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from phalanx._snapshots import announce_restart, forbid
+from phalanx.checkpoint.memory.layout import announce_restart, forbid
 from phalanx.failure.outcome import Outcome
 from phalanx.failure.report import brief_report
 from phalanx.failure.victims import is_victim

@@ -10,8 +10,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx._snapshots import Head, common_heads, last_copied, newest_attempt, wanted_replicas
 from phalanx._text import counted
+from phalanx.checkpoint.memory.layout import Head, common_heads, last_copied, newest_attempt, wanted_replicas
 from phalanx.failure.outcome import Outcome
 from phalanx.launch.deadlines import AT_ONCE_S
 from phalanx.launch.job import Job

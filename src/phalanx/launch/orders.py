@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from phalanx._env import PREEMPTED_CODE
-from phalanx._snapshots import announce_restart, newest_attempt
+from phalanx.checkpoint.memory.layout import announce_restart, newest_attempt
 from phalanx.failure.outcome import Outcome
 from phalanx.host.ports import ReservedPort
 from phalanx.launch.agent import RUN_AGENT

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from phalanx import _snapshots
-from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Head, region_bytes
+from phalanx.checkpoint.memory import layout
+from phalanx.checkpoint.memory.layout import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Head, region_bytes
 from phalanx.host.spare_memory import shortage
 from phalanx.launch.wire import PIECE, TAKEN, Wire
 
@@ -136,11 +136,11 @@ class Receiver:
             [told[name] for name in ("attempt", "step", "world_size", "first_rank")] + told["safe"]
         )
         folder = bytes.fromhex(told["folder"])
-        most = min(world_size, _snapshots.MOST_OF_OTHERS)
+        most = min(world_size, layout.MOST_OF_OTHERS)
         is_right = len(numbers) == len(sizes) <= _MOST_IMAGES and len(safe) == 2 and len(folder) == 16
         if not (is_right and numbers and all(number < most for number in _counts(numbers))):
             raise ValueError("no offer")
-        if any(region_bytes(size) > _snapshots.REGION_BYTES for size in _counts(sizes)):
+        if any(region_bytes(size) > layout.REGION_BYTES for size in _counts(sizes)):
             raise ValueError("no offer")
         heads = [Head(MAGIC, 1, step, size, world_size, attempt, folder, first, len(numbers)) for size in sizes]
         return _Offer(tuple(heads), tuple(numbers), (safe[0], safe[1]))
@@ -150,10 +150,7 @@ class Receiver:
     def _has(self, offer: _Offer) -> bool:
         """Whether it is all here: it may be what ranks are just loading."""
         return all(
-            any(
-                _snapshots.head_at(self._fd, _snapshots.region_of_others(number, slot)) == head
-                for slot in range(FETCHED_SLOT)
-            )
+            any(layout.head_at(self._fd, layout.region_of_others(number, slot)) == head for slot in range(FETCHED_SLOT))
             for number, head in zip(offer.numbers, offer.heads, strict=True)
         )
 
@@ -163,7 +160,7 @@ class Receiver:
         Raises:
             _Refusal: There is not enough.
         """
-        if _snapshots.are_forbidden(self._fd):
+        if layout.are_forbidden(self._fd):
             raise _Refusal("memory has run out there before")
         self._free_old(offer.safe)
         offsets = [self._choose(number, offer.safe) for number in offer.numbers]
@@ -188,8 +185,8 @@ class Receiver:
         """Return the region to write an image to: not the one with the snapshot that must stay, rather the older."""
         found = []
         for slot in range(FETCHED_SLOT):
-            offset = _snapshots.region_of_others(number, slot)
-            head = _snapshots.head_at(self._fd, offset)
+            offset = layout.region_of_others(number, slot)
+            head = layout.head_at(self._fd, offset)
             moment = (head.attempt, head.step) if head is not None else (-1, -1)
             if moment != safe:
                 found.append((moment, offset))
@@ -197,12 +194,12 @@ class Receiver:
 
     def _free_old(self, safe: tuple[int, int]) -> None:
         """Free what was kept for an attempt before that of the safe snapshot, by whatever hosts."""
-        for offset in [*_snapshots.used_regions(self._fd)]:
-            if not _snapshots.is_of_others(offset) or _snapshots.is_fetched(offset) or offset in self._receiving:
+        for offset in [*layout.used_regions(self._fd)]:
+            if not layout.is_of_others(offset) or layout.is_fetched(offset) or offset in self._receiving:
                 continue
-            head = _snapshots.head_at(self._fd, offset)
+            head = layout.head_at(self._fd, offset)
             if head is None or head.attempt < safe[0]:
-                _snapshots.release_region(self._fd, offset)
+                layout.release_region(self._fd, offset)
                 self._lengths.pop(offset, None)
 
     def _receive(self, wire: Wire, offset: int, head: Head) -> None:

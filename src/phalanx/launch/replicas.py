@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from phalanx._snapshots import note_replicator_ended, want_replicas
+from phalanx.checkpoint.memory.layout import note_replicator_ended, want_replicas
 from phalanx.host.ports import bound_socket
 from phalanx.launch.events import EventLoop
 from phalanx.launch.warden import die_with_parent, hold_signals

@@ -25,8 +25,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx import _snapshots
-from phalanx._snapshots import PAGE_BYTES, Copied, Copy, Region
+from phalanx.checkpoint.memory import layout
+from phalanx.checkpoint.memory.layout import PAGE_BYTES, Copied, Copy, Region
 from phalanx.host.cgroups import usable_cpus
 from phalanx.launch.receiver import Receiver
 from phalanx.launch.wire import PIECE, Wire
@@ -81,9 +81,9 @@ class Replicator:
     def run(self) -> None:
         """Copy what is wanted until the supervisor has gone."""
         self._cpu_s = self._spent_s()
-        _snapshots.note_replicator_started(self._fd)
+        layout.note_replicator_started(self._fd)
         while self._hear(_LOOK_S):
-            wanted = _snapshots.asked_copy(self._fd)
+            wanted = layout.asked_copy(self._fd)
             now_s = time.monotonic()
             if wanted is None or wanted == self._done or not self._receiver.me or now_s < self._rests_until_s:
                 continue
@@ -109,7 +109,7 @@ class Replicator:
         moment = wanted.attempt, wanted.step, wanted.folder
         found = [
             region
-            for region in _snapshots.whole_regions(self._fd)
+            for region in layout.whole_regions(self._fd)
             if region.is_own and (region.head.attempt, region.head.step, region.head.folder) == moment
         ]
         return found if found and len(found) == found[0].head.num_here else []
@@ -148,7 +148,7 @@ class Replicator:
         self._rests_until_s = now_s + (self._cpu_s - cpu_before_s) / (_SHARE_OF_CPUS * len(usable_cpus()))
         self._done = wanted
         took_ms = int(1e3 * (now_s - began_s))
-        _snapshots.note_copied(self._fd, Copied(wanted.attempt, wanted.step, len(self._has), took_ms))
+        layout.note_copied(self._fd, Copied(wanted.attempt, wanted.step, len(self._has), took_ms))
         if not is_enough:
             self._say_once(problems)
         elif has_come_back:
@@ -204,9 +204,9 @@ class Replicator:
             at, end = region.offset + PAGE_BYTES, region.offset + PAGE_BYTES + region.head.size_bytes
             while at < end:
                 at += self._send_piece(wire, at, min(self._piece_bytes, end - at))
-                if not self._hear(0) or _snapshots.asked_copy(self._fd) not in (None, wanted):
+                if not self._hear(0) or layout.asked_copy(self._fd) not in (None, wanted):
                     raise self._give_up(holder)
-        if any(_snapshots.head_at(self._fd, region.offset) != region.head for region in regions):
+        if any(layout.head_at(self._fd, region.offset) != region.head for region in regions):
             raise self._give_up(holder)
         wire.commit()
 

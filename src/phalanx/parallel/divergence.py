@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx._digest import bytes_of, digests
 from phalanx._errors import ReplicaMismatch
 from phalanx._text import listed, named
+from phalanx.checkpoint.state.digest import bytes_of, digests
 from phalanx.parallel.replicated import Entry, buffers, is_shard, optimizer_state, other_parameters, parameters
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx._digest import bytes_of, digests
 from phalanx._errors import ReplicaMismatch
 from phalanx._text import counted
 from phalanx._torch.tensors import is_one_range
+from phalanx.checkpoint.state.digest import bytes_of, digests
 from phalanx.parallel.divergence import first_difference
 from phalanx.parallel.layout import flat
 from phalanx.parallel.replicated import Entry, Owner, is_plain, optimizer_state, parameters

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from phalanx import _env, _torch
 from phalanx._errors import origins
-from phalanx.checkpoint import loading, memory, saving
+from phalanx.checkpoint import loading, saving
+from phalanx.checkpoint.memory import snapshots
 from phalanx.failure import last_words
 from phalanx.failure.last_words import LastWords
 from phalanx.failure.victims import is_victim
@@ -179,7 +180,7 @@ class Survivor:
         if place is None:
             raise SystemExit(1)
         _env.update(place)
-        memory.renew()
+        snapshots.renew()
         saving.renew()
         if not place[_env.SURVIVORS_VARIABLE]:  # the last attempt
             self._disconnect()

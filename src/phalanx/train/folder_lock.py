@@ -6,8 +6,8 @@ import dataclasses
 import os
 
 from phalanx._errors import PhalanxError
-from phalanx.checkpoint import folder as folders
-from phalanx.checkpoint.claim import Claim, Note, claimant, is_other_side, other_side
+from phalanx.checkpoint.disk import folder as folders
+from phalanx.checkpoint.disk.claim import Claim, Note, claimant, is_other_side, other_side
 from phalanx.train import restarts
 from phalanx.wire.rank_group import RankGroup
 

@@ -31,7 +31,7 @@ from torch.utils import data as torch_data
 from phalanx._errors import CheckpointError, printable
 from phalanx._text import counted, listed, shortened
 from phalanx._torch import SCHEDULER_COUNTERS
-from phalanx.checkpoint.unpacking import form_of
+from phalanx.checkpoint.state.unpacking import form_of
 from phalanx.train.metrics import read_metrics
 from phalanx.train.origin import command_line
 from phalanx.train.settings import Settings

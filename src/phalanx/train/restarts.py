@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 
 from phalanx import _env
-from phalanx.checkpoint.memory import memory
+from phalanx.checkpoint.memory.snapshots import memory
 from phalanx.session.survival import may_outlive
 from phalanx.train.loggers import IDS
 from phalanx.wire.rank_group import RankGroup

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx import checkpoint
 from phalanx._text import counted
-from phalanx.checkpoint.memory import memory
+from phalanx.checkpoint.memory.snapshots import memory
 from phalanx.record.notes import note_checkpoints
 from phalanx.train.judge import Judge
 from phalanx.train.run_log import RunLog

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from phalanx import checkpoint
-from phalanx.checkpoint.memory import memory
+from phalanx.checkpoint.memory.snapshots import memory
 
 _SHARE = 0.03  # of the time of training
 

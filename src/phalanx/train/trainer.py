@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from phalanx import _trial, checkpoint
 from phalanx._errors import NonFinite, RankFailed, ReplicaMismatch
 from phalanx.checkpoint.loading import why_not_loadable
-from phalanx.checkpoint.memory import memory
+from phalanx.checkpoint.memory.snapshots import memory
 from phalanx.data import RandomState
 from phalanx.data.random_state import random_state_kept
 from phalanx.launch.modules import note_modules

@@ -6,9 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterable
 
-from phalanx.checkpoint import folder as folders
-from phalanx.checkpoint.folder import Checkpoint, Damaged
-from phalanx.checkpoint.pending import pending
+from phalanx.checkpoint.disk import folder as folders
+from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
+from phalanx.checkpoint.disk.pending import pending
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:

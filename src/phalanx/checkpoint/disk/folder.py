@@ -28,7 +28,7 @@ from typing import Any
 
 from phalanx._errors import CheckpointError
 from phalanx._text import named
-from phalanx.checkpoint.claim import Fence
+from phalanx.checkpoint.disk.claim import Fence
 from phalanx.wire.files import open_regular, write_whole
 
 _FORMAT = 1

@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import torch
 
-from phalanx import _snapshots
-from phalanx._snapshots import FETCHED_SLOT, PAGE_BYTES, Head, Region, region_bytes
-from phalanx.checkpoint.holdings import Choice
+from phalanx.checkpoint.memory import layout
+from phalanx.checkpoint.memory.holdings import Choice
+from phalanx.checkpoint.memory.layout import FETCHED_SLOT, PAGE_BYTES, Head, Region, region_bytes
 from phalanx.host.spare_memory import shortage
 from phalanx.wire.rank_group import RankGroup
 
@@ -31,7 +31,7 @@ def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
     """Return where the images of a snapshot are on this host, by their number; those of its own ranks if there are."""
     wanted = choice.attempt, choice.step, choice.folder, world_size
     found: dict[int, Region] = {}
-    for region in _snapshots.whole_regions(fd):
+    for region in layout.whole_regions(fd):
         head = region.head
         if (head.attempt, head.step, head.folder, head.world_size) == wanted:
             found.setdefault(region.number, region)
@@ -82,12 +82,10 @@ class Fetch:
         """
         found: dict[int, Region] = {}
         for number in sorted(self._lacking):
-            offset = _snapshots.region_of_others(number, FETCHED_SLOT)
+            offset = layout.region_of_others(number, FETCHED_SLOT)
             found[number] = Region(offset, number, FETCHED_SLOT, is_own=False, head=self._heads[number])
             if self._is_first_here and not self._problem:
-                _snapshots.release_region(
-                    self._fd, offset
-                )  # it may hold an older one, in whose head nobody may believe
+                layout.release_region(self._fd, offset)  # it may hold an older one, in whose head nobody may believe
         sizes = self._headers if self.has_holes else {number: head.size_bytes for number, head in self._heads.items()}
         self._get({number: [(0, sizes[number])] for number in self._lacking})
         return found
@@ -143,7 +141,7 @@ class Fetch:
         head = self._heads[number]
         self._filled[number] = _merged([*self._filled.get(number, ()), *ranges])
         if self._filled[number] == _merged([(0, head.size_bytes)]):
-            os.pwrite(self._fd, head.pack(), _snapshots.region_of_others(number, FETCHED_SLOT))
+            os.pwrite(self._fd, head.pack(), layout.region_of_others(number, FETCHED_SLOT))
 
     def _move(self, number: int, at: int, length: int, to: Sequence[int], *, is_for_most: bool) -> None:
         """Send some bytes of an image from the rank that gives it to the ranks that write it down."""
@@ -162,7 +160,7 @@ class Fetch:
             piece = self._ranks.receive(piece, giver)
         if me in to:
             self.num_bytes += length
-            os.pwrite(self._fd, piece.numpy().data, _snapshots.region_of_others(number, FETCHED_SLOT) + PAGE_BYTES + at)
+            os.pwrite(self._fd, piece.numpy().data, layout.region_of_others(number, FETCHED_SLOT) + PAGE_BYTES + at)
 
     def _make_room(self, wanted: Mapping[int, Ranges]) -> str:
         """Get memory for parts of images of other hosts; return why not, or nothing."""
@@ -175,7 +173,7 @@ class Fetch:
         problem = shortage(what, total_bytes, held_bytes)
         try:
             for number, ranges in wanted.items() if not problem else ():
-                offset = _snapshots.region_of_others(number, FETCHED_SLOT)
+                offset = layout.region_of_others(number, FETCHED_SLOT)
                 last_page = offset + region_bytes(self._heads[number].size_bytes) - PAGE_BYTES
                 os.posix_fallocate(self._fd, last_page, PAGE_BYTES)  # the file must reach as far as the image is mapped
                 for begin, end in ranges:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from phalanx._errors import CheckpointError
 from phalanx._text import listed
-from phalanx.checkpoint.tree import unwrap
-from phalanx.checkpoint.unpacking import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack
+from phalanx.checkpoint.state.tree import unwrap
+from phalanx.checkpoint.state.unpacking import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack
 
 NOT_STRICT = "pass strict=False"
 NOT_STRICT_IN_TRAINER = 'set resume="force"'

@@ -11,8 +11,8 @@ Where every host has the whole state, nothing is copied, and each snapshot is sa
 
 from __future__ import annotations
 
-from phalanx._snapshots import NUM_SLOTS
-from phalanx.checkpoint.holdings import Moment
+from phalanx.checkpoint.memory.holdings import Moment
+from phalanx.checkpoint.memory.layout import NUM_SLOTS
 
 
 class Slots:

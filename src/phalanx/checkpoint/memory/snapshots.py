@@ -8,8 +8,7 @@ Where the ranks are on several hosts, any of these can be lost. If all ranks hav
 keep all of it between them. Otherwise each host keeps its ranks' parts, and a process of the supervisor copies these
 to other hosts while the ranks train on. Hosts that lack a part of the newest step get it from those that have it.
 
-A region begins with a page that says what is in it (`phalanx._snapshots`); behind that lies an image as in a file on
-disk.
+A region begins with a page that says what is in it (see `layout`); behind that lies an image as in a file on disk.
 """
 
 from __future__ import annotations
@@ -20,15 +19,25 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from phalanx import _env, _snapshots
-from phalanx._snapshots import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Copy, Head, Region, region_bytes
-from phalanx.checkpoint import blocks
+from phalanx import _env
 from phalanx.checkpoint.agreement import gather, raise_problems
-from phalanx.checkpoint.fetching import Fetch, find
-from phalanx.checkpoint.holdings import Choice, Held, Moment, newest_of
-from phalanx.checkpoint.image import Image, fill, lay_out
-from phalanx.checkpoint.slots import Slots
-from phalanx.checkpoint.tree import Leaf, pack, refuse_no_mapping
+from phalanx.checkpoint.memory import layout
+from phalanx.checkpoint.memory.fetching import Fetch, find
+from phalanx.checkpoint.memory.holdings import Choice, Held, Moment, newest_of
+from phalanx.checkpoint.memory.layout import (
+    FETCHED_SLOT,
+    HEAD_BYTES,
+    MAGIC,
+    PAGE_BYTES,
+    Copy,
+    Head,
+    Region,
+    region_bytes,
+)
+from phalanx.checkpoint.memory.slots import Slots
+from phalanx.checkpoint.state import blocks
+from phalanx.checkpoint.state.image import Image, fill, lay_out
+from phalanx.checkpoint.state.tree import Leaf, pack, refuse_no_mapping
 from phalanx.host.spare_memory import shortage
 from phalanx.record import writer
 from phalanx.wire.rank_group import RankGroup
@@ -80,7 +89,7 @@ class SnapshotMemory:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             return f"the supervisor's memory can't be opened: {error.strerror}"
-        self._is_forbidden = _snapshots.are_forbidden(self._fd)
+        self._is_forbidden = layout.are_forbidden(self._fd)
         if self._is_forbidden:
             return "the kernel has killed an earlier attempt because memory ran out"
         return ""
@@ -117,8 +126,8 @@ class SnapshotMemory:
             problem, cause = f"{type(error).__name__}: {error}", error
         low, high = blocks.fingerprint(described)
         has_shards = any(blocks.is_sharded(leaf.tensor) for leaf in leaves)
-        wants_copies = self.spans_hosts and _snapshots.wanted_replicas(self._fd) > 0
-        attempt = self._attempt or 1 + max(0, _snapshots.newest_attempt(self._fd))
+        wants_copies = self.spans_hosts and layout.wanted_replicas(self._fd) > 0
+        attempt = self._attempt or 1 + max(0, layout.newest_attempt(self._fd))
         *found, has_failed, any_has_shards, is_to_be_copied, is_busy, self._attempt = ranks.largest_of_each(
             [low, high, -low, -high, cause is not None, has_shards, wants_copies, self._is_copying(), attempt]
         )
@@ -135,8 +144,8 @@ class SnapshotMemory:
         metadata = {
             "step": step, "rank": rank, "world_size": world_size, "owner": owner, "is_alike": is_alike, "tree": tree,
         }  # fmt: skip
-        layout = lay_out(parts, metadata)
-        head = Head(MAGIC, 0, step, layout.size_bytes, world_size, self._attempt, digest_of(folder))
+        laid_out = lay_out(parts, metadata)
+        head = Head(MAGIC, 0, step, laid_out.size_bytes, world_size, self._attempt, digest_of(folder))
         if is_parted:
             local_rank, num_here = self._place
             head = head._replace(first_rank=rank - local_rank, num_here=num_here)
@@ -147,13 +156,13 @@ class SnapshotMemory:
         region = self._regions[slot]
         region[_IS_WHOLE] = bytes(8)
         region[:HEAD_BYTES] = head.pack()
-        fill(memoryview(region)[PAGE_BYTES:], layout, parts)
+        fill(memoryview(region)[PAGE_BYTES:], laid_out, parts)
         region[_IS_WHOLE] = (1).to_bytes(8, "little")
 
     def _is_copying(self) -> bool:
         """Whether this host still copies the last snapshot that it was asked to copy."""
-        copied = _snapshots.last_copied(self._fd)
-        is_asked = self._slots.copying is not None and _snapshots.wanted_replicas(self._fd) > 0
+        copied = layout.last_copied(self._fd)
+        is_asked = self._slots.copying is not None and layout.wanted_replicas(self._fd) > 0
         return is_asked and (copied is None or (copied.attempt, copied.step) != self._slots.copying)
 
     def _slot_for(self, head: Head, ranks: RankGroup, *, is_to_be_copied: bool, is_busy: bool) -> int:
@@ -175,7 +184,7 @@ class SnapshotMemory:
         if self._place[0] == 0:
             if self._slots.copying == moment:
                 safe = self._slots.safe or (0, 0)
-                _snapshots.ask_for_copy(self._fd, Copy(*moment, head.folder, *safe))
+                layout.ask_for_copy(self._fd, Copy(*moment, head.folder, *safe))
             if self._has_fetched and self._slots.safe != before:
                 self._release_fetched()
         return slot
@@ -183,9 +192,9 @@ class SnapshotMemory:
     def _release_fetched(self) -> None:
         """Free what was fetched to be loaded: a newer snapshot is safe."""
         self._has_fetched = False
-        for offset in _snapshots.used_regions(self._fd):
-            if _snapshots.is_fetched(offset):
-                _snapshots.release_region(self._fd, offset)
+        for offset in layout.used_regions(self._fd):
+            if layout.is_fetched(offset):
+                layout.release_region(self._fd, offset)
 
     def _make_room(self, rank: int, size_bytes: int, num_slots: int) -> tuple[str, int]:
         """Get memory for some snapshots of every rank; return why not, or nothing, and for how many.
@@ -195,12 +204,12 @@ class SnapshotMemory:
         told = gather("snapshot", (self._host, region_bytes(size_bytes + _SLACK_BYTES), num_slots))
         num_slots = max(most for _, _, most in told)
         sizes = [size for host, size, _ in told if host == self._host]
-        others = [one.head for one in _snapshots.whole_regions(self._fd) if not one.is_own and one.slot != FETCHED_SLOT]
+        others = [one.head for one in layout.whole_regions(self._fd) if not one.is_own and one.slot != FETCHED_SLOT]
         total_bytes = num_slots * sum(sizes) + sum(region_bytes(head.size_bytes) for head in others)
         what = f"{['two', 'three'][num_slots - 2]} of all ranks{' and what is kept for other hosts' if others else ''}"
         problem = shortage(what, total_bytes, os.fstat(self._fd).st_blocks * 512)
-        if max(sizes) > _snapshots.REGION_BYTES:
-            most = _snapshots.REGION_BYTES >> 20
+        if max(sizes) > layout.REGION_BYTES:
+            most = layout.REGION_BYTES >> 20
             problem = f"one of a rank would take {max(sizes) >> 20} MiB, more than {most} MiB"
         problem = next(filter(None, gather("snapshot", problem)), "")  # before any of them takes some
         if problem:
@@ -214,20 +223,20 @@ class SnapshotMemory:
     def _allocate(self, length: int, num_slots: int) -> None:
         rank, _ = self._own_place(RankGroup())
         for slot in range(max(num_slots, len(self._regions))):
-            offset = _snapshots.region_offset(rank, slot)
+            offset = layout.region_offset(rank, slot)
             os.posix_fallocate(self._fd, offset, length)
             self._regions[slot] = mmap.mmap(self._fd, length, offset=offset)
         self.size_bytes = len(self._regions) * length
 
     def replicas(self) -> str:
         """Return how many other hosts have this host's part of the state, in words; nothing if each has all of it."""
-        copied = _snapshots.last_copied(self._fd) if self._slots.copying is not None else None
+        copied = layout.last_copied(self._fd) if self._slots.copying is not None else None
         if copied is None:
             return ""
         if not copied.num_replicas:
             return "no replicas: when a host is lost, training goes on from disk"
         on = "another host" if copied.num_replicas == 1 else f"{copied.num_replicas} other hosts"
-        gaps = _snapshots.gaps_in_copying(self._fd)
+        gaps = layout.gaps_in_copying(self._fd)
         missed = (
             f"; none were made for {gaps.total_ms / 1e3:.1f} s, since the process that copies had ended"
             if gaps.num
@@ -243,7 +252,7 @@ class SnapshotMemory:
             return 0
         if not self._is_parted:
             return self._num_hosts
-        copied = _snapshots.last_copied(self._fd)
+        copied = layout.last_copied(self._fd)
         return 1 + (copied.num_replicas if copied is not None else 0)
 
     def let_go(self) -> None:
@@ -252,13 +261,13 @@ class SnapshotMemory:
         Not before the first step: until then a script may load from it, in several calls.
         """
         if self._is_forbidden and self._own_place(RankGroup())[0] == 0:
-            _snapshots.release(self._fd)
+            layout.release(self._fd)
         self._is_forbidden = False
 
     @property
     def restart_is_planned(self) -> bool:
         """Whether the supervisor ends this rank only to start it again, with more ranks, from the last snapshot."""
-        return self._fd >= 0 and _snapshots.is_restart_announced(self._fd, self._restart_count)
+        return self._fd >= 0 and layout.is_restart_announced(self._fd, self._restart_count)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
@@ -266,7 +275,7 @@ class SnapshotMemory:
         """Return what is whole on this host; of a snapshot that this host has taken alone, all or nothing."""
         numbers: dict[tuple[int, int, bytes, int], set[int]] = {}
         parted = set()
-        for region in _snapshots.whole_regions(self._fd) if self._fd >= 0 else ():
+        for region in layout.whole_regions(self._fd) if self._fd >= 0 else ():
             head = region.head
             snapshot = head.attempt, head.step, head.folder, head.world_size
             numbers.setdefault(snapshot, set()).add(region.number)
@@ -314,7 +323,7 @@ class SnapshotMemory:
 
         Every rank calls it. It stays until a newer one is safe: the chosen one may be only where it was taken.
         """
-        asked, copied = _snapshots.asked_copy(self._fd), _snapshots.last_copied(self._fd)
+        asked, copied = layout.asked_copy(self._fd), layout.last_copied(self._fd)
         is_done = asked is not None and copied is not None and copied[:2] == asked[:2]
         told = ranks.gather((asked, is_done, self.held()))
         asks = [(Copy(*asked), is_done) for asked, is_done, _ in told if asked and asked[2] == choice.folder]
@@ -332,7 +341,7 @@ class SnapshotMemory:
 
     def _slot_of(self, moment: Moment | None, folder: bytes, place: int) -> int:
         """Return the own region of a rank with its part of a snapshot; -1: there is none."""
-        for one in _snapshots.whole_regions(self._fd) if moment is not None else ():
+        for one in layout.whole_regions(self._fd) if moment is not None else ():
             head = one.head
             is_it = (head.attempt, head.step) == moment and head.folder == folder
             if one.is_own and is_it and one.number - head.first_rank == place:

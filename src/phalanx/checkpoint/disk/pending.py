@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, wait
 
-from phalanx.checkpoint.folder import Draft, Writing
+from phalanx.checkpoint.disk.folder import Draft, Writing
 
 _MOST_S = 600.0  # of a save, before a reader goes on without it
 _YOUNG_S = 10.0  # in which every rank has begun to write, or never will

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from phalanx import _torch
 from phalanx._torch.tensors import is_stored, unusual_keys
-from phalanx.checkpoint.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
+from phalanx.checkpoint.state.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
 
 _SCALARS = (bool, int, str, type(None))
 _UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # dtypes that torch can neither copy nor view as complex

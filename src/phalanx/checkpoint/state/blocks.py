@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from phalanx import _torch
-from phalanx._digest import bytes_of, digests
 from phalanx._ranges import share
 from phalanx._text import counted
-from phalanx.checkpoint.image import Image, Part
-from phalanx.checkpoint.tree import Leaf
-from phalanx.checkpoint.unpacking import Json, as_dtype
+from phalanx.checkpoint.state.digest import bytes_of, digests
+from phalanx.checkpoint.state.image import Image, Part
+from phalanx.checkpoint.state.tree import Leaf
+from phalanx.checkpoint.state.unpacking import Json, as_dtype
 
 _SMALL_BYTES = 64 * 1024
 _MAX_CUT_DIMS = 8  # more than the dimensions of any mesh
