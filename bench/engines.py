@@ -219,7 +219,7 @@ class CoreEngine:
         self._core.compares_calls = True
 
     def operation(self, op: str, buffers: Buffers) -> Run:
-        from phalanx.backend._types import DTYPE_CODES, SUM_CODES
+        from phalanx.backend.types import DTYPE_CODES, SUM_CODES
 
         run, at = self._core.run, [buffers.a.data_ptr()]
         call = _core.Call("all_reduce", *DTYPE_CODES[torch.float32], buffers.a.numel(), *SUM_CODES)

@@ -8,7 +8,7 @@ import sys
 
 import torch.distributed
 
-import phalanx.backend
+import phalanx.backend.groups
 import phalanx.session.session  # noqa: F401
 from phalanx._torch import replace
 from phalanx.launch.pages import share_pages

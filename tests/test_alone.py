@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 import phalanx
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from phalanx.rendezvous import alone
 
 

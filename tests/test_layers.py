@@ -186,8 +186,8 @@ def test_imports_have_no_effect_on_the_process() -> None:
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == {
         "fork": [
-            "phalanx.backend._work._begin_anew",
-            "phalanx.backend._channels._let_go",
+            "phalanx.backend.calls.work._begin_anew",
+            "phalanx.backend.hosts.channels._let_go",
             "phalanx.checkpoint.disk.claim._let_go_in_child",
             "phalanx.checkpoint.saving._forget_parents_saves",
             "phalanx.debugging.prompt._begin_anew",

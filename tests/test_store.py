@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import CollectiveTimeout, PhalanxError
-from phalanx.backend._meeting import Meeting
+from phalanx.backend.hosts.meeting import Meeting
 from phalanx.doctor.bulletin import Bulletin, NotMetError
 from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.patience import Patience

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
     )
     from phalanx._plugin import install_as_default, replace_gloo
     from phalanx._settings import GroupOptions
-    from phalanx.backend._communicator import Communicator, communicator
+    from phalanx.backend.communicator import Communicator, communicator
     from phalanx.data import (
         DataLoader,
         DataPartitioner,
@@ -122,7 +122,7 @@ _EXPORTS = {
         "parallel": "DataParallel DistributedDataParallel HostGroups LocalSGD ZeroRedundancyOptimizer SyncBatchNorm "
         "average_gradients check_replicas convert_sync_batchnorm host_groups ring_all_reduce",
         "train.trainer": "Trainer",
-        "backend._communicator": "Communicator communicator",
+        "backend.communicator": "Communicator communicator",
         "_plugin": "install_as_default replace_gloo",
         "host.block_pool": "tune_process",
     }.items()

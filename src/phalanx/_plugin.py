@@ -127,7 +127,7 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     require_linux()
     from phalanx._torch import shield
     from phalanx._torch.dynamo import postpone_import
-    from phalanx.backend import create_group
+    from phalanx.backend.groups import create_group
     from phalanx.rendezvous.alone import wants_others
 
     shield.watch()

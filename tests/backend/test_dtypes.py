@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.backend._types import DTYPE_CODES
+from phalanx.backend.types import DTYPE_CODES
 from tests.backend._calls import CALLS, Call, as_bytes, check_equal, values
 from tests.hosts._layouts import layout_name
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from phalanx import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupUnusable, PhalanxError, RankFailed, _core
 from phalanx._errors import KINDS, Failure
 from phalanx._errors.facts import Peer
-from phalanx.backend._wording import error_of
+from phalanx.backend.failures.wording import error_of
 from phalanx.testing import await_release, reached
 
 IN_PYTHON = {"rank_lost", "not_met", "refused"}  # the core has no such failure

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import PhalanxError
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from phalanx.record.box import MEMORY_NAME
 from tests.ports import free_port
 

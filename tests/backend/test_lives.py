@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 import phalanx
 from phalanx import PhalanxError, _core, _env
 from phalanx._settings import read_settings
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
-from phalanx.backend._hosts import _hello
-from phalanx.backend._meeting import Meeting
+from phalanx.backend.hosts.joining import _hello
+from phalanx.backend.hosts.meeting import Meeting
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from phalanx.rendezvous import server
 from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.launched import Launch
@@ -250,7 +250,7 @@ def test_torchruns_store_serves_every_attempt_and_every_life_in_the_place_of_glo
 
 def test_ranks_that_do_not_come_are_told_soon_and_then_ever_more_seldom(monkeypatch):
     told = []
-    monkeypatch.setattr("phalanx.backend._meeting.report_stall", lambda failure, _: told.append(failure.ranks))
+    monkeypatch.setattr("phalanx.backend.hosts.meeting.report_stall", lambda failure, _: told.append(failure.ranks))
     meeting = Meeting(JsonStore(dist.HashStore()), 0, 2, "default", [0, 1], 900.0, time.monotonic() + 900, stall_s=10.0)
     meeting._hello = {"token": meeting.token}
     meeting._say_hello(meeting.token)

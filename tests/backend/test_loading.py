@@ -101,7 +101,7 @@ print(type(inner).__name__, type(work).__name__)
 
 def test_a_broken_plugin_cannot_break_torch():
     """The entry point's own module fails: torch imports, perhaps with a warning, and other backends work."""
-    script = SABOTAGE.format(module="phalanx.backend", error="errors[0]('broken')")
+    script = SABOTAGE.format(module="phalanx.backend.groups", error="errors[0]('broken')")
     script += """
 errors = [ImportError, RuntimeError, SyntaxError]
 import os

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.futures import Future, collect_all, wait_all
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 
 BUILT_IN = dist.BuiltinCommHookType
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from phalanx import CollectiveMismatch
 from phalanx._torch import version
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from tests.backend._calls import CALLS, Call, check_equal, gloo_group
 
 pytestmark = pytest.mark.kept_ranks

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import phalanx
 from phalanx import _env, _settings
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from phalanx.testing import await_release, reached
 from tests.backend.test_failures import caught
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from tests.backend._kinds import EMPTY, MOVED, REFUSED, RUNS, attempt, values_of
 
 pytestmark = pytest.mark.kept_ranks

@@ -325,7 +325,7 @@ def test_what_a_handler_raises_while_the_line_is_looked_for_is_not_lost(spawn_ra
 
 def wait_for_a_future_in_a_handler(rank, world_size, interrupted):
     """Rank 0's handler waits for the future of another operation, which rank 1 joins once it is waited for."""
-    from phalanx.backend import _work
+    from phalanx.backend.calls import work as work_module
 
     side, store = dist.new_group([0, 1]), dist.distributed_c10d._get_default_store()
     column = torch.ones(1000, 2)[:, 0]  # copied back at the end
@@ -343,10 +343,10 @@ def wait_for_a_future_in_a_handler(rank, world_size, interrupted):
         future.wait()
 
     on_usr1(handle)
-    init, then = _work.PhalanxWork.__init__, torch.futures.Future.then
+    init, then = work_module.PhalanxWork.__init__, torch.futures.Future.then
 
     def init_interrupted(self, handle, wait, result, settle, *args, **options):
-        _work.PhalanxWork.__init__ = init
+        work_module.PhalanxWork.__init__ = init
         init(self, handle, wait, result, lambda: (signal.raise_signal(signal.SIGUSR1), settle()), *args, **options)
 
     def then_interrupted(self, callback):
@@ -355,7 +355,7 @@ def wait_for_a_future_in_a_handler(rank, world_size, interrupted):
         return then(self, callback)
 
     if interrupted == "wait":
-        _work.PhalanxWork.__init__ = init_interrupted
+        work_module.PhalanxWork.__init__ = init_interrupted
         dist.all_reduce(column, async_op=True).wait()
     else:
         work = dist.all_reduce(column, async_op=True)

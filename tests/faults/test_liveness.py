@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from phalanx.testing import await_release, reached
 from tests.denial import deny
 from tests.faults._denials import meeting_place, num_open

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx import CollectiveMismatch, CollectiveTimeout, GroupUnusable, PhalanxError, RankFailed
-from phalanx.backend import _channels, _mailbox
+from phalanx.backend.hosts import channels as _channels
+from phalanx.backend.hosts import mailbox
 from phalanx.testing import await_release, reached
 from tests.backend.test_forks import call_in_a_child, destroy_in_a_child, end_children_every_way, load_with_workers
 from tests.backend.test_groups import init_again_and_again, make_and_destroy_subgroups
@@ -357,14 +358,14 @@ def test_every_wait_ends_by_the_timeout_and_names_who_is_missing(spawn_ranks, op
 def meet_behind_a_firewall(rank, world_size, folder):
     """Rank 1 listens where nobody gets through."""
     if rank == 1:
-        listen = _mailbox.Mailbox.__init__
+        listen = mailbox.Mailbox.__init__
 
         def listen_elsewhere(self, address):
             listen(self, address)
             with socket.create_server((address, 0)) as closed:
                 self.name = (address, closed.getsockname()[1], "")
 
-        _mailbox.Mailbox.__init__ = listen_elsewhere
+        mailbox.Mailbox.__init__ = listen_elsewhere
     with pytest.raises(PhalanxError) as told:
         dist.init_process_group(
             "phalanx", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx import GroupAborted, PhalanxError
-from phalanx.backend._channels import GlooChannel
-from phalanx.backend._tasks import Tasks, Watch
+from phalanx.backend.calls.tasks import Tasks, Watch
+from phalanx.backend.hosts.channels import GlooChannel
 
 LENGTHS = (3, 20_000, 400_000)  # inline, on the thread of the caller, on that of the group
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from phalanx import PhalanxError
 from phalanx._errors import Failure
 from phalanx._errors.facts import MadeCall, Peer, SizeDispute, Standing
-from phalanx.backend import _notices
-from phalanx.backend._mailbox import Mailbox, post
-from phalanx.backend._meeting import _SHAPES, Meeting
-from phalanx.backend._notices import Notices, verdict_in
-from phalanx.backend._wording import error_of
+from phalanx.backend.failures.wording import error_of
+from phalanx.backend.hosts import notices as notices_module
+from phalanx.backend.hosts.mailbox import Mailbox, post
+from phalanx.backend.hosts.meeting import _SHAPES, Meeting
+from phalanx.backend.hosts.notices import Notices, verdict_in
 from phalanx.wire.store import JsonStore, fits
 
 LONG = os.environ.get("PHALANX_TEST_LONG") == "1"
@@ -67,7 +67,7 @@ def mailbox():
 
 
 def test_a_store_whose_server_has_gone_is_silent_and_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(_notices, "RECONNECT_S", 0.01)
+    monkeypatch.setattr(notices_module, "RECONNECT_S", 0.01)
     has_answered = threading.Event()
 
     class Gone:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backend._adapters import kept_groups
+from phalanx.backend.torch.adapters import kept_groups
 from phalanx.testing import run_ranks
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]

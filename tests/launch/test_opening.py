@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from phalanx.host.block_pool import MemoryPolicy
 from phalanx.host.cpus import Division, Share
 from phalanx.launch.job import Job

@@ -234,7 +234,7 @@ def test_a_tail_reads_what_is_new_and_what_has_ended_since(tmp_path):
 
 MANY_LINES = """
 import os
-import phalanx.backend  # which knows what lines are the user's
+import phalanx.backend.groups  # which knows what lines are the user's
 from phalanx import _core
 fd = os.open("box", os.O_RDWR | os.O_CREAT)
 os.ftruncate(fd, _core.BOX_BYTES)

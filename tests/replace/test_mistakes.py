@@ -43,7 +43,7 @@ def sabotaged(module):
     [
         (ALONE, {"PHALANX_REPLACE": "glo"}, "PHALANX_REPLACE must be gloo, or empty, did you mean gloo?, got 'glo'"),
         (sabotaged("phalanx._torch.replace"), BY_VARIABLE, "can't be set up at import torch, which goes on without it"),
-        (sabotaged("phalanx.backend"), BY_VARIABLE, "can't be loaded, so Gloo goes on itself"),
+        (sabotaged("phalanx.backend.groups"), BY_VARIABLE, "can't be loaded, so Gloo goes on itself"),
     ],
     ids=["unknown word", "broken at import", "broken backend"],
 )

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import phalanx
 from phalanx._torch import version
-from phalanx.backend._arguments import Arguments
-from phalanx.backend._dispatch import HAS_PYTHON_BACKENDS
-from phalanx.backend._memory import OtherDevice
+from phalanx.backend.calls.arguments import Arguments
+from phalanx.backend.calls.memory import OtherDevice
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from tests.backend.test_observers import needs_flight_recorder, needs_python_backends, record_flight
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

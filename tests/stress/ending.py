@@ -238,7 +238,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--serve"]:
         import torch._dynamo  # what the first DistributedDataParallel imports
 
-        import phalanx.backend  # what the first group does
+        import phalanx.backend.groups  # what the first group does
 
         if (asked := serve()) is not None:
             seed_, rank_, folder_ = asked

@@ -19,7 +19,7 @@ from phalanx._errors.facts import Facts, MadeCall, Peer, SizeDispute, Standing, 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(Facts):
-    """Why an operation of a rank failed: the facts from which `phalanx.backend._wording` forms sentences.
+    """Why an operation of a rank failed: the facts from which `phalanx.backend.failures.wording` forms sentences.
 
     It is plain data: between hosts it travels as the JSON of `to_facts`.
 

@@ -31,7 +31,7 @@ from phalanx.testing.verdict import verdict_of
 
 _NEEDED = (
     "torch.distributed",
-    "phalanx.backend",
+    "phalanx.backend.groups",
     "phalanx.rendezvous.handler",
     "phalanx.session.session",
     "phalanx.record.gloo",

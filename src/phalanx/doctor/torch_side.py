@@ -74,7 +74,7 @@ def _versions(torch: Any, dist: Any) -> dict[str, Any]:
     if dist.is_available():
         facts |= {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     try:
-        importlib.import_module("phalanx.backend")  # before the ranks are forked
+        importlib.import_module("phalanx.backend.groups")  # before the ranks are forked
     except Exception as error:
         facts["backend_error"] = one_line(error)
     return facts

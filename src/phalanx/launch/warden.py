@@ -53,7 +53,7 @@ _SUPERVISORS_SIGNALS = (
 _PRELOADED_MODULES = (
     "torch",
     "torch.distributed",
-    "phalanx.backend",
+    "phalanx.backend.groups",
     "phalanx.rendezvous.handler",
     "phalanx.session.session",
 )

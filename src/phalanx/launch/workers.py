@@ -40,7 +40,7 @@ from phalanx.wire.sockets import keep_paths_short
 
 # What every rank needs, imported once in the server, under its keeper. None of it may start a thread there.
 _PRELOAD = (
-    "phalanx.launch.server", "torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend",
+    "phalanx.launch.server", "torch", "torch.distributed", "phalanx.launch.worker", "phalanx.backend.groups",
     "phalanx.rendezvous.handler", "phalanx.session.session",
 )  # fmt: skip
 # What this process has imported, its ranks need soon: torch._dynamo by the first optimizer, and slow.

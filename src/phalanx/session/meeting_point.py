@@ -129,7 +129,7 @@ def _meet_on_this_host(place: Placement) -> Any:
 
 def _meet_by_mpi(place: Placement) -> Any:
     """Return a store on a free port of rank 0's host, which MPI passes to the others."""
-    from phalanx.backend._mpi import tell_all, world_rank
+    from phalanx.backend.hosts.mpi import tell_all, world_rank
 
     world_rank()  # says what is missing
     _check_mpis_world(place)

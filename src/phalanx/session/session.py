@@ -284,7 +284,7 @@ def _end(error: BaseException | None) -> None:
 def leave_failed_groups(error: BaseException, backend: str) -> None:
     """Destroy every process group although its other ranks may have failed, and report the error to those that wait."""
     if "phalanx" in backend:
-        from phalanx.backend import leave_groups
+        from phalanx.backend.groups import leave_groups
 
         leave_groups(error)
     if "nccl" in backend:
@@ -326,7 +326,7 @@ def _choose_backend() -> tuple[str, str]:
     on_cpu, reason = "phalanx", ""
     try:
         require_linux()
-        importlib.import_module("phalanx.backend")
+        importlib.import_module("phalanx.backend.groups")
     except PhalanxError as error:
         on_cpu, reason = "gloo", str(error).partition(":")[0]
     except (ImportError, OSError) as error:

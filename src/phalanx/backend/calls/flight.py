@@ -1,0 +1,147 @@
+"""Running operations: keeps them until they are over, joins several into one, and reports them to the profiler."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from phalanx import _torch
+from phalanx._errors import PhalanxError
+from phalanx.backend.calls.memory import Tensors
+from phalanx.backend.calls.tasks import Task
+from phalanx.backend.calls.work import PhalanxWork, finished
+
+_NUM_LOOKS = 4  # works that each new one checks for completion
+
+
+class Flight:
+    """The running operations of one group."""
+
+    def __init__(self) -> None:
+        self._works: OrderedDict[PhalanxWork, None] = OrderedDict()
+        self._coalescing: list[PhalanxWork] | None = None
+        self._kept: list[object] = []
+        self._has_left = False
+
+    def begin(
+        self,
+        handle: Any,
+        wait: Callable[..., Any],
+        result: Tensors,
+        settle: Callable[[], None] | None,
+        keep: object,
+    ) -> PhalanxWork:
+        """Keep an operation that the core has started until it is over, even if the caller drops its work.
+
+        Args:
+            handle: The core's own for it.
+            wait: Function of the core that waits for such a handle.
+            result: Tensors that it writes.
+            settle: Function that runs once it is over.
+            keep: Tensors whose memory it uses, kept alive until it is over.
+        """
+        if isinstance(handle, Task):  # whose thread may go on in the engine after the work has been dropped
+            handle.keep = keep
+        work, works = PhalanxWork(handle, wait, result, settle, keep, self.let_go), self._works
+        if works:
+            self._look(works)
+        works[work] = None
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        if self._has_left:  # meanwhile, in another thread
+            self._leave_works()
+        return work
+
+    def keep_after(self, error: BaseException, memory: object) -> None:
+        """Keep the tensors of an operation whose start raised `error`, until the group is left, if it may be running.
+
+        Where the core refused it, it is not. What a signal handler raises may come once it has started.
+        """
+        if not isinstance(error, PhalanxError):
+            self._kept.append(memory)
+
+    def _look(self, works: OrderedDict[PhalanxWork, None]) -> None:
+        """Drop finished works among the oldest few; there may be thousands, so each call checks others."""
+        with contextlib.suppress(KeyError):  # another thread may have taken the last
+            for _ in range(min(_NUM_LOOKS, len(works))):
+                other, _none = works.popitem(last=False)
+                if other.over:
+                    other.let_go()
+                else:
+                    works[other] = None
+
+    def let_go(self, work: PhalanxWork) -> None:
+        self._works.pop(work, None)
+
+    def start_coalescing(self) -> None:
+        """Collect the operations that follow into one handle."""
+        self._coalescing = []
+
+    def end_coalescing(self) -> PhalanxWork:
+        works, self._coalescing = self._coalescing or [], None
+        return joined(works) if works else finished([])
+
+    def leave(self) -> None:
+        """Drop everything: a work holds the core, and with it the memory of the group."""
+        self._has_left = True
+        self._leave_works()
+        self._kept.clear()
+        self._coalescing = None
+
+    def _leave_works(self) -> None:
+        with contextlib.suppress(KeyError):  # another thread may have taken the last
+            while self._works:
+                self._works.popitem()[0].let_go()
+
+
+class Joined(PhalanxWork):
+    """Several operations as one, which is over when all of them are."""
+
+    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # until that work drops it
+
+    def __init__(self, works: list[PhalanxWork], result: Tensors, settle: Callable[[], None] | None = None) -> None:
+        super().__init__(None, None, result, settle)
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        if not all(work.is_completed() for work in self._works):
+            return False
+        if self.exception() is None:
+            self._finish()
+        return True
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def fulfil(self) -> None:
+        for work in self._works:
+            work.is_completed()  # copies results where needed
+        super().fulfil()
+
+
+def joined(works: list[PhalanxWork]) -> PhalanxWork:
+    """Return one handle for several operations, whose result is all their results."""
+    return Joined(works, [tensor for work in works for tensor in work._result])
+
+
+def profiled(event: str, inputs: Tensors, settle: Callable[[], None] | None) -> Callable[[], None]:
+    """Open a profiler event with the inputs' shapes; return a function that settles and closes it."""
+    events = [_torch.begin_event(event, inputs)]
+
+    def close() -> None:
+        if settle is not None:
+            settle()
+        if not events:  # a signal handler closed it
+            return
+        events.pop()()
+
+    return close

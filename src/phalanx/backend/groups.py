@@ -1,0 +1,247 @@
+"""The ``phalanx`` backend of ``torch.distributed``: collectives of CPU tensors over shared memory."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import _core, _torch
+from phalanx._env import seconds
+from phalanx._settings import GroupOptions
+from phalanx.backend.calls.ops import Operations
+from phalanx.backend.calls.work import settle_futures
+from phalanx.backend.failures.core_failures import from_core, report_core_stall
+from phalanx.backend.failures.members import Ranks
+from phalanx.backend.hosts.bridged import BridgedGroup
+from phalanx.backend.hosts.joining import join_group
+from phalanx.backend.hosts.links import closed_at_exec
+from phalanx.backend.torch.adapters import (
+    CLASSES,
+    GroupName,
+    InnerGloo,
+    PhalanxGroup,
+    keep,
+    keep_from_compiler,
+    kept_groups,
+    num_exchanges,
+)
+from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
+from phalanx.debugging import attached
+from phalanx.failure.last_words import tell_when_ended
+from phalanx.record import writer
+from phalanx.record.sites import call_site, shown_file
+from phalanx.rendezvous.alone import count_exchanges
+from phalanx.rendezvous.launched import met_in
+
+__all__ = ["PhalanxGroup"]
+
+GLOO = "gloo"
+
+
+@dataclass(frozen=True)
+class Guise:
+    """What programs take a group for.
+
+    Attributes:
+        name: Name of its backend, ``gloo`` where phalanx stands in the place of Gloo.
+        devices: Types of the devices whose tensors it takes. Those of a GPU go to Gloo itself.
+    """
+
+    name: str = "phalanx"
+    devices: tuple[str, ...] = ("cpu",)
+
+
+_ITSELF = Guise()
+
+_core.configure(call_site, shown_file, from_core, report_core_stall)
+
+
+def _end_as_member() -> None:
+    """Keep groups that were not destroyed from leaving in order while the interpreter ends.
+
+    So a script that raises or exits early looks like what it is: its peers see the exit code, and the launcher learns
+    how far it got. Native threads go on until the process is gone, so what they read and write stays, too.
+    """
+    settle_futures()
+    _core.end_stall_reports()
+    for group in kept_groups():
+        group._operations.note_progress()
+        core = group._operations._core
+        if isinstance(core, BridgedGroup):
+            core.end_threads()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # with its running operations, and their tensors
+
+
+def _serve_monitored_barrier() -> None:
+    """Make torch's function accept our groups: before 2.14 it refuses every backend that is not named gloo."""
+    torchs = c10d.monitored_barrier
+
+    @functools.wraps(torchs)
+    def monitored_barrier(
+        group: ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        target = group or dist.group.WORLD
+        if isinstance(timeout, float):
+            timeout = timedelta(seconds=timeout)
+        if isinstance(target, PhalanxGroup):
+            target.monitored_barrier(timeout, wait_all_ranks)
+        elif dist.get_rank(target) >= 0:
+            torchs(group, timeout, wait_all_ranks)
+
+    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+@functools.cache
+def _begin() -> None:
+    """Do what a process needs before its first group, but not when it imports this package."""
+    atexit.register(_end_as_member)
+    attached.listen()  # a rank that was not forked from a warden does so only now
+    keep_from_compiler(*CLASSES)
+    if HAS_PYTHON_BACKENDS:  # before, some calls of C++ take a way past us
+        count_exchanges(num_exchanges)
+    if not HAS_PYTHON_BACKENDS:
+        _serve_monitored_barrier()
+
+
+def leave_groups(error: BaseException) -> None:
+    """Leave every group of this process because of an error, and report it to the ranks that wait for this one."""
+    why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    for group in kept_groups():
+        group._operations.shutdown(why)
+
+
+def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") -> ProcessGroup | None:
+    """Create the group that ``init_process_group`` or ``new_group`` asks for; torch calls this.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, name, global ranks.
+        backend_options: The user's ``pg_options``: `GroupOptions`, or torch's own for another device's backend.
+        own: Name of the backend that was asked for, ``gloo`` where phalanx stands in its place.
+
+    Returns:
+        The group; None if it asks for another backend on the CPU, and for `own` on other devices alone.
+    """
+    devices = _torch.devices_of_new_group(own)
+    if devices.get("cpu") != own and own == GLOO:
+        return None
+    tell_when_ended(writer.note)
+    given = backend_options if isinstance(backend_options, GroupOptions) else None
+    size = options.group_size
+    global_ranks = list(options.global_ranks_in_group) or list(range(size))
+    is_world = not (options.global_ranks_in_group or dist.is_initialized())
+    parent = dist.group.WORLD if options.global_ranks_in_group else None
+    pids = parent.pids if isinstance(parent, PhalanxGroup) else met_in(options.store) if is_world else {}
+    name = "default" if is_world else options.group_id
+    others = {device: backend for device, backend in devices.items() if backend != own}
+    guise = Guise(own, tuple(device for device, backend in devices.items() if backend == own))
+    group = build_group(
+        options.store, options.group_rank, size, name, global_ranks, options.timeout, given, guise, pids
+    )
+    if others:
+        _add_devices(group, others, options, None if given else backend_options)
+    return group
+
+
+def build_group(
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    global_ranks: list[int],
+    timeout: timedelta,
+    options: GroupOptions | None = None,
+    guise: Guise = _ITSELF,
+    pids: Mapping[int, int] = MappingProxyType({}),
+) -> PhalanxGroup:
+    """Join the group and return it, with a backend registered for the devices of its guise."""
+    _begin()
+    writer.begin(global_ranks[rank], size)
+    core, segment, store, pids = join_group(
+        store,
+        rank,
+        size,
+        name,
+        global_ranks,
+        timeout.total_seconds(),
+        options,
+        is_in_place=guise.name == GLOO,
+        pids=pids,
+    )
+    operations = Operations(core, segment, name, Ranks(rank, size, global_ranks), timeout)
+    operations.title = guise.name
+    build = functools.partial(build_group, guise=guise, pids=pids)
+    group = PhalanxGroup(store, operations, global_ranks, build)
+    group.pids = pids
+    limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
+    kind = ProcessGroup.BackendType.GLOO if guise.name == GLOO else ProcessGroup.BackendType.CUSTOM
+    if HAS_PYTHON_BACKENDS:
+        # The debug wrapper refers only to the C++ half, and without its Python half the backend has no operations.
+        group.backend = _backend(operations, store, global_ranks)
+        backend: Any = group.backend
+        if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
+            with closed_at_exec():
+                backend = _torch.create_process_group_wrapper(backend, name, store, rank, size, limit)
+    else:
+        with closed_at_exec():
+            backend = InnerGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
+        backend.operations = operations
+        group.backend = backend
+        kind = ProcessGroup.BackendType.GLOO
+        # If a rank went on and ended while another is still connecting, that one would see a lost connection.
+        store.set(f"connected/{rank}", "")
+        store.wait([f"connected/{r}" for r in range(size)], limit)
+    _torch.set_default_backend(group, kind)
+    for device in guise.devices:
+        _torch.register_backend(group, torch.device(device), kind, backend)
+    group.other_devices |= {*guise.devices} - {"cpu"}
+    keep(group)
+    return group
+
+
+def _backend(operations: Operations, store: Store, global_ranks: list[int]) -> Any:
+    """Return the backend that C++ callers reach, from torch 2.14 on."""
+    if operations.title == GLOO:
+        return _gloo_shaped()(operations, store, global_ranks)
+    from phalanx.backend.torch.adapters import PhalanxBackend
+
+    return PhalanxBackend(operations)
+
+
+@functools.cache
+def _gloo_shaped() -> Any:
+    from phalanx.backend.torch.gloo_shape import GlooShaped
+
+    keep_from_compiler(GlooShaped)
+    return GlooShaped
+
+
+def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, backend_options: Any) -> None:
+    """Have torch create the backends of the other devices, in a separate group, and register them on this one."""
+    config = ",".join(f"{device}:{backend}" for device, backend in others.items())
+    ranks = list(options.global_ranks_in_group)
+    beside, _ = _torch.new_process_group_helper(
+        options.group_size,
+        options.group_rank,
+        ranks,
+        config,
+        c10d.PrefixStore("beside", group.life_store),
+        GroupName(f"{options.group_id}:{config}"),
+        backend_options,
+        timeout=options.timeout,
+    )
+    assert isinstance(beside, ProcessGroup)  # this rank is a member
+    for device in others:
+        backend = _torch.get_backend(beside, torch.device(device))
+        _torch.register_backend(group, torch.device(device), c10d.Backend.backend_type_map[others[device]], backend)
+        group.other_devices.add(device)

@@ -1,0 +1,343 @@
+"""The group of ranks on several hosts. To `Operations` it looks like a group of the core.
+
+Every wait ends by the deadline of its call. An engine may never finish an operation that a lost connection has
+interrupted, so the caller's thread never waits inside it for long: `_look` runs between slices of waiting and raises
+once the group has ended or the call is late. Waits that can't be sliced run on a thread that may be left behind. The
+core's waits keep the same deadline themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from phalanx import _core
+from phalanx._errors import Failure, GroupAborted, PhalanxError
+from phalanx.backend.calls.tasks import Task, Tasks, Watch
+from phalanx.backend.failures.core_failures import forget_bridged, note_bridged
+from phalanx.backend.failures.deadlines import END_S, LOOK_S, TELL_S
+from phalanx.backend.failures.members import Members
+from phalanx.backend.failures.wording import report_due_s
+from phalanx.backend.hosts.calls import LATE, Running
+from phalanx.backend.hosts.channels import Channel, Handle
+from phalanx.backend.hosts.failures import Failures
+from phalanx.backend.hosts.messages import Messages
+from phalanx.backend.hosts.steps import Steps
+from phalanx.record import writer
+from phalanx.record.sites import call_site
+
+_SLICE = timedelta(seconds=LOOK_S)
+_CALLER_BYTES = 1 << 20  # larger calls run on the group's thread, so that Ctrl-C need not wait for the network
+
+
+class BridgedGroup:
+    """Collectives and messages of ranks on several hosts.
+
+    Args:
+        core: Core group of this host's ranks.
+        hosts: Ranks of the group by host, each in ascending order.
+        members: Identity of this rank.
+        rail: Channel to the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
+        everyone: Channel to all ranks of the group.
+        failures: Handler of failures, which ends the group on all hosts.
+        timeout_s: Timeout of operations that name none.
+        stall_s: Seconds after which a waiting call is reported.
+    """
+
+    def __init__(
+        self,
+        core: _core.Group,
+        hosts: list[list[int]],
+        members: Members,
+        rail: Channel | None,
+        everyone: Channel,
+        failures: Failures,
+        timeout_s: float,
+        stall_s: float,
+    ) -> None:
+        self._core, self._members = core, members
+        self._failures = failures
+        self._timeout_s, self._stall_s = timeout_s, stall_s
+        self._steps = Steps(core, hosts, members.rank, rail, everyone, failures, self._wait, self._land)
+        self._seq = 0
+        self._tasks = Tasks("phalanx-bridge", self._check_reach)
+        self._landings = Tasks("phalanx-landing", self._check_reach)
+        self._watch = Watch(self._look_unless_ended)
+        self._current: Running | None = None
+        self._messages = Messages(core, self._steps.here, members, everyone, failures, timeout_s)
+        self.send, self.recv, self.wait_request = self._messages.send, self._messages.recv, self._messages.wait
+        channels = [channel for channel in (rail, everyone) if channel is not None]
+        failures.watch(core, channels, self._messages.end)
+        core.records_collectives = False  # they are steps of ours, which this group records
+        note_bridged(members)
+
+    # ---- what surrounds a collective -------------------------------------------------------------------------------
+
+    @property
+    def seq(self) -> int:
+        return self._seq
+
+    @property
+    def spins(self) -> bool:
+        return self._core.spins
+
+    @property
+    def ended(self) -> bool:
+        return self._failures.ended or self._core.ended
+
+    def run_plain(self, *args: object) -> bool:
+        """Return False: unlike the core's, this group has no shortcut for plain calls."""
+        return False
+
+    def send_plain(self, *args: object) -> None:
+        """Return None: there is no shortcut for messages and averages either."""
+
+    recv_plain = send_now = recv_now = average_plain = send_plain
+
+    def run(self, call: _core.Call, ins: list[int], outs: list[int], timeout: timedelta, site: str | None) -> Any:
+        """Run a collective in this thread; if it has a site, start it on the group's thread and return its task."""
+        return self._run(call, timeout, site, lambda running: self._steps.perform(running, ins, outs))
+
+    def all_reduce_pieces(
+        self,
+        call: _core.Call,
+        ins: list[int],
+        outs: list[int],
+        counts: list[int],
+        num_squared: int,
+        timeout: timedelta,
+    ) -> tuple[float, float]:
+        pieces = self._steps.all_reduce_pieces
+        squares = self._run(call, timeout, None, lambda running: pieces(running, ins, outs, counts, num_squared))
+        return squares, 0.0  # a wait for ranks of other hosts is not told from the rest
+
+    def _run(self, call: _core.Call, timeout: timedelta, site: str | None, work: Callable[[Running], Any]) -> Any:
+        op = call.op
+        self._failures.check(op)
+        self._check_reach(op)
+        given_s = timeout.total_seconds()
+        running = Running(call, given_s if given_s > 0 else self._timeout_s, site)
+        if site is not None:
+            return self._submit(running, work)
+        running.caller = sys._getframe()
+        try:
+            may_run_here = call.count * call.item <= _CALLER_BYTES and not running.has_splits
+            if may_run_here and self._tasks.begin_here():
+                try:
+                    return self._perform(running, work)
+                finally:
+                    self._tasks.end_here()
+            task = self._submit(running, work)
+            self.wait_collective(task, 0)
+            return task.value
+        finally:
+            running.caller = None  # a frame keeps its callers' tensors alive
+
+    def _submit(self, running: Running, work: Callable[[Running], Any]) -> Task:
+        try:
+            return self._tasks.submit(lambda: self._perform(running, work))
+        except GroupAborted as error:  # since the call
+            raise self._explain(error, running) from None
+
+    def _perform(self, running: Running, work: Callable[[Running], Any]) -> Any:
+        if self._failures.ended:  # since the call
+            raise self._explain(GroupAborted("the group has ended"), running)
+        self._seq += 1
+        running.seq = self._seq
+        running.began_s = time.monotonic()
+        self._current = running
+        event = self._record(running)
+        try:
+            with self._watch:
+                return work(running)
+        except BaseException as error:
+            explained = self._explain(error, running)
+            for transfer in running.transfers:  # the caller may free its tensors as soon as it has the error
+                transfer.drain()
+            raise explained from None
+        finally:
+            self._current = None
+            writer.end(event)
+
+    def _record(self, running: Running) -> int:
+        call = running.call
+        return writer.begin_collective(
+            running.op, call.dtype, self._members.group, running.seq, call.count, self._site(running)
+        )
+
+    def _explain(self, error: BaseException, running: Running) -> BaseException:
+        """End the group on all hosts and return the error that says why."""
+        members, site = self._members, self._site(running)
+        found = getattr(error, "failure", None)
+        if found is not None and found.kind == "rank_missing":  # perhaps the core's, of one step and this host alone
+            error = self._timed_out(running, found)
+        made = running.made(members.peer(members.rank), members.global_ranks, site)
+        return self._failures.end(error, running.op, running.seq, site, made)
+
+    def _timed_out(self, running: Running, found: Failure | None = None) -> PhalanxError:
+        suspects = () if found is None else found.ranks
+        return self._failures.timed_out(running.op, running.seq, running.timeout_s, suspects)
+
+    def _site(self, running: Running) -> str:
+        return call_site(running.caller) if running.site is None else running.site
+
+    def _check_reach(self, op: str = "the wait for an operation") -> None:
+        """Raise if `op` would wait forever here: in a forked child, or inside another collective."""
+        self._failures.require_own_process(op)
+        if not self._tasks.runs_here:
+            return
+        self._failures.refuse_nested(op, call_site(), self._current)
+
+    def wait_collective(self, task: Task, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for a task (0: until it is over); raise its error."""
+        task.require_reachable()
+        try:
+            while not self._tasks.wait(task, timeout_s or LATE.total_seconds()):
+                if timeout_s:
+                    return False
+                self._end_late()
+        except BaseException as interruption:  # Ctrl-C: the others would wait for this rank
+            self.abort(f"interrupted by {type(interruption).__name__}")
+            if task.keep is None:  # a blocking call's memory, which its caller may free next
+                task.wait(END_S)
+            raise
+        error = task.error()
+        if error is not None:
+            raise error
+        return True
+
+    def _end_late(self) -> None:
+        """End a call whose own thread can't, because the engine holds it beyond the deadline."""
+        running = self._current
+        if running is not None and time.monotonic() > running.began_s + running.timeout_s + LATE.total_seconds():
+            raise self._explain(self._timed_out(running), running)
+
+    def _wait(self, handle: Handle) -> None:
+        """Wait for an exchange; check now and then for signals, and that it can still succeed."""
+        while True:
+            try:
+                handle.wait(_SLICE)
+                return
+            except RuntimeError:
+                if handle.is_completed():  # with an error, or just in time
+                    handle.wait(_SLICE)
+                    return
+            self._look()
+
+    def _land(self, handles: Sequence[Handle]) -> Callable[[], None]:
+        """Start waiting for messages on a thread that can be left behind; return a function that waits for it."""
+        assert self._current is not None
+        limit = self._current.limit
+        task = self._landings.submit(lambda: [handle.wait(limit) for handle in handles], keep=self._tasks.current)
+
+        def wait() -> None:
+            while not task.wait(LOOK_S):
+                self._look()
+            error = task.error()
+            if error is not None:
+                raise error
+
+        return wait
+
+    def _look(self) -> None:
+        """Raise if the call can no longer succeed or is late; report one that waits long. Called periodically."""
+        running = self._current
+        if running is None:
+            return
+        waited_s = time.monotonic() - running.began_s
+        error: Exception | None = None
+        if self._failures.ended:
+            error = GroupAborted("the group has ended")
+        elif self._core.told or self._failures.is_told():
+            error = GroupAborted("another rank has ended the group")
+        elif waited_s > running.timeout_s:
+            error = self._timed_out(running)
+        elif not running.has_told and waited_s > min(
+            TELL_S, (self._stall_s or running.timeout_s) / 2, running.timeout_s / 2
+        ):
+            running.has_told = True
+            self._failures.tell_wait(running.seq)
+        elif self._stall_s and waited_s > report_due_s(running.num_reports, self._stall_s):
+            running.num_reports += 1
+            self._failures.report_stall(running.op, running.seq, self._site(running), waited_s, running.timeout_s)
+        if error is not None:
+            raise self._explain(error, running)
+
+    def _look_unless_ended(self) -> None:
+        if not self._failures.ended:  # else the watched waits end by themselves
+            self._look()
+
+    # ---- messages and life -----------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self._core.set_timeout(timeout_s)  # first, because it checks the value
+        self._timeout_s = self._messages.timeout_s = timeout_s
+
+    def abort(self, why: str) -> None:
+        self._failures.declare("aborted", why)
+
+    def leave(self, why: str = "") -> None:
+        if why and not self._failures.ended:
+            self._failures.declare("rank_fell", why)
+        forget_bridged(self._members)
+        if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would hang
+            _keep_for_ever(self)
+            return
+        may_wait = not self._tasks.runs_here  # in a signal handler, the interrupted call can't finish
+        if may_wait and not why:
+            self._tasks.drain(END_S)
+        self._failures.leave()
+        self._close_threads()
+        self._core.leave()
+        if may_wait:
+            self._tasks.drain(END_S)  # calls that end because the connections have
+        _left.append(self)
+        for group in list(_left):
+            if group._release():
+                _left.remove(group)
+        if self in _left:
+            _keep_for_ever(self)
+
+    def _release(self) -> bool:
+        """Free the engine's threads, connections and memory, though something may refer to them; False if it is busy.
+
+        A call in another thread may be using the engine, and Gloo may never end a receive that a lost connection has
+        interrupted. Such a group is tried again when the next one is left.
+        """
+        is_quiet = self._tasks.is_idle and self._tasks.is_over and self._landings.is_over and self._messages.is_over
+        if not is_quiet or not self._failures.release():
+            return False
+        self._core = None
+        self._steps.release()
+        self._messages.release()
+        return True
+
+    def end_threads(self) -> None:
+        """End the threads of a script that is ending, without telling the other ranks.
+
+        A thread that returned from an engine after the interpreter is gone would abort the process.
+        """
+        if self._failures.is_forked:
+            return
+        self._failures.stop_watching()
+        if self._messages.has_threads or not self._tasks.drain(0):
+            self._failures.close_channels()
+            self._close_threads()
+
+    def _close_threads(self) -> None:
+        self._watch.close()
+        self._messages.close()
+        self._tasks.close()
+        self._landings.close()
+
+
+_left: list[BridgedGroup] = []  # groups whose engine was still busy when this rank left them
+
+
+def _keep_for_ever(group: BridgedGroup) -> None:
+    """Keep an engine from being destroyed, even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

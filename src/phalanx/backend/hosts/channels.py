@@ -1,0 +1,230 @@
+"""How bytes travel between hosts: through an existing engine, behind one small interface.
+
+A channel joins some ranks of a group and numbers them. An operation is over once its handle's ``is_completed()`` says
+so; until then ``wait(timeout)`` raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import Store, Work
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import _torch
+from phalanx.backend.failures.deadlines import END_S
+from phalanx.backend.hosts.links import Link, closed_at_exec, duplicate, sockets
+from phalanx.wire.store import understand
+
+FOR_EVER = timedelta(days=30)  # for threads that wait for whatever may arrive
+_POLL_S = 0.001
+_wait = inspect.unwrap(
+    Work.wait
+)  # without `record.gloo`, whose frame would hold the work while a handler of a signal runs
+_making = threading.Lock()  # a channel's connections are recognised by when they were opened
+
+
+class Handle(Protocol):
+    """A running exchange or message."""
+
+    def wait(self, timeout: timedelta) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Channel(Protocol):
+    """Moves bytes between ranks through one engine; all tensors are contiguous and of dtype uint8.
+
+    Attributes:
+        ends_waits: Whether `close` also ends the waits of the other ranks.
+        links: Connections to other ranks, by their numbers in the group, if they can be watched.
+    """
+
+    ends_waits: bool
+
+    @property
+    def links(self) -> Mapping[int, Link]: ...
+
+    def exchange(
+        self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int],
+        limit: timedelta,
+    ) -> Handle:  # fmt: skip
+        """Send the parts of `source`, of `in_bytes` each, to the ranks in order; fill the parts of `out` likewise.
+
+        The handle may be waited for in slices; nobody waits beyond `limit`.
+        """
+        ...
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
+        """Send a message; the handle may be waited for once, by a thread that can be left behind."""
+        ...
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
+        """Receive a message of exactly this size; the handle is like that of `send`."""
+        ...
+
+    def close(self) -> None:
+        """Close every connection: running operations fail, here and on the other ranks."""
+        ...
+
+    def drain(self, handles: Sequence[Handle]) -> None:
+        """After `close`, return once the engine no longer touches the memory of these handles, or after a second."""
+        ...
+
+    def destroy(self) -> bool:
+        """After `close`, if nobody waits for a handle, free the engine; return False if it is still busy."""
+        ...
+
+
+class _GlooHandle:
+    """A handle of Gloo's until its channel is destroyed: later references, say in a traceback, hold no connections."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, timeout: timedelta) -> None:
+        if self._work is None:
+            raise RuntimeError("the channel was closed")
+        _wait(self._work, timeout)
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def release(self) -> None:
+        self._work = None
+
+
+class GlooChannel:
+    """Gloo over TCP. Its connections are watched and closed from outside, which Gloo itself can't do.
+
+    If a connection ends in the middle of a message, Gloo forgets the receive: a wait for it lasts until its timeout.
+
+    Args:
+        store: Store for this channel alone.
+        rank: This rank's number in the group.
+        ranks: Numbers in the group of the channel's ranks, in the channel's order.
+        address: Address at which the other ranks reach this one.
+        timeout_s: Seconds allowed for connecting.
+        silence_s: Seconds without an answer from the other kernel after which a connection is lost.
+    """
+
+    ends_waits = True
+
+    def __init__(
+        self, store: Store, rank: int, ranks: list[int], address: str, timeout_s: float, silence_s: float
+    ) -> None:
+        group: Any = c10d.ProcessGroupGloo
+        limit = timedelta(seconds=timeout_s)
+        with _making, closed_at_exec() as self._fresh:
+            device = group.create_device(hostname=address, lazy_init=False)
+            options = _torch.gloo_options(timeout=limit, threads=2, devices=[device])
+            self._group = group(store, ranks.index(rank), len(ranks), options)
+        self.inodes = {
+            inode for inode, _ in self._fresh
+        }  # the engine may close descriptors, whose numbers are then reused
+        self._options = c10d.AllToAllOptions()
+        self._handles: weakref.WeakSet[_GlooHandle] = weakref.WeakSet()
+        self._last: Handle | None = None  # exchange; only the last can still be running, on one of the engine's threads
+        self.links = self._identify(store, rank, ranks, timeout_s, silence_s)
+        _channels.add(self)
+
+    def _identify(
+        self, store: Store, rank: int, ranks: list[int], timeout_s: float, silence_s: float
+    ) -> dict[int, Link]:
+        """Return the connection to each rank, recognised by the addresses at its ends."""
+        opened = [fd for target, fd in self._fresh if target.startswith("socket:")]
+        made = [connection for fd in opened if (connection := duplicate(fd)) is not None]
+        store.set(f"links/{rank}", json.dumps(sorted({_name(connection.getsockname()) for connection in made})))
+        keys = {r: f"links/{r}" for r in ranks}
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+        owners = {name: r for r, key in keys.items() if r != rank for name in understand(store.get(key), [str])}
+        found: dict[int, Link] = {}
+        for connection in made:
+            owner = owners.get(_name(connection.getpeername()))
+            if owner is None or owner in found:
+                connection.close()
+            else:
+                found[owner] = Link(connection, silence_s)
+        return found
+
+    def exchange(
+        self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int],
+        limit: timedelta,
+    ) -> Handle:  # fmt: skip
+        self._options.timeout = limit
+        work = self._engine().alltoall_base(out, source, list(out_bytes), list(in_bytes), self._options)
+        self._last = self._handle(work)
+        return self._last
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
+        return self._handle(self._engine().send([tensor], peer, tag))
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
+        return self._handle(self._engine().recv([tensor], peer, tag))
+
+    def _engine(self) -> Any:
+        if self._group is None:  # destroyed since this thread began
+            raise RuntimeError("the channel was closed")
+        return self._group
+
+    def _handle(self, work: Any) -> Handle:
+        handle = _GlooHandle(work)
+        self._handles.add(handle)
+        return handle
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.shut()
+
+    def drain(self, handles: Sequence[Handle]) -> None:
+        """Wait until Gloo has closed the descriptors of its connections; it no longer touches messages' memory then.
+
+        The handles must stay alive until then, but are not asked: see above.
+        """
+        own = {link.fileno() for link in self.links.values()}
+        held = {os.readlink(f"/proc/self/fd/{fd}") for fd in own}
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline and any(inode in held and fd not in own for inode, fd in sockets()):
+            time.sleep(_POLL_S)
+
+    def destroy(self) -> bool:
+        """Destroy the engine, unless that would wait for a running exchange, which may last until its deadline."""
+        if self._last is not None and not self._last.is_completed():
+            return False
+        for handle in list(self._handles):
+            handle.release()
+        self._group = None
+        for link in self.links.values():
+            link.release()
+        self.links = {}
+        return True
+
+
+_channels: weakref.WeakSet[GlooChannel] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """Close a forked child's copies of the connections, which would keep them open after the rank has ended."""
+    inodes = set().union(*(channel.inodes for channel in _channels))
+    if not inodes:
+        return
+    with open(os.devnull) as nothing:
+        for inode, fd in sockets():
+            if inode in inodes:
+                os.dup2(nothing.fileno(), fd, inheritable=False)  # not closed: the engine may still close the number
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def _name(address: Any) -> str:
+    return f"{address[0].removeprefix('::ffff:')} {address[1]}"

@@ -1,0 +1,344 @@
+"""How a group on several hosts ends: with one verdict, the same on every rank.
+
+The first rank that meets a failure writes the verdict into the group's store, ends the core group on its host and
+closes its connections. That wakes the watchers of the other ranks, which read the verdict. If there is none, because a
+whole host has vanished, the ranks whose connections have ended are the culprits. If the store is gone with the rank
+that served it, the verdict goes to the other ranks' mailboxes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import Store
+
+from phalanx import _core
+from phalanx._errors import Failure, GroupAborted, PhalanxError, address
+from phalanx._errors.facts import MadeCall, SizeDispute, Standing
+from phalanx.backend.failures.deadlines import GRACE_S, POLL_S
+from phalanx.backend.failures.members import Members
+from phalanx.backend.failures.wording import error_of, report_stall, words
+from phalanx.backend.hosts.calls import Running
+from phalanx.backend.hosts.channels import Channel
+from phalanx.backend.hosts.mailbox import Mailbox
+from phalanx.backend.hosts.notices import Notices
+from phalanx.backend.hosts.watcher import Watcher
+
+
+class Failures:
+    """This rank's part in ending one group.
+
+    Args:
+        store: Store of this group alone.
+        members: Identity of the ranks.
+        mailbox: Mailbox in which other ranks leave a verdict once the store is gone; None: there is none.
+        boxes: Names of the other ranks' mailboxes, by rank.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        members: Members,
+        mailbox: Mailbox | None = None,
+        boxes: Mapping[int, Sequence[Any]] | None = None,
+    ) -> None:
+        self._notices = Notices(store, members, mailbox, boxes or {})
+        self._members = members
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave the group while its thread does
+        self._verdict: Failure | None = None
+        self._has_ended = False  # if there is no verdict: this rank has left the group
+        self._unreachable: set[int] = set()  # ranks, known once the group has ended
+        self._has_lingered = False
+        self._is_raised = False  # whether an operation of this rank has raised the verdict
+        self._watcher: Watcher | None = None
+        self._core: Any = None
+        self._channels: Sequence[Channel] = ()
+
+    def watch(self, core: _core.Group, channels: Sequence[Channel], on_end: Callable[[], None]) -> None:
+        """Start watching, and remember what to end.
+
+        Args:
+            core: Core group of this host's ranks.
+            channels: Channels to other hosts, the last of which reaches all ranks.
+            on_end: Function that the thread which ends the group here calls once afterwards.
+        """
+        self._core, self._channels, self._on_end = core, channels, on_end
+        self._watcher = Watcher([item for channel in channels for item in channel.links.items()], self._notice)
+
+    def _notice(self, rank: int) -> None:
+        """End the group because the connection to a rank (-1: to any) has ended, unless the rank left in order."""
+        if self._has_ended or (rank < 0 and not self.is_told()):
+            return
+        if rank >= 0 and (self.has_left(rank) or (rank not in self._silent() and self._notices.has_left_soon(rank))):
+            return
+        with self._lock:
+            is_first = not self._has_ended
+            if is_first:
+                self._conclude(lambda: self._judge_lost("a connection has ended"), is_patient=True)
+        if is_first:
+            self._on_end()
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    @property
+    def has_failed(self) -> bool:
+        return self._verdict is not None
+
+    @property
+    def ended(self) -> bool:
+        return self._has_ended
+
+    def check(self, op: str) -> None:
+        """Raise GroupUnusable if the group has ended, or in a forked child."""
+        self.require_own_process(op)
+        if self._has_ended and (self._is_raised or self._verdict is None):
+            raise self._unusable(op)
+
+    def require_own_process(self, op: str) -> None:
+        """Raise GroupUnusable in a forked child."""
+        if self.is_forked:
+            raise error_of(self._failure("forked", op))
+
+    def refuse_nested(self, op: str, site: str, interrupted: Running | None) -> None:
+        """Raise GroupUnusable in a signal handler that interrupted a call; None: the call has not begun."""
+        call = "a call" if interrupted is None else f"{interrupted.op} #{interrupted.seq}"
+        detail = f"{call} of group '{self._members.group}'"
+        culprits = self._members.peers([self._members.rank])
+        raise error_of(self._failure("nested", op, site=site, detail=detail, culprits=culprits))
+
+    def _unusable(self, op: str) -> PhalanxError:
+        return error_of(self._failure("unusable", op, cause=self._verdict))
+
+    def _failure(self, kind: str, op: str = "", seq: int = 0, **facts: Any) -> Failure:
+        """Return a failure met by this rank."""
+        return Failure(kind=kind, rank=self._members.global_rank, group=self._members.group, op=op, seq=seq, **facts)
+
+    def declare(self, kind: str, why: str) -> None:
+        """End the group on all hosts by this rank's own decision."""
+        me = self._members.peer(self._members.rank)
+        self._end(lambda: self._failure(kind, culprits=(me,), detail=why), is_patient=False)
+
+    def end(self, error: BaseException, op: str, seq: int, site: str, call: MadeCall | None) -> BaseException:
+        """End the group on all hosts and return the error that this rank raises.
+
+        Args:
+            error: Error that this rank has met, perhaps a consequence of another rank's.
+            op: Operation of this rank.
+            seq: Number of its collective; 0 for a message.
+            site: Line of its call.
+            call: Call that this rank has made; None for a message.
+        """
+        # A rank that closes a connection or ends the core group has said why before.
+        is_consequence = isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
+        verdict = self._end(
+            lambda: self._judge(error, op, seq, site, call),
+            is_patient=is_consequence or isinstance(error, GroupAborted),
+        )
+        if verdict is None:
+            return self._unusable(op)
+        if not isinstance(error, RuntimeError):
+            return error  # this rank's own, such as Ctrl-C
+        me = self._members.global_rank
+        by = verdict.by or self._members.named(verdict.rank)
+        by_another = by if by.rank != me else None
+        group = self._members.group
+        return error_of(replace(verdict, rank=me, group=group, op=op, seq=seq, site=site, by=by_another))
+
+    def _end(self, judge: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
+        """End the group unless it has ended; return the verdict, None if this rank has left the group."""
+        with self._lock:
+            if self._has_ended and self._verdict is None:
+                return None
+            is_first = not self._has_ended
+            self._conclude(judge, is_patient=is_patient)
+            self._is_raised = True
+        if is_first:
+            self._on_end()
+        self._linger()
+        return self._verdict
+
+    def _conclude(self, judge: Callable[[], Failure], *, is_patient: bool) -> None:
+        """Find or settle the verdict, and end the group here."""
+        if self._verdict is not None:
+            return
+        silent = self._unreachable = self._silent()
+        if silent or any(self._members.global_ranks[rank] == 0 for rank in self._lost()):
+            self._notices.expect_no_store()
+        found = self._notices.verdict(is_patient=is_patient and not silent)  # a silent host has told nobody
+        self._verdict = found or self._notices.settle(judge(), self._cut_off())
+        self._has_ended = True
+        with contextlib.suppress(PhalanxError):
+            self._core.abort(words(self._verdict).splitlines()[0])
+        self.close_channels()
+        self._notices.note_told()
+
+    def _linger(self) -> None:
+        """Give the others time to read the verdict before this rank, which may serve the store, ends.
+
+        Every thread that has met the failure waits, because any of them may end the process.
+        """
+        num_ranks = len(self._members.pids) - len(self._unreachable)
+        deadline = time.monotonic() + GRACE_S
+        while self._members.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
+            if self._notices.are_told(num_ranks):
+                break
+            time.sleep(POLL_S)
+        self._has_lingered = True
+
+    # ---- whose fault it is -----------------------------------------------------------------------------------------
+
+    def _judge(self, error: BaseException, op: str, seq: int, site: str, call: MadeCall | None) -> Failure:
+        found = getattr(error, "failure", None)
+        if found is not None and found.kind == "calls_differ" and call is not None:
+            return self._tabulate(op, seq, call)
+        if found is not None:
+            return replace(self._members.locate(found), op=op, seq=seq, site=site)
+        if isinstance(error, RuntimeError) and not isinstance(error, PhalanxError):
+            return replace(self._judge_lost(str(error)), op=op, seq=seq, site=site)
+        if isinstance(error, PhalanxError) and not isinstance(error, GroupAborted):
+            return self._failure("refused", op, seq, site=site, detail=str(error))
+        why = str(error) if isinstance(error, GroupAborted) else f"{type(error).__name__}: {error}".rstrip(": ")
+        return self._failure(
+            "aborted", op, seq, site=site, culprits=self._members.peers([self._members.rank]), detail=why
+        )
+
+    def _judge_lost(self, why: str) -> Failure:
+        """Return a failure that blames the ranks whose connections have ended, unless there is a verdict."""
+        members = self._members
+        lost = self._lost()
+        found = self._notices.verdict(
+            is_patient=False
+        )  # a rank that closes a connection because of a verdict has written it before
+        if found is not None:
+            return found
+        if not lost:
+            return self._failure("refused", detail=f"the bridge between hosts failed: {why}{address('rank-lost')}")
+        if left := [rank for rank in lost if self.has_left(rank)]:
+            return self._failure("rank_left", culprits=members.peers(left))
+        return self._failure("rank_lost", culprits=members.peers(lost), hosts=members.whole_hosts(lost))
+
+    def _lost(self) -> list[int]:
+        """Return the ranks to which a connection has ended."""
+        links = (item for channel in self._channels for item in channel.links.items())
+        return sorted({rank for rank, link in links if link.is_lost})
+
+    def _silent(self) -> set[int]:
+        """Return the ranks whose hosts do not respond: nothing comes from them, and nothing reaches them."""
+        return {rank for channel in self._channels for rank, link in channel.links.items() if link.is_silent}
+
+    def _cut_off(self) -> set[int]:
+        """Return the ranks that mail can't reach."""
+        return {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said that it leaves in order."""
+        return self._notices.has_left(rank)
+
+    def _tabulate(self, op: str, seq: int, call: MadeCall) -> Failure:
+        """Return the failure with the calls of all ranks that report theirs in time."""
+        members = self._members
+        calls = self._notices.calls(seq, call)
+        differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
+        return self._failure(
+            "calls_differ", op, seq, site=call.site, calls=calls, culprits=members.peers(differ)
+        )  # fmt: skip
+
+    def mismatch(self, op: str, seq: int) -> PhalanxError:
+        """Return the error for a peer on another host that is in another call; `end` adds the table."""
+        return error_of(self._failure("calls_differ", op, seq))
+
+    def wrong_split(self, op: str, seq: int, rank: int, sent: int, expected: int) -> PhalanxError:
+        """Return the error for an all_to_all whose sizes do not match."""
+        one, me = self._members.peers([rank, self._members.rank])
+        sizes = SizeDispute(one=one, count=sent, other=me, other_count=expected)
+        return error_of(self._failure("sizes_differ", op, seq, sizes=sizes, culprits=(one,)))
+
+    def wrong_message(self, expected: MadeCall, sent: MadeCall) -> PhalanxError:
+        """Return the error for a receive that does not match the message."""
+        culprit = self._members.named(sent.rank)
+        return error_of(self._failure("message_differs", "recv", calls=(expected, sent), culprits=(culprit,)))
+
+    # ---- missing ranks ---------------------------------------------------------------------------------------------
+
+    def tell_wait(self, seq: int) -> None:
+        """Tell the other ranks that this one waits in a call."""
+        self._notices.tell_wait(seq)
+
+    def report_stall(self, op: str, seq: int, site: str, waited_s: float, timeout_s: float) -> None:
+        """Print which ranks are missing from a call."""
+        missing = self._missing(op, seq, timeout_s, self._absent(seq), "")
+        if missing.culprits:
+            report_stall(replace(missing, site=site), waited_s)
+
+    def timed_out(self, op: str, seq: int, timeout_s: float, suspects: Sequence[int] = ()) -> PhalanxError:
+        """Return the error for a call in which not all ranks came in time.
+
+        Args:
+            suspects: Ranks of the world to blame if every rank has said that it waits in this call.
+        """
+        ranks = self._members.global_ranks
+        absent = self._absent(seq) or [ranks.index(rank) for rank in suspects if rank in ranks]
+        return self.too_late(op, seq, timeout_s, absent, "other ranks")
+
+    def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> PhalanxError:
+        """Return the error for a wait in which the `absent` ranks did not come; if they are unknown, `others`."""
+        return error_of(self._missing(op, seq, timeout_s, absent, others))
+
+    def _missing(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> Failure:
+        culprits = self._members.peers(absent)
+        standings = tuple(Standing(**vars(peer)) for peer in culprits)
+        return self._failure(
+            "rank_missing", op, seq, timeout_s=timeout_s, culprits=culprits, standings=standings, detail=others
+        )
+
+    def _absent(self, seq: int) -> list[int]:
+        """Return the other ranks that have not said that they wait in this call or a later one."""
+        others = (rank for rank in range(len(self._members.pids)) if rank != self._members.rank)
+        return [rank for rank in others if self._notices.waits_in(rank) < seq]
+
+    def is_told(self) -> bool:
+        """Whether a rank has written a verdict, if closed connections do not announce it."""
+        if all(channel.ends_waits for channel in self._channels):
+            return False
+        return self._notices.has_verdict()
+
+    # ---- going -------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Say that this rank leaves in order, and close its connections."""
+        if self.is_forked:  # they belong to the parent, and so do its threads
+            return
+        with self._lock:
+            if not self._has_ended:
+                self._has_ended = True
+                self._notices.tell_leaving(self._cut_off())
+            self.close_channels()
+        self.stop_watching()
+        self._on_end = lambda: None  # breaks a reference cycle
+        self._notices.close()
+
+    def release(self) -> bool:
+        """After `leave`, if nobody is in a call, free the connections; return False if an engine is still busy."""
+        self._notices.release()
+        self._core = None
+        self._channels = [channel for channel in self._channels if not channel.destroy()]
+        return not self._channels
+
+    def stop_watching(self) -> None:
+        """Stop watching the other ranks."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.close()
+
+    def close_channels(self) -> None:
+        for channel in self._channels:
+            channel.close()

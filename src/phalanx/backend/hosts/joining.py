@@ -1,0 +1,236 @@
+"""How a group forms: ranks say hello in the store, those of one host map one segment, and a bridge joins hosts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+import phalanx
+from phalanx import _core
+from phalanx._env import LONGEST_S, seconds
+from phalanx._errors import PhalanxError
+from phalanx._settings import GroupOptions, Settings, read_settings, variable_of
+from phalanx.backend.failures.deadlines import LOOK_S
+from phalanx.backend.hosts.bridges import bridge
+from phalanx.backend.hosts.meeting import Meeting
+from phalanx.host.network import host_identity, network_identity
+from phalanx.wire.store import JsonStore
+
+_AGREED = ("one_shot_bytes", "chunk_bytes")  # settings that determine where ranks find each other's data
+_ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace or user, treated as another host
+
+# Segments that this process maps, by nonce: a later group uses one that its members already share.
+_segments: weakref.WeakValueDictionary[str, _core.Segment] = weakref.WeakValueDictionary()
+
+
+def join_group(
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    global_ranks: list[int],
+    timeout_s: float,
+    options: GroupOptions | None = None,
+    *,
+    is_in_place: bool = False,
+    pids: Mapping[int, int],
+) -> tuple[Any, _core.Segment, Store, Mapping[int, int]]:
+    """Return the group after all `size` ranks have joined: the core's, or on several hosts a `BridgedGroup`.
+
+    With it come the segment of this host, the store for whatever else these ranks say to each other, in which nothing
+    of an earlier life lies, and `pids` for further groups of these ranks.
+
+    Args:
+        store: Store of the group, in which an earlier one may have left anything.
+        rank: Number of this rank in the group.
+        size: Number of ranks in the group.
+        name: Name of the group in messages.
+        global_ranks: Rank in the world of each rank of the group.
+        timeout_s: Seconds for joining, and the default timeout of the group's operations.
+        options: Options that take precedence over the environment.
+        is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
+        pids: Processes of this host that the group's ranks are known to be, by rank in the world.
+
+    Raises:
+        CollectiveTimeout: A rank did not come; `ranks` names it.
+        RankFailed: A rank of this host died before it joined.
+        PhalanxError: A rank can't join and says why, ranks can't share memory, or hosts can't reach each other.
+        ValueError: A setting or the timeout of this rank is out of its range.
+    """
+    limit_s = min(timeout_s, LONGEST_S) if timeout_s > 0 else LONGEST_S
+    deadline = time.monotonic() + limit_s
+    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, deadline, is_in_place, pids)
+    with meeting.joining():
+        seconds("timeout", timeout_s)
+        core, segment = _join(meeting, (options or GroupOptions()).over(read_settings()))
+    return core, segment, meeting.life_store, meeting.pids
+
+
+def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
+    rank, global_ranks = meeting.rank, meeting.global_ranks
+    meeting.stall_s = settings.stall_s
+    hellos = meeting.gather(_hello(settings))
+    _check(hellos, meeting)
+    hosts = _hosts_by_word(hellos)
+    here = next(ranks for ranks in hosts if rank in ranks)
+    meeting.pids = {global_ranks[r]: hellos[r]["pid"] for r in here}
+    for r in here:
+        if (watch := _core.PeerWatch.of(*hellos[r]["process"])) is not None:
+            meeting.watches[r] = watch
+    segment, offset, hosts = _map_segment(meeting, hellos, hosts)
+    here = next(ranks for ranks in hosts if rank in ranks)
+    core = _core.Group.make(
+        segment,
+        offset,
+        here.index(rank),
+        len(here),
+        meeting.name,
+        [global_ranks[r] for r in here],
+        timeout_s=meeting.timeout_s,
+        stall_s=settings.stall_s,
+        spin_us=settings.spin_us,
+    )
+    core.tune(settings.one_shot_bytes, settings.chunk_bytes)
+    try:
+        core.join(meeting.left_s, meeting.look)
+    except PhalanxError:
+        meeting.look()  # raises the reason why a rank ended it
+        raise
+    if len(hosts) == 1:
+        return core, segment
+    return bridge(meeting, hellos, hosts, core, settings), segment
+
+
+def _hello(settings: Settings) -> dict[str, Any]:
+    hello = {
+        "pid": os.getpid(),
+        "process": _core.identity(),
+        "host": settings.host or os.uname().nodename,
+        "kernel": host_identity(settings.host),  # who may share memory
+        "network": network_identity(),
+        "phalanx": phalanx.__version__,
+        "torch": torch.__version__,
+        "bridge": settings.bridge,
+        "segments": sorted(_segments),
+        **{name: getattr(settings, name) for name in _AGREED},
+    }
+    if settings.bridge == "mpi":
+        from phalanx.backend.hosts.mpi import world_rank
+
+        hello["mpi"] = world_rank()
+    return hello
+
+
+def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
+    whats = {"phalanx": "versions of phalanx", "torch": "versions of torch", "bridge": "bridges"}
+    for fact, what in (whats | {name: f"values of {variable_of(name)}" for name in _AGREED}).items():
+        said = [hello[fact] for hello in hellos]
+        if len(set(said)) > 1:
+            told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
+            raise meeting.refusal(
+                f"the ranks run different {what}: {told}. Use the same on every rank.", entry="different-versions"
+            )
+
+
+def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the ranks that claim to share a host; mapping the segment proves it."""
+    hosts: dict[str, list[int]] = {}
+    for r, hello in enumerate(hellos):
+        hosts.setdefault(hello["kernel"], []).append(r)
+    return list(hosts.values())
+
+
+def _map_segment(
+    meeting: Meeting, hellos: list[dict[str, Any]], hosts: list[list[int]]
+) -> tuple[_core.Segment, int, list[list[int]]]:
+    """Map this host's segment; return it, the group's offset in it, and the hosts as proved by mapping."""
+    here = next(ranks for ranks in hosts if meeting.rank in ranks)
+    key = f"segment/{here[0]}"
+    if meeting.rank != here[0]:
+        what = f"rank {meeting.global_ranks[here[0]]} offered no shared segment"
+        offer = meeting.get(f"{key}/offer", what)
+        segment = _accept(meeting, key, offer)
+        placed = meeting.get(f"{key}/placed", what)
+        if segment is None:  # alone, on a host of its own
+            segment = _core.Segment.create()
+            _segments[segment.nonce] = segment
+            placed = {"offset": segment.create_group(1), "ranks": [meeting.rank]}
+            meeting.set(f"segment/{meeting.rank}/placed", placed)
+    else:
+        segment, placed = _offer(meeting, key, [hellos[r] for r in here], here)
+    if len(hosts) == 1 and len(placed["ranks"]) == meeting.size:
+        return segment, placed["offset"], hosts
+    return segment, placed["offset"], _proved(meeting, hosts)
+
+
+def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
+    """Return the ranks by host, according to who mapped which segment, in the order of first ranks."""
+    proved = []
+    for ranks in hosts:
+        what = f"rank {meeting.global_ranks[ranks[0]]} did not say who shares its memory"
+        together = meeting.get(f"segment/{ranks[0]}/placed", what).get("ranks", [])
+        proved += [together, *([r] for r in ranks if r not in together)]
+    if sorted(r for ranks in proved for r in ranks) != list(range(meeting.size)) or not all(proved):
+        raise meeting.refusal(
+            f"the ranks disagree on who shares memory: {proved}. Let nothing else write to the job's store.",
+            entry="store-lost",
+        )
+    return sorted(proved)
+
+
+def _offer(
+    meeting: Meeting, key: str, hellos: list[dict[str, Any]], here: list[int]
+) -> tuple[_core.Segment, dict[str, Any]]:
+    """Choose a segment that every rank of this host already maps, else create one; allocate the group in it."""
+    shared = set(hellos[0]["segments"]).intersection(*(hello["segments"] for hello in hellos))
+    if shared:
+        segment = _segments[min(shared)]
+        meeting.set(f"{key}/offer", {"nonce": segment.nonce, "socket": ""})
+        together = here
+    else:
+        segment = _core.Segment.create()
+        _segments[segment.nonce] = segment
+        server = _core.SegmentServer(segment)
+        meeting.set(f"{key}/offer", {"nonce": segment.nonce, "socket": server.name})
+        together = [here[0], *_serve(meeting, key, server, here[1:])]
+    placed = {"offset": segment.create_group(len(together)), "ranks": together}
+    meeting.set(f"{key}/placed", placed)
+    return segment, placed
+
+
+def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Sequence[int]) -> list[int]:
+    """Hand the segment to the peers; return those that mapped it."""
+    num_served = 0
+    refused: list[int] = []
+    while True:
+        num_served += server.serve(len(peers) - len(refused) - num_served, min(LOOK_S, meeting.left_s))
+        if num_served + len(refused) == len(peers):
+            break
+        meeting.look()
+        refused = [r for r in peers if meeting.has(f"{key}/refused/{r}")]
+        if meeting.left_s <= 0.001:
+            raise meeting.too_late(f"only {num_served} of {len(peers)} peers mapped the shared segment")
+    return [r for r in peers if r not in refused]
+
+
+def _accept(meeting: Meeting, key: str, offer: dict[str, Any]) -> _core.Segment | None:
+    """Return the offered segment, after mapping it if necessary; None if it is out of reach."""
+    nonce = offer["nonce"]
+    if nonce in _segments:
+        return _segments[nonce]
+    try:
+        segment = _core.Segment.attach(offer["socket"], nonce, meeting.left_s)
+    except OSError as error:
+        if error.errno not in _ELSEWHERE:
+            raise
+        meeting.set(f"{key}/refused/{meeting.rank}", str(error))
+        return None
+    _segments[nonce] = segment
+    return segment

@@ -1,0 +1,576 @@
+"""How the ranks of a new group exchange what they need to know: through the group's store, with a deadline.
+
+A store may hold what an earlier group, an attempt or another run has left, and none of that may be believed. So each
+rank has a fresh token, which it leaves with its hello. The ranks answer the token of the rank 0 that they find, and
+rank 0 takes those alone that answer its own. All keys from then on lie under its token: first the list of all hellos,
+in which each rank looks for its own token before it believes the rest.
+
+A rank that can't join says why, and all ranks that wait for it raise that at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch.distributed as dist
+
+from phalanx import _core, _env, _torch
+from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address, printable
+from phalanx._errors.facts import Peer, Standing
+from phalanx._text import enumerated
+from phalanx.backend.failures.deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, TELL_S
+from phalanx.backend.failures.wording import error_of, join_call, report_due_s, report_stall
+from phalanx.record.sites import call_site
+from phalanx.rendezvous.launched import Launch, start_time
+from phalanx.wire.store import (
+    GarbledError,
+    JsonStore,
+    Shape,
+    StoreGoneError,
+    StoreSilentError,
+    read_value,
+    require,
+    shared_pause,
+    understand,
+    wait_until,
+)
+
+T = TypeVar("T")
+
+
+def _natural(value: Any, limit: int = 1 << 63) -> Any:
+    require(type(value) is int and 0 <= value < limit, f"a whole number below {limit}", value)
+    return value
+
+
+_TOKENS = {"token": str, "answers": str}
+_HELLO = {
+    **_TOKENS,
+    "pid": int,
+    "process": (functools.partial(_natural, limit=1 << 31), _natural, _natural),
+    "host": str,
+    "kernel": str,
+    "network": str,
+    "phalanx": str,
+    "torch": str,
+    "bridge": str,
+    "segments": [str],
+    "one_shot_bytes": int,
+    "chunk_bytes": int,
+}
+_TAKEN_BACK = "null"  # not removed: a rank that has just checked for the key would wait for its value
+_SHAPES: dict[str, Shape] = {
+    "hello": _HELLO,
+    "hellos": [_HELLO],
+    "offer": {"nonce": str, "socket": str},
+    "placed": {"offset": _natural, "ranks": [int]},
+    "mailbox": (str, int, str),
+    "unreached": [str],
+    "failed": Failure.from_facts,
+}
+"""Shape of the value of a key, by the last part of the key that is not a number."""
+
+
+class Waits:
+    """Where each rank of the job waits to join a group, in the job's store: a group's own shows only who came there."""
+
+    _SHAPE: ClassVar = {"call": str, "group": str, "ranks": [int]}
+
+    def __init__(self) -> None:
+        self._has_said = False
+
+    @functools.cached_property
+    def _store(self) -> JsonStore | None:
+        return JsonStore(_torch.get_default_store()) if dist.is_initialized() else None
+
+    def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
+        """Say once in which call a rank waits, and for which group; an empty call: it waits no longer."""
+        if self._store is not None and self._has_said != bool(call):
+            self._has_said = bool(call)
+            with contextlib.suppress(StoreGoneError, StoreSilentError):
+                self._store.set(f"phalanx/joins/{rank}", {"call": call, "group": group, "ranks": ranks}, STORE_S)
+
+    def standing(self, rank: int, group: str, me: int) -> Standing:
+        """Return where a rank stands that has not said hello to this group."""
+        said = None
+        if self._store is not None:
+            with contextlib.suppress(StoreGoneError, StoreSilentError, GarbledError):
+                said = self._store.get(f"phalanx/joins/{rank}", self._SHAPE)
+        if said is None or not said["call"] or said["group"] == group:
+            return Standing(rank=rank, has_joined=False)
+        where = f"{printable(said['call'])}, for group {printable(said['group'])!r} and not {group!r}"
+        return Standing(rank=rank, has_joined=False, waits_in=where, is_apart=me in said["ranks"])
+
+    def close(self, rank: int) -> None:
+        """Say that a rank waits no longer, if it has said so."""
+        store = self.__dict__.get("_store")
+        if store is not None:
+            self.say(rank, "", "", [])
+            store.close()
+
+
+@dataclass(eq=False)
+class Meeting:
+    """One rank's part in the meeting of its group.
+
+    Attributes:
+        store: Store of the group.
+        rank: Number of this rank in the group.
+        size: Number of ranks in the group.
+        name: Name of the group in messages.
+        global_ranks: Rank in the world of each rank of the group.
+        timeout_s: Seconds allowed for the meeting.
+        deadline: End of the meeting on the monotonic clock.
+        is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
+        pids: Processes of this host that ranks of the group are known to be, by rank in the world.
+        stall_s: Seconds of waiting after which the ranks that have not come are named, and later again; 0: never.
+        watches: Watches of this host's other ranks, by rank, once they have said hello.
+        token: Token of this rank in this life of the group.
+        life: Token of rank 0, under which all keys lie once all have come; empty until then.
+    """
+
+    store: JsonStore
+    rank: int
+    size: int
+    name: str
+    global_ranks: list[int]
+    timeout_s: float
+    deadline: float
+    is_in_place: bool = False
+    pids: Mapping[int, int] = field(default_factory=dict)
+    watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
+    token: str = field(default_factory=lambda: f"life-{os.urandom(8).hex()}")
+    life: str = ""
+    _hello: dict[str, Any] = field(default_factory=dict)
+    _tokens: list[str] = field(default_factory=list)
+    _suspects: set[int] = field(default_factory=set)
+    _has_parted: bool = False
+    stall_s: float = 0.0
+    _begin_s: float = field(default_factory=time.monotonic)
+    _num_reports: int = 0
+    _has_said_where: bool = False
+    _waits: Waits = field(default_factory=Waits)
+
+    @property
+    def me(self) -> int:
+        return self.global_ranks[self.rank]
+
+    @property
+    def left_s(self) -> float:
+        return max(self.deadline - time.monotonic(), 0.001)
+
+    @property
+    def life_store(self) -> dist.Store:
+        """The store of this life of the group alone."""
+        return dist.PrefixStore(self.life, self.store.raw)
+
+    # ---- who is there ----------------------------------------------------------------------------------------------
+
+    def gather(self, hello: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the hello of every rank, in rank order, once all have come to the same life of the group."""
+        self._hello = {**hello, "token": self.token, "answers": ""}
+        first = self.global_ranks[0]
+        if self.rank == 0:
+            self._say_hello(self.token)
+            hellos = [self._hello]
+            for r, other in enumerate(self.global_ranks[1:], 1):
+                hellos.append(self._wait(functools.partial(self._answer_of, r), f"rank {other} did not answer"))
+            said = json.dumps(self._hello), json.dumps(hellos)
+
+            def publish(store: dist.Store) -> None:
+                store.set(f"{self.token}/hellos", said[1])
+                store.compare_set("hello/0", said[0], _TAKEN_BACK)  # nobody may answer it any more
+
+            self._write(publish)
+            self.life = self.token
+        else:
+            if not self._ask(self._answer):
+                self._say_hello("")
+                self._wait(self._answer, f"rank {first} did not answer")
+            hellos = self._wait(self._named, f"rank {first} did not say who came")
+            self.life = self._hello["answers"]
+        self._tokens = [hello["token"] for hello in hellos]
+        return hellos
+
+    def _say_hello(self, answers: str) -> None:
+        self._hello["answers"] = answers
+        self.set(f"hello/{self.rank}", self._hello)
+
+    def _hello_of(self, rank: int) -> dict[str, Any] | None:
+        """Return what lies under a rank's number, perhaps since an earlier life; None if it has no tokens."""
+        with contextlib.suppress(GarbledError):
+            told: dict[str, Any] | None = self.store.get(f"hello/{rank}", _TOKENS)
+            return told
+        return None
+
+    def _answer_of(self, rank: int) -> dict[str, Any] | None:
+        """Return the hello of a rank if it has answered this rank 0."""
+        told = self._hello_of(rank)
+        return self._understood(f"hello/{rank}", told, _HELLO) if told and told["answers"] == self.token else None
+
+    def _answer(self) -> bool | None:
+        """Answer the rank 0 that is found, unless that is done; return True once this rank has answered any."""
+        before = self._hello["answers"]
+
+        def answer(store: dist.Store) -> str:
+            with contextlib.suppress(GarbledError):
+                first: str = understand(store.get("hello/0"), _TOKENS)["token"] if store.check(["hello/0"]) else ""
+                if first not in ("", before):
+                    store.set(f"hello/{self.rank}", json.dumps({**self._hello, "answers": first}))
+                    return first
+            return str(before)
+
+        self._hello["answers"] = self.store.ask(answer)
+        return bool(self._hello["answers"]) or None
+
+    def _named(self) -> list[dict[str, Any]] | None:
+        """Return the hellos that rank 0 has gathered, if this one is among them."""
+        key = f"{self._hello['answers']}/hellos"
+        with contextlib.suppress(GarbledError):
+            told = self.store.get(key, [_TOKENS])
+            if told is not None and [hello["token"] for hello in told][self.rank : self.rank + 1] == [self.token]:
+                hellos: list[dict[str, Any]] = self._understood(key, told, _SHAPES["hellos"])
+                return hellos
+        return None
+
+    def _understood(self, key: str, value: Any, shape: Shape) -> Any:
+        """Return what a rank of this life has said."""
+        try:
+            return read_value(value, shape)
+        except GarbledError as error:
+            raise self._garbled(key, error) from None
+
+    def _take_back_hello(self) -> None:
+        """Take back this rank's hello, unless another process has left its own there since."""
+        said = json.dumps(self._hello)
+        self._ask(lambda: self.store.ask(lambda store: store.compare_set(f"hello/{self.rank}", said, _TAKEN_BACK)))
+
+    def _hello_here(self, rank: int) -> dict[str, Any] | None:
+        """Return the hello of a rank that waits for others; None if it has not come, as far as the store tells."""
+        return self._if_here(self._hello_of(rank), self._token_of_first())
+
+    def _token_of_first(self) -> str:
+        """Return the token of the rank 0 that is found; empty if there is none."""
+        first = self._hello if self.rank == 0 else self._hello_of(0)
+        return first["token"] if first else ""
+
+    def _if_here(self, told: dict[str, Any] | None, first: str) -> dict[str, Any] | None:
+        """Return a hello if it waits for the rank 0 of that token, and its process lives as far as can be seen."""
+        if told is None or told["answers"] not in ("", first):
+            return None
+        return None if self._has_ended(told) else told
+
+    def _here(self) -> dict[int, str]:
+        """Return the tokens of the ranks that wait for others."""
+        first = self._token_of_first()
+        hellos = [self._if_here(self._hello_of(rank), first) for rank in range(self.size)]
+        return {rank: hello["token"] for rank, hello in enumerate(hellos) if hello is not None}
+
+    def _has_ended(self, hello: dict[str, Any]) -> bool:
+        """Whether the process that left a hello on this host has ended; False for other hosts, which can't be seen."""
+        with contextlib.suppress(GarbledError):
+            pid, started, _ = read_value(hello, _HELLO)["process"]
+            return hello["kernel"] == self._hello.get("kernel") and started not in (0, start_time(pid))
+        return False
+
+    # ---- what they say ---------------------------------------------------------------------------------------------
+
+    def get(self, key: str, what: str) -> Any:
+        """Wait for the value of a key and return it; a timeout names the ranks that did not come, or else `what`."""
+        shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
+        try:
+            return self._wait(lambda: self.store.get(self._key(key), shape), what)
+        except GarbledError as error:
+            raise self._garbled(key, error) from None
+
+    def _wait(self, look: Callable[[], T | None], what: str) -> T:
+        """Wait until `look` finds something; a timeout names the ranks that did not come, or else `what`."""
+        most_s = shared_pause(POLL_S, self.size)
+        try:
+            # Not Store.wait: it would not end when a rank fails, and TCPStore prints a warning whenever it times out.
+            found = wait_until(look, self.deadline, seldom=self.look, seldom_s=LOOK_S, most_s=most_s)
+        except StoreGoneError as error:
+            raise self._lost_store(error) from error
+        if found is None:
+            raise self._timed_out(what)
+        return found
+
+    def _key(self, key: str) -> str:
+        return f"{self.life}/{key}" if self.life else key
+
+    def _garbled(self, key: str, error: GarbledError) -> PhalanxError:
+        """Return the error for a value that no rank would write; it names the rank to which the key belongs."""
+        rank = self.global_ranks[next((int(part) for part in key.split("/") if part.isdigit()), 0)]
+        return self.refusal(
+            f"what rank {rank} said of itself ({key}) is not understood: {error}. Run the same version of phalanx on "
+            "every rank, and let nothing else write to the store.",
+            ranks=(rank,),
+            entry="store-lost",
+        )
+
+    def set(self, key: str, value: Any) -> None:
+        text = json.dumps(value)
+        self._write(lambda store: store.set(self._key(key), text))
+
+    def _write(self, question: Callable[[dist.Store], Any]) -> None:
+        try:
+            self.store.ask(question, self.left_s)
+        except StoreSilentError:
+            raise self._timed_out("the job's store did not answer") from None
+        except StoreGoneError as error:
+            raise self._lost_store(error) from error
+
+    def has(self, key: str) -> bool:
+        try:
+            return self.store.has(self._key(key))
+        except StoreSilentError:
+            return False
+        except StoreGoneError as error:
+            raise self._lost_store(error) from error
+
+    def failure(self, kind: str, ranks: Sequence[int] = (), **facts: Any) -> Failure:
+        """Return a failure that this rank met while joining."""
+        culprits = tuple(Peer(rank=rank) for rank in ranks)
+        return Failure(**{"rank": self.me, "group": self.name, "op": "join", "culprits": culprits, **facts}, kind=kind)
+
+    def refusal(self, why: str, ranks: Sequence[int] = (), *, entry: str) -> PhalanxError:
+        """Return the error for a rank that can't join.
+
+        Args:
+            entry: Name of its explanation; it travels with the detail to the other ranks.
+        """
+        return error_of(self.failure("refused", ranks, detail=f"{why}{address(entry)}"))
+
+    def share(self, key: str, value: Any) -> list[Any]:
+        """Share a value with all ranks of the group; return the values of all, in rank order."""
+        self.set(f"{key}/{self.rank}", value)
+        return [self.get(f"{key}/{r}", f"rank {other} did not answer") for r, other in enumerate(self.global_ranks)]
+
+    def part(self) -> None:
+        """Prepare to raise an error that all ranks share: rank 0, which may serve the store, goes last."""
+        if self._has_parted:
+            return
+        self._has_parted = True
+        self._ask(lambda: self.store.set(f"{self.token}/parted", "", STORE_S))
+        if self.me == 0:
+            keys = [f"{token}/parted" for token in self._tokens or (self._ask(self._here) or {}).values()]
+            have_parted = functools.partial(self._ask, lambda: self.store.has(*keys))
+            wait_until(lambda: self.store.is_gone or have_parted() or None, time.monotonic() + PART_S)
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Return the store's answer; None if it is gone or does not answer."""
+        with contextlib.suppress(StoreGoneError, StoreSilentError):
+            return question()
+        return None
+
+    # ---- who can't join --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Tell the other ranks about an error in the block."""
+        spare: list[int] = []
+        try:
+            with contextlib.suppress(OSError):
+                spare.append(os.open(os.devnull, os.O_RDONLY))
+            yield
+        except CollectiveTimeout:  # the others time out as well, and name the ranks that they miss
+            raise
+        except BaseException as error:
+            while spare:  # if descriptors have run out, a store in a file needs one
+                os.close(spare.pop())
+            cause = _cause(error, self)
+            self._tell(replace(cause, by=Peer(rank=self.me)))
+            if isinstance(error, (MemoryError, OSError, RuntimeError)) and not isinstance(error, PhalanxError):
+                raise error_of(cause) from error
+            raise
+        finally:
+            for fd in spare:
+                os.close(fd)
+            if self._hello and not self.life:
+                self._take_back_hello()
+            self.store.close()
+            if self._has_said_where:
+                _core.say_where("")
+            self._waits.close(self.me)
+
+    def look(self) -> None:
+        """Raise the error that keeps another rank from joining, or RankFailed if a rank of this host has died."""
+        if self._hello and self.rank and not self.life:
+            self._ask(self._answer)  # the rank 0 that it has answered may have ended long ago
+        for token in dict.fromkeys((self.token, self.life or self.token)):
+            try:
+                told = self._ask(functools.partial(self.store.get, f"{token}/failed", _SHAPES["failed"]))
+            except GarbledError as error:
+                raise self._garbled("failed", error) from None
+            if told is not None:
+                self.part()
+                raise error_of(replace(told, rank=self.me))
+        for rank, watch in self.watches.items():
+            if not watch.dead:
+                continue
+            if rank in self._suspects:  # the store was read since, so its last writes were seen
+                raise self._bury(rank, watch)
+            self._suspects.add(rank)
+        if not self.watches:
+            self._look_at_launch()
+        if self.is_in_place:
+            self._look_for_gloo()
+        self._report_stall()
+
+    def _report_stall(self) -> None:
+        """Tell the ranks of other groups where this one waits, and print now and then which ranks have not come."""
+        if not self._has_said_where:
+            self._has_said_where = True
+            _core.say_where(self._call())
+        waited_s = time.monotonic() - self._begin_s
+        if waited_s > min(TELL_S, self.stall_s / 2):
+            self._waits.say(self.me, self._call(), self.name, self.global_ranks)
+        if not self.stall_s or waited_s < report_due_s(self._num_reports, self.stall_s):
+            return
+        self._num_reports += 1
+        standings = tuple(self._waits.standing(rank, self.name, self.me) for rank in self._absent())
+        if not standings:
+            return
+        ranks = [standing.rank for standing in standings]
+        missing = self.failure("rank_missing", ranks, site=call_site(), timeout_s=self.timeout_s, standings=standings)
+        report_stall(missing, waited_s)
+
+    def _call(self) -> str:
+        """Return ``new_group at train.py:31``."""
+        site = call_site()
+        return join_call(self.name) + f" at {site}" * bool(site)
+
+    def _look_for_gloo(self) -> None:
+        """Raise if a rank that has not said hello waits in Gloo itself, which leaves its address in the store."""
+        if self.life:
+            return
+        keys = [f"0/{r}" for r in range(self.size)]
+        has_gloos = self._ask(lambda: self.store.ask(lambda store: [store.check([key]) for key in keys]))
+        if not has_gloos or has_gloos[self.rank]:  # of an earlier group of Gloo's, as this rank is not in Gloo
+            return
+        here = self._ask(self._here)
+        ranks = [g for r, g in enumerate(self.global_ranks) if has_gloos[r] and here is not None and r not in here]
+        if ranks:
+            waits = "wait" if len(ranks) > 1 else "waits"
+            cause = self.failure(
+                "refused",
+                ranks,
+                detail=f"{enumerated('rank', ranks)} {waits} in Gloo, and this rank has phalanx in its place. Set "
+                f"{_env.REPLACE_VARIABLE}=gloo on every rank or on none, and install phalanx where they run."
+                + address("replace-gloo"),
+            )
+            self._tell(cause)
+            raise error_of(cause)
+
+    def _look_at_launch(self) -> None:
+        """Raise RankFailed if the launcher has noted the end of a rank that has not said hello.
+
+        Only of a process that is known to be a member: others may have come to this group from elsewhere, and number
+        themselves as they like.
+        """
+        launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, "")) if self.pids else None
+        for end in launch.ended() if launch is not None else []:
+            is_member = end.rank in self.global_ranks and self.pids.get(end.rank) == end.pid
+            rank = self.global_ranks.index(end.rank) if is_member else -1
+            if rank < 0 or self._ask(functools.partial(self._hello_here, rank)) is not None:
+                continue
+            if rank in self._suspects:
+                dead = (Peer(rank=end.rank, pid=end.pid),)
+                how = f"{end.how} before it joined"
+                cause = self.failure(
+                    "rank_ended", culprits=dead, exit_code=end.exit_code, signal=end.signal, detail=how
+                )
+                self._tell(cause)
+                raise error_of(cause)
+            self._suspects.add(rank)
+
+    def _bury(self, rank: int, watch: _core.PeerWatch) -> PhalanxError:
+        kind, exit_code, signal = watch.ending
+        dead = (Peer(rank=self.global_ranks[rank], pid=watch.pid),)
+        code = exit_code if exit_code >= 0 else None
+        cause = self.failure(kind, culprits=dead, exit_code=code, signal=signal or None)
+        self._tell(cause)
+        return error_of(cause)
+
+    def _tell(self, cause: Failure) -> None:
+        if self._has_parted:
+            return
+        if not self.life:
+            self._tell_each(cause)
+        elif self._ask(lambda: self.store.has(f"{self.life}/failed")) is False:
+            self._ask(lambda: self.store.set(f"{self.life}/failed", cause.to_facts(), STORE_S))
+        self.part()
+
+    def _tell_each(self, cause: Failure) -> None:
+        """Tell each rank that is here or comes in a moment: there is no key yet that all of this life read.
+
+        What looks like a rank may be the hello of an earlier life, so a rank counts once it has heard and parts.
+        """
+        told: dict[str, int] = {}
+        awaited = set(range(self.size)) - {self.rank}
+        awaited -= {r for r in awaited if self.global_ranks[r] in [peer.rank for peer in cause.culprits]}
+
+        def tell() -> bool | None:
+            for rank, token in self._here().items():
+                if token not in {self.token, *told}:
+                    self.store.set(f"{token}/failed", cause.to_facts(), STORE_S)
+                    told[token] = rank
+            parted = {rank for token, rank in told.items() if self.store.has(f"{token}/parted")}
+            return awaited <= parted or self.store.is_gone or None
+
+        self._ask(lambda: wait_until(tell, time.monotonic() + PART_S))
+
+    def _timed_out(self, what: str) -> PhalanxError:
+        ranks = self._absent()
+        if ranks:
+            what = f"{enumerated('rank', ranks)} did not come"
+        return self.too_late(what, ranks)
+
+    def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:
+        """Return the error for a rank that has waited in vain."""
+        standings = (self._waits.standing(rank, self.name, self.me) for rank in ranks)
+        elsewhere = tuple(stand for stand in standings if stand.waits_in)
+        return error_of(
+            self.failure("not_met", ranks, site=call_site(), detail=what, timeout_s=self.timeout_s, standings=elsewhere)
+        )
+
+    def _lost_store(self, error: Exception) -> PhalanxError:
+        """Return the error for a store that is gone; raise RankFailed if its server is seen dead within a moment."""
+        deadline = time.monotonic() + NOTE_S
+        while time.monotonic() < deadline:
+            self.look()
+            time.sleep(POLL_S)
+        return self.refusal(
+            f"the job's store is gone ({error}). Look at what the rank or launcher that serves it, most often rank 0, "
+            "printed last.",
+            entry="store-lost",
+        )
+
+    def _absent(self) -> tuple[int, ...]:
+        """Return the ranks that have not said hello; none if the store does not answer."""
+        if self.life:
+            return ()
+        here = self._ask(self._here)
+        return tuple(rank for r, rank in enumerate(self.global_ranks) if here is not None and r not in here)
+
+
+def _cause(error: BaseException, meeting: Meeting) -> Failure:
+    """Return the failure that keeps this rank from joining."""
+    found = getattr(error, "failure", None)
+    if found is not None:
+        return replace(found, culprits=found.culprits or (Peer(rank=meeting.me),))
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+        why = str(error.strerror) if isinstance(error, OSError) else ""
+        return meeting.failure("no_memory", [meeting.me], num_ranks=meeting.size, errno=number, detail=why)
+    if isinstance(error, OSError):
+        return meeting.failure("system", [meeting.me], errno=number, detail=error.strerror or str(error))
+    return meeting.failure("refused", [meeting.me], detail=f"{type(error).__name__}: {error}")

@@ -1,0 +1,192 @@
+"""What a rank exchanges with the ranks of other hosts during one collective.
+
+First, the ranks of a rail tell each other which call they are in, in slots of fixed size that also carry short
+messages. Longer messages travel separately under a tag derived from the call: if calls differ, no message meets a
+receive, and nothing is misread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from phalanx import _core
+from phalanx._ranges import share
+from phalanx.backend.hosts.calls import Running
+from phalanx.backend.hosts.channels import Channel, Handle
+from phalanx.backend.hosts.failures import Failures
+
+_SLOT_BYTES = 1344  # with the engine's own bytes, a packet of Ethernet
+_HEAD_BYTES = 64
+INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
+# Measured: up to these sizes, one step with the whole message is faster than two steps with parts of it.
+_WHOLE_BYTES = 256 * 1024  # to all hosts together
+_PAIR_BYTES = 16 << 20  # between two hosts, where the parts add up to as many bytes
+_OWN_TAGS = 1 << 30  # messages have those below
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Span(NamedTuple):
+    """Bytes in memory."""
+
+    address: int = 0
+    size: int = 0
+
+    def part(self, low: int, high: int) -> Span:
+        return Span(self.address + low, high - low)
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor over these bytes, which must outlive it."""
+        if self.size == 0:
+            return _NOTHING
+        return torch.frombuffer((ctypes.c_uint8 * self.size).from_address(self.address), dtype=torch.uint8)
+
+
+class Buffers:
+    """Memory for the steps of a call, kept for the next call."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def span(self, name: str, size: int) -> Span:
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size:
+            kept = self._kept[name] = torch.empty(size, dtype=torch.uint8)
+        return Span(kept.data_ptr(), size)
+
+
+class Rail:
+    """The ranks of one number, one on each host, in the order of hosts.
+
+    Args:
+        channel: Channel that joins them.
+        num_hosts: Number of hosts.
+        host: Index of this host.
+        buffers: Memory for what arrives.
+        wait: Function that waits for an exchange and checks meanwhile that it can still succeed.
+        land: Function that starts waiting for messages and returns a function that finishes it like `wait`.
+        failures: Errors for calls that do not match.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        num_hosts: int,
+        host: int,
+        buffers: Buffers,
+        wait: Callable[[Handle], None],
+        land: Callable[[Sequence[Handle]], Callable[[], None]],
+        failures: Failures,
+    ) -> None:
+        self._channel, self._num_hosts, self._host = channel, num_hosts, host
+        self._buffers, self._wait, self._land, self._failures = buffers, wait, land, failures
+        self._others = [h for h in range(num_hosts) if h != host]
+        num_bytes = len(self._others) * _SLOT_BYTES
+        self._slots, self._answers = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+        self._sizes = [0 if h == host else _SLOT_BYTES for h in range(num_hosts)]
+
+    def agree(self, running: Running, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
+        """Check once per call that all ranks are in it; spans of up to INLINE_BYTES, one per host, travel along.
+
+        Raises:
+            CollectiveMismatch: A rank of another host is in another call.
+        """
+        if running.has_agreed:
+            return
+        head = running.head()
+        slots, answers = self._slots.data_ptr(), self._answers.data_ptr()
+        for i, h in enumerate(self._others):
+            slot = slots + i * _SLOT_BYTES
+            ctypes.memmove(slot, head, len(head))
+            if sends:
+                ctypes.memmove(slot + _HEAD_BYTES, sends[h].address, sends[h].size)
+        self._wait(self._channel.exchange(self._answers, self._slots, self._sizes, self._sizes, running.limit))
+        for i, h in enumerate(self._others):
+            answer = answers + i * _SLOT_BYTES
+            if ctypes.string_at(answer, len(head)) != head:
+                raise self._failures.mismatch(running.op, running.seq)
+            if recvs:
+                ctypes.memmove(recvs[h].address, answer + _HEAD_BYTES, recvs[h].size)
+        running.has_agreed = True
+
+    def swap(self, running: Running, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
+        """Exchange bytes with each other host: one span per host; this host's own is ignored."""
+        largest = max(max(sends[h].size, recvs[h].size) for h in self._others)
+        if not running.has_agreed and largest <= INLINE_BYTES:
+            self.agree(running, sends, recvs)
+            return
+        transfer = Transfer(self._channel, running, self._land)
+        transfer.start(self._others, sends, recvs)
+        self.agree(running)
+        transfer.finish()
+
+    def combine(self, running: Running, data: Span, kernel: int) -> None:
+        """Reduce equally long bytes of all hosts, in place, in the order of hosts."""
+        if data.size <= (_PAIR_BYTES if self._num_hosts == 2 else _WHOLE_BYTES // len(self._others)):
+            self.reduce_parts(running, [data] * self._num_hosts, kernel)
+        else:  # each host reduces one part and gives the others the result
+            bounds = bounds_of(data.size // running.item, self._num_hosts, running.item)
+            parts = [data.part(low, high) for low, high in bounds]
+            self.reduce_parts(running, parts, kernel)
+            self.swap(running, [parts[self._host]] * self._num_hosts, parts)
+
+    def reduce_parts(self, running: Running, parts: Sequence[Span], kernel: int) -> None:
+        """Send each host its part, and reduce the others' parts for this host into its own, in place."""
+        theirs = self._spans(parts[self._host].size)
+        self.swap(running, parts, theirs)
+        self._reduce(running, theirs, parts[self._host], kernel)
+
+    def _reduce(self, running: Running, theirs: Sequence[Span], mine: Span, kernel: int) -> None:
+        addresses = [span.address for span in theirs]
+        addresses[self._host] = mine.address
+        _core.reduce_buffers(mine.address, addresses, running.dtype, kernel, mine.size // running.item)
+
+    def _spans(self, size: int) -> list[Span]:
+        """Return room for a message of `size` bytes from each other host."""
+        room = self._buffers.span("theirs", len(self._others) * size)
+        places = (h - (h > self._host) for h in range(self._num_hosts))
+        return [room.part(place * size, (place + 1) * size) for place in places]
+
+
+class Transfer:
+    """The longer messages of one step of a call."""
+
+    def __init__(
+        self, channel: Channel, running: Running, land: Callable[[Sequence[Handle]], Callable[[], None]]
+    ) -> None:
+        running.num_steps += 1
+        name = running.head() + running.num_steps.to_bytes(4, "little")
+        self._channel, self._land = channel, land
+        self._tag = _OWN_TAGS | (zlib.crc32(name) & (_OWN_TAGS - 1))
+        self._handles: list[Handle] = []
+        running.transfers.append(self)
+
+    def start(self, peers: Sequence[int], sends: Sequence[Span], recvs: Sequence[Span]) -> None:
+        """Start sending and receiving: one span per peer, as the channel numbers them."""
+        for peer in peers:
+            if recvs[peer].size:
+                self._handles.append(self._channel.recv(recvs[peer].tensor(), peer, self._tag))
+        for peer in peers:
+            if sends[peer].size:
+                self._handles.append(self._channel.send(sends[peer].tensor(), peer, self._tag))
+        self._await = self._land(self._handles)
+
+    def finish(self) -> None:
+        """Wait for the messages. Call this only once all ranks have agreed on the call."""
+        self._await()
+        self._handles = []
+
+    def drain(self) -> None:
+        """After the connections have been closed, return when the engine no longer touches the memory."""
+        if self._handles:
+            self._channel.drain(self._handles)
+
+
+def bounds_of(count: int, num_parts: int, item: int) -> list[tuple[int, int]]:
+    """Return the ranges, in bytes, of `count` elements cut into parts."""
+    parts = (share(count, part, num_parts) for part in range(num_parts))
+    return [(part.start * item, part.stop * item) for part in parts]

@@ -1,0 +1,337 @@
+"""How torch reaches the operations.
+
+torch has two entrances. Python callers (``dist.all_reduce``) go to the ``ProcessGroup``; C++ callers (the dispatcher,
+and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that is registered on it.
+
+torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands in front of it because torch wraps
+the Work that a Python backend returns in one that answers neither ``is_completed()`` nor ``_source_rank()``: the group
+hands out the real one, and takes a shorter way where nobody listens.
+Older torch: a Python class can only be a ``ProcessGroup``. :class:`PhalanxGroup` runs the operations itself, and an
+inner Gloo backend serves those who ask for one (FSDP2, DCP) and the few C++ calls that cannot reach Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, Store
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import _env, _torch
+from phalanx._torch import is_profiling, num_dispatch_modes
+from phalanx.backend.calls.collectives import UNSET, Blocking
+from phalanx.backend.calls.ops import Operations
+from phalanx.backend.calls.work import PhalanxWork, end_threads, finished
+from phalanx.backend.torch.dispatch import (
+    COLLECTIVES,
+    HAS_PYTHON_BACKENDS,
+    MESSAGES,
+    complete,
+    entry_point,
+    note_issued,
+)
+
+_TorchFunctionDisabled = torch.DisableTorchFunctionSubclass
+GroupName: Any = getattr(c10d, "GroupName", str)  # a NewType of str in newer torch
+
+
+class _Common:
+    """Methods that torch calls on groups and on backends alike."""
+
+    _operations: Operations
+
+    def getBackendName(self) -> str:
+        """Return the name for C++ callers. torch's DDP would read a backend named gloo as a C++ ProcessGroupGloo."""
+        return "phalanx" if HAS_PYTHON_BACKENDS else self._operations.title  # before, there is one inside
+
+    def name(self) -> str:
+        return self._operations.title
+
+    @property
+    def num_collectives(self) -> int:
+        """Number of collectives that this rank has begun in the group."""
+        return self._operations._core.seq
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether this rank has sent or received a message in the group."""
+        return self._operations.num_messages > 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.num_collectives
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the core counts from the start, so there is nothing to agree on."""
+
+    def _enable_collectives_timing(self) -> None:
+        """Do nothing, as Gloo: nobody reads these times but NCCL's."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """Deadline of operations that name none."""
+        return self._operations.timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._operations.set_timeout(timeout)
+
+    def abort(self) -> None:
+        self._operations.abort()
+
+
+class PhalanxGroup(_Common, ProcessGroup):
+    """The process group that Python callers see.
+
+    Args:
+        store: Key-value store of this group alone, which holds nothing of an earlier one.
+        operations: Operations of the group.
+        global_ranks: Rank in the world of each rank of the group.
+        build: `build_group` of this package, for groups split off it.
+
+    Attributes:
+        life_store: The store that this was given.
+        backend: Backend registered for C++ callers.
+        other_devices: Types of the devices whose tensors torch's dispatcher takes to another backend.
+        pids: Process of each member on this host, by its rank in the world.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        operations: Operations,
+        global_ranks: list[int],
+        build: Callable[..., PhalanxGroup],
+    ) -> None:
+        if HAS_PYTHON_BACKENDS:
+            super().__init__(store, operations._rank, operations._size)
+        else:  # only this constructor makes an object that Python can override
+            super().__init__(operations._rank, operations._size)
+        self.life_store = store
+        self._operations = operations
+        self._global_ranks = global_ranks
+        self._build = build
+        self.backend: Any = None
+        self.other_devices: set[str] = set()
+        self.pids: Mapping[int, int] = {}
+        self._pid = os.getpid()
+        self._num_splits = 0
+        self._listened = False
+        self._direct: bool | None = None if HAS_PYTHON_BACKENDS else True
+
+    def _get_backend_name(self) -> str:
+        return self._operations.title
+
+    def goes_direct(self) -> bool:
+        """Whether nobody listens to the dispatcher: no hook, profiler, dispatch mode or debug wrapper."""
+        if self._direct is None:
+            self._direct = not (
+                self._listened or _env.wants_torchs_records() or c10d.get_debug_level() == c10d.DebugLevel.DETAIL
+            )
+        if not self._direct or not HAS_PYTHON_BACKENDS:
+            return self._direct
+        return not num_dispatch_modes() and not is_profiling()
+
+    def register_pre_hook(self, *args: Any) -> None:
+        self._listened, self._direct = True, None
+        super().register_pre_hook(*args)
+
+    def register_post_hook(self, *args: Any) -> None:
+        self._listened, self._direct = True, None
+        super().register_post_hook(*args)
+
+    def average_coalesced(
+        self, tensors: list[torch.Tensor], marks: torch.Tensor, *, with_squares: bool = False
+    ) -> float:
+        """Replace CPU tensors by their means over the ranks, in one pass over them where they lie; blocks.
+
+        torch has no name for this. Data parallel training prefers it to copying gradients into buckets.
+
+        Args:
+            tensors: Dense tensors of floating or complex dtypes, with the same shapes and dtypes on all ranks.
+            marks: One more tensor to average, contiguous, with the dtype of one of `tensors`.
+            with_squares: Whether to add up the squares of the means of `tensors` on the way.
+
+        Returns:
+            The sum of squares, the same bits on all ranks; 0.0 without `with_squares`.
+        """
+        with _TorchFunctionDisabled():  # gradients may be of a class that overrides torch's functions
+            return self._operations.average_coalesced(tensors, marks, with_squares=with_squares)
+
+    @property
+    def average_waited_s(self) -> float:
+        """Seconds that the last `average_coalesced` waited until every rank had come; 0.0 between hosts."""
+        return self._operations.average_waited_s
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._operations.monitored_barrier(Blocking(UNSET if timeout is None else timeout), wait_all_ranks)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        if hasattr(ProcessGroup, "set_timeout"):  # from torch 2.15 on
+            limit = timedelta(seconds=_env.seconds("timeout", timeout))  # C++ overflows
+            ProcessGroup.set_timeout(self, limit)  # the backends of other devices
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,  # phalanx has one
+    ) -> ProcessGroup | None:
+        """Return the group of `ranks`, numbered as in this group; None on the other ranks."""
+        self._num_splits += 1
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{self._num_splits}"
+        store = c10d.PrefixStore(f"split/{self._num_splits}/{ranks[0]}", self.life_store)
+        group = self._build(
+            store,
+            ranks.index(self.rank()),
+            len(ranks),
+            name,
+            [self._global_ranks[r] for r in ranks],
+            timeout or self._operations.timeout,
+        )
+        _torch.set_group_name(group, GroupName(name))
+        _torch.set_group_desc(group, group_desc or f"{self.group_desc}:split")
+        return group
+
+    def shutdown(self) -> None:
+        self._operations.shutdown()
+        if os.getpid() != self._pid:
+            return  # forked: the inner backend's threads stayed in the parent, and destroying it would hang
+        super().shutdown()
+        if self in _kept:
+            _kept.discard(self)
+            _left.append(self._operations.num_exchanges)
+        if not _kept:
+            end_threads()
+
+    # Before 2.14 nothing else implements these.
+    if not HAS_PYTHON_BACKENDS:
+
+        def _start_coalescing(self, device: torch.device | None = None) -> None:
+            self._operations.start_coalescing()
+
+        def _end_coalescing(self, device: torch.device | None = None) -> Any:
+            return self._operations.end_coalescing()
+
+
+class InnerGloo(c10d.ProcessGroupGloo):
+    """The backend of a group before torch 2.14; through it alone torch then sets a timeout."""
+
+    operations: Operations
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        self.operations.set_timeout(timeout)
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Rename a function: tracebacks show the name, and pybind11 recognises a call of the base method by it."""
+    function.__code__ = function.__code__.replace(co_name=name)
+    function.__name__ = name
+    function.__qualname__ = f"PhalanxGroup.{name}"
+    return function
+
+
+for _name in (*COLLECTIVES, *MESSAGES):
+    setattr(PhalanxGroup, _name, _named(entry_point(_name), _name))
+
+_kept: set[PhalanxGroup] = set()
+"""Groups to which torch may refer from C++ alone: their Python half must not be collected before they are shut down."""
+
+
+_left: list[int] = []
+"""Numbers of operations with data of the groups that were shut down."""
+
+
+def keep(group: PhalanxGroup) -> None:
+    _kept.add(group)
+
+
+def kept_groups() -> list[PhalanxGroup]:
+    """Return the groups of this process that have not been shut down."""
+    return list(_kept)
+
+
+def num_exchanges() -> int:
+    """Return how many collectives with data and messages this process has begun, in all groups that it ever had."""
+    return sum(_left) + sum(group._operations.num_exchanges for group in kept_groups())
+
+
+if HAS_PYTHON_BACKENDS:
+    from phalanx._torch import C10dBackend
+
+    class PhalanxBackend(_Common, C10dBackend):
+        """The backend that torch's dispatcher calls, for the devices of the group."""
+
+        def __init__(self, operations: Operations) -> None:
+            super().__init__(operations._rank, operations._size)
+            self._operations = operations
+
+        @property
+        def options(self) -> C10dBackend.Options:
+            return C10dBackend.Options("phalanx", self._operations.timeout)
+
+        @property
+        def supports_splitting(self) -> bool:
+            return True
+
+        @property
+        def supports_coalescing(self) -> bool:
+            return False  # messages of a batch progress together anyway
+
+        @property
+        def supports_window(self) -> bool:
+            return False  # torch's own would ask Python again, without end; so would those below
+
+        supports_reconfigure = supports_shrinking = supports_window
+        _supports_time_estimate = supports_time_estimate = supports_window  # torch 2.14 has no underscore
+
+        def start_coalescing(self) -> None:
+            self._operations.start_coalescing()
+
+        def end_coalescing(self) -> object:
+            return self._operations.end_coalescing()
+
+        def monitored_barrier(self, timeout: Any = UNSET, wait_all_ranks: bool = False) -> None:
+            is_given = isinstance(timeout, c10d.BarrierOptions)  # C++ passes options
+            self._operations.monitored_barrier(timeout if is_given else Blocking(timeout), wait_all_ranks)
+
+        def shutdown(self) -> None:
+            self._operations.shutdown()
+
+    def _operation(name: str) -> Callable[..., Any]:
+        method, options, num_args = COLLECTIVES.get(name, (name, None, 0))
+        run = getattr(Operations, method)
+
+        def call(self: PhalanxBackend, *args: Any, **named: Any) -> object:
+            if options is not None and len(args) != num_args + 1:  # from Python; torch's dispatcher passes them all
+                args = complete(name, args, named)
+            with _TorchFunctionDisabled():
+                # A blocking operation has no work, but the Flight Recorder needs one to see that it is over.
+                work = run(self._operations, *args) or finished([])
+            note_issued(work)
+            return work
+
+        return _named(call, name)
+
+    for _name in (*COLLECTIVES, *MESSAGES):
+        setattr(PhalanxBackend, _name, _operation(_name))
+    PhalanxBackend.allreduce_sparse = PhalanxBackend.allreduce
+
+
+CLASSES = (_Common, PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
+
+
+def keep_from_compiler(*classes: type) -> None:
+    """Keep torch.compile from tracing the methods of classes."""
+    members = [member for cls in classes for member in vars(cls).values()]
+    _torch.keep_from_compiler(member.__code__ for member in members if isinstance(member, FunctionType))

@@ -1,0 +1,96 @@
+"""What torch and programs find where they look for Gloo: its class, name and options, and itself for other devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import _torch
+from phalanx._env import seconds
+from phalanx.backend.calls.collectives import BARRIER, UNSET
+from phalanx.backend.calls.memory import OtherDevice
+from phalanx.backend.calls.ops import Operations
+from phalanx.backend.hosts.links import closed_at_exec
+from phalanx.backend.torch.adapters import PhalanxBackend
+from phalanx.backend.torch.dispatch import COLLECTIVES
+
+
+class GlooShaped(PhalanxBackend):
+    """The backend of a group in the place of Gloo, from torch 2.14 on.
+
+    ``isinstance(backend, ProcessGroupGloo)`` is true. Collectives of tensors on a GPU, which Gloo takes as well, go to
+    a Gloo that all ranks make when the first of them comes.
+
+    Args:
+        store: Key-value store of the group, in which the ranks of that Gloo would meet.
+    """
+
+    def __init__(self, operations: Operations, store: Store, global_ranks: list[int]) -> None:
+        super().__init__(operations)
+        self._store = store
+        self._global_ranks = global_ranks
+        self._gloo: Any = None
+        self._making = threading.Lock()
+
+    @property
+    def options(self) -> Any:
+        options = _torch.gloo_options(timeout=self._limit)
+        options.global_ranks_in_group = self._global_ranks
+        return options
+
+    @property
+    def _limit(self) -> timedelta:
+        return timedelta(seconds=seconds("timeout", self._operations.timeout))  # Gloo's clock overflows
+
+    @property  # type: ignore[misc] # isinstance asks for it
+    def __class__(self) -> type:
+        return c10d.ProcessGroupGloo
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        if self._gloo is not None:
+            self._gloo.set_timeout(self._limit)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def gloo(self) -> Any:
+        """Return Gloo itself, which every rank must ask for; the first call connects the ranks.
+
+        Raises:
+            CollectiveMismatch: A rank calls something else in the meantime.
+        """
+        with self._making:
+            if self._gloo is None:
+                self._operations._core.run(BARRIER, [], [], UNSET, None)
+                store = c10d.PrefixStore("gloo", self._store)
+                with closed_at_exec():
+                    self._gloo = c10d.ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._limit)
+            return self._gloo
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._gloo = None
+
+
+def _by_device(method: str) -> Callable[..., Any]:
+    run = getattr(PhalanxBackend, method)
+
+    def call(self: GlooShaped, *args: Any) -> object:
+        try:
+            return run(self, *args)
+        except OtherDevice:
+            return getattr(self.gloo(), method)(*args)
+
+    call.__name__ = method
+    call.__code__ = call.__code__.replace(co_name=method)  # pybind11 recognises a call of the base method by it
+    return call
+
+
+for _method in {entry[0] for entry in COLLECTIVES.values()} - {"barrier"}:
+    setattr(GlooShaped, _method, _by_device(_method))
