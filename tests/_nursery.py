@@ -11,7 +11,7 @@ import torch.distributed
 import phalanx.backend.groups
 import phalanx.session.session  # noqa: F401
 from phalanx._torch import replace
-from phalanx.launch.pages import share_pages
+from phalanx.launch.processes.pages import share_pages
 
 
 def become_a_program(channel):

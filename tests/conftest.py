@@ -20,8 +20,8 @@ import pytest
 import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and need not each import it
 
 import phalanx.testing
-from phalanx.launch import workers
-from phalanx.launch.guard import guard
+from phalanx.launch.processes.guard import guard
+from phalanx.launch.spawn import workers
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
 from phalanx.rendezvous import launched

@@ -21,7 +21,7 @@ import torch
 
 from phalanx import RankError, _env
 from phalanx.failure.report import first_true_failure
-from phalanx.launch.worker import Function, dumps
+from phalanx.launch.spawn.worker import Function, dumps
 from phalanx.testing import Ranks, await_release, reached, run_ranks, spawn_ranks
 from phalanx.testing.rank import Group, run_in_group
 

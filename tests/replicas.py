@@ -18,7 +18,7 @@ FOLDER = b"f" * 16
 MAIN = """
 from phalanx.host import spare_memory
 from phalanx.host.cgroups import Memory
-from phalanx.launch import replicator, wire
+from phalanx.launch.replicas import replicator, wire
 spare_memory.host_memory = lambda: Memory({0} << 22, 0)
 wire._HEARD_S = {1}
 replicator._AGAIN_S = {2}

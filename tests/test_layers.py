@@ -28,7 +28,6 @@ FLOORS = {
     "_torch": 1,
     "host": 1,
     "wire": 1,
-    "_trial": 2,
     "record": 2,
     "rendezvous": 2,
     "checkpoint": 3,
@@ -172,11 +171,11 @@ def test_imports_have_no_effect_on_the_process() -> None:
     """Apart from hooks that let a forked child forget what is its parent's; they do nothing where there is nothing."""
     servers = (
         "phalanx._torch.forkserver",
-        "phalanx.launch.shared_pages",
-        "phalanx.launch.server",
+        "phalanx.launch.spawn.shared_pages",
+        "phalanx.launch.spawn.server",
         "phalanx.testing.fast_server",
     )
-    programs = ("__main__", *servers, "phalanx.launch.preload.sitecustomize")
+    programs = ("__main__", *servers, "phalanx.launch.processes.preload.sitecustomize")
     paths = (path.relative_to(PACKAGE.parent).with_suffix("") for path in sorted(PACKAGE.rglob("*.py")))
     names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
     names = [name for name in names if not name.endswith(programs)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.flag_parser import read_flags
+from phalanx.launch.command.flag_parser import read_flags
 from tools.book import Page
 
 _REPOSITORY = Path(__file__).parents[1]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
     from phalanx.debugging.breakpoints import breakpoint
     from phalanx.failure.outcome import RankError
     from phalanx.host.block_pool import tune_process
-    from phalanx.launch.spawn import SpawnContext, spawn
+    from phalanx.launch.spawn.spawn import SpawnContext, spawn
     from phalanx.parallel import (
         DataParallel,
         DistributedDataParallel,
@@ -115,7 +115,7 @@ _EXPORTS = {
         "_settings": "GroupOptions",
         "debugging.breakpoints": "breakpoint",
         "failure.outcome": "RankError",
-        "launch.spawn": "SpawnContext spawn",
+        "launch.spawn.spawn": "SpawnContext spawn",
         "session.session": "Session init shutdown",
         "session.survival": "resilient",
         "data": "DataLoader DataPartitioner DistributedSampler RandomState seed_everything shard_iterable",

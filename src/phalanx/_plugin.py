@@ -84,9 +84,9 @@ def autoload() -> None:
                 shield.watch()
                 postpone_import()
         if _env.TRIAL_VARIABLE in environ:
-            from phalanx import _trial
+            from phalanx.launch import rank_trial
 
-            _trial.begin()
+            rank_trial.begin()
     except Exception as error:
         import sys
 

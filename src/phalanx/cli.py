@@ -14,7 +14,7 @@ import phalanx
 from phalanx._command_line import Parser, UsageError, exit_code_of
 from phalanx._env import nearest
 from phalanx._errors import PhalanxError, require_linux
-from phalanx.launch.flags import RIGHT_CALL
+from phalanx.launch.command.flags import RIGHT_CALL
 
 
 class _Command(NamedTuple):
@@ -27,7 +27,7 @@ class _Command(NamedTuple):
 
 
 _COMMANDS = {
-    "run": _Command(RIGHT_CALL, "start a script on several ranks, with torchrun's flags", "launch.command"),
+    "run": _Command(RIGHT_CALL, "start a script on several ranks, with torchrun's flags", "launch.command.main"),
     "tune": _Command(
         "phalanx tune train.py [args]",
         "measure which settings make a script the fastest on this machine",

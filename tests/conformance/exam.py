@@ -28,7 +28,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from phalanx.launch.pages import share_pages
+from phalanx.launch.processes.pages import share_pages
 
 from . import _ddp, ddp_expectations, expectations
 from ._runner import DEFAULT_LIMIT_S, Result, Runner, die_with_parent

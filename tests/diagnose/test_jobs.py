@@ -164,10 +164,12 @@ def test_a_job_in_a_container_is_known_by_the_pids_that_it_has_here(tmp_path, ca
 
 
 def test_what_keeps_a_rank_is_none_itself():
-    keeps = "import os; from phalanx.launch import keeper; keeper._take_name(); os.write(1, b'x'); os.read(0, 1)"
+    keeps = (
+        "from phalanx.launch.processes import keeper as k; k._take_name(); import os; os.write(1, b'x'); os.read(0, 1)"
+    )
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    for command, num_jobs in ((keeps, 0), (keeps.replace("keeper._take_name(); ", ""), 1)):
+    for command, num_jobs in ((keeps, 0), (keeps.replace("k._take_name(); ", ""), 1)):
         with subprocess.Popen([sys.executable, "-c", command], env={**os.environ, **place}, **pipes) as process:
             assert process.stdout.read(1) == b"x"
             assert sum(process.pid in job.pids for job in find_jobs()) == num_jobs

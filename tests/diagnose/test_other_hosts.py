@@ -22,7 +22,7 @@ from phalanx.diagnose.jobs import Job, find_job
 from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.host.ports import ReservedPort
-from phalanx.launch.questions import socket_of
+from phalanx.launch.nodes.questions import socket_of
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from phalanx import _settings
-from phalanx.launch.flag_parser import read_flags
+from phalanx.launch.command.flag_parser import read_flags
 from tests.docs.blocks import REPOSITORY
 
 FOLDERS = [REPOSITORY / "docs" / language / "guides" / "clusters" for language in ("en", "zh")]

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import CollectiveMismatch, CollectiveTimeout, GroupUnusable, PhalanxError, RankFailed
-from phalanx.backend.hosts import channels as _channels
-from phalanx.backend.hosts import mailbox
+from phalanx.backend.hosts import channels, mailbox
 from phalanx.testing import await_release, reached
 from tests.backend.test_forks import call_in_a_child, destroy_in_a_child, end_children_every_way, load_with_workers
 from tests.backend.test_groups import init_again_and_again, make_and_destroy_subgroups
@@ -427,8 +426,8 @@ class AnyChannel:
 def test_a_forked_child_lets_go_of_connections_and_keeps_what_took_their_numbers(tmp_path):
     (tmp_path / "text").write_text("kept")
     links = socket.socketpair()
-    channels = [AnyChannel(link) for link in links]
-    _channels._channels.update(channels)
+    opened = [AnyChannel(link) for link in links]
+    channels._channels.update(opened)
     number = links[1].detach()
     with links[0], open(tmp_path / "text") as file:
         os.dup2(file.fileno(), number)  # as if the engine had closed it of its own accord
@@ -437,5 +436,5 @@ def test_a_forked_child_lets_go_of_connections_and_keeps_what_took_their_numbers
             is_null = os.path.samestat(os.fstat(links[0].fileno()), os.stat(os.devnull))
             os._exit(0 if is_null and os.pread(number, 4, 0) == b"kept" else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert os.readlink(f"/proc/self/fd/{links[0].fileno()}") in channels[0].inodes
+        assert os.readlink(f"/proc/self/fd/{links[0].fileno()}") in opened[0].inodes
     os.close(number)

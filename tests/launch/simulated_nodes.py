@@ -10,9 +10,9 @@ import heapq
 import itertools
 import random
 
-from phalanx.launch.agreement import Agreement
-from phalanx.launch.shared_causes import OTHER_SIDE
-from phalanx.launch.views import Node, Rules
+from phalanx.launch.nodes.agreement import Agreement
+from phalanx.launch.nodes.shared_causes import OTHER_SIDE
+from phalanx.launch.nodes.views import Node, Rules
 
 BEAT_S = 0.5
 TICK_S = 0.25

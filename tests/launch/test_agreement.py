@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from phalanx.launch.agreement import Agreement
-from phalanx.launch.election import Election
-from phalanx.launch.views import NO_VIEW
+from phalanx.launch.nodes.agreement import Agreement
+from phalanx.launch.nodes.election import Election
+from phalanx.launch.nodes.views import NO_VIEW
 from tests.launch.simulated_nodes import World, rules
 
 

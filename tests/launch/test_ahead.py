@@ -13,7 +13,7 @@ LIMIT_S = 60
 # What a rank does; it says what a standby needs to do the same.
 RANK = """
 import json, os, sys
-from phalanx.launch.ahead import Log
+from phalanx.launch.processes.ahead import Log
 os.environ["RANK"] = RANK
 log = Log(["RANK"])
 import early
@@ -24,7 +24,7 @@ print(json.dumps(log.summary(["early", "late", "ranked", "placed"])))
 """
 STANDBY = """
 import json, os, sys
-from phalanx.launch.ahead import Hidden, Imports, replay
+from phalanx.launch.processes.ahead import Hidden, Imports, replay
 logs, left_out = json.load(sys.stdin)
 imports = Imports()
 unfit = sorted(replay(logs, imports, left_out))

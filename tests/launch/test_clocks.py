@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from phalanx.launch.clocks import Clocks
+from phalanx.launch.nodes.clocks import Clocks
 from phalanx.record.clocks import load_clocks, save_clocks
 
 AHEAD_S = -1234.5

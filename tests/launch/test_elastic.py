@@ -15,8 +15,8 @@ from phalanx.checkpoint.memory.layout import MAGIC, Head, region_offset
 from phalanx.failure.outcome import Outcome
 from phalanx.host.block_pool import choose
 from phalanx.host.cpus import divide, read_machine
-from phalanx.launch.attempts import Course
 from phalanx.launch.job import Job
+from phalanx.launch.run.attempts import Course
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from phalanx.host.cpus import Share
+from phalanx.launch.command.plan import make_plan
 from phalanx.launch.environment import thread_environment
-from phalanx.launch.plan import make_plan
 
 CROWDED = Share(num_threads=2, is_crowded=True)
 

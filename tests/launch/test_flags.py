@@ -13,9 +13,9 @@ from torch.distributed.elastic.multiprocessing import Std
 
 from phalanx import _env, _settings
 from phalanx._command_line import UsageError
-from phalanx.launch.flag_parser import run_parser
-from phalanx.launch.flags import FLAGS
-from phalanx.launch.plan import make_plan
+from phalanx.launch.command.flag_parser import run_parser
+from phalanx.launch.command.flags import FLAGS
+from phalanx.launch.command.plan import make_plan
 
 
 @pytest.fixture

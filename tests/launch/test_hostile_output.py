@@ -13,8 +13,8 @@ from phalanx.failure.hints import hint_for
 from phalanx.failure.outcome import Outcome, read_stderr
 from phalanx.failure.report import report
 from phalanx.failure.tracebacks import HeldTracebacks
-from phalanx.launch.output import LiveStream, Screen, printable
-from phalanx.launch.shared_causes import cause_of, end_of, read_cause
+from phalanx.launch.nodes.shared_causes import cause_of, end_of, read_cause
+from phalanx.launch.screen.output import LiveStream, Screen, printable
 from tests.launch.streams import Kept
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from phalanx.failure.hints import hint_for
 from phalanx.failure.last_words import LastWords
 from phalanx.failure.outcome import Outcome, last_words_in
 from phalanx.failure.report import report
-from phalanx.launch.flag_parser import hint_for_flags
+from phalanx.launch.command.flag_parser import hint_for_flags
 from tests.launch import mistakes
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx.host.ports import open_door
-from phalanx.launch.links import Links
-from phalanx.launch.messages import as_line, read_line, read_node, read_state, read_view
-from phalanx.launch.views import Group, Node, State, View
+from phalanx.launch.nodes.links import Links
+from phalanx.launch.nodes.messages import as_line, read_line, read_node, read_state, read_view
+from phalanx.launch.nodes.views import Group, Node, State, View
 from tests.launch.jobs import LIMIT_S, write_script
 from tests.launch.test_nodes import LEAVE, MEET, nodes
 

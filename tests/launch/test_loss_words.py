@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from phalanx.launch.nodes import _changes
+from phalanx.launch.nodes.joint_attempts import _changes
 from tests.launch.jobs import LIMIT_S
 from tests.launch.test_nodes import nodes
 

@@ -12,14 +12,14 @@ import pytest
 
 import phalanx
 from phalanx.host.cpus import Machine
-from phalanx.launch import neighbors
-from phalanx.launch.neighbors import RUN, SPAWN, TUNE, Claim, Presence, crowding
+from phalanx.launch.command import neighbors
+from phalanx.launch.command.neighbors import RUN, SPAWN, TUNE, Claim, Presence, crowding
 
 from .jobs import LIMIT_S, PHALANX_RUN, await_line
 
 HOLD = """
 import sys
-from phalanx.launch.neighbors import Claim, Presence
+from phalanx.launch.command.neighbors import Claim, Presence
 with Presence(Claim(launcher="phalanx run", cpus=(0, 1), num_ranks=1, num_threads=2)):
     print("here", flush=True)
     sys.stdin.read()
@@ -124,7 +124,7 @@ def test_a_launcher_is_there_until_it_ends_even_if_it_is_killed():
 
 
 def test_two_contexts_of_one_process_do_not_hide_it():
-    look = "from phalanx.launch.neighbors import Claim, Presence\nprint(*Presence(Claim(**%r)).others)"
+    look = "from phalanx.launch.command.neighbors import Claim, Presence\nprint(*Presence(Claim(**%r)).others)"
     own = {"launcher": RUN, "cpus": (0,), "num_ranks": 1, "num_threads": 1}
     with Presence(Claim(**own)), Presence(Claim(**own)) as second:
         assert second.others == {}

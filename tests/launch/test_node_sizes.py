@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from phalanx.launch.views import NO_VIEW
+from phalanx.launch.nodes.views import NO_VIEW
 from tests.launch.simulated_nodes import World, rules
 
 ALL = {"a": 2, "b": 3, "c": 2}

@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from phalanx.launch import notices
-from phalanx.launch.flag_values import PROVIDERS
-from phalanx.launch.notices import SERVICES, Notices, Service, asks_to_go
+from phalanx.launch.command.flag_values import PROVIDERS
+from phalanx.launch.nodes import notices
+from phalanx.launch.nodes.notices import SERVICES, Notices, Service, asks_to_go
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_those_who_watch_a_job_leave_nothing_when_they_are_killed_together(tmp_p
 
 SLOW_WARDEN = """
 import os, signal
-from phalanx.launch import keeper
+from phalanx.launch.processes import keeper
 supervisor, (told, tell) = os.getpid(), os.pipe()
 if os.fork() == 0:
     keeper.fork_warden(supervisor, tell)

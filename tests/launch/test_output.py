@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.failure import tracebacks
 from phalanx.failure.tracebacks import HeldTracebacks
-from phalanx.launch.chorus import Chorus, Voice
-from phalanx.launch.output import LineStream, LiveStream, Screen
+from phalanx.launch.screen.chorus import Chorus, Voice
+from phalanx.launch.screen.output import LineStream, LiveStream, Screen
 from tests.launch.streams import Kept
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from phalanx.host import block_pool
 from phalanx.host.cgroups import Memory
-from phalanx.launch import pages
-from phalanx.launch.pages import fork_cheaply
+from phalanx.launch.processes import pages
+from phalanx.launch.processes.pages import fork_cheaply
 
 FORKS = """
 import json, os, sys
-from phalanx.launch.pages import fork_cheaply
+from phalanx.launch.processes.pages import fork_cheaply
 
 def huge_kib():
     with open("/proc/self/smaps_rollup") as file:

@@ -17,12 +17,12 @@ import pytest
 
 from phalanx.checkpoint.memory import layout
 from phalanx.checkpoint.memory.layout import Copied, region_of_others, region_offset
-from phalanx.launch.events import EventLoop
-from phalanx.launch.holders import holders_of
-from phalanx.launch.receiver import Receiver
-from phalanx.launch.replicas import Replicas
-from phalanx.launch.views import Node
-from phalanx.launch.wire import PIECE, Wire
+from phalanx.launch.nodes.holders import holders_of
+from phalanx.launch.nodes.views import Node
+from phalanx.launch.replicas.process import Replicas
+from phalanx.launch.replicas.receiver import Receiver
+from phalanx.launch.replicas.wire import PIECE, Wire
+from phalanx.launch.screen.events import EventLoop
 from tests.replicas import FOLDER, ReplicaHost, write_snapshot
 
 LIMIT_S = 60
@@ -286,7 +286,7 @@ def test_a_line_that_nests_too_deeply_is_no_message(stranger):
 
 
 def test_a_stranger_that_says_nothing_is_left(stranger, monkeypatch):
-    monkeypatch.setattr("phalanx.launch.wire._SILENCE_S", 0.05)
+    monkeypatch.setattr("phalanx.launch.replicas.wire._SILENCE_S", 0.05)
     end, heard = stranger
     serving = threading.Thread(target=object.__new__(Receiver)._serve, args=(heard,), daemon=True)
     serving.start()
@@ -297,7 +297,7 @@ def test_a_stranger_that_says_nothing_is_left(stranger, monkeypatch):
 
 
 def test_a_stranger_that_sends_a_byte_at_a_time_is_left_after_the_same_time(stranger, monkeypatch):
-    monkeypatch.setattr("phalanx.launch.wire._SILENCE_S", 0.3)
+    monkeypatch.setattr("phalanx.launch.replicas.wire._SILENCE_S", 0.3)
     end, heard = stranger
     serving = threading.Thread(target=object.__new__(Receiver)._serve, args=(heard,), daemon=True)
     serving.start()

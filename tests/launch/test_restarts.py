@@ -100,7 +100,7 @@ def test_a_rank_forked_from_a_standby_reports_no_leak_of_the_libraries_in_it(tmp
         import pathlib
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             import triton
-            from phalanx.launch.modules import note_modules
+            from phalanx.launch.processes.modules import note_modules
             note_modules()
             log = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2] / "standby.log"
             while not (log.exists() and "ready" in log.read_text()):

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.host.cpus import read_machine
-from phalanx.launch import workers
-from phalanx.launch.worker import channel_to_parent
+from phalanx.launch.spawn import workers
+from phalanx.launch.spawn.worker import channel_to_parent
 from phalanx.testing import await_release, reached, run_ranks, spawn_ranks
 
 LIMIT_S = 60

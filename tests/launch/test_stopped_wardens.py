@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.launch.warden import children_of
+from phalanx.launch.processes.warden import children_of
 from tests.launch.jobs import LIMIT_S, run_job
 from tests.launch.test_nodes import nodes
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.launch.stragglers import LOOK_S, StragglerWatch
+from phalanx.launch.screen.stragglers import LOOK_S, StragglerWatch
 from phalanx.record.box import BOX_BYTES
 from phalanx.record.memory import BoxMemory
 from tests.record.made import MS, Job, encoded, looks

@@ -105,7 +105,7 @@ def test_the_variable_asks_for_a_warm_start_as_the_flag_does(warm):
 
 
 def test_a_trial_that_starts_the_process_has_no_later_job_in_it(warm):
-    tell = "import torch; from phalanx import _trial; print(_trial._current and _trial._current._folder)"
+    tell = "import torch; from phalanx.launch.rank_trial import _current; print(_current and _current._folder)"
     trial = {**os.environ, "PHALANX_TRIAL": json.dumps({"folder": "FOLDER", "changes": {}, "first_steps": 3})}
     environs = [trial, {**trial, "PHALANX_TRIAL": trial["PHALANX_TRIAL"].replace("FOLDER", "another")}, os.environ]
     done = [warm(tell, env=environ) for environ in environs]

@@ -25,7 +25,8 @@ def test_the_warm_process_may_end_once_it_has_said_go(warm):
     (there,) = servers()
     program = f"""if True:
         import os, signal, sys
-        from phalanx.launch.warm import client, wire
+        from phalanx.launch.warm import client
+        from phalanx.launch.processes import job_packets as wire
         from tests.launch.test_orphans import ends
 
         def send(connection, *message, fds=(), send=wire.send):
@@ -137,7 +138,8 @@ def test_an_import_that_prints_megabytes_ends(warm):
 def test_a_job_that_can_not_begin_says_why(warm):
     program = """if True:
         import sys
-        from phalanx.launch.warm import client, wire
+        from phalanx.launch.warm import client
+        from phalanx.launch.processes import job_packets as wire
 
         def send(connection, *message, fds=(), send=wire.send):
             if message:

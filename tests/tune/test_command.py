@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from phalanx import cli
-from phalanx._trial import _can_fuse
 from phalanx.host.cpus import read_machine
-from phalanx.launch.flag_parser import without_flags
-from phalanx.launch.trial_folder import folder_of_jobs
-from phalanx.launch.tuned import Tuned, recall, remember, tuned_file
+from phalanx.launch.command.flag_parser import without_flags
+from phalanx.launch.command.tuned import Tuned, recall, remember, tuned_file
+from phalanx.launch.rank_trial import _can_fuse
 from phalanx.tune.command import _SEARCHED
+from phalanx.tune.trial_folder import folder_of_jobs
 from phalanx.tune.trials import Setup, Trials, _rate
 
 TUNE = (sys.executable, "-m", "phalanx", "tune")

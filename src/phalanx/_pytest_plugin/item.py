@@ -23,8 +23,8 @@ from phalanx._pytest_plugin.marks import Options, checked_sizes
 from phalanx._pytest_plugin.on_rank import Task, Told, run_test
 from phalanx.failure.outcome import Outcome, find_culprit
 from phalanx.failure.report import first_true_failure, heads
-from phalanx.launch.pages import fork_cheaply
-from phalanx.launch.workers import Workers
+from phalanx.launch.processes.pages import fork_cheaply
+from phalanx.launch.spawn.workers import Workers
 from phalanx.testing.rank import Group
 from phalanx.testing.ranks import Ranks
 from phalanx.testing.verdict import verdict_of

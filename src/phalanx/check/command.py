@@ -16,11 +16,11 @@ from phalanx._command_line import Parser, UsageError
 from phalanx.check.verdict import FOUND, Verdict, as_json, judge, sequences
 from phalanx.check.watch import Watch
 from phalanx.host.cpus import read_machine
-from phalanx.launch.flag_parser import add_flags, without_flags
-from phalanx.launch.flag_values import number
-from phalanx.launch.flags import Flag
-from phalanx.launch.plan import count_local_ranks, make_plan, read_command
-from phalanx.launch.trial_folder import folder_of_jobs
+from phalanx.launch.command.flag_parser import add_flags, without_flags
+from phalanx.launch.command.flag_values import number
+from phalanx.launch.command.flags import Flag
+from phalanx.launch.command.plan import count_local_ranks, make_plan, read_command
+from phalanx.tune.trial_folder import folder_of_jobs
 
 RIGHT_CALL = "phalanx check --nproc 8 train.py [args]"
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -7,15 +7,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx import _env, _trial
+from phalanx import _env
 from phalanx.check.calls import Record
 from phalanx.check.verdict import End
 from phalanx.diagnose.answer import examine
 from phalanx.diagnose.jobs import find_ranks
 from phalanx.diagnose.wording import sentence
 from phalanx.host.processes import process_of
-from phalanx.launch.trial_job import TrialJob
+from phalanx.launch import rank_trial
 from phalanx.record.box import Box, boxes_held_by, load_boxes
+from phalanx.tune.trial_job import TrialJob
 
 _LOOK_S = 0.25
 _BLOCKED_S = 2.0  # in which no rank moves, where all of them wait
@@ -37,7 +38,7 @@ class Watch:
         self, words: Sequence[str], room: str, num_ranks: int, *, num_steps: int, num_calls: int, stall_s: float
     ) -> None:
         self._num_ranks, self._num_calls, self._stall_s = num_ranks, num_calls, stall_s
-        environ = {**_trial.variables(room, {}, num_steps), "PHALANX_STALL_S": str(stall_s)}
+        environ = {**rank_trial.variables(room, {}, num_steps), "PHALANX_STALL_S": str(stall_s)}
         self._job = TrialJob(words, room, num_ranks, environ | {_env.REPLACE_VARIABLE: "gloo"})
         self._progress = (0.0, time.monotonic())  # number of all events, and since when
         self._idle: dict[int, tuple[float, float]] = {}  # CPU seconds of ranks, and when

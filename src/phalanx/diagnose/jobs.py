@@ -29,7 +29,7 @@ from phalanx.host.processes import (
     processes_of,
 )
 from phalanx.host.schedulers import Placement, detect
-from phalanx.launch import keeper
+from phalanx.launch.processes import keeper
 from phalanx.record import box
 from phalanx.record.run_folder import logs_beside
 from phalanx.rendezvous.launched import MEMORY_NAME, read_started

@@ -13,7 +13,7 @@ from phalanx.diagnose.activity import Activity, Look
 from phalanx.diagnose.answer import Heard, RankSeen
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Stacks, Thread
-from phalanx.launch.questions import ANSWER_S, is_trusted, socket_of
+from phalanx.launch.nodes.questions import ANSWER_S, is_trusted, socket_of
 from phalanx.wire.files import parse_json
 
 _TIME_S = ANSWER_S + 0.5  # for its way, too

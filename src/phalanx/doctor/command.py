@@ -15,10 +15,10 @@ from phalanx.doctor.examination import HostRole, examine
 from phalanx.doctor.report import as_json, exit_code, print_report
 from phalanx.host.cpus import read_machine
 from phalanx.host.network import interfaces
-from phalanx.launch.flag_parser import add_flags
-from phalanx.launch.flags import GROUPS, Flag, Setting
-from phalanx.launch.node_flags import check_nodes, rendezvous
-from phalanx.launch.plan import count_local_ranks, read_command
+from phalanx.launch.command.flag_parser import add_flags
+from phalanx.launch.command.flags import GROUPS, Flag, Setting
+from phalanx.launch.command.node_flags import check_nodes, rendezvous
+from phalanx.launch.command.plan import count_local_ranks, read_command
 
 
 def _switch(text: str) -> bool:

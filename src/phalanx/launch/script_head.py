@@ -18,8 +18,8 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from phalanx.launch.ahead import READ_BY_TORCH
 from phalanx.launch.environment import THREADS_VARIABLE
+from phalanx.launch.processes.ahead import READ_BY_TORCH
 
 _MOST_FILES = 100
 _TORCH = ("torch", "phalanx", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "timm")

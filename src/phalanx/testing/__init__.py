@@ -17,7 +17,7 @@ process dies.
 """
 
 from phalanx.failure.outcome import Outcome, RankError
-from phalanx.launch.workers import start_server
+from phalanx.launch.spawn.workers import start_server
 from phalanx.testing.rank import await_release, reached
 from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks
 

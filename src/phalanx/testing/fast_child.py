@@ -19,8 +19,8 @@ from multiprocessing import util as multiprocessing_util
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.warden import draw_anew
-from phalanx.launch.worker import Inherited
+from phalanx.launch.processes.warden import draw_anew
+from phalanx.launch.spawn.worker import Inherited
 
 _RESOURCES = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 

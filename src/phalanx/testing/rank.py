@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.worker import Function, call, channel_to_parent, load_function
+from phalanx.launch.spawn.worker import Function, call, channel_to_parent, load_function
 from phalanx.testing.verdict import make_portable
 
 

@@ -14,8 +14,8 @@ from phalanx import _env
 from phalanx.failure.outcome import Outcome, RankError
 from phalanx.failure.report import first_true_failure, folded, headline
 from phalanx.launch.deadlines import CAUSE_S, STACKS_S
-from phalanx.launch.worker import Function
-from phalanx.launch.workers import Workers
+from phalanx.launch.spawn.worker import Function
+from phalanx.launch.spawn.workers import Workers
 from phalanx.testing.rank import Group, run_in_group
 from phalanx.testing.verdict import ends_session, verdict_of
 

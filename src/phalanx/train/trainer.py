@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from phalanx import _trial, checkpoint
+from phalanx import checkpoint
 from phalanx._errors import NonFinite, RankFailed, ReplicaMismatch
 from phalanx.checkpoint.loading import why_not_loadable
 from phalanx.checkpoint.memory.snapshots import memory
 from phalanx.data import RandomState
 from phalanx.data.random_state import random_state_kept
-from phalanx.launch.modules import note_modules
+from phalanx.launch import rank_trial
+from phalanx.launch.processes.modules import note_modules
 from phalanx.record import writer
 from phalanx.session import session
 from phalanx.session.arguments import naming_arguments
@@ -153,8 +154,8 @@ class Trainer:
         self._given, given = frozenset(settings), {**settings}
         callbacks = callbacks if isinstance(callbacks, str) or not isinstance(callbacks, Iterable) else [*callbacks]
         has_callbacks = bool(callbacks)
-        if _trial.is_on():
-            given, trial = _trial.of_trainer(given, model)
+        if rank_trial.is_on():
+            given, trial = rank_trial.of_trainer(given, model)
             scheduler, loggers, callbacks = None, (), (*callbacks, trial)
         s = self.settings = Settings.of(given, inspect.signature(Trainer).parameters)
         check_arguments(
@@ -300,7 +301,7 @@ class Trainer:
         """
         if not hasattr(self, "_consensus"):
             raise RuntimeError("Trainer.stop: fit() is not running; call it in a callback or in the training step")
-        self._consensus.wants_stop = not _trial.is_on()  # which ends when it has been measured
+        self._consensus.wants_stop = not rank_trial.is_on()  # which ends when it has been measured
 
     def _leave_group(self) -> None:
         """Drop what belongs to a process group that has failed, and leave the model and the optimizer as they are."""
@@ -529,7 +530,7 @@ class Trainer:
         self._guard = self._stepper.begin(run_log, self.step)
         sentinel, of_sentinel = self._stepper.sentinel(self.step)
         self._consensus = Consensus(self._ranks, self._preemption, self._guard, sentinel, run_log, s.compare_every)
-        callbacks = [callback for callback in self.callbacks if not isinstance(callback, _trial.Trial)]
+        callbacks = [callback for callback in self.callbacks if not isinstance(callback, rank_trial.Trial)]
         self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step"))
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._saver = RunSaver(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
-from phalanx.launch.flag_parser import add_flags
-from phalanx.launch.plan import make_plan
+from phalanx.launch.command.flag_parser import add_flags
+from phalanx.launch.command.plan import make_plan
 
 
 def main(args: Sequence[str]) -> int:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from phalanx import _trial
 from phalanx._errors import warn_caller
 from phalanx.data.random_state import random_state_kept
 from phalanx.host.cgroups import usable_cpus
+from phalanx.launch import rank_trial
 from phalanx.train.shareable import unshareable
 from phalanx.wire.rank_group import RankGroup
 
@@ -117,7 +117,7 @@ class WholeBatches(Dataset[Any]):
         self._draws, self._never_draws = False, never_draws
 
     def __iter__(self) -> Iterator[Any]:
-        return _trial.counted(map(self.__getitems__, self._batches))
+        return rank_trial.counted(map(self.__getitems__, self._batches))
 
     def __getitems__(self, keys: list[Any]) -> Any:
         """Return the batch of these samples, collated."""

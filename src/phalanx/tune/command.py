@@ -19,16 +19,16 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._text import columns
 from phalanx.host.block_pool import MemoryPolicy, choose
 from phalanx.host.cpus import Share, read_machine
-from phalanx.launch.flag_parser import add_flags, split_off_flags, without_flags
-from phalanx.launch.flag_values import number
-from phalanx.launch.flags import Flag, Setting
+from phalanx.launch.command.flag_parser import add_flags, split_off_flags, without_flags
+from phalanx.launch.command.flag_values import number
+from phalanx.launch.command.flags import Flag, Setting
+from phalanx.launch.command.neighbors import TUNE, Claim, Presence, crowding
+from phalanx.launch.command.plan import count_local_ranks, make_plan, read_command
+from phalanx.launch.command.tuned import Tuned, remember, tuned_file
 from phalanx.launch.job import Job
-from phalanx.launch.neighbors import TUNE, Claim, Presence, crowding
-from phalanx.launch.plan import count_local_ranks, make_plan, read_command
-from phalanx.launch.trial_folder import PREFIX, folder_of_jobs
-from phalanx.launch.tuned import Tuned, remember, tuned_file
 from phalanx.tune.offers import advice
 from phalanx.tune.search import Limits, Search, Step, default_ranks
+from phalanx.tune.trial_folder import PREFIX, folder_of_jobs
 from phalanx.tune.trials import Failed, Setup, Trials
 
 RIGHT_CALL = "phalanx tune [flags] train.py [args]"

@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx import _env, _trial
+from phalanx import _env
 from phalanx.host.cgroups import read
+from phalanx.launch import rank_trial
 from phalanx.tune.trials import Setup
 
 _LEAST_LOADING = 0.05  # share of a step that waits for the loader, from which on workers are tried
@@ -68,7 +69,7 @@ def _of_trainer(base: Setup, facts: Mapping[str, Any], loading_share: float) -> 
         setup, note = _with(base, precision="bf16"), "8 bits of precision: yours to decide"
         found.append(Offer(name="Trainer(precision='bf16')", setup=setup, note=note))
     if shutil.which(_env.environment().get("CXX", "g++")):
-        setup = _with(base, **{_trial.COMPILE: True})
+        setup = _with(base, **{rank_trial.COMPILE: True})
         found.append(Offer(name="model.compile()", setup=setup, needs_s=_COMPILING_S))
     return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]  # what the script has set
 
@@ -83,7 +84,7 @@ def advice(setup: Setup, facts: Mapping[str, Any]) -> list[str]:
     if setup.fused:
         lines.append(f"torch.optim.{facts['optimizer']}(..., fused=True)")
     changes = dict(setup.changes)
-    if changes.pop(_trial.COMPILE, False):
+    if changes.pop(rank_trial.COMPILE, False):
         lines.append("model.compile()")
     if changes:
         maker = "DataLoader" if facts["trainer"] is None else "Trainer"

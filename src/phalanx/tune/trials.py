@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from phalanx import _trial
-from phalanx.launch.trial_job import Ended, TrialJob
+from phalanx.launch import rank_trial
+from phalanx.tune.trial_job import Ended, TrialJob
 from phalanx.wire.files import write_whole
 
 _Answer = TypeVar("_Answer")
@@ -93,7 +93,7 @@ class Trial:
         self._serial, self._began_s = 0, time.monotonic()
         room = os.path.join(self._folder, f"start_{self._num_restarts}")
         flags = ("--nproc-per-node", str(setup.ranks), "--memory", setup.memory)
-        self._job = TrialJob((*flags, *self._words), room, setup.ranks, _trial.variables(room, dict(setup.changes)))
+        self._job = TrialJob((*flags, *self._words), room, setup.ranks, rank_trial.variables(room, dict(setup.changes)))
 
     @property
     def printed(self) -> str:
@@ -145,8 +145,10 @@ class Trial:
             self._serial += 1
             steps = max(_LEAST_STEPS, min(steps, self._most_steps))
             skip = max(1, round(steps * _SKIPPED))  # caches are cold, and loaders have loaded ahead
-            turn = _trial.Turn(serial=self._serial, steps=steps, skip=skip, threads=setup.threads, fused=setup.fused)
-            write_whole(_trial.asked_file(self._job.room), json.dumps(dataclasses.asdict(turn)))
+            turn = rank_trial.Turn(
+                serial=self._serial, steps=steps, skip=skip, threads=setup.threads, fused=setup.fused
+            )
+            write_whole(rank_trial.asked_file(self._job.room), json.dumps(dataclasses.asdict(turn)))
             try:
                 told = self._await(lambda: self._told(self._serial))
                 break

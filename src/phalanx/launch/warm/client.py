@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from phalanx import _env
-from phalanx.launch.endings import end_like
-from phalanx.launch.warm import wire
+from phalanx.launch.processes import job_packets
+from phalanx.launch.processes.endings import end_like
 from phalanx.wire import places
 from phalanx.wire.peer import peer_of
 
@@ -70,10 +70,10 @@ def _greeted(connection: _socket.socket, path: str) -> str:
     while True:
         was_importing = places.is_importing(path)
         connection.settimeout(places.READY_S)
-        greeting, _ = wire.receive(connection)
+        greeting, _ = job_packets.receive(connection)
         if greeting:
-            return "" if greeting == [wire.GREETING] else str(greeting[0])
-        if not wire.is_open(connection):
+            return "" if greeting == [job_packets.GREETING] else str(greeting[0])
+        if not job_packets.is_open(connection):
             return "has ended"
         if not was_importing or time.monotonic() > deadline:
             places.forget(path)
@@ -97,12 +97,12 @@ def _offer(connection: _socket.socket, kind: str, words: Sequence[str], is_trial
     numbers = request["fds"]
     connection.settimeout(_START_S)
     try:
-        wire.send(connection, request, fds=[folder])
-        answer, _ = wire.receive(connection)
+        job_packets.send(connection, request, fds=[folder])
+        answer, _ = job_packets.receive(connection)
         if answer == ["go"] and not is_trial:
-            for i in range(0, len(numbers), wire.MAX_FDS):
-                wire.send(connection, fds=numbers[i : i + wire.MAX_FDS])
-            answer, _ = wire.receive(connection)
+            for i in range(0, len(numbers), job_packets.MAX_FDS):
+                job_packets.send(connection, fds=numbers[i : i + job_packets.MAX_FDS])
+            answer, _ = job_packets.receive(connection)
     except OSError as error:
         return _untold(error)
     finally:
@@ -116,7 +116,7 @@ def problem(kind: str, words: Sequence[str]) -> str:
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     try:
-        wire.send(ours, _request(kind, words, is_trial=True))
+        job_packets.send(ours, _request(kind, words, is_trial=True))
     except OSError as error:
         return _untold(error)
     finally:
@@ -165,21 +165,21 @@ def _attend(connection: _socket.socket, passes_signals: bool) -> NoReturn:
         _pass_signals_on(connection)
     else:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    answer, _ = wire.receive(connection)
+    answer, _ = job_packets.receive(connection)
     end_like(os.waitstatus_to_exitcode(answer[0] if answer else signal.SIGKILL))
 
 
 def _pass_signals_on(connection: _socket.socket) -> None:
     def pass_on(sig: int, _: FrameType | None) -> None:
-        wire.send(connection, sig)
+        job_packets.send(connection, sig)
 
     def stop(sig: int, _: FrameType | None) -> None:
         """Stop as Ctrl-Z stops a process, and the job's ranks with this one."""
-        wire.send(connection, sig)
+        job_packets.send(connection, sig)
         signal.signal(sig, signal.SIG_DFL)
         os.kill(os.getpid(), sig)
         signal.signal(sig, stop)  # from here on somebody has sent SIGCONT
-        wire.send(connection, int(signal.SIGCONT))
+        job_packets.send(connection, int(signal.SIGCONT))
 
     for sig in set(range(1, signal.NSIG)) - _NOT_PASSED_ON:
         with contextlib.suppress(OSError, ValueError):  # the C library's own

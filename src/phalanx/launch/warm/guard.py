@@ -21,13 +21,14 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx._command_line import UsageError, exit_code_of
-from phalanx.launch.plan import Plan, make_plan
-from phalanx.launch.run import run
-from phalanx.launch.warden import die_with_parent
-from phalanx.launch.warm import facts, wire
+from phalanx.launch.command.plan import Plan, make_plan
+from phalanx.launch.command.run import run
+from phalanx.launch.processes import job_packets
+from phalanx.launch.processes.embryo import Loaded, forget_all_but, fork_embryo
+from phalanx.launch.processes.interpreter import show_command_line
+from phalanx.launch.processes.warden import die_with_parent
+from phalanx.launch.warm import facts
 from phalanx.launch.warm.client import interpreter_options
-from phalanx.launch.warm.embryo import Loaded, forget_all_but, fork_embryo
-from phalanx.launch.warm.interpreter import show_command_line
 
 STAY_S = 600.0
 """Seconds that a warm process stays after its last job, unless that has said something else."""
@@ -50,7 +51,7 @@ def guard(connection: socket, client_pid: int, request: Mapping[str, Any], fds: 
         try:
             place = _Place(connection, request, fds, loaded.tell, beginning)
         except Exception as error:
-            wire.send(connection, f"can't start the job: {error}")
+            job_packets.send(connection, f"can't start the job: {error}")
             os._exit(0)
         if request["kind"] == "server":
             _be_fork_server(place, loaded)
@@ -66,7 +67,8 @@ def _watch(connection: socket, pid: int, begun: int) -> NoReturn:
     # Until then the client speaks to that process alone.
     if not os.read(begun, 1):
         _, status = os.waitpid(pid, 0)
-        wire.send(connection, f"has ended with {_ending(status)} before the job began")  # the first answer counts
+        # The client goes by the first answer that it gets.
+        job_packets.send(connection, f"has ended with {_ending(status)} before the job began")
         os._exit(0)
     poll = select.poll()
     poll.register(child, select.POLLIN)
@@ -75,9 +77,9 @@ def _watch(connection: socket, pid: int, begun: int) -> NoReturn:
         ready = {fd for fd, _ in poll.poll()}
         if child in ready:
             _, status = os.waitpid(pid, 0)
-            wire.send(connection, status)
+            job_packets.send(connection, status)
             os._exit(0)
-        message, _ = wire.receive(connection)
+        message, _ = job_packets.receive(connection)
         if not message:  # the client has gone, and the job goes with it
             os._exit(0)
         os.kill(pid, message[0])
@@ -122,7 +124,7 @@ class _Place:
 
     def refuse(self, why: str) -> NoReturn:
         """Tell the client that it has to be another warm process, or none."""
-        wire.send(self._connection, why)
+        job_packets.send(self._connection, why)
         os._exit(0)
 
     def take_streams(self, stay_s: float) -> None:
@@ -133,17 +135,17 @@ class _Place:
         Args:
             stay_s: Seconds for which the warm process is to stay after this job.
         """
-        wire.send(self._connection, "go")
+        job_packets.send(self._connection, "go")
         if self.request["is_trial"]:
             os._exit(0)
         files: list[int] = []
         while len(files) < len(self._numbers):
-            _, fds = wire.receive(self._connection)
+            _, fds = job_packets.receive(self._connection)
             if not fds:  # the client has gone
                 os._exit(0)
             files += [_lifted(fd, self._above) for fd in fds]
         own = os.pidfd_open(os.getpid())  # whoever asks about the client's process then finds us
-        if not wire.send(self._connection, "began", fds=[own]):
+        if not job_packets.send(self._connection, "began", fds=[own]):
             os._exit(0)
         os.close(own)
         self._connection.close()

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Collection
 
 from phalanx import _env
-from phalanx.launch.ahead import Imports
-from phalanx.launch.warden import SETTINGS_VARIABLE, import_shared
+from phalanx.launch.processes.ahead import Imports
+from phalanx.launch.processes.warden import SETTINGS_VARIABLE, import_shared
 
 
 def serve_warm(loaded_before: Collection[str]) -> None:
@@ -27,7 +27,7 @@ def serve_warm(loaded_before: Collection[str]) -> None:
         gc.disable()  # what an import leaves is not worth looking for
         trouble = import_shared(imports, settings)
         shared = frozenset(name for name in sys.modules if not f"{name}.".startswith(f"{__package__}."))
-        from phalanx.launch.pages import share_pages
+        from phalanx.launch.processes.pages import share_pages
         from phalanx.launch.warm.server import WarmServer
 
         server = WarmServer(place, environ, imports, loaded_before, shared, trouble)

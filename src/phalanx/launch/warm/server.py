@@ -16,12 +16,13 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from phalanx.launch.ahead import Imports
-from phalanx.launch.warden import has_threads_or_devices
-from phalanx.launch.warm import facts, wire
-from phalanx.launch.warm.embryo import Loaded
+from phalanx.launch.processes import job_packets
+from phalanx.launch.processes.ahead import Imports
+from phalanx.launch.processes.embryo import Loaded
+from phalanx.launch.processes.interpreter import Interpreter
+from phalanx.launch.processes.warden import has_threads_or_devices
+from phalanx.launch.warm import facts
 from phalanx.launch.warm.guard import STAY_S, guard
-from phalanx.launch.warm.interpreter import Interpreter
 from phalanx.wire import places
 from phalanx.wire.peer import peer_of
 
@@ -121,20 +122,20 @@ class WarmServer:
 
     def _answer(self, connection: _socket.socket) -> bool:
         """Do what a client asks for; return true in ranks only."""
-        wire.send(connection, wire.GREETING)
-        message, fds = wire.receive(connection)
+        job_packets.send(connection, job_packets.GREETING)
+        message, fds = job_packets.receive(connection)
         request = message[0] if message and isinstance(message[0], dict) else {}
         kind = request.get("kind")
         if kind == "stop":
-            wire.send(connection, self._description())
+            job_packets.send(connection, self._description())
             self._leave()
         if kind == "list":
-            wire.send(connection, self._description())
+            job_packets.send(connection, self._description())
         elif kind in ("run", "server"):
             pid, _ = peer_of(connection)
             refusal = self._refusal(request, pid)
             if refusal:
-                wire.send(connection, refusal)
+                job_packets.send(connection, refusal)
             if self._is_stale:
                 self._leave()
             if not refusal and self._fork(connection, pid, request, fds):
@@ -188,7 +189,7 @@ class WarmServer:
         self._listener.settimeout(0)
         with contextlib.suppress(OSError):
             while (connection := self._accept()) is not None:
-                wire.send(connection, trouble)
+                job_packets.send(connection, trouble)
         self._leave()
 
 

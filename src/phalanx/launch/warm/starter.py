@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx.host.descriptors import take_streams
-from phalanx.launch.warden import SETTINGS_VARIABLE, die_with_parent
-from phalanx.launch.warden_client import with_hook
-from phalanx.launch.warm import client, facts, wire
+from phalanx.launch.processes import job_packets
+from phalanx.launch.processes.warden import SETTINGS_VARIABLE, die_with_parent
+from phalanx.launch.processes.warden_client import with_hook
+from phalanx.launch.warm import client, facts
 from phalanx.wire import places
 from phalanx.wire.peer import peer_of
 
@@ -201,13 +202,13 @@ def _ask(path: str, what: str) -> dict[str, Any] | None:
     if connection is None:
         return None
     connection.settimeout(_REPLY_S if is_importing else places.READY_S)
-    greeting, _ = wire.receive(connection)
+    greeting, _ = job_packets.receive(connection)
     answer: list[Any] = []
-    if greeting == [wire.GREETING]:
-        wire.send(connection, {"kind": what})
-        answer, _ = wire.receive(connection)
+    if greeting == [job_packets.GREETING]:
+        job_packets.send(connection, {"kind": what})
+        answer, _ = job_packets.receive(connection)
     pid, _ = peer_of(connection)
-    has_ended = not answer and not wire.is_open(connection)
+    has_ended = not answer and not job_packets.is_open(connection)
     connection.close()
     if has_ended:
         return None

@@ -1,0 +1,234 @@
+"""The flags of ``phalanx run`` on a command line: with the environment and the scheduler, they come to settings.
+
+The parser leaves out what is not given, so that each value is known with where it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from phalanx._command_line import Parser, UsageError
+from phalanx._env import is_service_link
+from phalanx.launch.command.flags import ELASTIC_CALL, FLAGS, GROUPS, RIGHT_CALL, STATIC_CALL, Flag, Setting
+
+_REFUSED = re.compile(r"(?:unrecognized arguments|[Nn]o such option|Unknown command line flag)\b(.*)")
+
+
+def read_flags(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    scheduled: Mapping[str, str],
+    scheduler: str,
+    *,
+    parser: Parser | None = None,
+    also: Sequence[Flag] = (),
+) -> tuple[dict[str, Setting], list[str]]:
+    """Return every flag's setting, and the script with its arguments.
+
+    The command line wins over PHALANX_*, that over PET_*, that over the scheduler, that over the default.
+
+    Args:
+        argv: Words after ``phalanx run``.
+        environ: Environment variables.
+        scheduled: Values from the scheduler, by flag.
+        scheduler: Name of the scheduler, for messages.
+        parser: Parser of another command that takes these flags, see `add_flags`; default: that of ``phalanx run``.
+        also: Further flags of that command; they have no environment variables.
+
+    Raises:
+        UsageError: A flag is unknown, lacks its value or has a wrong one.
+        SystemExit: The help was asked for, and has been printed.
+    """
+    given, target = _parse(parser or run_parser(), argv)
+    settings = {}
+    for name, flag in (FLAGS | {flag.name: flag for flag in also}).items():
+        variables = () if flag in also else flag.variables
+        sources = [(v, environ.get(v)) for v in variables if not is_service_link(v, environ)]
+        if name in given:
+            sources.insert(0, given[name])
+        sources += [(scheduler, scheduled.get(name)), ("default", flag.default)]
+        origin, text = next((origin, text) for origin, text in sources if text is not None)
+        try:
+            settings[name] = Setting(flag.parse(text), origin)
+        except ValueError as error:
+            right = ELASTIC_CALL if name == "nnodes" else ""
+            raise UsageError(f"{origin} {error}, got {text!r}", right) from None
+    return settings, target
+
+
+# What other launchers call it, and what it is here.
+_NUM_RANKS_ELSEWHERE = [
+    "-n",
+    "-np",
+    "--np",
+    "--nprocs",
+    "--procs",
+    "--num-procs",
+    "--processes",
+    "--num-processes",
+    "--gpus",
+    "--ngpus",
+    "--num-gpus",
+    "--ranks",
+    "--num-ranks",
+    "--nranks",
+    "--world-size",
+    "--workers",
+]
+_HOSTS_ELSEWHERE = ["-H", "-hosts", "--host", "--hosts", "--hostfile", "-hostfile", "--machinefile"]
+_ELSEWHERE = {
+    **dict.fromkeys(_NUM_RANKS_ELSEWHERE, ("the number of ranks on this node is --nproc-per-node", "")),
+    **dict.fromkeys(
+        _HOSTS_ELSEWHERE,
+        (
+            "phalanx run is started on each node, and told how many there are",
+            STATIC_CALL,
+        ),
+    ),
+    "--run-path": ("the script always runs as python runs it: leave it out", "phalanx run train.py [args]"),
+    "--logs-specs": ("logs are kept by --log-dir, --redirects and --tee: leave it out", RIGHT_CALL),
+    "--event-log-handler": ("no events of torchelastic are recorded: leave it out", RIGHT_CALL),
+    "--virtual-local-rank": ("every rank keeps its own LOCAL_RANK: leave it out", RIGHT_CALL),
+    "--numa-binding": ("ranks are bound to their NUMA node unless --no-pin is given: leave it out", RIGHT_CALL),
+}
+
+
+_TARGET = "target"
+_NUM_RANKS = "--nproc-per-node"
+
+
+def _parse(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """Return how each flag given was spelt and its text, and what follows: the script and its arguments."""
+    found = next((word for word in argv if word.partition("=")[0] in _ELSEWHERE), "")
+    try:
+        namespace, unknown = parser.parse_known_args(argv)
+    except UsageError as error:
+        # argparse takes -hosts for -h.
+        if not found or f"{found[:2]} takes no value" not in str(error):
+            raise
+        unknown = [found]
+    if unknown:
+        name = unknown[0].partition("=")[0].replace("_", "-")
+        if name not in _ELSEWHERE:
+            raise parser.unknown(unknown[0], argv)
+        what, right = _ELSEWHERE[name]
+        raise UsageError(
+            f"unknown flag {name}: {what}", right or parser.call(argv, {unknown[0].partition("=")[0]: _NUM_RANKS})
+        )
+    given = vars(namespace)
+    target = given.pop(_TARGET)
+    return given, target[1:] if target[:1] == ["--"] else target
+
+
+def _spellings(flags: Sequence[Flag]) -> dict[str, Flag]:
+    return {f"--{flag.name}": flag for flag in flags} | {flag.short: flag for flag in flags if flag.short}
+
+
+class _Given(argparse.Action):
+    """Keeps how a flag was spelt with its text; a flag that is not given leaves nothing."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, ((option or "").replace("_", "-"), "1" if self.nargs == 0 else values))
+
+
+def split_off_flags(words: Sequence[str], also: Sequence[Flag] = ()) -> tuple[list[str], list[str]]:
+    """Return the long flags of ours among a script's arguments, with their values, and the other arguments.
+
+    Args:
+        also: Further flags of the command that is called.
+    """
+    spellings = _spellings((*FLAGS.values(), *also))
+    ours: list[str] = []
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, _ = word.partition("=")
+        flag = spellings.get(name.replace("_", "-")) if word.startswith("--") else None
+        (others if flag is None else ours).append(word)
+        if flag is not None and flag.placeholder and not has_value and rest:
+            ours.append(rest.pop(0))
+    return ours, others
+
+
+def hint_for_flags(refusal: str, command: Sequence[str]) -> str:
+    """Return the right order if a script has refused a flag of ours; else nothing.
+
+    Args:
+        refusal: Last words of the script.
+        command: Command of a rank: the interpreter, and its script or module with all arguments.
+    """
+    refused = _REFUSED.search(refusal)
+    if refused is None:
+        return ""
+    target = 3 if list(command[1:2]) == ["-m"] else 2  # the interpreter, and the script or the module
+    ours, its = split_off_flags(command[target:])
+    names = [word.partition("=")[0] for word in ours if word.startswith("-")]
+    if not any(name in refused[1].replace("=", " ").split() for name in names):
+        return ""
+    right = shlex.join(["phalanx", "run", *ours, *command[1:target], *its])
+    return f"{names[0]} is a flag of phalanx run, and stands before the script: {right}"
+
+
+def without_flags(
+    names: Collection[str], argv: Sequence[str], target: Sequence[str], switches: Collection[str] = ()
+) -> list[str]:
+    """Return a command line that ends in `target`, without the flags of these names and their values.
+
+    Args:
+        switches: Names of those that have no value.
+    """
+    flags = list(argv[: len(argv) - len(target)])
+    kept: list[str] = []
+    while flags:
+        word = flags.pop(0)
+        name, has_value, _ = word.replace("_", "-").partition("=")
+        if name not in names:
+            kept.append(word)
+        elif not has_value and name not in switches:
+            flags.pop(0)
+    return [*kept, *target]
+
+
+def add_flags(parser: Parser, shown: Mapping[str, Sequence[Flag]]) -> None:
+    """Let a command take flags, and a script with arguments behind them.
+
+    Args:
+        shown: Flags that the help lists, by title; those of ``phalanx run`` beside them are taken, but not listed.
+    """
+    listed = {flag.name for flags in shown.values() for flag in flags}
+    others = [flag for flag in FLAGS.values() if flag.name not in listed]
+    for title, flags in [*shown.items(), (None, others)]:
+        group = parser.add_argument_group(title) if title else parser
+        for flag in flags:
+            default = f" (default: {flag.default})" if flag.placeholder and flag.default else ""
+            long = f"--{flag.name}"
+            group.add_argument(
+                *dict.fromkeys(filter(None, (flag.short, long, f"--{flag.name.replace('-', '_')}"))),
+                dest=flag.name,
+                action=_Given,
+                default=argparse.SUPPRESS,
+                help=f"{flag.help}{default}".replace("%", "%%") if title else argparse.SUPPRESS,
+                **({"metavar": flag.placeholder} if flag.placeholder else {"nargs": 0}),
+            )
+    parser.add_argument(_TARGET, nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run_parser() -> Parser:
+    """Return the parser of ``phalanx run``."""
+    parser = Parser(
+        "phalanx run",
+        "phalanx run [flags] script.py | -m module | --no-python program  [args]",
+        "Run a script on several ranks, on this machine or on several, with torchrun's flags and environment. Flags "
+        "come before the script and may be written with - or _. Each can be set in the environment, too: "
+        "--max-restarts as PHALANX_MAX_RESTARTS, or as torchrun's PET_MAX_RESTARTS.",
+        RIGHT_CALL,
+    )
+    add_flags(parser, GROUPS)
+    return parser

@@ -1,0 +1,44 @@
+"""``phalanx run``: the command line becomes a job, which runs here or is forked from a warm process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx import _env
+from phalanx._command_line import UsageError
+from phalanx._text import complain
+from phalanx.launch.command.flag_parser import run_parser
+from phalanx.launch.command.plan import Plan, make_plan
+from phalanx.launch.command.run import run
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the job and return the exit code for the shell."""
+    parser = run_parser()
+    try:
+        plan = make_plan(args, _env.environment(), parser)
+    except UsageError as error:
+        return parser.refuse(error)
+    _env.update(plan.environment({}))  # the ranks inherit it
+    if plan.is_dry:
+        print(plan.describe())
+        if plan.is_warm:
+            print(f"phalanx run: {_run_warm(plan, args, is_trial=True)}")
+        return 0
+    if plan.is_warm:
+        complain(f"phalanx run: {_run_warm(plan, args)}")
+    return run(plan.job)
+
+
+def _run_warm(plan: Plan, args: Sequence[str], *, is_trial: bool = False) -> str:
+    """Have a warm process run the job, and end as that ends; return why none does, or what would be done."""
+    from phalanx.launch.warm import starter  # not where a job is started cold
+
+    if not plan.job.preload:
+        return f"{starter.NOT_WARM}: each rank imports torch for itself"
+    environ = plan.shared_environment(_env.environment())
+    return (
+        starter.foresee("run", args, environ)
+        if is_trial
+        else starter.run_warm("run", args, environ, plan.job.head.settings)
+    )

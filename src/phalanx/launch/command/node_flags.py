@@ -1,0 +1,143 @@
+"""What the flags say of nodes and where they meet: completed, checked against each other, and put into the job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx._command_line import UsageError
+from phalanx._text import counted
+from phalanx.host.schedulers import Placement
+from phalanx.launch.command.flags import ELASTIC_CALL, STATIC_CALL, Setting
+
+STATIC_PORT = 29500
+"""Port of the static rendezvous; like the other, torchrun's."""
+_C10D_PORT = 29400
+_MOST_MEETING_PLACES = 4  # of a scheduler's hosts: each node that comes connects to all of them
+
+
+def scheduled_flags(place: Placement | None) -> dict[str, str]:
+    """Return what the scheduler says, as texts of flags."""
+    if place is None or place.num_nodes == 1:
+        return {}
+    found = {"nnodes": str(place.num_nodes), "node-rank": str(place.node_rank)}
+    if place.master_addr:
+        found["master-addr"] = ",".join(place.hosts[:_MOST_MEETING_PLACES]) or place.master_addr
+    if place.master_port:
+        found["master-port"] = str(place.master_port)
+    return found
+
+
+def with_spares(settings: dict[str, Setting], place: Placement | None) -> dict[str, Setting]:
+    """Return the settings as --spares changes them.
+
+    The nodes that a scheduler has started include the spares. A node that takes another's place can't have a fixed
+    number, so the backend is c10d unless one was named.
+    """
+    spares, nnodes, changed = settings["spares"], settings["nnodes"], {}
+    if not spares.value or settings["standalone"].value:
+        return settings
+    if place is not None and nnodes.origin == place.scheduler:
+        if spares.value >= place.num_nodes:
+            started = f"{place.scheduler} started {counted(place.num_nodes, 'node')} in all"
+            raise UsageError(f"{spares.origin} {spares.value}, and {started}")
+        most = place.num_nodes - spares.value
+        changed["nnodes"] = Setting((most, most), nnodes.origin)
+    if not settings["rdzv-backend"].is_given:
+        changed["rdzv-backend"] = Setting("c10d", spares.origin)
+        if settings["master-addr"].is_given and not settings["rdzv-endpoint"].is_given:
+            hosts, port = settings["master-addr"], settings["master-port"].value or _C10D_PORT
+            places = ",".join(f"{host}:{port}" for host in hosts.value.split(","))
+            changed["rdzv-endpoint"] = Setting(places, hosts.origin)
+    return settings | changed
+
+
+def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> None:
+    """Refuse what the flags, or they and the scheduler, say of the nodes and can't be true together."""
+    nnodes, backend = settings["nnodes"], settings["rdzv-backend"].value
+    least, most = nnodes.value
+    replicas = settings["replicas"]
+    if replicas.is_given and replicas.value and replicas.value >= most:
+        how = "leave it out" if most == 1 else f"{most - 1} is the most"
+        raise UsageError(
+            f"{replicas.origin} {replicas.value} takes {counted(replicas.value, 'other node')}, and this job has "
+            f"{counted(most, 'node')} at most (--nnodes): {how}",
+            right=None,
+        )
+    if settings["standalone"].value:
+        if most > 1 and nnodes.origin.startswith("--"):
+            raise UsageError(f"--standalone is a job of one node, and --nnodes asks for {most}", STATIC_CALL)
+        return
+    if place is not None and most > 1 and not least <= place.num_nodes <= most + settings["spares"].value:
+        started = f"{place.scheduler} started {place.num_nodes}"
+        raise UsageError(f"{nnodes.origin} asks for {most} nodes, and {started}", right=None)
+    if most == 1 and settings["spares"].value:
+        raise UsageError(
+            "--spares is for jobs of at least 2 nodes: --nnodes 2 --spares 1, and 3 nodes in all", right=None
+        )
+    if most == 1:
+        return
+    if settings["spares"].value and backend == "static":
+        raise UsageError(
+            "--spares needs nodes without fixed numbers, and --rdzv-backend static gives them: leave that out",
+            right=None,
+        )
+    if backend == "static":
+        _check_static(settings, nnodes)
+    elif not settings["rdzv-endpoint"].value:
+        needs = "needs --rdzv-endpoint HOST:PORT, the same on all"
+        raise UsageError(f"--rdzv-backend c10d with several nodes {needs}", ELASTIC_CALL)
+
+
+def _check_static(settings: Mapping[str, Setting], nnodes: Setting) -> None:
+    least, most = nnodes.value
+    if least != most:
+        needs = "needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT"
+        raise UsageError(f"{nnodes.origin} {least}:{most} {needs}", ELASTIC_CALL)
+    node_rank = settings["node-rank"]
+    if node_rank.value >= most:
+        raise UsageError(f"{node_rank.origin} must lie in [0, {most}), got {node_rank.value}", STATIC_CALL)
+    if not any(settings[name].is_given for name in ("master-addr", "rdzv-endpoint")):
+        raise UsageError(f"{most} nodes need --master-addr HOST, the same on all, where node 0 listens", STATIC_CALL)
+
+
+def rendezvous(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the job's fields that say how nodes and ranks meet."""
+    value = {name: setting.value for name, setting in settings.items()}
+    least, most = (1, 1) if value["standalone"] else value["nnodes"]
+    endpoint, backend = value["rdzv-endpoint"], value["rdzv-backend"]
+    host, port = value["master-addr"], value["master-port"]
+    run_id = value["rdzv-id"]
+    if most == 1:
+        host = host.split(",")[0]
+        if endpoint and backend == "static" and not value["standalone"]:
+            host, port = _host_and_port(endpoint.split(",")[0], 0)
+        if not settings["rdzv-id"].is_given or value["standalone"]:
+            run_id = os.urandom(8).hex()
+        if value["standalone"]:
+            host, port = "127.0.0.1", 0
+        return {"master_addr": host, "master_port": port, "run_id": run_id}
+    default_port = STATIC_PORT if backend == "static" else _C10D_PORT
+    texts = endpoint.split(",") if endpoint else [f"{one}:{port or STATIC_PORT}" for one in host.split(",")]
+    places = [_host_and_port(text, default_port) for text in texts]
+    return {
+        "min_nodes": least,
+        "max_nodes": most,
+        "node_rank": value["node-rank"],
+        "rdzv_backend": backend,
+        "rdzv_endpoint": ",".join(f"{host}:{port}" for host, port in places),
+        "spares": value["spares"],
+        "rdzv_conf": value["rdzv-conf"],
+        "run_id": run_id,
+        "num_replicas": value["replicas"],
+    }
+
+
+def _host_and_port(endpoint: str, default_port: int) -> tuple[str, int]:
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or endpoint.endswith("]"):  # an IPv6 address without a port
+        return endpoint, default_port
+    if not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}")
+    return host, int(port)

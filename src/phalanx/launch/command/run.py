@@ -1,0 +1,104 @@
+"""A whole job: what can't work is refused, attempts are made, and the last words and the exit code say how it went."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from phalanx import _env
+from phalanx._text import filled
+from phalanx.failure.hints import hint_for
+from phalanx.failure.report import report, words_of_resuming
+from phalanx.host.cgroups import count_oom_kills
+from phalanx.host.descriptors import descriptor_problem, open_streams
+from phalanx.host.ports import port_advice, port_problem
+from phalanx.launch.command.flag_parser import hint_for_flags
+from phalanx.launch.command.neighbors import RUN, Claim, Presence, crowding
+from phalanx.launch.job import MESSAGE_COLUMNS, Job
+from phalanx.launch.run.attempts import run_on_this_node
+from phalanx.launch.run.supervisor import Supervisor
+from phalanx.record.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from phalanx.failure.outcome import Outcome
+    from phalanx.launch.processes.embryo import Embryo
+
+
+def run(job: Job, embryo: Embryo | None = None) -> int:
+    """Run `job` and return the exit code for the shell.
+
+    0 if every rank exits with 0. Otherwise the code of the rank that was the cause, 128 plus the signal if one ended
+    it. When the supervisor itself is told to end while ranks live: 128 plus that signal; whoever read its output and
+    has gone is such a signal, SIGPIPE. Nothing that the job has
+    started lives when this returns; signals are held back from then on, since the outcome is decided.
+
+    Args:
+        embryo: Process that becomes the first warden, of a warm start.
+    """
+    if job.served_port and (problem := port_problem(job.served_port)):
+        print(f"phalanx run: {problem}; {port_advice(job.max_nodes)}", file=sys.stderr)
+        return 1
+    open_streams()
+    if problem := descriptor_problem(job.num_local_ranks):
+        print(f"phalanx run: {problem}", file=sys.stderr)
+        return 1
+    try:
+        folder = RunFolder(job.log_dir, job.command)
+    except OSError as error:
+        print(f"phalanx run: can't write to --log-dir {job.log_dir}: {error.strerror}", file=sys.stderr)
+        return 1
+    claim = _claim(job)
+    with Supervisor(job, folder, embryo) as supervisor, Presence(claim) as presence:
+        for line in job.opening(f"logs in {folder.path}", *filter(None, [folder.note])):
+            supervisor.say(line)
+        for line in filled(crowding(claim, presence.others), MESSAGE_COLUMNS):
+            supervisor.say(line)
+        return _run_attempts(supervisor, job)
+
+
+def _claim(job: Job) -> Claim:
+    shares = job.divide(job.num_local_ranks).shares
+    return Claim.of(RUN, shares, f"{job.run_id} {job.rdzv_endpoint}" if job.max_nodes > 1 else "")
+
+
+def _run_attempts(supervisor: Supervisor, job: Job) -> int:
+    num_oom_kills = count_oom_kills()
+    if job.remark:
+        supervisor.say(job.remark)
+    if job.max_nodes > 1:
+        from phalanx.launch.nodes.joint_attempts import run_with_other_nodes
+
+        culprit = run_with_other_nodes(supervisor, job)
+    else:
+        culprit = run_on_this_node(supervisor, job)
+    if supervisor.has_made_room:
+        supervisor.keep_reason("asked the ranks to make room, and all have saved")
+        supervisor.say(f"all ranks have saved; exit code {_env.PREEMPTED_CODE}, start again to go on")
+        return _env.PREEMPTED_CODE
+    if culprit is None and supervisor.have_trained_alone:
+        supervisor.say("the ranks made no process group, so each has trained on its own;")
+        supervisor.say("use a Trainer, or phalanx.init() and DistributedDataParallel")
+    elif culprit is None and supervisor.have_trained_apart:
+        supervisor.say("the ranks exchanged no gradients, so each has trained on its own;")
+        supervisor.say("use a Trainer, or call what DistributedDataParallel(model) returns")
+    if supervisor.received is not None:
+        cause = supervisor.cause_before
+        culprit = cause if cause is not None and cause.raised and not cause.is_victim else None
+    if culprit is not None:
+        num_oom_kills = count_oom_kills() - num_oom_kills
+        hint = _hint_for_usage(culprit, job) or hint_for(
+            culprit, supervisor.ends, num_oom_kills=num_oom_kills, command=job.command
+        )
+        resume = words_of_resuming(culprit, supervisor.ends) if not job.max_restarts else ""
+        supervisor.say_last(report(culprit, supervisor.ends, hint=hint, resume=resume))
+    if supervisor.received is not None:
+        return 128 + supervisor.received
+    return culprit.exit_code if culprit is not None else 0
+
+
+def _hint_for_usage(culprit: Outcome, job: Job) -> str:
+    """Return what to do if a script has ended because it was given a flag of ours; else nothing."""
+    words = culprit.last_words
+    if culprit.signal or words.name not in ("", "SystemExit"):
+        return ""
+    return hint_for_flags("\n".join([*words.lines, words.summary]), job.command)

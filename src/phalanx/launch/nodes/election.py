@@ -1,0 +1,188 @@
+"""Who leads, as one node sees it: which nodes it can talk to, which of their answers count, and whom it follows.
+
+- A leader needs the votes of more than half of a group of nodes, or of half of them with the group's leader, and a node
+  gives one vote in a term.
+- A vote lasts as long as its giver's answers are fresh, which is shorter than the time after which the others call it
+  lost; over a new link only what answers us is fresh.
+- A node is dead when its system refuses connections to its port; the first living node in the order may count its
+  vote, unless its last answer was too old: then it may have voted for others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from phalanx.launch.nodes.views import NO_VIEW, Group, Key, Node, State, View
+
+SETTLE_S = 1.0
+"""For nodes that are linked to vote; between terms of one that gets no votes; to be dialed."""
+_FRESH = 0.9  # of the time after which a silent node is lost
+
+
+@dataclasses.dataclass
+class Peer:
+    """A linked node.
+
+    Attributes:
+        echo_s: Time at which we sent the newest message that it has acknowledged over this link.
+        handed: Key of the newest view that it was sent, and when.
+    """
+
+    node: Node
+    echo_s: float = -math.inf  # it may not have heard from us yet
+    state: State = dataclasses.field(default_factory=State)
+    handed: tuple[Key, float] = (NO_VIEW, 0.0)
+
+
+class Election:
+    """One node's part in choosing the leader.
+
+    Args:
+        me: Id of this node.
+        silence_s: Seconds of silence after which a node is lost.
+        is_root: Whether this node is where the others look for the job; it leads first.
+        now_s: Time on any clock that only grows.
+
+    Attributes:
+        peers: Linked nodes of this job by id, in the order in which they came.
+        dead: Ids of nodes whose system has said that they have ended.
+        term: Term in which this node has voted.
+        leader: Id of the node that it follows; empty: none.
+        now_s: Time at which freshness is judged.
+    """
+
+    def __init__(self, me: str, silence_s: float, *, is_root: bool, now_s: float) -> None:
+        self._me, self._silence_s = me, silence_s
+        self.peers: dict[str, Peer] = {}
+        self.dead: set[str] = set()
+        self.term: int = 0 if is_root else -1
+        self.leader: str = me if is_root else ""
+        self.now_s: float = now_s
+        self._raised_s = -SETTLE_S
+        self._quiet_since_s = now_s
+
+    # ------------------------------------------------------------ links
+
+    def linked(self, node: Node, now_s: float) -> None:
+        """Take in that a node can be talked to."""
+        self.peers[node.id] = Peer(node)
+        self.dead.discard(node.id)
+        self._quiet_since_s = now_s
+
+    def unlinked(self, peer: str, *, has_ended: bool, now_s: float) -> None:
+        """Take in that a node can't be talked to any more, since its process has ended or since it was silent."""
+        gone = self.peers.pop(peer)
+        if has_ended and self._is_fresh(gone, now_s):
+            self.dead.add(peer)
+
+    def is_dialed(self, now_s: float) -> bool:
+        """Whether a node may still connect to this one by itself."""
+        return now_s - self._quiet_since_s < SETTLE_S
+
+    @property
+    def awaits_votes(self) -> bool:
+        """Whether nodes may still vote that have not."""
+        return self.now_s - max(self._raised_s, self._quiet_since_s) < SETTLE_S
+
+    def _is_fresh(self, peer: Peer, now_s: float) -> bool:
+        return now_s - peer.echo_s < _FRESH * self._silence_s
+
+    def is_with_us(self, node: str) -> bool:
+        """Whether a node is this one, or its answers are fresh."""
+        peer = self.peers.get(node)
+        return node == self._me or (peer is not None and self._is_fresh(peer, self.now_s))
+
+    def why_lost(self, node: str) -> str:
+        """Return how a node was lost; empty: it was not."""
+        if node in self.dead:
+            return "its process has ended"
+        return "" if self.is_with_us(node) else f"silent for {self._silence_s:g} s"
+
+    # ------------------------------------------------------------ votes
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node is one that would lead."""
+        return self.leader == self._me
+
+    @property
+    def leading(self) -> Peer | None:
+        """The node that this one follows, if that is another and linked."""
+        return self.peers.get(self.leader)
+
+    def follows(self, node: str) -> bool:
+        """Whether a node has voted for this one, and can't have voted for another since."""
+        if not self.is_with_us(node) or node == self._me:
+            return node == self._me
+        state = self.peers[node].state
+        return state.leader == self._me and state.term == self.term
+
+    def has_quorum(self, group: Group) -> bool:
+        """Whether this node has enough votes of a group."""
+        votes = {node for node in group.ids if self.follows(node)}
+        before = []
+        for node in group.succession:
+            if node == self._me:
+                break
+            before.append(node)
+        if all(node in votes or node in self.dead for node in before):
+            votes |= self.dead & {*group.ids}
+        return 2 * len(votes) > len(group.ids) or (2 * len(votes) == len(group.ids) and group.leader in votes)
+
+    def _holder(self, key: Key) -> Peer | None:
+        """Return the node that says it is in office; of several, the one with the newest term."""
+        holders = [
+            peer
+            for peer in self.peers.values()
+            if peer.state.in_office and peer.state.leader == peer.node.id and peer.state.key >= key
+        ]
+        return max(holders, key=lambda peer: peer.state.term, default=None)
+
+    def _preferred(self, view: View | None, holder: Peer | None, *, is_root: bool) -> str:
+        """Return who should lead, as seen from here; empty: unknown."""
+        if holder is not None:
+            return holder.node.id
+        if view is None:
+            leading = (peer.node.id for peer in self.peers.values() if peer.state.leader == peer.node.id)
+            return self._me if is_root else next(leading, "")
+        for node in view.group.succession:
+            if node in self.peers or node == self._me:
+                return node
+        return ""
+
+    def choose(self, view: View | None, *, is_root: bool, is_in_office: bool) -> bool:
+        """Lead, follow or go on as before; return whether the view that is to be trained in has to be said anew.
+
+        Args:
+            view: Newest view that this node knows.
+            is_root: Whether this node may lead when there is none.
+            is_in_office: Whether it leads with enough votes.
+        """
+        others = [peer.state.term for peer in self.peers.values() if peer.state.leader != self._me]
+        newest = max(others, default=-1)  # of those who can't vote for this node in a term that is no newer
+        holder = self._holder(view.key if view is not None else NO_VIEW)
+        if is_in_office:
+            if holder is not None and holder.state.term > self.term:
+                return self._vote(holder)
+            if newest >= self.term:
+                self.term = newest + 1
+            return False
+        current = self.leading
+        if current is not None and current.state.leader == self.leader:
+            self.term = max(self.term, current.state.term)
+            return holder is not None and not current.state.in_office and self._vote(holder)
+        preferred = self._preferred(view, holder, is_root=is_root)
+        if preferred != self._me:
+            return bool(preferred) and self._vote(self.peers[preferred])
+        if self.leads and (newest < self.term or self.now_s - self._raised_s < SETTLE_S):
+            return False
+        self.term, self.leader, self._raised_s = max(newest, self.term) + 1, self._me, self.now_s
+        return True
+
+    def _vote(self, peer: Peer) -> bool:
+        """Follow a node that leads in a newer term; return whether it does."""
+        if peer.state.leader != peer.node.id or peer.state.term <= self.term:
+            return False
+        self.term, self.leader = peer.state.term, peer.node.id
+        return True

@@ -1,0 +1,121 @@
+"""What nodes tell each other of their job when they meet, and whether both can be of the same."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import phalanx
+from phalanx._env import host_name
+from phalanx.launch.nodes.views import Rules
+
+_PROTOCOL = 3
+
+
+class Greeting:
+    """This node's greeting, to which those of others are compared.
+
+    Args:
+        job: Settings of the job, as `orders` has them.
+
+    Attributes:
+        told: Facts that this node sends.
+    """
+
+    def __init__(self, job: Mapping[str, Any], rules: Rules) -> None:
+        self.told: dict[str, Any] = {
+            "phalanx": phalanx.__version__,
+            "protocol": _PROTOCOL,
+            "job": job["run_id"],
+            "nodes": [rules.min_nodes, rules.max_nodes, rules.spares],
+            "backend": job["rdzv_backend"],
+            "silence_s": rules.silence_s,
+            "script": job["script"],
+            "max_restarts": job["max_restarts"],
+        }
+        self._differ: set[str] = set()  # hosts with other settings
+
+    def problem_with(self, greeting: Mapping[str, Any]) -> str:
+        """Return why whoever sends this greeting is no node of this job; empty: it is."""
+        here, ours = host_name(), self.told
+        if greeting.get("job") != ours["job"]:
+            return f"{here} runs another job at this place: its --rdzv-id is {ours['job']!r}"
+        if any(greeting.get(name) != ours[name] for name in ("phalanx", "protocol")):
+            return f"{here} has {_version(ours)}, and this host {_version(greeting)}: install the same on all"
+        script = greeting.get("script")
+        name = str(script.get("name"))[:100] if isinstance(script, dict) else ours["script"]["name"]
+        if name != ours["script"]["name"]:
+            return (
+                f"{here} runs {ours['script']['name']} at this place, and this is {name}: give it an --rdzv-id or a "
+                "port of its own"
+            )
+        if greeting.get("nodes") != ours["nodes"]:
+            there, asked = _flags_of_nodes(greeting.get("nodes")), _flags_of_nodes(ours["nodes"])
+            return f"{here} was started with {asked}, and this host with {there}"
+        if greeting.get("backend") != ours["backend"]:
+            there = str(greeting.get("backend"))[:40]
+            return f"{here} was started with --rdzv-backend {ours['backend']}, and this host with {there}"
+        if greeting.get("silence_s") != ours["silence_s"]:
+            there = str(greeting.get("silence_s"))[:40]
+            return (
+                f"{here} was started with keep_alive settings in --rdzv-conf that allow {ours['silence_s']:g} s of "
+                f"silence, and this host with {there} s: they must be the same on all"
+            )
+        return ""
+
+    def differences(self, greeting: Mapping[str, Any]) -> list[str]:
+        """Return what another node of this job does otherwise, once for each host: that may be meant."""
+        node = greeting.get("node")
+        host = str(node.get("host", ""))[:300] if isinstance(node, dict) else ""
+        if host in self._differ:
+            return []
+        found = [*filter(None, [self._script_differs(greeting.get("script")), self._restarts_differ(greeting)])]
+        if found:
+            self._differ.add(host)
+        return [f"{host} {what}" for what in found]
+
+    def _script_differs(self, theirs: Any) -> str:
+        ours = self.told["script"]
+        if not isinstance(theirs, dict) or theirs == ours:
+            return ""
+        if theirs.get("file") == ours["file"]:
+            return f"runs {ours['name']} with other arguments than this host"
+        there, here = str(theirs.get("file"))[:12], ours["file"][:12]
+        return f"runs another {ours['name']} than this host: its SHA-256 is {there}, here {here}"
+
+    def _restarts_differ(self, greeting: Mapping[str, Any]) -> str:
+        there, here = greeting.get("max_restarts"), self.told["max_restarts"]
+        if type(there) is not int or there == here:
+            return ""
+        return f"was started with --max-restarts {there}, and this host with {here}: that of the node that leads counts"
+
+
+def _version(greeting: Mapping[str, Any]) -> str:
+    """Return the version in a greeting, with that of the protocol: two builds of one version may differ in it."""
+    version, protocol = (str(greeting.get(name))[:40] for name in ("phalanx", "protocol"))
+    return f"phalanx {version} (protocol {protocol})"
+
+
+def _flags_of_nodes(told: Any) -> str:
+    """Return the flags with which a node was started that sends these numbers in its greeting."""
+    if not (isinstance(told, list) and len(told) == 3 and all(type(number) is int for number in told)):
+        return "another --nnodes"
+    least, most, spares = told
+    nodes = f"--nnodes {least}" if least == most else f"--nnodes {least}:{most}"
+    return f"{nodes} --spares {spares}" if spares else nodes
+
+
+def script_of(command: tuple[str, ...]) -> dict[str, str]:
+    """Return what this node runs in a form that nodes can compare, and that gives no argument away."""
+    is_python = command[0] == sys.executable and len(command) > 1
+    is_module = is_python and command[1] == "-m"
+    path, digest = command[1 if is_python and not is_module else 0], hashlib.sha256()
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        digest = hashlib.sha256(file.read())
+    words = hashlib.sha256("\0".join(command[1:]).encode(errors="surrogateescape"))
+    name = command[2] if is_module else os.path.basename(path)
+    return {"name": name, "file": digest.hexdigest(), "words": words.hexdigest()}

@@ -1,0 +1,43 @@
+"""On which other nodes each node's snapshots are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.launch.nodes.views import Node
+
+_MORE = 4  # nodes to ask when the first can't take it
+
+
+def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Node]:
+    """Return the nodes to ask to keep a node's replicas, best first.
+
+    Nodes of other failure domains come first, one of each before a second of any. Where domains are equally large,
+    each node keeps as much as every other.
+
+    Args:
+        members: Nodes of a view, in its order.
+        me: Node whose replicas they are.
+    """
+    domains: dict[str, list[Node]] = {}
+    for node in members:
+        domains.setdefault(node.domain, []).append(node)
+    names = list(domains)
+    own = names.index(me.domain)
+    mine = [node.id for node in domains[me.domain]].index(me.id)
+    others = [domains[name] for name in (*names[own + 1 :], *names[:own])]
+    found = []
+    for depth in range(max(map(len, domains.values()))):
+        found += [nodes[(mine + depth) % len(nodes)] for nodes in others if depth < len(nodes)]
+    found += [*domains[me.domain][mine + 1 :], *domains[me.domain][:mine]]
+    return [node for node in found if node.replica_port][: num_replicas + _MORE if num_replicas else 0]
+
+
+def told_of(members: Sequence[Node], me: Node, num_replicas: int) -> dict[str, Any]:
+    """Return what the process of `Replicas` has to know of a view."""
+    holders = holders_of(members, me, num_replicas)
+    return {
+        "me": me.id,
+        "holders": [{"id": k.id, "host": k.host, "address": k.address, "port": k.replica_port} for k in holders],
+    }

@@ -1,0 +1,131 @@
+"""Ends what forked ranks have started, however they, or the process that forked them, have ended.
+
+The ranks themselves end with that process, by the kernel's hand. Processes below them do not: but they are in the
+ranks' process groups, or have their rank in the environment. A shell that waits for its input to end knows the numbers
+of the ranks. While the process lives, it adopts what ranks leave behind, and ends that itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx import _env
+from phalanx.launch.processes.warden import adopt_orphans, adopts_orphans, children_of, reap
+
+_SCRIPT = f"""
+while read -r line; do last=$line; done
+for pid in $last; do kill -s KILL -- "-$pid"; done 2> /dev/null
+for pid in $last; do
+    for file in $(grep -lzx -- "{_env.PROCESS_VARIABLE}=$pid" /proc/[0-9]*/environ); do
+        one=${{file#/proc/}}
+        kill -s KILL "${{one%/environ}}"
+    done
+done 2> /dev/null
+"""
+_CHILDREN_S = 5.0  # for killed processes to end
+
+
+class Guard:
+    """The guard of this process. It starts with the first ranks, and ends with this process.
+
+    Attributes:
+        pid: Process id of the guard; None: there is none yet.
+    """
+
+    def __init__(self) -> None:
+        self.pid: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
+        self._owner = 0
+
+    @property
+    def fd(self) -> int:
+        """Descriptor by which the guard sees that this process lives; -1: none."""
+        return self._pipe
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Have the process groups of these ranks killed if this process is, and none else."""
+        if self._owner != os.getpid():
+            self._start()
+        with contextlib.suppress(OSError):  # somebody has killed the guard
+            os.write(self._pipe, f"{' '.join(map(str, pids))}\n".encode())
+
+    def let_go(self) -> None:
+        """Give up, in a forked rank, what keeps the guard waiting."""
+        if self._pipe >= 0 and self._owner != os.getpid():
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def _start(self) -> None:
+        self.let_go()
+        theirs, self._pipe = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _SCRIPT],
+                stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(theirs)
+        self.pid, self._owner = self._process.pid, os.getpid()
+        self._process.returncode = 0  # it is not to be waited for, nor warned of
+
+
+guard = Guard()
+"""That of this process."""
+
+
+class Orphans:
+    """What ranks, forked from now on, will have left behind when they have ended, in whichever session it is.
+
+    This process adopts it meanwhile, and so adopts what others below it leave behind, which it lets live. A child of
+    another thread is in that thread's list, and taken for none.
+    """
+
+    def __init__(self) -> None:
+        self._had = adopts_orphans()
+        self._before = set(children_of(os.getpid()))
+        self._is_over = False
+        adopt_orphans(True)
+
+    def end(self, ranks: Sequence[int]) -> None:
+        """Kill it, and all below it, and reap it; again: nothing happens.
+
+        Args:
+            ranks: Process ids of the ranks, which have been waited for.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        marks = [f"{_env.PROCESS_VARIABLE}={pid}".encode() for pid in ranks]
+        deadline = time.monotonic() + _CHILDREN_S
+        known = {*self._before, *ranks, *([] if guard.pid is None else [guard.pid])}
+        while (pids := set(children_of(os.getpid())) - known) and time.monotonic() < deadline:
+            for pid in pids:
+                if not _is_of_ranks(pid, marks):
+                    known.add(pid)
+                    continue
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                reap(pid, deadline - time.monotonic())
+        adopt_orphans(self._had)
+
+
+def _is_of_ranks(pid: int, marks: Sequence[bytes]) -> bool:
+    """Whether a process that has been adopted comes from a rank: by what it had, or its forebear, when it started."""
+    own = Path(f"/proc/{pid}")
+    try:
+        environ = (own / "environ").read_bytes()
+        if not environ:  # it has ended, or has none
+            return True
+        is_fork = environ == Path("/proc/self/environ").read_bytes()
+        return is_fork or any(mark in environ.split(b"\0") for mark in marks)
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user
+        return False

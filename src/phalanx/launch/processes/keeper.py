@@ -1,0 +1,109 @@
+"""The parent of what forks ranks: it kills all that they have started once those that it watches are gone.
+
+Of the supervisor, the keeper and the warden, whoever is left ends the job: each is a subreaper, so every process under
+the warden has a living ancestor that kills it. The fork server of `phalanx.spawn` has a keeper too, which outlives the
+process that spawns. The keeper does nothing else, and ``pkill`` with the name of the job, of the script or of Python
+does not find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+from typing import NoReturn
+
+from phalanx.launch.processes.endings import end_like
+from phalanx.launch.processes.warden import adopt_orphans, children_of, die_with_parent, end_children, hold_signals
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+NAME = "rank-keeper"
+"""Name that a keeper takes, instead of Python's."""
+_WARDEN_S = 6.0  # more than a warden takes to end its children, or to import what ranks share
+_libc = ctypes.CDLL(None)  # loaded before any fork
+
+
+def fork_warden(supervisor_pid: int, told: int) -> None:
+    """Return in the warden, a child of this process; this process becomes its keeper and does not return.
+
+    Args:
+        told: Pipe on which the supervisor is told the warden's pid.
+    """
+    supervisor, warden_pid = _fork_below(supervisor_pid)
+    if warden_pid == 0:
+        os.write(told, b"%d" % os.getpid())  # before it prints anything: the supervisor reads that later
+        os.close(told)
+        return
+    _close_all_but(supervisor)
+    _keep(supervisor, warden_pid, patience_s=_WARDEN_S)
+
+
+def fork_server() -> None:
+    """Return in the fork server, a child of this process; this process becomes its keeper and does not return.
+
+    The server adopts what ranks leave behind, and reaps it when it ends. Nobody ends it while the process that spawns
+    lives: a daemon of a rank may outlive its rank.
+    """
+    os.setpgid(0, 0)  # not of the group with which the process that spawns may be killed
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    hold_signals()
+    spawner, server_pid = _fork_below(os.getppid())
+    if server_pid == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        adopt_orphans()
+        return
+    _close_all_but(spawner)
+    _keep(spawner, server_pid)
+
+
+def _close_all_but(descriptor: int) -> None:
+    """Close what this process has inherited: another's end of a socket, kept open here, would hide the other's end."""
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _fork_below(parent_pid: int) -> tuple[int, int]:
+    """Become a subreaper and fork; return a pidfd of the parent and what ``os.fork`` returned."""
+    keeper_pid = os.getpid()
+    parent = os.pidfd_open(parent_pid)
+    if os.getppid() != parent_pid:  # it ended before the line above
+        os._exit(128 + signal.SIGKILL)
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # of a warm start: from here on we have something to do when the parent ends
+    adopt_orphans()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(keeper_pid)
+        os.close(parent)
+    return parent, pid
+
+
+def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
+    """Wait for the end of the parent or of the child `pid`, kill all that is below this process, and end like it.
+
+    Args:
+        patience_s: Seconds in which the child may end what is below it by itself once the parent has ended. If it were
+            killed at once, nobody would be left if this process were killed next.
+    """
+    _take_name()
+    child = os.pidfd_open(pid)
+    select.select([parent, child], [], [])
+    if children_of(pid):  # a second warden, which imports, has none
+        select.select([child], [], [], patience_s)
+    os.kill(pid, signal.SIGKILL)  # the kernel then kills the ranks, and makes us the parent of the rest
+    # It stays a zombie until we end, so that its pid is nobody else's while the supervisor may kill it.
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    end_children((pid,))
+    assert ended is not None
+    end_like(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+
+
+def _take_name() -> None:
+    """Give this process a name and a command line of its own: those of the job are what a user kills by."""
+    _libc.prctl(_PR_SET_NAME, NAME.encode())
+    with contextlib.suppress(OSError), open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5)
+        if end - start > len(NAME):  # else a kernel that does not tell
+            ctypes.memmove(start, NAME.encode().ljust(end - start, b"\0"), end - start)

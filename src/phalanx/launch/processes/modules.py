@@ -1,0 +1,40 @@
+"""The modules that a rank has imported when it begins to train: a standby imports them ahead of the next start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+
+from phalanx.launch.processes import ahead
+from phalanx.record.notes import own_folder
+from phalanx.wire.files import write_whole
+
+_MODULES = "modules.json"
+
+
+def modules_file(rank_folder: str) -> str:
+    """Return the file in which the rank of that folder notes what it has imported."""
+    return os.path.abspath(os.path.join(rank_folder, _MODULES))
+
+
+def note_modules() -> None:
+    """Tell the supervisor which installed modules this rank has imported, and how; called once it trains.
+
+    Nothing happens outside ``phalanx run``, where no restart is allowed, or without preloading.
+    """
+    folder = own_folder()
+    if ahead.log is None or not folder:
+        return
+    places = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    names = []
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        is_ours = name.partition(".")[0] == "phalanx"  # knows which rank and which attempt it is in
+        if spec is not None and spec.name == name and str(spec.origin).startswith(places) and not is_ours:
+            names.append(name)
+    path = modules_file(folder)
+    with contextlib.suppress(OSError):  # a full disk: restarts are slower
+        write_whole(path, json.dumps(ahead.log.summary(names)))

@@ -1,0 +1,409 @@
+"""The parent of the ranks: forks them, hears of their end, and lets nothing outlive the supervisor.
+
+One process, one thread, no output of its own: what it forks is as clean as a new process. It
+is told what to do over a socket by the supervisor, which owns the terminal; when that socket closes, however the
+supervisor ended, it kills the ranks and all that they have started, and goes. It is a child subreaper, and so is each
+rank: a process whose parent has died becomes the child of its rank, and when that has died, of the warden, which ends
+it. So no daemon of a rank escapes, nor outlives it.
+
+Two kinds of warden differ in what a rank does after the fork. One executes the command. The other is the command
+itself, stopped in :mod:`phalanx.launch.processes.preload.sitecustomize` with torch imported: its forks just go on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import errno
+import fcntl
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import termios
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from phalanx import _env
+from phalanx.debugging import attached
+from phalanx.host.block_pool import obey_launcher
+from phalanx.launch import rank_trial
+from phalanx.launch.processes.ahead import Hidden, Imports, begin_log, replay
+from phalanx.rendezvous import alone
+from phalanx.wire.packets import MAX_PACKET_BYTES
+
+FD_VARIABLE = "PHALANX_WARDEN_FD"
+MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"
+SETTINGS_VARIABLE = "PHALANX_WARDEN_SETTINGS"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_CHILDREN_S = 5.0  # for killed children to end
+_libc = ctypes.CDLL(None)  # loaded before any fork
+_SUPERVISORS_SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+
+# What ranks share, imported once. None of it may start a thread or touch a device.
+_PRELOADED_MODULES = (
+    "torch",
+    "torch.distributed",
+    "phalanx.backend.groups",
+    "phalanx.rendezvous.handler",
+    "phalanx.session.session",
+)
+
+Begin = Callable[[Mapping[str, Any]], None]
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the line above
+        os._exit(128 + signal.SIGKILL)
+
+
+def hold_signals() -> None:
+    """Hold back, in this process and what it executes, the signals that the supervisor obeys.
+
+    Schedulers and service managers may send them to every process of a job.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SUPERVISORS_SIGNALS)
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become the parent of every descendant whose own parent ends; or no longer."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def adopts_orphans() -> bool:
+    """Whether this process does as `adopt_orphans` says."""
+    value = ctypes.c_int()
+    _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(value), 0, 0, 0)
+    return bool(value.value)
+
+
+def end_children(spared: Collection[int] = ()) -> None:
+    """Kill every child of this process, and theirs, and theirs; return when none is left, or at the limit.
+
+    Args:
+        spared: Children that stay.
+    """
+    deadline = time.monotonic() + _CHILDREN_S
+    while (pids := set(children_of(os.getpid())).difference(spared)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            reap(pid, deadline - time.monotonic())
+
+
+def reap(pid: int, limit_s: float) -> int | None:
+    """Wait for a child to end and return its wait status; None if it has not by the limit, or is no child of ours."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(max(0.0, limit_s) * 1000)
+    os.close(pidfd)
+    with contextlib.suppress(ChildProcessError):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return status if ended else None
+    return None
+
+
+def children_of(parent: int) -> list[int]:
+    """Return the pids of the children of a process's main thread."""
+    try:
+        with open(f"/proc/{parent}/task/{parent}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == parent]
+
+
+def _parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rsplit(")", 1)[1].split()[1])
+    return 0
+
+
+# ---------------------------------------------------------------- the warden's side
+
+
+def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
+    """Obey the supervisor until it closes `channel`; return only in a forked rank, after `begin`.
+
+    Packets from the supervisor are JSON objects: ``{"start": rank, "environ": ...}`` with the three descriptors of a
+    rank, or ``{"signal": number, "pids": [...], "groups": bool}``, with groups also to what those ranks have started.
+    Packets to it: ``{"ready": true}``, ``{"started": pid, "rank": r}`` and ``{"ended": pid, "status": s}`` with `s` as
+    from ``os.waitpid``.
+    """
+    adopt_orphans()
+    warden_pid, keeper = os.getpid(), os.pidfd_open(os.getppid())
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on we have something to do when supervisor and keeper end
+    living: dict[int, int] = {}  # pidfd of each rank, by its pid
+    _send(channel, {"ready": True, **hello})
+    while True:
+        poll = select.poll()
+        for fd in (channel.fileno(), keeper, *living.values()):
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        for pid in [pid for pid, fd in living.items() if fd in ready]:
+            _bury(channel, living, pid)
+        if not ready & {channel.fileno(), keeper}:
+            continue
+        data, fds = b"", list[int]()
+        if keeper not in ready:
+            data, fds, _, _ = socket.recv_fds(channel, MAX_PACKET_BYTES, 3)
+        if not data:
+            end_children()
+            os._exit(0)
+        packet = json.loads(data)
+        if "start" in packet:
+            settled, settling = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                for fd in (channel.detach(), keeper, settled, *living.values()):
+                    os.close(fd)
+                _become_rank(packet, fds, warden_pid)
+                os.close(settling)
+                return begin(packet)
+            for fd in (*fds, settling):
+                os.close(fd)
+            os.read(settled, 1)  # nothing, once it leads a group that can be signalled, or has died
+            os.close(settled)
+            living[pid] = os.pidfd_open(pid)
+            _send(channel, {"started": pid, "rank": packet["start"]})
+        else:
+            for pid in living.keys() & set(packet["pids"]):
+                if packet["groups"]:
+                    _signal_group(pid, packet["signal"])
+                else:
+                    os.kill(pid, packet["signal"])
+
+
+def _bury(channel: socket.socket, living: dict[int, int], pid: int) -> None:
+    """Reap a rank that has ended, and end all that it has started; return when nothing of it is left."""
+    # The number stays taken until waitpid, so its group is still its own.
+    _signal_group(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    os.close(living.pop(pid))
+    end_children(living)  # what had left its group: a rank that lives is itself the parent of its orphans
+    _send(channel, {"ended": pid, "status": status})
+
+
+def _signal_group(pid: int, sig: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has left its group, or changed its user
+        os.killpg(pid, sig)
+
+
+def _send(channel: socket.socket, packet: Mapping[str, object]) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the loop finds it closed
+        channel.send(json.dumps(packet).encode())
+
+
+def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], warden_pid: int) -> None:
+    """Make the forked process a rank: session, streams, CPUs, environment."""
+    die_with_parent(warden_pid)
+    adopt_orphans()  # so that it is known whose daemons they are
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SUPERVISORS_SIGNALS)
+    os.setsid()  # of its own, or opening /dev/tty would find a terminal whose foreground it can't have, and stop
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+    for fd in fds:
+        if fd > 2:
+            os.close(fd)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, packet["descriptors"])  # the user's: we have raised ours
+    if os.isatty(0):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    if packet["cpus"]:
+        with contextlib.suppress(OSError):  # the cpuset has changed since: unpinned is slower, not wrong
+            os.sched_setaffinity(0, packet["cpus"])
+    _env.update({**packet["environ"], _env.PROCESS_VARIABLE: str(os.getpid())})
+
+
+def execute(command: Sequence[str]) -> Begin:
+    """Return what makes a forked rank run `command`."""
+
+    def begin(packet: Mapping[str, Any]) -> None:
+        for sig in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
+            signal.signal(sig, signal.SIG_DFL)
+        argv = list(command)
+        if packet["argument"]:  # right behind the script or the module
+            argv.insert(3 if command[1] == "-m" else 2, packet["argument"])
+        try:
+            os.execvp(command[0], argv)
+        except OSError as error:
+            print(f"phalanx run: can't execute {command[0]!r}: {error.strerror}", file=sys.stderr)
+            os._exit(127 if error.errno == errno.ENOENT else 126)
+
+    return begin
+
+
+def serve_preloaded(loaded_before: Collection[str]) -> None:
+    """Import what ranks share and serve; return in each rank, ready to go on into its script.
+
+    Where a fork could not go on as if nothing had been imported, it executes the command anew.
+
+    Args:
+        loaded_before: Modules that Python itself loads at start.
+    """
+    channel = socket.socket(fileno=int(_env.take(FD_VARIABLE)))
+    orders = json.loads(_env.take(MODULES_VARIABLE))
+    settings = json.loads(_env.take(SETTINGS_VARIABLE))
+    try:
+        _prepare_and_serve(channel, orders, settings, loaded_before)
+    except BaseException as error:  # site would go on, and the script would run here
+        print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _prepare_and_serve(
+    channel: socket.socket, orders: Sequence[Sequence[str]], settings: Mapping[str, str], loaded_before: Collection[str]
+) -> None:
+    gc.disable()  # what an import leaves is not worth looking for: a sixth of the time
+    imports = Imports()
+    trouble = import_shared(imports, settings)
+    unfit = set[str]()
+    modules_files, left_out = orders
+    if modules_files and not trouble:
+        unfit = replay([_read_json(path) for path in modules_files], imports, left_out)
+        atexit.register(gc.unfreeze)  # of a rank: libraries report as leaked what the collector can't reach at its end
+    gc.freeze()  # pages that the collector does not touch stay shared
+    gc.enable()
+    begin, can_go_on = way_into_script(sys.orig_argv, loaded_before, imports)
+    serve(channel, begin, trouble=trouble, unfit=sorted(unfit), can_go_on=can_go_on and not trouble and not unfit)
+
+
+def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
+    """Import what every rank needs; return why that failed, empty if it did not.
+
+    Args:
+        settings: Variables that the script sets before it imports torch.
+    """
+    with imports.noted({**settings, **dict.fromkeys(_env.OBEYED_BY_RANKS)}):
+        for name in _PRELOADED_MODULES:
+            try:
+                __import__(name)
+            except BaseException as error:  # the script will meet it itself, and tell it as it would without us
+                return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def way_into_script(command: Sequence[str], loaded_before: Collection[str], imports: Imports) -> tuple[Begin, bool]:
+    """Return how a rank begins, and whether it is by going on where this process stands."""
+    can_go_on = not has_threads_or_devices() and not _hides_modules_of_the_script(command, loaded_before)
+    return (partial(_go_on, imports, loaded_before) if can_go_on else execute(command)), can_go_on
+
+
+def _read_json(path: str) -> Any:
+    with open(path) as file:
+        return json.load(file)
+
+
+def has_threads_or_devices() -> bool:
+    """Whether something is up that a fork would break: what else Python loads at start may have begun it.
+
+    Threads of OpenBLAS do not count: it ends them before a fork and starts them anew.
+    """
+    threading, cuda = sys.modules.get("threading"), sys.modules.get("torch.cuda")
+    has_threads = threading is not None and threading.active_count() > 1
+    return has_threads or (cuda is not None and cuda.is_initialized())
+
+
+def _hides_modules_of_the_script(command: Sequence[str], loaded_before: Collection[str]) -> bool:
+    """Whether the script's folder has a module, such as its own json.py, of which we have imported a namesake."""
+    if getattr(sys.flags, "safe_path", False):
+        return False
+    first = command[1]
+    path = os.getcwd() if first == "-m" else os.path.realpath(first)
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    names = {name.removesuffix(".py") for name in os.listdir(folder) if name.endswith(".py")}
+    names |= {name for name in os.listdir(folder) if os.path.exists(os.path.join(folder, name, "__init__.py"))}
+    return not names.isdisjoint({name.partition(".")[0] for name in sys.modules} - set(loaded_before))
+
+
+def _leave_libraries_alone() -> None:
+    """Have this process end without the destructors of the libraries that it shares with the warden.
+
+    torch's alone take longer than the rest of the interpreter's end, and free what the kernel frees anyway. Those of
+    libraries that the script loads run before. A preloaded library, such as a profiler, may have waited for the end.
+    """
+    if not _env.environment().get("LD_PRELOAD") and hasattr(_libc, "on_exit"):
+        _libc.on_exit(_libc._exit, None)  # called with the exit status
+        _libc.__cxa_atexit(_libc.fflush, None, None)  # before that
+
+
+def _watch_torch() -> None:
+    from phalanx._torch import shield
+    from phalanx._torch.dynamo import postpone_import
+    from phalanx.record import gloo  # loads the core, which the warden does without
+
+    gloo.watch()
+    shield.watch()
+    postpone_import()
+
+
+def draw_anew() -> None:
+    """Seed again what a process seeds at random when it is imported: all forks would draw the same numbers.
+
+    ``random`` does so itself after a fork, and generators of GPUs start from a constant.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str, Any]) -> None:
+    """Undo what a rank shares with its siblings only because it was forked."""
+    _leave_libraries_alone()
+    if "torch" in sys.modules:
+        obey_launcher()
+        alone.watch()
+        _watch_torch()
+        rank_trial.begin()
+    attached.listen()
+    # The script's namespace must not be among what the collector passes by: it holds all that the script holds.
+    main = type(sys)("__main__")
+    main.__dict__.update(sys.modules["__main__"].__dict__)
+    if "__annotations__" in main.__dict__:
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    if packet["argument"]:
+        sys.argv.insert(1, packet["argument"])
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and stream.isatty():
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    draw_anew()
+    Hidden(imports, loaded_before, _on_return)
+    if _env.environment().get(_env.SNAPSHOT_VARIABLE):  # it may be restarted
+        begin_log({*packet["environ"], _env.PROCESS_VARIABLE})
+
+
+def _on_return(package: str, names: Sequence[str]) -> None:
+    if names:
+        _say_change(package, names)
+    if package in ("torch", "phalanx"):
+        from phalanx._torch import replace
+
+        replace.obey_script()
+
+
+def _say_change(package: str, names: Sequence[str]) -> None:
+    has, it = ("has", "it") if len(names) == 1 else ("have", "them")
+    print(
+        f"phalanx: {', '.join(names)} {has} changed since {package} was imported ahead of the script, and may have no "
+        f"effect on it; set {it} for phalanx run itself, or use --no-preload",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,172 @@
+"""The supervisor's hold on its warden: start it, have it start and signal ranks, hear of their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from phalanx import _env
+from phalanx.host.descriptors import take_streams
+from phalanx.launch.deadlines import KILL_S
+from phalanx.launch.processes import warden
+from phalanx.launch.processes.keeper import fork_warden
+from phalanx.wire.packets import PacketSocket
+
+if TYPE_CHECKING:
+    from phalanx.launch.processes.embryo import Embryo
+
+_PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
+
+
+class Warden:
+    """The process that is the parent of all ranks; owns the channel to it and its exit status.
+
+    Between it and this process stands its keeper, which leaves nothing of the ranks if both are killed.
+
+    Args:
+        command: Command of a rank.
+        environ: Environment of the warden, and of all ranks.
+        preload: Whether `command` is a Python interpreter to be stopped in the site hook and forked there.
+        output_fd: Descriptor for the warden's own output, such as a warning of ``import torch``.
+        descriptors: RLIMIT_NOFILE of a rank, soft and hard.
+        settings: Variables that are set while torch is imported, with `preload`.
+        modules_files: Files of ranks that name modules to import beside torch, with `preload`, see `ahead.replay`.
+        left_out: Packages that are not imported all the same.
+        embryo: Process that becomes the keeper and the warden and has imported torch, with `preload`.
+
+    Attributes:
+        pid: Process id of the warden.
+        keeper_pid: Process id of its parent, which is a child of this process.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        preload: bool,
+        output_fd: int,
+        descriptors: tuple[int, int],
+        settings: Mapping[str, str] = MappingProxyType({}),
+        modules_files: Sequence[str] = (),
+        left_out: Sequence[str] = (),
+        embryo: Embryo | None = None,
+    ) -> None:
+        self._descriptors = descriptors
+        self._status: int | None = None
+        self.channel: PacketSocket
+        self.channel, theirs = PacketSocket.pair()
+        supervisor_pid = os.getpid()
+        told, tell = os.pipe()
+        if embryo is not None:
+            embryo.hatch(command, environ, (theirs.fileno(), tell, output_fd))
+        self.keeper_pid: int = os.fork() if embryo is None else embryo.pid
+        if self.keeper_pid == 0:
+            try:
+                os.setpgid(0, 0)  # Ctrl-C at the terminal is ours to pass on
+                self.channel.close()
+                os.close(told)
+                _forget_handlers()
+                take_streams(output_fd)
+                warden.hold_signals()
+                fork_warden(supervisor_pid, tell)
+                if preload:
+                    _execute_preloading(command, environ, theirs, settings, [modules_files, left_out])
+                _env.replace_all(environ)
+                warden.serve(theirs, warden.execute(command))
+            except BaseException as error:
+                print(f"the process that was to start the ranks failed: {error!r}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(1)
+        theirs.close()
+        os.close(tell)
+        self.pid: int = int(os.read(told, 32) or self.keeper_pid)
+        os.close(told)
+
+    def start_rank(
+        self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str = ""
+    ) -> None:
+        """Have a rank forked; ``{"started": pid, "rank": rank}`` will tell its pid."""
+        packet = {
+            "start": rank,
+            "environ": environ,
+            "cpus": cpus,
+            "argument": argument,
+            "descriptors": self._descriptors,
+        }
+        self._send(packet, fds)
+
+    def signal(self, sig: int, pids: Sequence[int], *, groups: bool) -> None:
+        """Send `sig` to ranks, and with `groups` also to what they have started; the ended are left out."""
+        self._send({"signal": sig, "pids": list(pids), "groups": groups})
+
+    def _send(self, packet: Mapping[str, object], fds: Sequence[int] = ()) -> None:
+        self.channel.send(packet, fds)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Let it run if somebody has stopped it: it could not obey, nor end."""
+        if self.channel.alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGCONT)
+
+    def status(self) -> int:
+        """Return its wait status once it has ended, or is about to: its channel has closed."""
+        if self._status is None:
+            self._status = warden.reap(self.keeper_pid, KILL_S)  # it ends as the warden has ended
+        return signal.SIGKILL if self._status is None else self._status
+
+    def close(self, spared: Collection[int] = ()) -> None:
+        """End the warden and every process under it; return when all are gone.
+
+        Args:
+            spared: Children of this process that stay.
+        """
+        self.channel.close()
+        self.go_on()
+        self.status()
+        warden.end_children(spared)  # of a warden that was killed
+
+    def kill(self) -> None:
+        """End it at once: before it has started a rank, it may be busy importing."""
+        if self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def _forget_handlers() -> None:
+    """Undo what the supervisor has set up for itself."""
+    signal.set_wakeup_fd(-1)
+    for sig in (*signal.valid_signals(), signal.SIGTTIN):
+        if callable(signal.getsignal(sig)) or sig == signal.SIGTTIN:
+            signal.signal(sig, signal.SIG_DFL)
+
+
+def _execute_preloading(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    channel: socket.socket,
+    settings: Mapping[str, str],
+    orders: Sequence[Sequence[str]],
+) -> None:
+    os.set_inheritable(channel.fileno(), True)
+    hooked = {
+        **with_hook(environ),
+        warden.FD_VARIABLE: str(channel.fileno()),
+        warden.SETTINGS_VARIABLE: json.dumps(dict(settings)),
+        warden.MODULES_VARIABLE: json.dumps(orders),
+    }
+    os.execvpe(command[0], list(command), hooked)
+
+
+def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a Python interpreter that is to stop in our site hook."""
+    path = environ.get("PYTHONPATH")
+    return {**environ, "PYTHONPATH": f"{_PRELOAD_FOLDER}{os.pathsep}{path}" if path else _PRELOAD_FOLDER}

@@ -1,0 +1,194 @@
+"""The wardens of a job: the one that forks ranks now, its standby, and those relieved while ranks of theirs live on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from phalanx.launch.job import Job
+from phalanx.launch.processes.standby import Standby
+from phalanx.launch.processes.warden_client import Warden
+from phalanx.launch.screen.events import EventLoop
+from phalanx.launch.screen.output import Screen
+from phalanx.launch.screen.ranks import Output
+from phalanx.record.run_folder import LAUNCH_LOG, RunFolder
+
+if TYPE_CHECKING:
+    from phalanx.launch.processes.embryo import Embryo
+
+
+@dataclasses.dataclass(eq=False)
+class Serving:
+    """A warden, what it prints, and the processes that it has forked and that live."""
+
+    warden: Warden
+    output: Output
+    is_ready: bool = False
+    pids: set[int] = dataclasses.field(default_factory=set)
+
+
+class Wardens:
+    """Owns every process that forks ranks.
+
+    Args:
+        screen: Screen for what a warden prints.
+        descriptors: Limits that ranks keep.
+        on_start: Function to call with the rank and the pid of a process that was forked.
+        on_end: Function to call with the pid and the wait status of one that has ended.
+        on_loss: Function to call with a warden that has ended, and its processes with it.
+
+    Attributes:
+        environ: Environment of the warden in use, which is what its ranks have in common.
+        spared: Children of this process that are nobody's rank.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        events: EventLoop,
+        screen: Screen,
+        descriptors: tuple[int, int],
+        *,
+        on_start: Callable[[int, int], None],
+        on_end: Callable[[int, int], None],
+        on_loss: Callable[[Serving], None],
+    ) -> None:
+        self._job, self._folder, self._events, self._screen = job, folder, events, screen
+        self._descriptors = descriptors
+        self._on_start, self._on_end, self._on_loss = on_start, on_end, on_loss
+        self._standby = Standby(job, events, screen, os.path.join(folder.path, "standby.log"), descriptors)
+        self._relieved: list[Serving] = []
+        self._current: Serving
+        self.environ: Mapping[str, str] = {}
+        self.spared: list[int] = []
+
+    def start(self, environ: Mapping[str, str], embryo: Embryo | None = None) -> None:
+        """Start the warden of the first attempt."""
+        self.environ = environ
+        log = os.path.join(self._folder.path, LAUNCH_LOG)
+        output = Output(self._screen, b"phalanx run: ", log, live=False, shown=True)
+        warden = Warden(
+            self._job.command,
+            environ,
+            preload=self._job.preload,
+            settings=self._job.head.settings,
+            output_fd=output.rank_fd,
+            descriptors=self._descriptors,
+            embryo=embryo,
+        )
+        output.hand_over()
+        self._events.watch_output(output)
+        self._serve(Serving(warden, output))
+
+    def _serve(self, serving: Serving) -> None:
+        self._current = serving
+        self._events.watch(serving.warden.channel.fileno(), partial(self._hear, serving))
+
+    def serves(self, environ: Mapping[str, str]) -> bool:
+        """Return whether the warden in use lives and can fork ranks with this environment."""
+        return self._current.warden.channel.alive and self.environ == environ
+
+    def replace(self, environ: Mapping[str, str]) -> None:
+        """Start another warden in the place of all."""
+        self._standby.start_over()
+        for serving in (*self._relieved, self._current):
+            self._end(serving)
+        self._relieved.clear()
+        self.start(environ)
+
+    def relieve(self) -> None:
+        """Put the standby in the place of the warden, if it is ready; between attempts."""
+        for serving in [one for one in self._relieved if not one.pids]:
+            self._relieved.remove(serving)
+            self._end(serving)
+        self._current.warden.go_on()
+        ready = self._standby.hand_over(self.environ)
+        if ready is None:
+            return
+        before = self._current
+        self._serve(Serving(*ready, is_ready=True))
+        if before.pids:  # of ranks that are kept
+            self._relieved.append(before)
+        else:
+            self._end(before)
+
+    def prepare_standby(self, rank_folders: Sequence[str]) -> bool:
+        """Start a standby once the ranks of those folders have noted their imports; return whether to ask again."""
+        return self._standby.prepare(self.environ, rank_folders)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the warden in use can fork ranks, or has ended, so that there is nothing to wait for."""
+        return self._current.is_ready or not self._current.warden.channel.alive
+
+    @property
+    def pid(self) -> int:
+        """Process id of the warden in use."""
+        return self._current.warden.pid
+
+    def start_rank(
+        self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str
+    ) -> None:
+        """Have the warden in use fork a rank."""
+        self._current.warden.start_rank(rank, environ, fds, cpus, argument)
+
+    def end(self, sig: int, pids: Sequence[int]) -> None:
+        """Tell ranks to end by `sig`; the ended are left out.
+
+        A script of Python's obeys it alone: what it has started may be needed to obey, such as a logger's process. A
+        program may pass it on to nobody.
+        """
+        self.signal(sig, pids, groups=sig == signal.SIGKILL or not self._job.is_python)
+        self.signal(signal.SIGCONT, pids, groups=True)  # a stopped rank could not obey
+
+    def signal(self, sig: int, pids: Sequence[int], *, groups: bool = False) -> None:
+        """Send `sig` to ranks, and with `groups` also to what they have started; the ended are left out."""
+        for serving in (*self._relieved, self._current):
+            if own := [pid for pid in pids if pid in serving.pids]:
+                serving.warden.signal(sig, own, groups=groups)
+            else:
+                serving.warden.go_on()  # it may be about to fork one of them
+
+    def kill(self) -> None:
+        """End all of them at once, and so all ranks."""
+        for serving in (*self._relieved, self._current):
+            serving.warden.kill()
+
+    def close(self) -> None:
+        """End every warden and every process under them; return when all are gone."""
+        self._standby.drop()
+        for serving in (*self._relieved, self._current):
+            self._end(serving)
+
+    def is_current(self, serving: Serving) -> bool:
+        """Return whether ranks that are asked for now are forked by this warden."""
+        return serving is self._current
+
+    def _end(self, serving: Serving) -> None:
+        if serving.warden.channel.alive:
+            self._events.unwatch(serving.warden.channel.fileno())
+        if not serving.is_ready:
+            serving.warden.kill()
+        others = {one.warden.keeper_pid for one in (*self._relieved, self._current) if one is not serving}
+        serving.warden.close([*self.spared, *others])
+        self._events.close_output(serving.output)
+
+    def _hear(self, serving: Serving) -> None:
+        for packet in serving.warden.channel.receive():
+            if "ready" in packet:
+                serving.is_ready = True
+            elif "started" in packet:
+                serving.pids.add(packet["started"])
+                self._on_start(packet["rank"], packet["started"])
+            else:
+                serving.pids.discard(packet["ended"])
+                self._on_end(packet["ended"], packet["status"])
+        if not serving.warden.channel.alive:
+            self._events.unwatch(serving.warden.channel.fileno())
+            self._on_loss(serving)
+            serving.pids.clear()

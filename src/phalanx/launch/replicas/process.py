@@ -1,0 +1,118 @@
+"""The process that copies a node's snapshots to other nodes, and keeps theirs, as the supervisor sees it.
+
+It is a process of its own, so that neither the supervisor nor the agent ever waits for a large copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx.checkpoint.memory.layout import note_replicator_ended, want_replicas
+from phalanx.host.ports import bound_socket
+from phalanx.launch.processes.warden import die_with_parent, hold_signals
+from phalanx.launch.screen.events import EventLoop
+from phalanx.wire.packets import PacketSocket
+
+# Not with -m, which would let a json.py in the current folder take the library's place.
+_RUN = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.replicas.replicator import main; main()"
+_FIRST_PAUSE_S = 0.5  # before it is started again, doubled each time
+_MOST_PAUSE_S = 60.0
+
+
+class Replicas:
+    """The process that keeps this node's snapshots on other nodes, and theirs here.
+
+    It is started again when it ends, after a pause that doubles each time. Meanwhile the newest snapshot that has
+    replicas stays where it is, here and on the other nodes.
+
+    Args:
+        events: Loop of the supervisor.
+        say: Function that shows a line.
+        snapshots_fd: Memory of the snapshots.
+        num_replicas: Number of other nodes that are to have each of them.
+        spared: Children of the supervisor that are nobody's rank; the process is added.
+
+    Attributes:
+        pid: Process that copies.
+        port: Port on which it takes what other nodes send.
+    """
+
+    def __init__(
+        self,
+        events: EventLoop,
+        say: Callable[[str], None],
+        snapshots_fd: int,
+        run_id: str,
+        num_replicas: int,
+        spared: list[int],
+    ) -> None:
+        self._events, self._say, self._fd, self._spared = events, say, snapshots_fd, spared
+        self._settings: str = json.dumps({"run_id": run_id, "num_replicas": num_replicas})
+        self._view: Mapping[str, Any] | None = None
+        self._pause_s = _FIRST_PAUSE_S
+        want_replicas(snapshots_fd, num_replicas)
+        self._door: socket.socket = bound_socket()  # kept open: other nodes know its port
+        self.port: int = self._door.getsockname()[1]
+        self._start(0.0)
+
+    def _start(self, pause_s: float) -> None:
+        supervisor_pid = os.getpid()
+        self._channel, theirs = PacketSocket.pair()
+        with theirs:
+            self.pid: int = os.fork()
+            if self.pid == 0:
+                try:
+                    die_with_parent(supervisor_pid)
+                    hold_signals()
+                    os.setpgid(0, 0)
+                    time.sleep(pause_s)
+                    fds = [theirs.fileno(), self._door.fileno(), self._fd]
+                    for fd in fds:
+                        os.set_inheritable(fd, True)
+                    os.execv(sys.executable, [sys.executable, "-c", _RUN, *map(str, fds), self._settings])
+                finally:
+                    os._exit(1)
+        self._spared.append(self.pid)
+        self._events.watch(self._channel.fileno(), self._hear)
+        if self._view is not None:
+            self._channel.send(self._view)
+
+    def follow(self, view: Mapping[str, Any]) -> None:
+        """Tell the process which nodes keep this node's snapshots from now on, as `holders.told_of` has written it."""
+        self._view = view
+        self._channel.send(view)
+
+    def _hear(self) -> None:
+        for packet in self._channel.receive():
+            self._say(packet["say"])
+        if not self._channel.alive:
+            self._end()
+            note_replicator_ended(self._fd)
+            self._say(
+                "the process that copies snapshots to other hosts has ended: no new replicas are made until it is "
+                f"started again, in {self._pause_s:g} s"
+            )
+            self._start(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+
+    def _end(self) -> None:
+        with contextlib.suppress(KeyError):
+            self._events.unwatch(self._channel.fileno())
+        self._channel.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, 9)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        self._spared.remove(self.pid)
+
+    def close(self) -> None:
+        """End the process."""
+        self._end()
+        self._door.close()

@@ -1,0 +1,237 @@
+"""Copies this host's snapshots to other hosts' memory, and keeps theirs in this one's. Imports no torch.
+
+One thread sends; one for each host that sends to us receives. The protocol, over TCP: an **offer** (a line of JSON)
+says which images are to come and which snapshot must not be overwritten for them. The holder says at once that it has
+heard it, and when it has made room, that the images may come, or why not. The images follow in pieces, each with its
+length before it and answered by a byte. At the end the sender looks whether the ranks have left the images alone
+meanwhile, and only then has the holder say that they are whole.
+
+A holder that fails is asked again after a pause, which doubles each time; meanwhile the next one is asked.
+
+Training goes first. Each piece is answered before the next is sent and is small enough to take a few milliseconds,
+which is as long as a message of the ranks may have to wait behind it; between pieces the link is left alone for as
+long again. Copying also rests until the time that it has cost the processors is a small share of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.checkpoint.memory import layout
+from phalanx.checkpoint.memory.layout import PAGE_BYTES, Copied, Copy, Region
+from phalanx.host.cgroups import usable_cpus
+from phalanx.launch.replicas.receiver import Receiver
+from phalanx.launch.replicas.wire import PIECE, Wire
+from phalanx.wire.packets import PacketSocket
+
+_LOOK_S = 0.05
+_AGAIN_S, _MOST_AGAIN_S = 1.0, 60.0  # before a holder is asked again: doubled each time that it fails
+_SAID_FAILURES = 2  # of a holder; not the first, which may be the end of a host that others are about to notice
+_MOST_FAILURES = 3  # before a snapshot is left with fewer replicas
+_PIECE_S = 0.004
+_LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
+_REST, _SLOW_REST = 1.0, 4.0  # times what a piece took; where even the smallest takes longer than it should
+_SHARE_OF_CPUS = 0.01  # of all together, for copying and keeping: the training loses some three times as much
+
+
+class Refused(Exception):
+    """A holder takes nothing: says why."""
+
+
+class Changed(Exception):
+    """The ranks have written over what was being copied, or something else is wanted now."""
+
+
+class Replicator:
+    """Sends what the ranks want to have copied to the holders of this node.
+
+    Args:
+        channel: Channel to the supervisor.
+        door: Socket on which other nodes come.
+        snapshots_fd: Memory of the snapshots.
+        run_id: Name of the job.
+        num_replicas: Number of other nodes that are to have each snapshot.
+    """
+
+    def __init__(
+        self, channel: PacketSocket, door: socket.socket, snapshots_fd: int, run_id: str, num_replicas: int
+    ) -> None:
+        self._channel, self._fd, self._run_id, self._num_replicas = channel, snapshots_fd, run_id, num_replicas
+        self._receiver = Receiver(door, snapshots_fd, run_id)
+        self._holders: list[dict[str, Any]] = []
+        self._wires: dict[str, Wire] = {}
+        self._num_failures: dict[str, int] = {}  # one after the other, by holder
+        self._asked_again_s: dict[str, float] = {}  # when it may be, by holder that has failed
+        self._done: Copy | None = None
+        self._has: set[str] = set()  # holders that have what is being copied
+        self._copying: Copy | None = None
+        self._piece_bytes = _LEAST_PIECE_BYTES
+        self._rests_until_s = 0.0
+        self._cpu_s = 0.0  # that copying and keeping had cost when it began to rest
+        self._said: set[str] = set()
+
+    def run(self) -> None:
+        """Copy what is wanted until the supervisor has gone."""
+        self._cpu_s = self._spent_s()
+        layout.note_replicator_started(self._fd)
+        while self._hear(_LOOK_S):
+            wanted = layout.asked_copy(self._fd)
+            now_s = time.monotonic()
+            if wanted is None or wanted == self._done or not self._receiver.me or now_s < self._rests_until_s:
+                continue
+            if regions := self._whole(wanted):
+                self._copy(wanted, regions)
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Take in what the supervisor tells; return whether it is there."""
+        if select.select([self._channel.fileno()], [], [], timeout_s)[0]:
+            for packet in self._channel.receive():
+                self._holders = packet["holders"]
+                self._receiver.me = packet["me"]
+                self._num_failures.clear()
+                self._asked_again_s.clear()
+                self._has.clear()
+                self._rests_until_s = 0.0  # what is lost is replicated again at once
+                for name in self._wires.keys() - {holder["id"] for holder in self._holders}:
+                    self._wires.pop(name).close()
+        return self._channel.alive
+
+    def _whole(self, wanted: Copy) -> list[Region]:
+        """Return the regions of a snapshot if all ranks of this host have written theirs."""
+        moment = wanted.attempt, wanted.step, wanted.folder
+        found = [
+            region
+            for region in layout.whole_regions(self._fd)
+            if region.is_own and (region.head.attempt, region.head.step, region.head.folder) == moment
+        ]
+        return found if found and len(found) == found[0].head.num_here else []
+
+    def _copy(self, wanted: Copy, regions: list[Region]) -> None:
+        began_s = time.monotonic()
+        if wanted != self._copying:
+            self._copying, self._has = wanted, set()
+        problems = []
+        has_come_back = False
+        for holder in self._holders:
+            name = holder["id"]
+            if len(self._has) == self._num_replicas:
+                break
+            if name in self._has or time.monotonic() < self._asked_again_s.get(name, 0.0):
+                continue
+            try:
+                self._send(holder, wanted, regions)
+                self._has.add(name)
+                num = self._num_failures.pop(name, 0)
+                has_come_back |= num >= _SAID_FAILURES
+            except Refused as error:
+                self._wires.pop(name, Wire(None)).close()  # as the holder does
+                problems.append(f"{holder['host']} keeps none ({error})")
+            except Changed:
+                return
+            except (OSError, ValueError, KeyError) as error:
+                self._note_failure(holder, str(error))
+        is_enough = len(self._has) >= min(self._num_replicas, len(self._holders))
+        now_s = time.monotonic()
+        again_s = [self._asked_again_s[name] for name, num in self._num_failures.items() if num < _MOST_FAILURES]
+        if again_s and not is_enough:
+            self._rests_until_s = min(again_s)
+            return
+        cpu_before_s, self._cpu_s = self._cpu_s, self._spent_s()
+        self._rests_until_s = now_s + (self._cpu_s - cpu_before_s) / (_SHARE_OF_CPUS * len(usable_cpus()))
+        self._done = wanted
+        took_ms = int(1e3 * (now_s - began_s))
+        layout.note_copied(self._fd, Copied(wanted.attempt, wanted.step, len(self._has), took_ms))
+        if not is_enough:
+            self._say_once(problems)
+        elif has_come_back:
+            self._said.clear()
+            self._channel.send({"say": "replicas of this host's snapshots: they are kept again"})
+
+    def _spent_s(self) -> float:
+        """Return the processor time of copying and keeping; what strangers say to the door costs no replica."""
+        return time.thread_time() + self._receiver.spent_s
+
+    def _note_failure(self, holder: Mapping[str, Any], error: str) -> None:
+        name = holder["id"]
+        self._wires.pop(name, Wire(None)).close()
+        num = self._num_failures[name] = self._num_failures.get(name, 0) + 1
+        pause_s = min(_AGAIN_S * 2 ** (num - 1), _MOST_AGAIN_S)
+        self._asked_again_s[name] = time.monotonic() + pause_s
+        if num == _SAID_FAILURES:
+            self._say_once([f"{holder['host']} takes none now ({error}): it is asked again, after ever longer pauses"])
+
+    def _say_once(self, problems: list[str]) -> None:
+        for problem in problems:
+            if problem not in self._said:
+                self._said.add(problem)
+                self._channel.send({"say": f"replicas of this host's snapshots: {problem}"})
+
+    # ------------------------------------------------------------ one copy
+
+    def _send(self, holder: dict[str, Any], wanted: Copy, regions: list[Region]) -> None:
+        """Have a holder keep a snapshot.
+
+        Raises:
+            Refused: It does not want to.
+            Changed: It is not to be kept any more.
+            OSError, ValueError: The connection has ended, or somebody else is there.
+        """
+        wire = self._wires.get(holder["id"])
+        if wire is None:
+            wire = self._wires[holder["id"]] = Wire.to(holder["address"], holder["port"])
+        head = regions[0].head
+        answer = wire.ask(
+            {
+                "run_id": self._run_id, "holder": holder["id"], "attempt": wanted.attempt, "step": wanted.step,
+                "folder": wanted.folder.hex(), "world_size": head.world_size, "first_rank": head.first_rank,
+                "numbers": [region.number for region in regions], "sizes": [r.head.size_bytes for r in regions],
+                "safe": [wanted.safe_attempt, wanted.safe_step],
+            }
+        )  # fmt: skip
+        if "refused" in answer:
+            raise Refused(str(answer["refused"])[:200])
+        if answer["has"]:
+            return
+        for region in regions:
+            at, end = region.offset + PAGE_BYTES, region.offset + PAGE_BYTES + region.head.size_bytes
+            while at < end:
+                at += self._send_piece(wire, at, min(self._piece_bytes, end - at))
+                if not self._hear(0) or layout.asked_copy(self._fd) not in (None, wanted):
+                    raise self._give_up(holder)
+        if any(layout.head_at(self._fd, region.offset) != region.head for region in regions):
+            raise self._give_up(holder)
+        wire.commit()
+
+    def _give_up(self, holder: dict[str, Any]) -> Changed:
+        self._wires.pop(holder["id"], Wire(None)).close()
+        return Changed()
+
+    def _send_piece(self, wire: Wire, at: int, length: int) -> int:
+        """Send some bytes, wait until they have come, and leave the link to the ranks for a while."""
+        began_s = time.monotonic()
+        wire.send(PIECE.pack(length))
+        wire.send_file(self._fd, at, length)
+        wire.await_byte()
+        took_s = max(time.monotonic() - began_s, 1e-5)
+        fitting = length * _PIECE_S / took_s
+        self._piece_bytes = int(min(max(fitting, _LEAST_PIECE_BYTES), 2 * self._piece_bytes, _MOST_PIECE_BYTES))
+        time.sleep((_SLOW_REST if fitting < _LEAST_PIECE_BYTES else _REST) * took_s)
+        return length
+
+
+def main() -> None:
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
+    door = socket.socket(fileno=int(sys.argv[2]))
+    settings = json.loads(sys.argv[4])
+    Replicator(channel, door, int(sys.argv[3]), settings["run_id"], settings["num_replicas"]).run()
+    os._exit(0)

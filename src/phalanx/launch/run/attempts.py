@@ -1,0 +1,185 @@
+"""One attempt after another on one node: on which port, what ends it, and when there is no further one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+
+from phalanx.checkpoint.memory.layout import announce_restart, forbid
+from phalanx.failure.outcome import Outcome
+from phalanx.failure.report import brief_report
+from phalanx.failure.victims import is_victim
+from phalanx.host.block_pool import MemoryPolicy
+from phalanx.host.cgroups import count_oom_kills
+from phalanx.host.ports import ReservedPort, port_advice, port_problem
+from phalanx.launch.deadlines import AT_ONCE_S
+from phalanx.launch.environment import Attempt
+from phalanx.launch.job import Job
+from phalanx.launch.processes.modules import modules_file
+from phalanx.launch.run.local_size import LocalSize
+from phalanx.launch.run.supervisor import Supervisor
+
+
+def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
+    """Start the ranks until they succeed or may not be started again; return the last cause, None if all went well.
+
+    Raises:
+        SystemExit: The port was taken meanwhile; that has been said.
+    """
+    course = Course(job, ranks.snapshots_fd)
+    size = course.size
+    while True:
+        num_oom_kills = count_oom_kills()
+        with contextlib.closing(_reserve_port(ranks, job)) as reserved:
+            attempt = Attempt(
+                world_size=size.num_ranks,
+                num_local_ranks=size.num_ranks,
+                role=job.role,
+                master_addr=job.master_addr,
+                master_port=reserved.port,
+                run_id=job.run_id,
+                restart_count=size.num_ended,
+                max_restarts=job.max_restarts,
+            )
+            regrow = (lambda: course.is_time_to_regrow(time.monotonic() - ranks.began_s)) if size.may_regrow else None
+            culprit = ranks.run_attempt(attempt, until=regrow, may_keep=course.may_restart)
+        if ranks.received is not None:
+            return None
+        if culprit is None:
+            if not course.is_regrowing:
+                return None
+            ranks.say(course.regrow())
+            ranks.recovery.planned(ranks.ends)
+            continue
+        if culprit.made_room:
+            return culprit
+        ends = [] if ranks.has_progress else ranks.ends
+        steps = course.after_failure(culprit, lived_s=culprit.when_s - ranks.began_s, ends=ends)
+        if course.is_over:
+            for step in steps:
+                ranks.say(step)
+            return culprit
+        say_failure(ranks, culprit)
+        ranks.recovery.lost_rank(culprit, ranks.ends)
+        if count_oom_kills() > num_oom_kills:
+            give_up_memory(ranks)
+        for step in steps:
+            ranks.say(step)
+
+
+def words_of_used_restarts(job: Job, num_restarts: int) -> str:
+    """Return that a job ends because its restarts are used; nothing if there are some left, or it had none."""
+    if not job.max_restarts or num_restarts < job.max_restarts:
+        return ""
+    return f"{num_restarts} of {job.max_restarts} restarts are used; raise --max-restarts"
+
+
+def give_up_memory(ranks: Supervisor) -> None:
+    """Have the next attempt take no snapshots and keep no freed memory: the kernel has killed for want of it."""
+    ranks.dismiss_survivors()
+    forbid(ranks.snapshots_fd)
+    ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
+    ranks.say(
+        "the kernel has killed a process because memory ran out: no more snapshots are taken in memory, and "
+        "freed memory is not kept"
+    )
+
+
+def say_failure(ranks: Supervisor, culprit: Outcome) -> None:
+    """Say what failed, before the ranks are started again."""
+    ranks.say(brief_report(culprit))
+
+
+class Course:
+    """Follows the failures of a job on one node, and chooses the end.
+
+    Attributes:
+        size: Number of ranks of the present attempt.
+        is_regrowing: Whether the present attempt is being ended only to start MAX ranks.
+        is_over: Whether there is no further attempt.
+    """
+
+    def __init__(self, job: Job, snapshots_fd: int) -> None:
+        self._job = job
+        self._fd = snapshots_fd
+        self.size = LocalSize(job, snapshots_fd)
+        self.is_regrowing: bool = False
+        self.is_over: bool = False
+        self._num_restarts = 0  # those that count
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether a failure of the present attempt may be followed by another attempt."""
+        return self.size.is_trial or self._num_restarts < self._job.max_restarts
+
+    def is_time_to_regrow(self, lived_s: float) -> bool:
+        """Whether MAX ranks are to be started now.
+
+        If so, the ranks can know it when they are told to end, and need not ask for another job.
+        """
+        self.is_regrowing = self.size.is_time_to_regrow(lived_s)
+        if self.is_regrowing:
+            announce_restart(self._fd, self.size.num_ended)
+        return self.is_regrowing
+
+    def regrow(self) -> str:
+        """Choose MAX ranks after an attempt that was ended for it; return what is to be said."""
+        self.is_regrowing = False
+        return self.size.regrow()
+
+    def after_failure(self, culprit: Outcome, *, lived_s: float, ends: Sequence[Outcome] = ()) -> list[str]:
+        """Choose what follows the failed attempt; return the lines to be said.
+
+        Args:
+            ends: Ends of all ranks, if none of them has noted progress.
+        """
+        job, size = self._job, self.size
+        before, has_progress, is_trial = size.num_ranks, size.has_progress, size.is_trial
+        self.is_regrowing = False
+        why = size.after_failure(culprit, lived_s=lived_s)
+        if is_trial and not has_progress:  # we began it, so it costs none of the restarts
+            return [why]
+        if self._num_restarts == job.max_restarts:
+            self.is_over = True
+            return [*filter(None, [words_of_used_restarts(job, self._num_restarts)])]
+        is_fixed = job.min_local_ranks == job.num_local_ranks
+        mistake = _common_mistake(ends) if is_fixed and not has_progress and lived_s < AT_ONCE_S else ""
+        if mistake:
+            self.is_over = True
+            return [f"not started again: every rank raised {mistake}, before any progress, and would again"]
+        if not size.num_ranks:
+            self.is_over = True
+            return [why]
+        self._num_restarts += 1
+        note = f": {size.note}" if size.num_ranks != before else ""
+        return [*filter(None, [why]), f"restart {self._num_restarts} of {job.max_restarts}{note}"]
+
+
+def _common_mistake(ends: Sequence[Outcome]) -> str:
+    """Return the exception, with its line, that every rank raised before it trained; nothing if they differ."""
+    found = set()
+    for end in ends:
+        words = end.last_words
+        has_trained = os.path.exists(modules_file(end.folder))
+        has_ended_of_it = end.exitcode == 1 or end.ended_by_us
+        if has_trained or not words.kind or not words.site or is_victim(words) or not has_ended_of_it:
+            return ""
+        found.add((words.name, words.site))
+    if len(found) != 1:
+        return ""
+    kind, site = found.pop()
+    return f"{kind} at {os.path.basename(site)}"
+
+
+def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:
+    with contextlib.suppress(OSError):
+        return ReservedPort(job.master_port)
+    ranks.dismiss_survivors()  # one that was rank 0 may still listen
+    try:
+        return ReservedPort(job.master_port)
+    except OSError:  # somebody has taken it since
+        problem = port_problem(job.master_port) or f"port {job.master_port} is taken"
+        ranks.say(f"{problem}; {port_advice(job.max_nodes)}")
+        raise SystemExit(1) from None

@@ -1,0 +1,196 @@
+"""How the ranks of an attempt are ended: when, by which signal, after which time by SIGKILL, and who is kept."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from phalanx._text import named
+from phalanx.failure.outcome import find_culprit
+from phalanx.launch.deadlines import CAUSE_S, KILL_S, LATE_S, SAME_S, STOP_S
+from phalanx.launch.job import Job
+from phalanx.launch.processes.wardens import Wardens
+from phalanx.launch.run.survivors import Survivors
+from phalanx.launch.screen.events import EventLoop
+from phalanx.launch.screen.ranks import Rank
+
+
+class Shutdown:
+    """Ends ranks once one of them has failed, or when it is asked to.
+
+    Args:
+        ranks: Ranks of the present attempt; the list is its owner's, who changes it.
+        on_end: Function to call before ranks are told to end.
+
+    Attributes:
+        by: Signal that ranks are being ended with; None: they are not.
+        has_failure: Whether a rank of this attempt has failed.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        ranks: Sequence[Rank],
+        events: EventLoop,
+        wardens: Wardens,
+        survivors: Survivors,
+        *,
+        say: Callable[[str], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._job, self._ranks, self._events = job, ranks, events
+        self._wardens, self._survivors, self._say, self._on_end = wardens, survivors, say, on_end
+        self.by: int | None = None
+        self._first_failure_s: float | None = None
+        self._may_keep = False
+        self._stopping: list[Rank] = []  # told to leave their groups
+        self._late_at_s: float | None = None  # when it is to be said who has not ended
+
+    def begin(self, *, may_keep: bool) -> None:
+        """Begin another attempt.
+
+        Args:
+            may_keep: Whether there may be another one after it, for which processes can be kept.
+        """
+        self.by = self._first_failure_s = None
+        self._may_keep = may_keep
+
+    @property
+    def has_failure(self) -> bool:
+        return self._first_failure_s is not None
+
+    def note_failure(self, when_s: float) -> None:
+        """Take in that a rank has failed; what the first failure asks for counts from its time."""
+        if self._first_failure_s is None:
+            self._first_failure_s = when_s
+
+    def judge(self) -> None:
+        """End the others once the cause of a failure is known, or has had time enough to show."""
+        if self._first_failure_s is None or self.by is not None:
+            return
+        culprit = find_culprit([end for rank in self._ranks if (end := rank.end or rank.pause)])
+        assert culprit is not None
+        running = [rank for rank in self._ranks if rank.is_running]
+        if culprit.is_victim:
+            awaited = bool(running)
+        else:  # it names no reason, and another is just dying of one
+            silent = not culprit.signal and not culprit.last_words.kind
+            awaited = silent and any(rank.said_why for rank in running)
+        give_up_s = self._first_failure_s + CAUSE_S
+        if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
+            awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
+        if culprit.made_room or culprit.ended_for_restart:  # and so will the others
+            awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
+        if awaited and time.monotonic() < give_up_s:
+            self._events.deadline = give_up_s
+        else:
+            self.stop(keeps=True)
+
+    def stop(self, *, keeps: bool = False) -> None:
+        """End the ranks, unless they are being ended.
+
+        Args:
+            keeps: Whether processes are kept for the next attempt, if they can be.
+        """
+        if self.by is not None:
+            return
+        running = [rank for rank in self._ranks if rank.is_running]
+        stopping = [rank for rank in running if keeps and self._may_keep and self._survivors.has(rank.pid)]
+        self.end(signal.SIGTERM, [rank for rank in running if rank not in stopping])
+        for rank in stopping:
+            rank.asked_to_end = True
+            self._survivors.stop(rank.pid)
+        if stopping:
+            self._stopping = stopping
+            self._events.deadline = time.monotonic() + min(STOP_S, self._job.grace_s)
+
+    def kill(self) -> None:
+        """End the ranks at once: they may not do another step."""
+        if any(rank.end is None for rank in self._ranks) and self.by != signal.SIGKILL:
+            self.end(signal.SIGKILL)
+
+    def end(self, sig: int, ranks: Sequence[Rank] | None = None) -> None:
+        """Tell ranks, by default all that live, to end; SIGKILL follows after the grace period."""
+        self._on_end()
+        living = [rank for rank in self._ranks if rank.end is None] if ranks is None else ranks
+        for rank in living:
+            rank.asked_to_end, rank.pause = True, None
+            rank.was_killed |= sig == signal.SIGKILL
+        if self.by is None:
+            self._late_at_s = time.monotonic() + LATE_S
+        self.by = sig
+        self._stopping = []
+        wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
+        self._events.deadline = time.monotonic() + wait_s
+        self._wardens.end(sig, [rank.pid for rank in living if rank.pid])
+
+    def catch_up(self, pid: int) -> None:
+        """End a rank that has been forked after the others were told to."""
+        if self.by is not None:
+            self._wardens.end(self.by, [pid])
+
+    def refuse(self, rank: Rank) -> None:
+        """End a rank that was to be kept and can't be."""
+        if rank in self._stopping:
+            self._stopping.remove(rank)
+            self._wardens.end(signal.SIGTERM, [rank.pid])
+
+    def postpone(self, stopped_s: float) -> None:
+        """Give the ranks the time back in which they were stopped."""
+        if self._events.deadline is not None:
+            self._events.deadline += stopped_s
+        if self._late_at_s is not None:
+            self._late_at_s += stopped_s
+        if self._first_failure_s is not None:
+            self._first_failure_s += stopped_s
+
+    def keep_deadline(self) -> None:
+        """Go on to the next, harder means once the ranks have had their time."""
+        if self.by is None or not self._events.is_late:
+            return
+        running = [rank for rank in self._ranks if rank.is_running]
+        if late := [rank.rank for rank in self._stopping if rank.is_running]:
+            they = "it is" if len(late) == 1 else "they are"
+            why = f"no collective or snapshot within {STOP_S:g} s, so {they} started anew"
+            self._say(f"{named('rank', late)} can't be kept: {why} (phalanx explain rank-not-kept)")
+            self.end(signal.SIGTERM, running)
+        elif self._stopping:  # those that were only told to end have their time
+            self._stopping, self._events.deadline = [], time.monotonic() + self._job.grace_s
+        elif self.by == signal.SIGKILL:
+            self._wardens.kill()
+            self.end(signal.SIGKILL)
+        else:
+            self.end(signal.SIGKILL, running or None)
+
+    def within(self, timeout_s: float | None) -> float | None:
+        """Return how long the supervisor may wait if nothing else ends its wait before `timeout_s`."""
+        if self._late_at_s is None:
+            return timeout_s
+        left_s = max(0.0, self._late_at_s - time.monotonic())
+        return left_s if timeout_s is None else min(timeout_s, left_s)
+
+    def say_who_is_late(self) -> None:
+        """Say once which ranks have not ended although they have had some time."""
+        if self._late_at_s is None or time.monotonic() < self._late_at_s:
+            return
+        self._late_at_s = None
+        late = [rank for rank in self._ranks if rank.is_running]
+        if self.by is None or not late:
+            return
+        who = named("rank", [rank.rank for rank in late]) + (f" (pid {late[0].pid})" if len(late) == 1 else "")
+        left_s = max(0.0, (self._events.deadline or 0.0) - time.monotonic())
+        then = f"; SIGKILL follows in {left_s:.0f} s" if self.by != signal.SIGKILL else ""
+        has = "has" if len(late) == 1 else "have"
+        self._say(f"{who} {has} not ended within {LATE_S:g} s of {signal.Signals(self.by).name}{then}")
+
+    def repeat_lost_interrupts(self) -> None:
+        """Send SIGINT again to ranks that have printed that they ignored its exception: an import may swallow it."""
+        if self.by == signal.SIGINT:
+            lost = [rank.pid for rank in self._ranks if rank.end is None and rank.stderr.lost_interrupt()]
+            if lost:
+                self._wardens.end(signal.SIGINT, lost)
+
+    def has_ended(self) -> None:
+        """Take in that all ranks that were told to end have ended."""
+        self.by = self._events.deadline = None

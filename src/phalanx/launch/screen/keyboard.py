@@ -1,0 +1,189 @@
+"""What is typed under ``phalanx run``: it goes to the first rank, or to the debugger of the rank that asks for one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from typing import NamedTuple
+
+from phalanx import _env
+from phalanx.debugging.terminal import RUNS, listen_at
+from phalanx.host.descriptors import is_in_background
+from phalanx.launch.screen.events import EventLoop
+from phalanx.launch.screen.output import LiveStream, Screen, prefix
+from phalanx.launch.screen.ranks import Rank
+from phalanx.wire.peer import peer_of
+from phalanx.wire.places import make_path
+
+_END_OF_INPUT = b"\x04"  # as a terminal writes it
+_HELLO_BYTES = 256
+_RUNS = RUNS.encode()
+
+
+class _Debugger(NamedTuple):
+    """A debugger that talks to us, and the rank that it holds."""
+
+    connection: socket.socket
+    rank: int
+
+
+class Keyboard:
+    """Our own input, which one rank at a time reads.
+
+    Args:
+        screen: Screen for a debugger's prompt, whatever else of its rank is shown.
+        terminal_pid: Process that a shell has started.
+    """
+
+    def __init__(self, events: EventLoop, screen: Screen, terminal_pid: int) -> None:
+        self._events, self._screen, self._terminal_pid = events, screen, terminal_pid
+        self._first: Rank | None = None  # whose terminal has our input
+        self._debugger: _Debugger | None = None  # whose turn it is
+        self._runs = False  # its program, so that nobody is at its prompt
+        self._view: LiveStream | None = None
+        self._queue: list[_Debugger] = []  # that wait for their turn
+        self._running: list[_Debugger] = []  # that had theirs, and have not asked again
+        self._listener: socket.socket | None = None
+        self._path = ""
+        if os.isatty(0):
+            with contextlib.suppress(OSError):  # nowhere to put a socket: ranks then go on without a debugger
+                self._path, self._listener = listen_at(make_path("prompts"))
+                self._events.watch(self._listener.fileno(), self._lend)
+
+    def environment(self) -> dict[str, str]:
+        """Return what tells ranks where to ask for the terminal."""
+        return {_env.PROMPT_VARIABLE: self._path if self._listener is not None else ""}
+
+    def stdin_of(self, rank: Rank) -> int:
+        """Return what the first rank reads: our own input, or its terminal, to which ours is passed on."""
+        self._first = None
+        if not os.isatty(0):
+            with contextlib.suppress(OSError):  # closed
+                return os.dup(0)
+        elif os.isatty(rank.stdout.rank_fd):
+            self._first = rank
+            self._watch_input()
+            return os.dup(rank.stdout.rank_fd)
+        return os.open(os.devnull, os.O_RDONLY)
+
+    def close(self) -> None:
+        for debugger in self._running:
+            self._events.unwatch(debugger.connection.fileno())
+        for debugger in (*self._running, *self._queue):
+            debugger.connection.close()
+        self._queue.clear()
+        if self._debugger is not None:
+            self._take_back()
+        if self._listener is not None:
+            self._events.unwatch(self._listener.fileno())
+            self._listener.close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+    def _watch_input(self) -> None:
+        if not self._events.is_watched(0):
+            self._events.watch(0, self._pass_input_on)
+
+    def _pass_input_on(self) -> None:
+        typed = b""
+        with contextlib.suppress(OSError):  # EIO: we are in the background
+            typed = b"" if is_in_background(self._terminal_pid) else os.read(0, 4096)
+        if self._debugger is not None:
+            self._answer_prompt(typed)
+            return
+        if not typed or self._first is None:
+            self._events.unwatch(0)
+        if self._first is not None:
+            with contextlib.suppress(BlockingIOError):  # it does not read: so much for typing ahead
+                os.write(self._first.stdout.fd, typed or _END_OF_INPUT)
+
+    # ------------------------------------------------------------ debuggers have it by turns
+
+    def _lend(self) -> None:
+        """Take in a rank that asks for the terminal."""
+        assert self._listener is not None
+        connection, _ = self._listener.accept()
+        connection.settimeout(1.0)  # it says who it is at once
+        try:
+            hello = b""
+            while not hello.endswith(b"\n") and (more := connection.recv(1)) and len(hello) < _HELLO_BYTES:
+                hello += more
+            rank = int(json.loads(hello)["rank"])
+            if peer_of(connection)[1] != os.geteuid() or is_in_background(self._terminal_pid):
+                raise ConnectionRefusedError
+        except (OSError, ValueError, KeyError, TypeError):
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._queue.append(_Debugger(connection, rank))
+        self._lend_to_next()
+
+    def _lend_to_next(self) -> None:
+        """Give the terminal to whoever has waited longest, unless somebody is at a prompt."""
+        if not self._queue or (self._debugger is not None and not self._runs):
+            return
+        if (before := self._debugger) is not None:  # it may wait for the next one: it gets its turn when it says more
+            self._end_turn()
+            self._running.append(before)
+            self._events.watch(before.connection.fileno(), lambda: self._ask_again(before))
+        self._debugger, self._runs = self._queue.pop(0), False
+        self._view = LiveStream(self._screen, prefix(self._debugger.rank, colour=self._screen.is_terminal))
+        self._screen.lend(self._view)
+        self._events.watch(self._debugger.connection.fileno(), self._show_prompt)
+        self._watch_input()
+
+    def _ask_again(self, debugger: _Debugger) -> None:
+        self._events.unwatch(debugger.connection.fileno())
+        self._running.remove(debugger)
+        self._queue.append(debugger)
+        self._lend_to_next()
+
+    def _show_prompt(self) -> None:
+        assert self._debugger is not None
+        assert self._view is not None
+        try:
+            said = self._debugger.connection.recv(65536)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:  # it was killed
+            said = b""
+        if not said:
+            self._take_back()
+            return
+        self._runs = said.endswith(_RUNS)
+        self._screen.lend(self._view)
+        self._view.feed(said.replace(_RUNS, b""))
+        if self._runs:
+            self._screen.borrower = None
+        self._lend_to_next()
+
+    def _answer_prompt(self, typed: bytes) -> None:
+        assert self._debugger is not None
+        # The terminal has shown what was typed, with the line's end.
+        if typed.endswith(b"\n"):
+            self._screen.open_line = b""
+        with contextlib.suppress(OSError):
+            if typed:
+                self._debugger.connection.send(typed)
+            else:
+                self._debugger.connection.shutdown(socket.SHUT_WR)
+
+    def _take_back(self) -> None:
+        """Hang up: the debugger has ended."""
+        assert self._debugger is not None
+        ended = self._debugger
+        self._end_turn()
+        ended.connection.close()
+        if self._first is None and self._events.is_watched(0):
+            self._events.unwatch(0)
+        self._lend_to_next()
+
+    def _end_turn(self) -> None:
+        assert self._debugger is not None
+        assert self._view is not None
+        self._events.unwatch(self._debugger.connection.fileno())
+        self._view.finish()
+        self._screen.borrower = None
+        self._debugger = self._view = None

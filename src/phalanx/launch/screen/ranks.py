@@ -1,0 +1,280 @@
+"""One rank as the supervisor sees it: a process, two streams, and where they go."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import termios
+import time
+import tty
+from collections.abc import Callable
+
+from phalanx._env import PREEMPTED_CODE
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.outcome import Outcome, last_words_in, read_stderr, write_error_file
+from phalanx.failure.tracebacks import HeldTracebacks, Stream
+from phalanx.failure.victims import is_victim
+from phalanx.launch.screen.output import LineStream, LiveStream, Screen, prefix
+from phalanx.record.notes import has_ended_for_restart
+
+_LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
+_MAX_READS = 64  # more than a full pipe
+_TAIL_BYTES = 64 * 1024  # of stderr: enough for the longest traceback that anybody reads
+
+
+class Output:
+    """A stream of a rank: read here, kept in a log, shown on a screen.
+
+    Args:
+        live: Whether the stream has a terminal of its own and is shown character by character.
+        voice: Function that puts a filter before the stream that shows it; None: there is none.
+
+    Attributes:
+        fd: Our end, to be read without blocking.
+        rank_fd: The rank's end, until it has been handed over.
+        tail: End of the output, for the search for a cause.
+        log_problem: Reason for which the log is incomplete; empty if it is complete.
+        ended: Nobody can write to it any more.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        line_prefix: bytes,
+        log_path: str,
+        *,
+        live: bool,
+        shown: bool,
+        voice: Callable[[Stream], Stream] | None = None,
+    ) -> None:
+        self._screen = screen
+        self._live, self._shown = live, shown
+        self.log_problem: str = ""
+        self.ended: bool = False
+        self.fd: int
+        self.rank_fd: int
+        self.fd, self.rank_fd = _open_terminal(screen) if live else os.pipe()
+        os.set_blocking(self.fd, False)
+        try:
+            self._open(line_prefix, log_path, voice)
+        except OSError:
+            os.close(self.fd)
+            os.close(self.rank_fd)
+            raise
+
+    def _open(self, line_prefix: bytes, log_path: str, voice: Callable[[Stream], Stream] | None) -> None:
+        try:
+            self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115 closed with the stream
+        except OSError as error:
+            self.log_problem = error.strerror or str(error)
+            self._log = open(os.devnull, "ab", buffering=0)  # noqa: SIM115 closed with the stream
+        self.tail: bytes = b""
+        self._num_lost = 0  # interrupts
+        kind = LiveStream if self._live else LineStream
+        view: Stream = kind(self._screen, line_prefix)
+        self._view = HeldTracebacks(voice(view) if voice else view) if self._shown else None
+
+    def go_on(self, line_prefix: bytes, log_path: str, voice: Callable[[Stream], Stream] | None) -> None:
+        """Take what comes from now on for that of another attempt, whose log is another: the process was kept."""
+        self._log.close()
+        self._open(line_prefix, log_path, voice)
+
+    def carry(self) -> bool:
+        """Give on what has come, at most one buffer; return whether there may be more."""
+        try:
+            data = os.read(self.fd, 65536)
+        except BlockingIOError:
+            return False
+        except OSError:  # EIO: the last holder of a terminal's other side has gone
+            data = b""
+        self.ended = not data
+        if data:
+            self.tail = (self.tail + data)[-_TAIL_BYTES:]
+            try:
+                self._log.write(data)
+            except OSError as error:  # the disk is full: training may go on
+                self.log_problem = error.strerror or str(error)
+            if self._view is not None:
+                self._view.feed(data)
+        return bool(data)
+
+    def drain(self, *, drops_last_words: bool = False) -> None:
+        """Give on all that has come, the unfinished line too: the rank has ended.
+
+        Args:
+            drops_last_words: Whether to leave out the traceback that it ended with, if that is still held: a report
+                has it.
+        """
+        for _ in range(_MAX_READS):  # what has escaped from it may write for ever
+            if not self.carry():
+                break
+        if self._view is not None:
+            if drops_last_words:
+                self._view.settle()
+            self._view.finish()
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a traceback is kept off the screen until it is known whether the rank ends of it."""
+        return self._view is not None and self._view.is_holding
+
+    def release_late(self) -> None:
+        """Show the traceback that is held, if the rank has gone on."""
+        if self._view is not None:
+            self._view.release_late()
+
+    def hide_interrupts(self) -> None:
+        """From now on leave out tracebacks of KeyboardInterrupt."""
+        if self._view is not None:
+            self._view.hides_interrupts = True
+
+    def lost_interrupt(self) -> bool:
+        """Whether the rank has printed, since it was last asked, that it ignored a KeyboardInterrupt."""
+        before, self._num_lost = self._num_lost, len(_LOST_INTERRUPT.findall(self.tail))
+        return self._num_lost > before
+
+    def has_room(self, columns: str) -> bool:
+        """Whether lines of so many columns, as COLUMNS says it, fit the stream's terminal, if it has one."""
+        if not self._live or not columns.isdecimal():
+            return True
+        room = os.get_terminal_size(self.fd).columns
+        return not room or int(columns) <= room
+
+    def resize(self) -> None:
+        """Give the rank's terminal, if it has one, the size of the screen; the kernel tells the rank."""
+        if self._live:
+            _copy_size(self._screen, self.fd)
+
+    def close(self) -> None:
+        if self.rank_fd >= 0:
+            self.hand_over()
+        os.close(self.fd)
+        self._log.close()
+        if self._view is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._view.finish()
+
+    def hand_over(self) -> None:
+        """Close the rank's end: it has its own copy now."""
+        os.close(self.rank_fd)
+        self.rank_fd = -1
+
+
+class Rank:
+    """A rank of one attempt from the moment it is asked for until its end has been reported.
+
+    Attributes:
+        pause: Failure of the rank, if its process waits for the next attempt.
+    """
+
+    def __init__(self, rank: int, folder: str, stdout: Output, stderr: Output, pid: int = 0) -> None:
+        self.rank = rank
+        self.folder = folder
+        self.stdout = stdout
+        self.stderr = stderr
+        self.pid = pid  # 0 until the warden has forked it
+        self.asked_to_end = False
+        self.was_killed = False  # by us
+        self.end: Outcome | None = None
+        self.pause: Outcome | None = None
+
+    @property
+    def outputs(self) -> tuple[Output, Output]:
+        return self.stdout, self.stderr
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has neither ended nor waits for the next attempt."""
+        return self.end is None and self.pause is None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its process waits for the next attempt."""
+        return self.end is None and self.pause is not None
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, as the kernel knows before the warden tells."""
+        if self.end is not None:
+            return True
+        if not self.pid:
+            return False
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        has_ended = bool(poll.poll(0))
+        os.close(pidfd)
+        return has_ended
+
+    @property
+    def said_why(self) -> bool:
+        """Whether it has told of an exception that is not a victim's: it is about to end, or has."""
+        words = self._last_words()
+        return bool(words.kind) and not is_victim(words)
+
+    def _last_words(self) -> LastWords:
+        return last_words_in(self.folder, self.pid, self.stderr.tail)
+
+    def record_end(self, status: int, *, is_reported: bool) -> Outcome:
+        """Take in its wait status, with all that it had still to say.
+
+        Args:
+            is_reported: Whether the failure will be reported, so that this rank's last words need not be shown now.
+        """
+        code = os.waitstatus_to_exitcode(status)
+        self._drain(is_reported=is_reported and code != 0)
+        is_crash = code < 0 and not self.asked_to_end  # after an exception, too: what it was doing stands on stderr
+        words = read_stderr(self.stderr.tail) if is_crash else self._last_words() if code else LastWords()
+        self.end = self._outcome(code, words)
+        if self.end.failed:
+            write_error_file(self.end)
+        return self.end
+
+    def record_pause(self) -> Outcome:
+        """Take in that an exception has ended its part of the attempt, and that its process waits for the next one."""
+        self._drain(is_reported=True)
+        code = PREEMPTED_CODE if has_ended_for_restart(self.folder) else 1
+        self.pause = self._outcome(code, self._last_words())
+        return self.pause
+
+    def _drain(self, *, is_reported: bool) -> None:
+        self.stdout.drain()
+        self.stderr.drain(drops_last_words=is_reported)
+
+    def _outcome(self, code: int, words: LastWords) -> Outcome:
+        return Outcome(
+            rank=self.rank,
+            pid=self.pid,
+            exitcode=code,
+            ended_by_us=self.asked_to_end,
+            killed_by_another=self.asked_to_end and code == -signal.SIGKILL and not self.was_killed,
+            last_words=words,
+            folder=self.folder,
+            when_s=time.monotonic(),
+        )
+
+
+def _open_terminal(screen: Screen) -> tuple[int, int]:
+    """Return our side and the rank's of a terminal of the screen's size, so that a progress bar shows."""
+    ours, theirs = os.openpty()
+    tty.setraw(theirs)  # line ends are translated once, by the real terminal
+    modes = termios.tcgetattr(theirs)
+    modes[3] |= termios.ICANON  # but Ctrl-D, which comes as the end of our input, is to be one there too
+    modes[6][termios.VEOF] = b"\x04"
+    termios.tcsetattr(theirs, termios.TCSANOW, modes)
+    _copy_size(screen, theirs)
+    return ours, theirs
+
+
+def _copy_size(screen: Screen, fd: int) -> None:
+    with contextlib.suppress(OSError):
+        columns, lines = os.get_terminal_size(screen.fd)
+        room = max(20, columns - len(prefix(0, colour=False))) if columns else 0  # 0: nobody knows
+        fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, room, 0, 0))
