@@ -23,7 +23,7 @@ import phalanx
 from bench import record
 from bench.ddp import CASES
 from bench.report import machine_facts
-from phalanx.parallel.sentinel import Sentinel
+from phalanx.parallel.divergence.sentinel import Sentinel
 from phalanx.testing import run_ranks
 from phalanx.wire.rank_group import RankGroup
 

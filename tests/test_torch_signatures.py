@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import phalanx
 import phalanx.parallel
-from phalanx.parallel.grad_bucket import GradBucket
+from phalanx.parallel.ddp.grad_bucket import GradBucket
 
 DDP = phalanx.DistributedDataParallel
 ZERO = phalanx.ZeroRedundancyOptimizer

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE, Sentinel
+from phalanx.parallel.divergence.sentinel import LEAST_OF_A_CYCLE, Sentinel
 from tests.train._programs import make_model
 
 

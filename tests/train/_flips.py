@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE
+from phalanx.parallel.divergence.sentinel import LEAST_OF_A_CYCLE
 from tests.train._programs import make_data, make_model, quietly
 
 EVERY = 20

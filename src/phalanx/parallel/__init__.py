@@ -1,10 +1,10 @@
 """Data parallel training on any backend of torch.distributed."""
 
 from phalanx.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from phalanx.parallel.bridge import Bf16State, bf16_feedback_hook, bridge_hook
 from phalanx.parallel.data_parallel import DataParallel
-from phalanx.parallel.ddp import DistributedDataParallel
-from phalanx.parallel.divergence import check_replicas
+from phalanx.parallel.ddp.bridge import Bf16State, bf16_feedback_hook, bridge_hook
+from phalanx.parallel.ddp.ddp import DistributedDataParallel
+from phalanx.parallel.divergence.check import check_replicas
 from phalanx.parallel.exercises import average_gradients, ring_all_reduce
 from phalanx.parallel.hosts import HostGroups, host_groups
 from phalanx.parallel.local_sgd import LocalSGD

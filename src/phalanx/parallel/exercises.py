@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx._torch.tensors import is_expanded
-from phalanx.parallel.buckets import make_buckets
+from phalanx.parallel.ddp.buckets import make_buckets
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx._errors import ReplicaMismatch
-from phalanx.parallel.sentinel import LEAST_OF_A_CYCLE, Sentinel
+from phalanx.parallel.divergence.sentinel import LEAST_OF_A_CYCLE, Sentinel
 from phalanx.train.finite import FiniteGuard
 from phalanx.train.preemption import Preemption
 from phalanx.train.run_log import RunLog

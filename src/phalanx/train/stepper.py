@@ -13,7 +13,7 @@ from phalanx import checkpoint
 from phalanx._torch import foreach_mul_
 from phalanx._torch.nested import to_device
 from phalanx.parallel import DistributedDataParallel
-from phalanx.parallel.sentinel import Sentinel, kind_of_processor
+from phalanx.parallel.divergence.sentinel import Sentinel, kind_of_processor
 from phalanx.session.loop import synchronizing
 from phalanx.session.session import Session
 from phalanx.train import determinism

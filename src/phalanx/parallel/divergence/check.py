@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from phalanx._errors import ReplicaMismatch
 from phalanx._text import listed, named
 from phalanx.checkpoint.state.digest import bytes_of, digests
-from phalanx.parallel.replicated import Entry, buffers, is_shard, optimizer_state, other_parameters, parameters
+from phalanx.parallel.divergence.replicated import (
+    Entry,
+    buffers,
+    is_shard,
+    optimizer_state,
+    other_parameters,
+    parameters,
+)
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
 _COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # of a tensor: what has a digest, and what ranks show each other

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.parallel.bucket import BoundHook, Bucket, dense_gradient
-from phalanx.parallel.coalesced import CoalescedBucket
+from phalanx.parallel.ddp.bucket import BoundHook, Bucket, dense_gradient
+from phalanx.parallel.ddp.coalesced import CoalescedBucket
 from phalanx.parallel.layout import num_reals, views_of
 
 

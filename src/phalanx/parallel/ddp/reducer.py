@@ -23,11 +23,11 @@ from phalanx._text import listed
 from phalanx._torch import current_graph_task_id, queue_callback
 from phalanx._torch.nested import tensors_in
 from phalanx.data.epochs import repeated_orders
-from phalanx.parallel.bucket import BoundHook, Bucket
-from phalanx.parallel.buckets import make_buckets
-from phalanx.parallel.coalesced import CoalescedBucket, Division
-from phalanx.parallel.replica import Replica
-from phalanx.parallel.uneven_inputs import add_hint
+from phalanx.parallel.ddp.bucket import BoundHook, Bucket
+from phalanx.parallel.ddp.buckets import make_buckets
+from phalanx.parallel.ddp.coalesced import CoalescedBucket, Division
+from phalanx.parallel.ddp.replica import Replica
+from phalanx.parallel.ddp.uneven_inputs import add_hint
 from phalanx.record.loop import Loop
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
-from phalanx.parallel.reducer import Reducer
-from phalanx.parallel.replica import Replica
-from phalanx.parallel.uneven_inputs import active_ranks
+from phalanx.parallel.ddp.reducer import Reducer
+from phalanx.parallel.ddp.replica import Replica
+from phalanx.parallel.ddp.uneven_inputs import active_ranks
 
 
 class Shadow(JoinHook):

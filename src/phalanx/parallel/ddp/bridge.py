@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.grad_bucket import CommHook, GradBucket, checked_future, tensor_of
+from phalanx.parallel.ddp.grad_bucket import CommHook, GradBucket, checked_future, tensor_of
 from phalanx.parallel.hosts import HostGroups, share_out
 from phalanx.parallel.layout import num_reals
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.parallel.grad_bucket import GradBucket, checked_future, tensor_of
+from phalanx.parallel.ddp.grad_bucket import GradBucket, checked_future, tensor_of
 
 BoundHook: TypeAlias = Callable[[Any], torch.futures.Future[Any]]
 """Communication hook with its state, called as ``hook(bucket)``."""

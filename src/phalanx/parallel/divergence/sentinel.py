@@ -17,9 +17,9 @@ from phalanx._errors import ReplicaMismatch
 from phalanx._text import counted
 from phalanx._torch.tensors import is_one_range
 from phalanx.checkpoint.state.digest import bytes_of, digests
-from phalanx.parallel.divergence import first_difference
+from phalanx.parallel.divergence.check import first_difference
+from phalanx.parallel.divergence.replicated import Entry, Owner, is_plain, optimizer_state, parameters
 from phalanx.parallel.layout import flat
-from phalanx.parallel.replicated import Entry, Owner, is_plain, optimizer_state, parameters
 
 _SHARE = 0.005  # of the time of training
 _FIRST_EVERY = 100  # steps, until it is known what they and a comparison take

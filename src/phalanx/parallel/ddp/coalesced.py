@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx._torch import foreach_mul_
 from phalanx._torch.tensors import is_one_range
-from phalanx.parallel.bucket import BoundHook, Bucket, dense_gradient
+from phalanx.parallel.ddp.bucket import BoundHook, Bucket, dense_gradient
 from phalanx.parallel.layout import flat, shaped
 
 

@@ -17,13 +17,13 @@ from phalanx._errors import warn_caller
 from phalanx._torch import disable_dynamo
 from phalanx._torch.nested import to_device
 from phalanx.data.epochs import repeated_orders
-from phalanx.parallel.bucket import BoundHook
-from phalanx.parallel.coalesced import Division
-from phalanx.parallel.grad_bucket import CommHook
-from phalanx.parallel.reducer import Reducer
-from phalanx.parallel.replica import Replica
-from phalanx.parallel.shadow import Shadow
-from phalanx.parallel.uneven_inputs import active_ranks, add_hint
+from phalanx.parallel.ddp.bucket import BoundHook
+from phalanx.parallel.ddp.coalesced import Division
+from phalanx.parallel.ddp.grad_bucket import CommHook
+from phalanx.parallel.ddp.reducer import Reducer
+from phalanx.parallel.ddp.replica import Replica
+from phalanx.parallel.ddp.shadow import Shadow
+from phalanx.parallel.ddp.uneven_inputs import active_ranks, add_hint
 from phalanx.wire.rank_group import group_or_world
 
 
