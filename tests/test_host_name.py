@@ -9,7 +9,7 @@ from pathlib import Path
 
 import phalanx
 from phalanx import _env
-from phalanx.diagnose.top import as_json
+from phalanx.diagnose.top.top import as_json
 from phalanx.failure.last_words import LastWords
 
 PACKAGE = Path(phalanx.__file__).parent

@@ -38,17 +38,15 @@ FLOORS = {
     "launch": 4,
     "parallel": 4,
     "cli": 5,
-    "diagnose": 5,
     "doctor": 5,
     "session": 5,
     "testing": 5,
     "tune": 5,
     "__main__": 6,
     "_plugin": 6,
-    "_pytest_plugin": 6,
-    "attach": 6,
-    "check": 6,
+    "diagnose": 6,
     "train": 6,
+    "_pytest_plugin": 7,
 }
 
 

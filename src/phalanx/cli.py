@@ -36,27 +36,31 @@ _COMMANDS = {
     "check": _Command(
         "phalanx check --nproc 8 train.py [args]",
         "try a script's first steps: do all ranks make the same calls?",
-        "check.command",
+        "diagnose.check.check",
     ),
     "doctor": _Command(
         "phalanx doctor [flags]", "check that this machine can train, and that hosts reach each other", "doctor.command"
     ),
     "top": _Command(
-        "phalanx top [JOB | PID]", "show what the ranks of running jobs are doing, and what they use", "diagnose.top"
+        "phalanx top [JOB | PID]",
+        "show what the ranks of running jobs are doing, and what they use",
+        "diagnose.top.top",
     ),
     "why": _Command(
-        "phalanx why [JOB | PID | RUN]", "say why a job hangs, or why it ended: which rank, which line", "diagnose.why"
+        "phalanx why [JOB | PID | RUN]",
+        "say why a job hangs, or why it ended: which rank, which line",
+        "diagnose.why.why",
     ),
     "stacks": _Command(
         "phalanx stacks [JOB | PID]", "print the Python stacks of all processes of a job", "diagnose.stacks_command"
     ),
     "attach": _Command(
-        "phalanx attach RANK", "open a debugger in a rank of a running job, while the others wait", "attach.command"
+        "phalanx attach RANK", "open a debugger in a rank of a running job, while the others wait", "diagnose.attach"
     ),
     "trace": _Command(
         "phalanx trace [RUN | JOB | PID]",
         "write what all ranks did as one trace for ui.perfetto.dev",
-        "diagnose.trace_command",
+        "diagnose.trace.trace",
         needs_linux=False,
     ),
     "report": _Command(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.check.calls import Record, circle, first_difference
-from phalanx.check.verdict import End, judge
+from phalanx.diagnose.check.calls import Record, circle, first_difference
+from phalanx.diagnose.check.verdict import End, judge
 from phalanx.record.box import Box, Event
 
 

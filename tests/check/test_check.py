@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from phalanx.check import command
+from phalanx.diagnose.check import check as command
 from phalanx.diagnose.stacks import find_py_spy
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")  # and yet they start cold: the launcher of a trial is looked into

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.debugging.prompt import Prompt
-from phalanx.diagnose.top_watch import Watch
+from phalanx.diagnose.top.watch import Watch
 from tests.diagnose.puppets import until
 from tests.launch.jobs import PHALANX_RUN, Terminal, run_job, write_script
 

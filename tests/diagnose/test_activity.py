@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from phalanx.diagnose.activity import Activity, Look, activity_of
-from phalanx.diagnose.clauses import clause
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
+from phalanx.diagnose.why.activity import Activity, Look, activity_of
+from phalanx.diagnose.why.clauses import clause
 from phalanx.host.kernel import Stand
 from phalanx.host.processes import Process
 from phalanx.record.box import Box, Event

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from phalanx.diagnose.activity import Activity, Call
-from phalanx.diagnose.clauses import clause, duration
-from phalanx.diagnose.findings import find
 from phalanx.diagnose.jobs import NO_RANK
 from phalanx.diagnose.stacks import Frame
-from phalanx.diagnose.wording import caution, sentence
+from phalanx.diagnose.why.activity import Activity, Call
+from phalanx.diagnose.why.clauses import clause, duration
+from phalanx.diagnose.why.findings import find
+from phalanx.diagnose.why.wording import caution, sentence
 
 LOADING = Frame("load_image", "data.py", 88, "")
 

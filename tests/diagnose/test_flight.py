@@ -13,10 +13,10 @@ import sys
 
 import pytest
 
-from phalanx.diagnose import flight
-from phalanx.diagnose.answer import examine
 from phalanx.diagnose.jobs import find_job
-from phalanx.diagnose.wording import sentence
+from phalanx.diagnose.why import flight
+from phalanx.diagnose.why.answer import examine
+from phalanx.diagnose.why.wording import sentence
 from phalanx.host.processes import process_of
 
 SCRIPT = """

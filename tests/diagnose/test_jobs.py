@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx import cli
-from phalanx.attach.command import main as attach
 from phalanx.diagnose import commands, jobs
+from phalanx.diagnose.attach import main as attach
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, find_job, find_jobs
 from phalanx.host.processes import process_of, processes_of
 from phalanx.record.box import box_of_process

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.diagnose.activity import Activity, Call
-from phalanx.diagnose.answer import Heard
 from phalanx.diagnose.jobs import Job, find_job
-from phalanx.diagnose.other_hosts import OtherHosts
 from phalanx.diagnose.stacks import find_py_spy
+from phalanx.diagnose.why.activity import Activity, Call
+from phalanx.diagnose.why.answer import Heard
+from phalanx.diagnose.why.other_hosts import OtherHosts
 from phalanx.host.ports import ReservedPort
 from phalanx.launch.nodes.questions import socket_of
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from phalanx import cli
-from phalanx.diagnose.past import examine_run, last_run_of, record_of
 from phalanx.diagnose.stacks import find_py_spy
-from phalanx.diagnose.why import main
-from phalanx.diagnose.wording import sentence
+from phalanx.diagnose.why.past import examine_run, last_run_of, record_of
+from phalanx.diagnose.why.why import main
+from phalanx.diagnose.why.wording import sentence
 from tests.diagnose.asked import asked
 from tests.killed import kill_unseen
 from tests.record.made import Job, save

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from phalanx._text import broken
-from phalanx.diagnose import stacks, why
+from phalanx.diagnose import stacks
 from phalanx.diagnose.stacks import Frame, Thread, find_py_spy, read_stacks
-from phalanx.diagnose.wording import thread_lines
+from phalanx.diagnose.why import why
+from phalanx.diagnose.why.wording import thread_lines
 from phalanx.host.processes import off_limits
 from phalanx.record.box import MEMORY_NAME
 from tests.diagnose.asked import asked

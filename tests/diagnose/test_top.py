@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.diagnose.top_rank import RankView
-from phalanx.diagnose.top_watch import JobView
+from phalanx.diagnose.top.rank import RankView
+from phalanx.diagnose.top.watch import JobView
 from phalanx.record.box import open_box
 from tests.diagnose.puppets import Puppets
 from tests.launch.jobs import Terminal

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from phalanx.diagnose.top_gpu import Gpu, Gpus, gpus_by_process
+from phalanx.diagnose.top.gpu import Gpu, Gpus, gpus_by_process
 
 ANSWERS = """#!/bin/sh
 case "$1" in

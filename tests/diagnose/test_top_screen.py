@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from phalanx.diagnose.top_gpu import Gpu
-from phalanx.diagnose.top_rank import RankView
-from phalanx.diagnose.top_record import Steps
-from phalanx.diagnose.top_screen import bars, draw, duration, rate
-from phalanx.diagnose.top_watch import JobView
+from phalanx.diagnose.top.gpu import Gpu
+from phalanx.diagnose.top.rank import RankView
+from phalanx.diagnose.top.record import Steps
+from phalanx.diagnose.top.screen import bars, draw, duration, rate
+from phalanx.diagnose.top.watch import JobView
 from phalanx.record.box import Event
 
 BUSY = RankView(

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.diagnose.jobs import Job, find_job, find_jobs
-from phalanx.diagnose.top_rank import RankView
-from phalanx.diagnose.top_watch import Watch
+from phalanx.diagnose.top.rank import RankView
+from phalanx.diagnose.top.watch import Watch
 from tests.diagnose.puppets import LAUNCHERS, LINE, Puppets, until
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -176,7 +176,7 @@ def test_a_process_that_is_no_rank_is_shown_as_it_is():
 
 AS_NOBODY = """
 import os, sys
-from phalanx.diagnose.top_watch import Watch
+from phalanx.diagnose.top.watch import Watch
 os.seteuid(65534)
 (seen,) = Watch(sys.argv[1], 1.0).look()
 print(seen.name, seen.ranks[0].state, seen.ranks[0].pss_bytes, seen.ranks[0].note, sep="; ")

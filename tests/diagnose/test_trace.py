@@ -18,8 +18,8 @@ import pytest
 
 from phalanx import cli
 from phalanx.diagnose.jobs import find_job
-from phalanx.diagnose.trace import make_trace, merged, write_trace
-from phalanx.diagnose.trace_clocks import align
+from phalanx.diagnose.trace.clocks import align
+from phalanx.diagnose.trace.perfetto import make_trace, merged, write_trace
 from phalanx.host.ports import ReservedPort
 from phalanx.record.box import MEMORY, Box, Event
 from tests.browser import needs_browser, run_page

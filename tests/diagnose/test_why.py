@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.diagnose.clauses import MOMENT_S
 from phalanx.diagnose.stacks import find_py_spy
+from phalanx.diagnose.why.clauses import MOMENT_S
 from phalanx.host.kernel import Stand, stand_of
 from phalanx.host.processes import descendants, processes_of
 from phalanx.record.box import box_of_process

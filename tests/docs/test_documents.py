@@ -8,16 +8,16 @@ import re
 
 import pytest
 
-from phalanx.diagnose.activity import Activity, Call, Look
-from phalanx.diagnose.answer import Answer, RankSeen
-from phalanx.diagnose.findings import find
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
-from phalanx.diagnose.top import as_json as top_document
-from phalanx.diagnose.top_gpu import Gpu
-from phalanx.diagnose.top_rank import RankView
-from phalanx.diagnose.top_watch import JobView
-from phalanx.diagnose.why import as_json as why_document
+from phalanx.diagnose.top.gpu import Gpu
+from phalanx.diagnose.top.rank import RankView
+from phalanx.diagnose.top.top import as_json as top_document
+from phalanx.diagnose.top.watch import JobView
+from phalanx.diagnose.why.activity import Activity, Call, Look
+from phalanx.diagnose.why.answer import Answer, RankSeen
+from phalanx.diagnose.why.findings import find
+from phalanx.diagnose.why.why import as_json as why_document
 from phalanx.record.losses import Loss
 from tests.docs.blocks import REPOSITORY
 

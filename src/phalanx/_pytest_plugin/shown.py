@@ -112,9 +112,9 @@ def advice_for(error: BaseException) -> str:
 def why(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the sentence of ``phalanx why`` about ranks that hang; none if it tells nothing."""
     with contextlib.suppress(Exception):  # the failure is told anyway
-        from phalanx.diagnose.answer import examine
         from phalanx.diagnose.jobs import find_job
-        from phalanx.diagnose.wording import sentence
+        from phalanx.diagnose.why.answer import examine
+        from phalanx.diagnose.why.wording import sentence
 
         pids = {outcome.rank: outcome.pid for outcome in outcomes if outcome.exitcode is None}
         answer = examine(find_job(str(next(iter(pids.values())))))

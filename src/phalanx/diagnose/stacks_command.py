@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._text import broken, complain
-from phalanx.diagnose.activity import Look
-from phalanx.diagnose.answer import RankSeen, look_at
-from phalanx.diagnose.clauses import clause, ranks
 from phalanx.diagnose.jobs import NoRank, find_ranks, told_where
-from phalanx.diagnose.wording import thread_lines
+from phalanx.diagnose.why.activity import Look
+from phalanx.diagnose.why.answer import RankSeen, look_at
+from phalanx.diagnose.why.clauses import clause, ranks
+from phalanx.diagnose.why.wording import thread_lines
 from phalanx.wire.files import write_regular
 
 RIGHT_CALL = "phalanx stacks [JOB | PID]"

@@ -9,7 +9,7 @@ import re
 import time
 
 from phalanx.debugging import AT_BREAKPOINT, IN_DEBUGGER
-from phalanx.diagnose.activity import joining_call
+from phalanx.diagnose.why.activity import joining_call
 from phalanx.record.box import Event, Tail
 
 _WINDOW_NS = 10 * 10**9

@@ -9,10 +9,10 @@ import time
 from typing import Any
 
 from phalanx._errors.facts import read_as
-from phalanx.diagnose.activity import Activity, Look
-from phalanx.diagnose.answer import Heard, RankSeen
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Stacks, Thread
+from phalanx.diagnose.why.activity import Activity, Look
+from phalanx.diagnose.why.answer import Heard, RankSeen
 from phalanx.launch.nodes.questions import ANSWER_S, is_trusted, socket_of
 from phalanx.wire.files import parse_json
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from phalanx.debugging import AT_BREAKPOINT
-from phalanx.diagnose import workers
 from phalanx.diagnose.stacks import Frame, Stacks, Thread
+from phalanx.diagnose.why import workers
 from phalanx.host.kernel import Stand, stand_of
 from phalanx.host.processes import Process
 from phalanx.record.box import Box, Event

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 from phalanx._text import columns, counted, enumerated, plural, shortened
 from phalanx.debugging import AT_BREAKPOINT
-from phalanx.diagnose.activity import Activity, Call
-from phalanx.diagnose.clauses import MOMENT_S, NAMES, NO_TIME_S, call_text, clause, duration, ranks
-from phalanx.diagnose.findings import Finding
 from phalanx.diagnose.stacks import Thread
+from phalanx.diagnose.why.activity import Activity, Call
+from phalanx.diagnose.why.clauses import MOMENT_S, NAMES, NO_TIME_S, call_text, clause, duration, ranks
+from phalanx.diagnose.why.findings import Finding
 from phalanx.record.losses import Loss, sign_of, who_of, words_of
 
 _SAME_CALLS = "all ranks of a group must make the same calls in the same order"

@@ -14,8 +14,8 @@ from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._text import broken, complain, counted, in_units
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, NoRank, SeveralJobs, find_job, runs_in, told_where
-from phalanx.diagnose.past import last_run_of, newest_run, own_run, record_of
-from phalanx.diagnose.trace import merged, write_trace
+from phalanx.diagnose.trace.perfetto import merged, write_trace
+from phalanx.diagnose.why.past import last_run_of, newest_run, own_run, record_of
 from phalanx.host.processes import off_limits
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks

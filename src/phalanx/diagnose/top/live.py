@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from phalanx.diagnose.top_keys import Keys
-from phalanx.diagnose.top_screen import draw
-from phalanx.diagnose.top_watch import FIRST_S, JobView, Watch
+from phalanx.diagnose.top.keys import Keys
+from phalanx.diagnose.top.screen import draw
+from phalanx.diagnose.top.watch import FIRST_S, JobView, Watch
 
 
 def watch_live(watch: Watch, console: Console, interval_s: float, is_one_job: bool) -> list[JobView] | None:

@@ -14,7 +14,7 @@ import phalanx
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._text import complain
-from phalanx.diagnose.top_watch import FIRST_S, JobView, Watch
+from phalanx.diagnose.top.watch import FIRST_S, JobView, Watch
 
 RIGHT_CALL = "phalanx top [JOB|PID]"
 FORMAT_VERSION = 1
@@ -95,12 +95,12 @@ def _show(watch: Watch, is_once: bool, interval_s: float, is_one_job: bool) -> i
     from rich.console import Console  # not for --json
     from rich.text import Text
 
-    from phalanx.diagnose.top_screen import draw
+    from phalanx.diagnose.top.screen import draw
 
     console = Console(highlight=False, soft_wrap=True)
     is_ascii = console.options.ascii_only
     if not is_once and console.is_terminal and not console.is_dumb_terminal:
-        from phalanx.diagnose.top_live import watch_live
+        from phalanx.diagnose.top.live import watch_live
 
         jobs = watch_live(watch, console, interval_s, is_one_job)
         if jobs is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx._text import counted, named
-from phalanx.check.calls import Call, Record, awaited, circle, first_difference
+from phalanx.diagnose.check.calls import Call, Record, awaited, circle, first_difference
 
 SAME, NOTHING_FOUND, FOUND = 0, 3, 1  # exit codes
 

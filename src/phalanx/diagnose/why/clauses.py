@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from phalanx._text import counted
-from phalanx.diagnose.activity import Activity, Call, joining_call
 from phalanx.diagnose.jobs import NO_RANK
+from phalanx.diagnose.why.activity import Activity, Call, joining_call
 
 _MANY_FRAMES = 100
 NO_TIME_S = 0.05

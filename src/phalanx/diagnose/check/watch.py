@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx import _env
-from phalanx.check.calls import Record
-from phalanx.check.verdict import End
-from phalanx.diagnose.answer import examine
+from phalanx.diagnose.check.calls import Record
+from phalanx.diagnose.check.verdict import End
 from phalanx.diagnose.jobs import find_ranks
-from phalanx.diagnose.wording import sentence
+from phalanx.diagnose.why.answer import examine
+from phalanx.diagnose.why.wording import sentence
 from phalanx.host.processes import process_of
 from phalanx.launch import rank_trial
 from phalanx.record.box import Box, boxes_held_by, load_boxes

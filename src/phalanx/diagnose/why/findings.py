@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from phalanx.diagnose.activity import Activity, Call
+from phalanx.diagnose.why.activity import Activity, Call
 
 WORLD = "default"
 """Name of the group of all ranks."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 from phalanx.diagnose.jobs import Rank
-from phalanx.diagnose.top_gpu import Gpu
-from phalanx.diagnose.top_record import Activity, Recorded
+from phalanx.diagnose.top.gpu import Gpu
+from phalanx.diagnose.top.record import Activity, Recorded
 from phalanx.host.kernel import stand_of
 from phalanx.host.processes import Process, off_limits, process_of, pss_of
 from phalanx.record.box import open_box

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from phalanx._text import counted
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK
-from phalanx.diagnose.top_rank import RankView
-from phalanx.diagnose.top_watch import JobView
+from phalanx.diagnose.top.rank import RankView
+from phalanx.diagnose.top.watch import JobView
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*%#"

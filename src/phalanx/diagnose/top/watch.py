@@ -8,8 +8,8 @@ import os
 from collections.abc import Sequence
 
 from phalanx.diagnose.jobs import Job, find_job, find_jobs, told_where
-from phalanx.diagnose.top_gpu import Gpus
-from phalanx.diagnose.top_rank import RankView, Seldom, WatchedRank
+from phalanx.diagnose.top.gpu import Gpus
+from phalanx.diagnose.top.rank import RankView, Seldom, WatchedRank
 from phalanx.launch.screen.stragglers import StragglerWatch
 from phalanx.record.box import open_box
 

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
-from phalanx.check.verdict import FOUND, Verdict, as_json, judge, sequences
-from phalanx.check.watch import Watch
+from phalanx.diagnose.check.verdict import FOUND, Verdict, as_json, judge, sequences
+from phalanx.diagnose.check.watch import Watch
 from phalanx.host.cpus import read_machine
 from phalanx.launch.command.flag_parser import add_flags, without_flags
 from phalanx.launch.command.flag_values import number

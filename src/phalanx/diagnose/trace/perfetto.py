@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import phalanx
-from phalanx.diagnose.trace_clocks import Clock, align
+from phalanx.diagnose.trace.clocks import Clock, align
 from phalanx.record.box import MEMORY, Box, Event
 from phalanx.record.clocks import Ahead
 

@@ -1,1 +1,0 @@
-"""``phalanx attach``: a debugger in one rank of a running job."""

@@ -1,1 +1,0 @@
-"""``phalanx check``: a script's first steps on real ranks of this host, and what each of them called."""

@@ -1,0 +1,1 @@
+"""``phalanx trace``: black boxes as one time line that ui.perfetto.dev opens. Start with `perfetto`."""
