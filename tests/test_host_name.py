@@ -16,7 +16,7 @@ PACKAGE = Path(phalanx.__file__).parent
 ASKS_THE_SYSTEM = {  # what is about the machine itself, whatever people call it
     "_env.py",
     "host/network.py",
-    "doctor/command.py",
+    "doctor/doctor.py",
     "doctor/examination.py",
     "doctor/network.py",
 }

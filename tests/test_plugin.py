@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from phalanx import _pytest_plugin
+from phalanx.testing.plugin import hooks
 
 INNER = Path(__file__).parent / "plugin"
 ROOT = INNER.parents[1]
@@ -265,20 +265,20 @@ def item(request):
 
 def test_an_old_pytest_is_refused_in_words(monkeypatch, item):
     monkeypatch.setattr(pytest, "__version__", "6.2.5")
-    _pytest_plugin.pytest_collection_modifyitems([item])
+    hooks.pytest_collection_modifyitems([item])
     with pytest.raises(pytest.fail.Exception, match=r"needs pytest 7 or later, and this is pytest 6\.2\.5"):
         item.setup()
 
 
 def test_another_system_is_refused_in_words(monkeypatch, item):
     monkeypatch.setattr(sys, "platform", "darwin")
-    _pytest_plugin.pytest_collection_modifyitems([item])
+    hooks.pytest_collection_modifyitems([item])
     with pytest.raises(pytest.fail.Exception, match="on Linux alone; here skip the test"):
         item.setup()
 
 
 def test_the_limit_of_ranks_is_below_that_of_pytest_timeout(request):
-    from phalanx._pytest_plugin.item import _limit_s
+    from phalanx.testing.plugin.item import _limit_s
 
     assert _limit_s(request.node, 60, 3) == 60
     request.node.add_marker(pytest.mark.timeout(20))
@@ -289,12 +289,17 @@ def test_the_limit_of_ranks_is_below_that_of_pytest_timeout(request):
 
 def test_the_plugin_loads_nothing_until_a_test_is_marked():
     program = (
-        "import sys, pytest; before = set(sys.modules); import phalanx._pytest_plugin; "
+        "import sys, pytest; before = set(sys.modules); import phalanx.testing.plugin.hooks; "
         "print(*sorted(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["phalanx", "phalanx._pytest_plugin"]
-    assert _pytest_plugin.__doc__
+    assert done.stdout.split() == [
+        "phalanx",
+        "phalanx.testing",
+        "phalanx.testing.plugin",
+        "phalanx.testing.plugin.hooks",
+    ]
+    assert hooks.__doc__
 
 
 def test_options_of_pytest_are_obeyed(forked, tmp_path):

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import phalanx
+import phalanx.checkpoint
+import phalanx.testing
 import phalanx.train
 from phalanx.train.settings import GivenSettings
 
@@ -23,12 +25,14 @@ TYPED_SCRIPT = Path(__file__).with_name("typed_script.py")
 PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
 
 
-@pytest.mark.parametrize("package", [phalanx, phalanx.train], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package", [phalanx, phalanx.checkpoint, phalanx.testing, phalanx.train], ids=lambda package: package.__name__
+)
 def test_type_checkers_see_the_names_that_are_loaded_on_first_use(package):
     tree = ast.parse(Path(package.__file__).read_text())
     [shown] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     names = {alias.name for node in shown.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    loaded = {*package._EXPORTS, *getattr(package, "_PACKAGES", ())}
+    loaded = {*" ".join(package._MODULES.values()).split(), *getattr(package, "_PACKAGES", ())}
     assert names == loaded == {*package.__all__} - {"__version__"}
     for name in package.__all__:
         assert getattr(package, name) is not None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from phalanx import CollectiveTimeout, PhalanxError
 from phalanx.backend.hosts.meeting import Meeting
-from phalanx.doctor.bulletin import Bulletin, NotMetError
+from phalanx.doctor.hosts.bulletin import Bulletin, NotMetError
 from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall

@@ -21,7 +21,7 @@ from sphinx.util.docutils import SphinxDirective
 import phalanx
 from phalanx import _env, _settings, cli
 from phalanx._command_line import Parser
-from phalanx.checkpoint import command as ckpt
+from phalanx.checkpoint import ckpt
 from phalanx.launch.command.flags import FLAGS
 
 COMMANDS = ["", *(name for name in cli._COMMANDS if name != "ckpt"), "ckpt", *(f"ckpt {name}" for name in ckpt._CALLS)]

@@ -5,6 +5,7 @@ The names and packages below are loaded on first use, so that importing :mod:`ph
 """
 
 import importlib
+import sys
 
 TYPE_CHECKING = False  # type checkers take it for true; to import typing would take longer than all the rest
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
@@ -107,38 +108,43 @@ __all__ = [
 ]
 
 _PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
-_EXPORTS = {
-    name: f"phalanx.{module}"
-    for module, names in {
-        "_errors": "PhalanxError CheckpointError CollectiveMismatch CollectiveTimeout GroupAborted GroupUnusable "
-        "NonFinite OutOfSharedMemory RankFailed ReplicaMismatch",
-        "_settings": "GroupOptions",
-        "debugging.breakpoints": "breakpoint",
-        "failure.outcome": "RankError",
-        "launch.spawn.spawn": "SpawnContext spawn",
-        "session.session": "Session init shutdown",
-        "session.survival": "resilient",
-        "data": "DataLoader DataPartitioner DistributedSampler RandomState seed_everything shard_iterable",
-        "parallel": "DataParallel DistributedDataParallel HostGroups LocalSGD ZeroRedundancyOptimizer SyncBatchNorm "
-        "average_gradients check_replicas convert_sync_batchnorm host_groups ring_all_reduce",
-        "train.trainer": "Trainer",
-        "backend.communicator": "Communicator communicator",
-        "_plugin": "install_as_default replace_gloo",
-        "host.block_pool": "tune_process",
-    }.items()
-    for name in names.split()
+_MODULES = {
+    "_errors": "PhalanxError CheckpointError CollectiveMismatch CollectiveTimeout GroupAborted GroupUnusable "
+    "NonFinite OutOfSharedMemory RankFailed ReplicaMismatch",
+    "_settings": "GroupOptions",
+    "debugging.breakpoints": "breakpoint",
+    "failure.outcome": "RankError",
+    "launch.spawn.spawn": "SpawnContext spawn",
+    "session.session": "Session init shutdown",
+    "session.survival": "resilient",
+    "data": "DataLoader DataPartitioner DistributedSampler RandomState seed_everything shard_iterable",
+    "parallel": "DataParallel DistributedDataParallel HostGroups LocalSGD ZeroRedundancyOptimizer SyncBatchNorm "
+    "average_gradients check_replicas convert_sync_batchnorm host_groups ring_all_reduce",
+    "train.trainer": "Trainer",
+    "backend.communicator": "Communicator communicator",
+    "_plugin": "install_as_default replace_gloo",
+    "host.block_pool": "tune_process",
 }
 
 
+def _on_first_use(package: str, modules: dict[str, str], subpackages: tuple[str, ...] = ()):  # type: ignore[no-untyped-def]
+    """Return the functions ``__getattr__`` and ``__dir__`` of a package whose names are loaded on first use.
+
+    Args:
+        modules: Names, by their module below `phalanx`.
+        subpackages: Names that are packages themselves.
+    """
+    places = {name: f"phalanx.{module}" for module, names in modules.items() for name in names.split()}
+
+    def load(name: str) -> object:
+        if name in subpackages:
+            return importlib.import_module(f"{package}.{name}")
+        if name in places:
+            return getattr(importlib.import_module(places[name]), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return load, lambda: sorted(sys.modules[package].__all__)
+
+
 if not TYPE_CHECKING:  # they would accept any name
-
-    def __getattr__(name: str) -> object:
-        if name in _PACKAGES:
-            return importlib.import_module(f"phalanx.{name}")
-        if name in _EXPORTS:
-            return getattr(importlib.import_module(_EXPORTS[name]), name)
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    __getattr__, __dir__ = _on_first_use(__name__, _MODULES, _PACKAGES)

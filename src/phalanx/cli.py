@@ -31,7 +31,7 @@ _COMMANDS = {
     "tune": _Command(
         "phalanx tune train.py [args]",
         "measure which settings make a script the fastest on this machine",
-        "tune.command",
+        "tune.tune",
     ),
     "check": _Command(
         "phalanx check --nproc 8 train.py [args]",
@@ -39,7 +39,7 @@ _COMMANDS = {
         "diagnose.check.check",
     ),
     "doctor": _Command(
-        "phalanx doctor [flags]", "check that this machine can train, and that hosts reach each other", "doctor.command"
+        "phalanx doctor [flags]", "check that this machine can train, and that hosts reach each other", "doctor.doctor"
     ),
     "top": _Command(
         "phalanx top [JOB | PID]",
@@ -75,7 +75,7 @@ _COMMANDS = {
     "ckpt": _Command(
         "phalanx ckpt ls|show|verify|diff|export FOLDER",
         "list, verify, compare and export checkpoints",
-        "checkpoint.command",
+        "checkpoint.ckpt",
         needs_linux=False,
     ),
     "verify-resume": _Command(
@@ -86,7 +86,7 @@ _COMMANDS = {
     "warm": _Command(
         "phalanx warm --list|--stop",
         "show or end the processes that phalanx run --warm forks jobs from",
-        "launch.warm.command",
+        "launch.warm.warm",
     ),
 }
 

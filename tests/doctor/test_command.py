@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from phalanx._command_line import UsageError
-from phalanx.doctor.command import read_role
+from phalanx.doctor.doctor import read_role
 from phalanx.doctor.finding import LEVELS, Finding
 from phalanx.doctor.report import merged
 from tests.clusters._machines import PHALANX, machines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.doctor import job
 from phalanx.doctor.exercise import ABANDONED
+from phalanx.doctor.hosts import job
 
 VERSIONS = {"torch": "2.15.0", "phalanx": "0.1.0", "python": "3.11.7"}
 

@@ -39,7 +39,7 @@ def enter(pid, etc_hosts):
 def take_part(rank, world_size, pids, etc_hosts, places, own_findings):
     """Enter the host of this rank and return every packet that its part in the meeting sends."""
     enter(pids[rank], etc_hosts[rank])
-    from phalanx.doctor.hosts import hold
+    from phalanx.doctor.hosts.hosts import hold
 
     packets = []
     facts = {"name": socket.gethostname(), "versions": VERSIONS}

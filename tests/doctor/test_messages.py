@@ -19,11 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import distributed as dist
 
-from phalanx.doctor import job, links, messages, report
-from phalanx.doctor.bulletin import Bulletin, come_to_bulletin
+from phalanx.doctor import report
 from phalanx.doctor.examination import HostRole
 from phalanx.doctor.finding import problem
-from phalanx.doctor.hosts import hold
+from phalanx.doctor.hosts import job, links, messages
+from phalanx.doctor.hosts.bulletin import Bulletin, come_to_bulletin
+from phalanx.doctor.hosts.hosts import hold
 from phalanx.wire.store import GarbledError, understand
 
 NUM_EXAMPLES = 10_000 if os.environ.get("PHALANX_TEST_LONG") == "1" else 150

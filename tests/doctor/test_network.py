@@ -7,7 +7,8 @@ import socket
 
 import pytest
 
-from phalanx.doctor import links, network
+from phalanx.doctor import network
+from phalanx.doctor.hosts import links
 from phalanx.host.network import Interface
 
 ETH = Interface("eth0", "10.0.0.5")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx._pytest_plugin import limits
+from phalanx.testing.plugin import limits
 
 
 @pytest.mark.ranks

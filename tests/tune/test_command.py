@@ -20,9 +20,9 @@ from phalanx.host.cpus import read_machine
 from phalanx.launch.command.flag_parser import without_flags
 from phalanx.launch.command.tuned import Tuned, recall, remember, tuned_file
 from phalanx.launch.rank_trial import _can_fuse
-from phalanx.tune.command import _SEARCHED
 from phalanx.tune.trial_folder import folder_of_jobs
 from phalanx.tune.trials import Setup, Trials, _rate
+from phalanx.tune.tune import _SEARCHED
 
 TUNE = (sys.executable, "-m", "phalanx", "tune")
 LIMIT_S = 120

@@ -4,8 +4,9 @@ On disk there is a folder for each saved step; in memory there are snapshots, fo
 any backend. Names are loaded on first use, because listing and verifying checkpoints need no torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from phalanx import _on_first_use
 
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
     from phalanx.checkpoint.disk.folder import Checkpoint
@@ -17,27 +18,14 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
 
 __all__ = ["Checkpoint", "Loaded", "list_checkpoints", "load", "prune", "save", "snapshot", "unwrap", "verify", "wait"]
 
-_EXPORTS = {
-    "Checkpoint": "phalanx.checkpoint.disk.folder",
-    "Loaded": "phalanx.checkpoint.loading",
-    "list_checkpoints": "phalanx.checkpoint.disk.retention",
-    "load": "phalanx.checkpoint.loading",
-    "prune": "phalanx.checkpoint.disk.retention",
-    "save": "phalanx.checkpoint.saving",
-    "snapshot": "phalanx.checkpoint.memory.snapshots",
-    "unwrap": "phalanx.checkpoint.state.tree",
-    "verify": "phalanx.checkpoint.disk.retention",
-    "wait": "phalanx.checkpoint.saving",
+_MODULES = {
+    "checkpoint.disk.folder": "Checkpoint",
+    "checkpoint.disk.retention": "list_checkpoints prune verify",
+    "checkpoint.loading": "Loaded load",
+    "checkpoint.memory.snapshots": "snapshot",
+    "checkpoint.saving": "save wait",
+    "checkpoint.state.tree": "unwrap",
 }
 
-
-if not TYPE_CHECKING:  # or they would accept any name
-
-    def __getattr__(name: str) -> Any:
-        if name in _EXPORTS:
-            return getattr(importlib.import_module(_EXPORTS[name]), name)
-        raise AttributeError(f"module 'phalanx.checkpoint' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+if not TYPE_CHECKING:  # they would accept any name
+    __getattr__, __dir__ = _on_first_use(__name__, _MODULES)

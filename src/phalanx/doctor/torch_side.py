@@ -53,7 +53,7 @@ def main() -> None:
         packets.send({"engine": "nccl", "world_size": size, **run_ranks("nccl", size, deadline_s)})
     packets.send({"engines": "done"})
     if settings["role"]["num_hosts"] > 1 and (go := packets.wait()) is not None:
-        from phalanx.doctor.hosts import hold
+        from phalanx.doctor.hosts.hosts import hold
 
         hold(settings["role"], go, packets.send)
         os._exit(0)  # Gloo may still be waiting in a thread

@@ -16,10 +16,15 @@ second. A rank never outlives the test: it is killed at its time limit, at the e
 process dies.
 """
 
-from phalanx.failure.outcome import Outcome, RankError
-from phalanx.launch.spawn.workers import start_server
-from phalanx.testing.rank import await_release, reached
-from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks
+from typing import TYPE_CHECKING
+
+from phalanx import _on_first_use
+
+if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
+    from phalanx.failure.outcome import Outcome, RankError
+    from phalanx.launch.spawn.workers import start_server
+    from phalanx.testing.rank import await_release, reached
+    from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks
 
 __all__ = [
     "Outcome",
@@ -32,3 +37,13 @@ __all__ = [
     "spawn_ranks",
     "start_server",
 ]
+
+_MODULES = {
+    "failure.outcome": "Outcome RankError",
+    "launch.spawn.workers": "start_server",
+    "testing.rank": "await_release reached",
+    "testing.ranks": "Ranks kill_rank run_ranks spawn_ranks",
+}
+
+if not TYPE_CHECKING:  # they would accept any name
+    __getattr__, __dir__ = _on_first_use(__name__, _MODULES)

@@ -3,8 +3,9 @@
 Names are loaded on first use, because reading a run's metrics and writing its report need no torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from phalanx import _on_first_use
 
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
     from phalanx.train.metrics import read_metrics, write_csv
@@ -14,22 +15,12 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
 
 __all__ = ["Settings", "Trainer", "read_metrics", "write_csv", "write_report"]
 
-_EXPORTS = {
-    "Settings": "phalanx.train.settings",
-    "Trainer": "phalanx.train.trainer",
-    "read_metrics": "phalanx.train.metrics",
-    "write_csv": "phalanx.train.metrics",
-    "write_report": "phalanx.train.report",
+_MODULES = {
+    "train.metrics": "read_metrics write_csv",
+    "train.report": "write_report",
+    "train.settings": "Settings",
+    "train.trainer": "Trainer",
 }
 
-
-if not TYPE_CHECKING:  # or they would accept any name
-
-    def __getattr__(name: str) -> Any:
-        if name in _EXPORTS:
-            return getattr(importlib.import_module(_EXPORTS[name]), name)
-        raise AttributeError(f"module 'phalanx.train' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+if not TYPE_CHECKING:  # they would accept any name
+    __getattr__, __dir__ = _on_first_use(__name__, _MODULES)

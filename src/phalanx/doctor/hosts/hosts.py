@@ -14,10 +14,18 @@ import torch.distributed as dist
 
 from phalanx import _env
 from phalanx._text import named
-from phalanx.doctor import job, links, messages
-from phalanx.doctor.bulletin import PATIENCE_S, POLL_S, STAGE_S, NotMetError, Send, come_to_bulletin, open_bulletin
 from phalanx.doctor.exercise import all_reduce_by_gloo, answered, one_line
 from phalanx.doctor.finding import Finding, problem, worst
+from phalanx.doctor.hosts import job, links, messages
+from phalanx.doctor.hosts.bulletin import (
+    PATIENCE_S,
+    POLL_S,
+    STAGE_S,
+    NotMetError,
+    Send,
+    come_to_bulletin,
+    open_bulletin,
+)
 from phalanx.wire.store import GarbledError
 
 _MOST_REFUSED = 20

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.doctor import links
 from phalanx.doctor.deadline import UnansweredError, within
 from phalanx.doctor.exercise import one_line
 from phalanx.doctor.finding import Finding, problem
-from phalanx.doctor.messages import whole
+from phalanx.doctor.hosts import links
+from phalanx.doctor.hosts.messages import whole
 from phalanx.host.ports import port_problem
 from phalanx.wire.store import GarbledError, JsonStore, Shape, wait_until
 

@@ -1,4 +1,4 @@
-"""The pytest plugin: a test marked with ``ranks`` runs on every rank of a process group of its own.
+"""What pytest calls: options, the mark ``ranks``, and the fixtures of a marked test.
 
 With ``--fast-ranks``, processes that tests start by themselves are forked from a server, see `testing.fast_ranks`.
 
@@ -69,7 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker(_MARK)
     if mark is None:
         return
-    from phalanx._pytest_plugin.marks import sizes_of
+    from phalanx.testing.plugin.marks import sizes_of
 
     sizes = sizes_of(mark)
     if len(sizes) > 1:
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in marked:
             _set_setup(item, functools.partial(pytest.fail, _NOT_LINUX, pytrace=False))
     elif marked:
-        from phalanx._pytest_plugin.item import prepare
+        from phalanx.testing.plugin.item import prepare
 
         for item in marked:
             prepare(item)
@@ -114,7 +114,7 @@ def pytest_leave_pdb() -> None:
 
 def _in_rank(name: str) -> None:
     """Call a function of the rank's side, if this process is a rank of a test."""
-    if (side := sys.modules.get("phalanx._pytest_plugin.on_rank")) is not None:
+    if (side := sys.modules.get("phalanx.testing.plugin.on_rank")) is not None:
         getattr(side, name)()
 
 
@@ -129,7 +129,7 @@ def _one_of_the_sizes(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
     """Number of ranks that run this test, which @pytest.mark.ranks gives."""
-    from phalanx._pytest_plugin.item import world_size_of
+    from phalanx.testing.plugin.item import world_size_of
 
     return world_size_of(request)
 
@@ -137,7 +137,7 @@ def world_size(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
     """Rank of this process among those that run this test. A fixture that asks for it is computed on each rank."""
-    from phalanx._pytest_plugin.on_rank import rank_of
+    from phalanx.testing.plugin.on_rank import rank_of
 
     return rank_of(request)
 
@@ -145,6 +145,6 @@ def rank(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def group(rank: int) -> Session:
     """Session of this rank, as phalanx.init() returns it: its rank, device, barrier() and gather()."""
-    from phalanx._pytest_plugin.on_rank import session_of
+    from phalanx.testing.plugin.on_rank import session_of
 
     return session_of(rank)

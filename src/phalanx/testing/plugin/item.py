@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from phalanx import _env
-from phalanx._pytest_plugin import shown
-from phalanx._pytest_plugin.marks import Options, checked_sizes
-from phalanx._pytest_plugin.on_rank import Task, Told, run_test
 from phalanx.failure.outcome import Outcome, find_culprit
 from phalanx.failure.report import first_true_failure, heads
 from phalanx.launch.processes.pages import fork_cheaply
 from phalanx.launch.spawn.workers import Workers
+from phalanx.testing.plugin import shown
+from phalanx.testing.plugin.marks import Options, checked_sizes
+from phalanx.testing.plugin.on_rank import Task, Told, run_test
 from phalanx.testing.rank import Group
 from phalanx.testing.ranks import Ranks
 from phalanx.testing.verdict import verdict_of
@@ -96,7 +96,7 @@ def _computed_by_ranks(item: Any) -> list[str]:
 
 def _differs_by_rank(name: str, function: Any) -> bool:
     module = str(getattr(function, "__module__", ""))
-    is_own = name in _OWN and module == "phalanx._pytest_plugin"
+    is_own = name in _OWN and module == "phalanx.testing.plugin.hooks"
     is_pytests = name in _OF_PYTEST and module.startswith("_pytest.")
     # An event loop can't be shared: ranks would wait on the same descriptors.
     is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
@@ -117,7 +117,7 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began
     __tracebackhide__ = True
     for name in _NEEDED:
         importlib.import_module(name)
-    from phalanx._pytest_plugin import limits  # imports torch
+    from phalanx.testing.plugin import limits  # imports torch
 
     limits.check_room(world_size)
     limits.check_fork(item)
@@ -161,7 +161,7 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
                 forked=True,
             )
         except OSError as error:
-            from phalanx._pytest_plugin import limits
+            from phalanx.testing.plugin import limits
 
             pytest.fail(limits.words_of_refused_fork(group.world_size, error), pytrace=False)
 

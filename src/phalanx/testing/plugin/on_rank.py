@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from phalanx._pytest_plugin import shown
 from phalanx.failure.last_words import LastWords
 from phalanx.failure.victims import is_victim
+from phalanx.testing.plugin import shown
 from phalanx.testing.rank import Group, reached
 from phalanx.testing.ranks import HELD
 from phalanx.testing.verdict import make_portable
