@@ -30,7 +30,7 @@ from bench import record
 from bench.plan import parse_names
 from bench.report import machine_facts, median_ratio, verdict_line
 from bench.step_models import digits_cnn, mlp
-from phalanx.train.shards import Shards, divisible
+from phalanx.train.step.shards import Shards, divisible
 
 _BATCH = 64
 _NONE = "no communication"

@@ -293,12 +293,8 @@ def test_the_plugin_loads_nothing_until_a_test_is_marked():
         "print(*sorted(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [
-        "phalanx",
-        "phalanx.testing",
-        "phalanx.testing.plugin",
-        "phalanx.testing.plugin.hooks",
-    ]
+    packages = ["phalanx", "phalanx.testing", "phalanx.testing.plugin"]
+    assert done.stdout.split() == [*packages, "phalanx.testing.plugin.hooks"]
     assert hooks.__doc__
 
 

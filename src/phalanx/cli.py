@@ -64,7 +64,10 @@ _COMMANDS = {
         needs_linux=False,
     ),
     "report": _Command(
-        "phalanx report FOLDER", "write the report of a run, finished or not", "train.report_command", needs_linux=False
+        "phalanx report FOLDER",
+        "write the report of a run, finished or not",
+        "train.report.report_command",
+        needs_linux=False,
     ),
     "explain": _Command(
         "phalanx explain [NAME | MESSAGE]",
@@ -81,7 +84,7 @@ _COMMANDS = {
     "verify-resume": _Command(
         "phalanx verify-resume --nproc-per-node 2 train.py [args]",
         "prove that a script with a Trainer resumes to the same bits",
-        "train.verification_command",
+        "train.resume.verification_command",
     ),
     "warm": _Command(
         "phalanx warm --list|--stop",

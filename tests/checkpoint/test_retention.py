@@ -8,7 +8,7 @@ import pytest
 
 import phalanx
 import phalanx.checkpoint as ckpt
-from phalanx.train.judge import Judge
+from phalanx.train.evaluate.judge import Judge
 from tests.checkpoint._tools import flip_bit, save
 
 METRICS = {1: 0.3, 2: 0.9, 3: float("nan"), 4: 0.5, 5: None, 6: 0.8, 7: 0.1}

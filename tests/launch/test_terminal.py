@@ -149,7 +149,7 @@ def test_a_long_warning_of_all_ranks_is_one_beside_a_progress_bar(terminal):
     screen = terminal(
         """
         import warnings
-        from phalanx.train.progress import ProgressBar
+        from phalanx.train.report.progress import ProgressBar
         bar = ProgressBar.open(3)
         warnings.warn("a loader that is not divided " * 5, stacklevel=1)
         print("words", file=sys.stderr)
@@ -166,7 +166,7 @@ def test_a_long_warning_of_all_ranks_is_one_beside_a_progress_bar(terminal):
 def test_what_is_printed_above_a_progress_bar_is_not_cut_into_lines(terminal):
     screen = terminal(
         """
-        from phalanx.train.progress import ProgressBar
+        from phalanx.train.report.progress import ProgressBar
         bar = ProgressBar.open(3)
         if bar: print("a line that is longer than the screen is wide, " * 2 + "whole")
         if bar: bar.close()
@@ -179,7 +179,7 @@ def test_what_is_printed_above_a_progress_bar_is_not_cut_into_lines(terminal):
 def test_the_progress_bar_of_a_run_that_goes_on_begins_at_its_step(terminal):
     screen = terminal(
         """
-        from phalanx.train.progress import ProgressBar
+        from phalanx.train.report.progress import ProgressBar
         bar = ProgressBar.open(300, 75)
         if bar: bar.close()
         """

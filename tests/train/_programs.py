@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import phalanx
-from phalanx.train.feed import is_dataset
+from phalanx.train.feed.feed import is_dataset
 
 
 def make_data(length=50):

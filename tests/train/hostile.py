@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.train.metrics import MetricsLog, read_metrics, write_csv
-from phalanx.train.report import write_report
+from phalanx.train.report.metrics import MetricsLog, read_metrics, write_csv
+from phalanx.train.report.report import write_report
 
 NUMBERS = st.one_of(
     st.sampled_from([0, 1, -1, 1e308, -1e308, 1e300, 5e-324, 1e-310, math.nan, math.inf, -math.inf]),

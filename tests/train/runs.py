@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from phalanx.train.metrics import PHASES
+from phalanx.train.report.metrics import PHASES
 
 BEGAN_S = 1_795_000_000.0
 

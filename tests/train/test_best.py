@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import phalanx
 from phalanx.train.arguments import check_plateau
-from phalanx.train.judge import Judge
+from phalanx.train.evaluate.judge import Judge
 from phalanx.train.settings import Settings
 from tests.train._programs import make_data, make_model, mean_squares, quietly, state_of
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.train.blame import Replay
-from phalanx.train.objective import Objective
+from phalanx.train.step.blame import Replay
+from phalanx.train.step.objective import Objective
 from tests.train._programs import mean_squares
 
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import phalanx
 from phalanx.parallel.pieces import ELEMENTWISE
-from phalanx.train import divided_step
+from phalanx.train.step import divided_step
 from tests.train._programs import make_data, mean_squares, quietly, train
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")

@@ -11,7 +11,7 @@ import signal
 import torch
 
 import phalanx
-from phalanx.train.metrics import MetricsLog, read_metrics
+from phalanx.train.report.metrics import MetricsLog, read_metrics
 from tests.train._programs import Numbered, make_model
 
 

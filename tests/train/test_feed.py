@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 import phalanx
 from phalanx.data import batches
 from phalanx.data.batches import GivenBatches, GlobalBatches
-from phalanx.train import loader_feed
-from phalanx.train.dataset_feed import DatasetFeed
-from phalanx.train.foresight import foresee
-from phalanx.train.loader_feed import LoaderFeed
+from phalanx.train.feed import loader_feed
+from phalanx.train.feed.dataset_feed import DatasetFeed
+from phalanx.train.feed.loader_feed import LoaderFeed
+from phalanx.train.resume.foresight import foresee
 from tests import resuming
 from tests.resuming import Stream, check_every_stop
 

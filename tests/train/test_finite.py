@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import phalanx
-from phalanx.train.finite import FiniteGuard
-from phalanx.train.judge import Judge
+from phalanx.train.evaluate.judge import Judge
+from phalanx.train.step.finite import FiniteGuard
 from tests.train._programs import make_data, make_model, mean_squares, quietly, rank_of, state_of, train
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")

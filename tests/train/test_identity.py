@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx import checkpoint
-from phalanx.train.identity import _lines, differences, facts_of
+from phalanx.train.resume.identity import _lines, differences, facts_of
 from phalanx.train.settings import Settings
 from tests.train._programs import make_data, make_model, mean_squares, quietly, state_of
 
@@ -192,7 +192,7 @@ def test_a_callback_with_state_may_be_left_out(tmp_path):
 
 def test_a_model_that_has_grown_since_an_old_checkpoint_is_told_what_a_trainer_has_for_it(tmp_path, monkeypatch):
     with monkeypatch.context() as older:
-        older.setattr("phalanx.train.identity.Identity.state", lambda self: None)
+        older.setattr("phalanx.train.resume.identity.Identity.state", lambda self: None)
         run(tmp_path, max_steps=9)
     with pytest.raises(phalanx.CheckpointError) as caught:
         run(tmp_path, model=nn.Sequential(*make_model(), nn.Linear(1, 1)))
@@ -246,7 +246,7 @@ def test_by_force_a_schedule_that_ends_before_is_named(tmp_path):
 
 def test_a_checkpoint_that_does_not_say_what_it_is_of_is_taken_with_a_line(tmp_path, monkeypatch):
     with monkeypatch.context() as older:
-        older.setattr("phalanx.train.identity.Identity.state", lambda self: None)
+        older.setattr("phalanx.train.resume.identity.Identity.state", lambda self: None)
         run(tmp_path, max_steps=9)
     trainer, printed = run(tmp_path, lr=0.5)
     assert trainer.step == 14

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import checkpoint
-from phalanx.train.preemption import Preemption
+from phalanx.train.resume.preemption import Preemption
 from tests.launch.jobs import PHALANX_RUN, Terminal
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")

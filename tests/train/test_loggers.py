@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.train import loggers, run_log
-from phalanx.train.metrics import read_metrics
+from phalanx.train.report import loggers, run_log
+from phalanx.train.report.metrics import read_metrics
 from tests.train._programs import make_data, make_model, mean_squares, quietly, state_of
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import phalanx
 from phalanx.parallel.ddp.coalesced import CoalescedBucket
-from phalanx.train.memory_format import lay_out_batch
+from phalanx.train.step.memory_format import lay_out_batch
 from tests.train._programs import quietly
 
 

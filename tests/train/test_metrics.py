@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.train import metrics
-from phalanx.train.metrics import MetricsLog, is_being_written, read_metrics, without_undone, write_csv
+from phalanx.train.report import metrics
+from phalanx.train.report.metrics import MetricsLog, is_being_written, read_metrics, without_undone, write_csv
 from tests.train import hostile
 from tests.train.runs import FakeRun
 
@@ -83,7 +83,7 @@ def test_a_torn_line_is_skipped_and_a_restart_goes_on_after_it(tmp_path, torn):
 
 def test_a_killed_process_leaves_every_record_that_it_has_written(tmp_path):
     code = (
-        "import sys, time; from phalanx.train.metrics import MetricsLog\n"
+        "import sys, time; from phalanx.train.report.metrics import MetricsLog\n"
         "log = MetricsLog(sys.argv[1])\n"
         "for step in range(5000):\n"  # 25 MB at most, should nobody kill it
         "    log.write('step', step=step, filling='x' * 5000)\n"

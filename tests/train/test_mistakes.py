@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 import phalanx
 from phalanx.train.arguments import check_arguments, check_fit
-from phalanx.train.objective import Objective
 from phalanx.train.settings import Settings
+from phalanx.train.step.objective import Objective
 from tests.train._programs import Seen, make_data, make_model, mean_squares, quietly
 
 LIMIT_S = 100

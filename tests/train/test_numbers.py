@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx
-from phalanx.train.metrics import PHASES, read_metrics
-from phalanx.train.origin import git_commit
-from phalanx.train.report import write_report
+from phalanx.train.report.metrics import PHASES, read_metrics
+from phalanx.train.report.origin import git_commit
+from phalanx.train.report.report import write_report
 from tests.train._programs import Numbered, make_model, quietly
 from tests.train.test_report import Page
 

@@ -13,9 +13,9 @@ import pytest
 
 import phalanx.train
 from phalanx import cli
-from phalanx.train import plots
-from phalanx.train.metrics import MetricsLog
-from phalanx.train.report import write_report
+from phalanx.train.report import plots
+from phalanx.train.report.metrics import MetricsLog
+from phalanx.train.report.report import write_report
 from tests.train.runs import FakeRun
 
 EVIL = "<script>alert(1)</script>\" onload='x' &amp;"

@@ -13,9 +13,9 @@ import pytest
 
 from phalanx.record.box import Box, load_boxes
 from phalanx.record.losses import Loss, save_loss
-from phalanx.train import plots
-from phalanx.train.metrics import PHASES
-from phalanx.train.report import write_report
+from phalanx.train.report import plots
+from phalanx.train.report.metrics import PHASES
+from phalanx.train.report.report import write_report
 from tests.browser import needs_browser, run_page
 from tests.record.made import Job, save
 from tests.train.runs import BEGAN_S, FakeRun

@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from phalanx.train.report import write_report
+from phalanx.train.report.report import write_report
 from tests.browser import browse, needs_browser, run_page
 from tests.train.runs import FakeRun
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR, ReduceLROnPlateau, St
 
 import phalanx
 from phalanx.testing import run_ranks
-from phalanx.train.judge import Judge
+from phalanx.train.evaluate.judge import Judge
 from phalanx.train.settings import Settings
 from tests.train._programs import make_data, make_model, mean_squares, quietly
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.train import snapshots
-from phalanx.train.snapshots import Snapshots
+from phalanx.train.resume import snapshots
+from phalanx.train.resume.snapshots import Snapshots
 
 
 class Memory:

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import phalanx
 from phalanx.data import GlobalBatches
-from phalanx.train.objective import Objective
-from phalanx.train.origin import processes_of
+from phalanx.train.report.origin import processes_of
 from phalanx.train.settings import Settings
+from phalanx.train.step.objective import Objective
 from tests.train._programs import (
     Numbered,
     Seen,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import phalanx
-from phalanx.train.metrics import read_metrics
+from phalanx.train.report.metrics import read_metrics
 from tests.train._programs import make_data, mean_squares, quietly, rank_of
 
 LIMIT_S = 100

@@ -30,11 +30,11 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, ra
 
 import phalanx
 from phalanx.data.batches import GlobalBatches
-from phalanx.train import worker_trial
-from phalanx.train.dataset_feed import DatasetFeed
+from phalanx.train.feed import worker_trial
+from phalanx.train.feed.dataset_feed import DatasetFeed
+from phalanx.train.feed.shareable import unshareable
+from phalanx.train.feed.worker_trial import WorkerTrial, never_draws, untouched
 from phalanx.train.settings import Settings
-from phalanx.train.shareable import unshareable
-from phalanx.train.worker_trial import WorkerTrial, never_draws, untouched
 from phalanx.wire.rank_group import RankGroup
 from tests.train._programs import mean_squares, quietly
 

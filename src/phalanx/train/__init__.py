@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from phalanx import _on_first_use
 
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
-    from phalanx.train.metrics import read_metrics, write_csv
-    from phalanx.train.report import write_report
+    from phalanx.train.report.metrics import read_metrics, write_csv
+    from phalanx.train.report.report import write_report
     from phalanx.train.settings import Settings
     from phalanx.train.trainer import Trainer
 
 __all__ = ["Settings", "Trainer", "read_metrics", "write_csv", "write_report"]
 
 _MODULES = {
-    "train.metrics": "read_metrics write_csv",
-    "train.report": "write_report",
+    "train.report.metrics": "read_metrics write_csv",
+    "train.report.report": "write_report",
     "train.settings": "Settings",
     "train.trainer": "Trainer",
 }

@@ -26,30 +26,31 @@ from phalanx.record import writer
 from phalanx.session import session
 from phalanx.session.arguments import naming_arguments
 from phalanx.session.survival import PlannedRestart, Survivor
-from phalanx.train import determinism, restarts
 from phalanx.train.arguments import check_arguments, check_attribute, check_fit, check_plateau, check_schedule
 from phalanx.train.callbacks import call, check_callbacks, has_hook
-from phalanx.train.consensus import Consensus
-from phalanx.train.evaluation import Evaluator
-from phalanx.train.feed import Part
-from phalanx.train.folder_lock import FolderLock
-from phalanx.train.foresight import foresee, length_of_schedule, refuse_unwritable
-from phalanx.train.identity import Identity, facts_of, refuse_differences, with_data
-from phalanx.train.judge import Judge
-from phalanx.train.loggers import Logger, Loggers
-from phalanx.train.memory_format import lay_out_model
-from phalanx.train.objective import Objective
-from phalanx.train.open_feed import open_feed
-from phalanx.train.origin import describe_origin, processes_of
+from phalanx.train.evaluate.evaluation import Evaluator
+from phalanx.train.evaluate.judge import Judge
+from phalanx.train.feed.feed import Part
+from phalanx.train.feed.open_feed import open_feed
 from phalanx.train.other_names import attribute_meant, wrong_argument
-from phalanx.train.place import Place, why_not_set_back
-from phalanx.train.preemption import Preemption, leave
-from phalanx.train.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
-from phalanx.train.run_log import RunLog
-from phalanx.train.saving import RunSaver
+from phalanx.train.report.loggers import Logger, Loggers
+from phalanx.train.report.origin import describe_origin, processes_of
+from phalanx.train.report.run_log import RunLog
+from phalanx.train.resume import restarts
+from phalanx.train.resume.consensus import Consensus
+from phalanx.train.resume.folder_lock import FolderLock
+from phalanx.train.resume.foresight import foresee, length_of_schedule, refuse_unwritable
+from phalanx.train.resume.identity import Identity, facts_of, refuse_differences, with_data
+from phalanx.train.resume.place import Place, why_not_set_back
+from phalanx.train.resume.preemption import Preemption, leave
+from phalanx.train.resume.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
+from phalanx.train.resume.saving import RunSaver
+from phalanx.train.resume.snapshots import Snapshots
 from phalanx.train.settings import GivenSettings, Settings, SignatureWithSettings
-from phalanx.train.snapshots import Snapshots
-from phalanx.train.stepper import Stepper
+from phalanx.train.step import determinism
+from phalanx.train.step.memory_format import lay_out_model
+from phalanx.train.step.objective import Objective
+from phalanx.train.step.stepper import Stepper
 from phalanx.train.wrapper import leave_wrapper, wrap
 from phalanx.wire.rank_group import RankGroup
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 from phalanx import _env
 from phalanx._torch import shield
 from phalanx.record.notes import note_room_made, words_on_disk
-from phalanx.train.run_log import RunLog
+from phalanx.train.report.run_log import RunLog
 from phalanx.wire.rank_group import RankGroup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -20,7 +20,7 @@ from phalanx._errors import warn_caller
 from phalanx.data.random_state import random_state_kept
 from phalanx.host.cgroups import usable_cpus
 from phalanx.launch import rank_trial
-from phalanx.train.shareable import unshareable
+from phalanx.train.feed.shareable import unshareable
 from phalanx.wire.rank_group import RankGroup
 
 _NUM_SETTLING, _NUM_COUNTED = 2, 5  # steps

@@ -16,14 +16,14 @@ from phalanx.parallel import DistributedDataParallel
 from phalanx.parallel.divergence.sentinel import Sentinel, kind_of_processor
 from phalanx.session.loop import synchronizing
 from phalanx.session.session import Session
-from phalanx.train import determinism
-from phalanx.train.divided_step import DividedStep
-from phalanx.train.feed import Part
-from phalanx.train.finite import FiniteGuard
-from phalanx.train.memory_format import lay_out_batch
-from phalanx.train.objective import NamedParts, Objective
-from phalanx.train.run_log import RunLog
+from phalanx.train.feed.feed import Part
+from phalanx.train.report.run_log import RunLog
 from phalanx.train.settings import Settings
+from phalanx.train.step import determinism
+from phalanx.train.step.divided_step import DividedStep
+from phalanx.train.step.finite import FiniteGuard
+from phalanx.train.step.memory_format import lay_out_batch
+from phalanx.train.step.objective import NamedParts, Objective
 from phalanx.wire.rank_group import RankGroup
 
 _NOTHING: Any = contextlib.nullcontext()

@@ -11,9 +11,9 @@ from phalanx._text import counted
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.loader import DIVIDING_LOADER
 from phalanx.data.parts import have_the_same, refuse_different
-from phalanx.train.dataset_feed import DatasetFeed
-from phalanx.train.feed import Collate, Feed, is_dataset
-from phalanx.train.loader_feed import LoaderFeed, is_divided
+from phalanx.train.feed.dataset_feed import DatasetFeed
+from phalanx.train.feed.feed import Collate, Feed, is_dataset
+from phalanx.train.feed.loader_feed import LoaderFeed, is_divided
 from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
 

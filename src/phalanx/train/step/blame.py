@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from phalanx._text import counted
 from phalanx._torch.nested import tensors_in
 from phalanx.data.random_state import random_state_kept
-from phalanx.train.objective import Objective
+from phalanx.train.step.objective import Objective
 from phalanx.train.wrapper import is_sharded
 
 

@@ -17,8 +17,8 @@ from phalanx.data.parts import have_own_parts
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed
-from phalanx.train.feed import Step, is_dataset, whatever
-from phalanx.train.worker_trial import untouched
+from phalanx.train.feed.feed import Step, is_dataset, whatever
+from phalanx.train.feed.worker_trial import untouched
 from phalanx.wire.rank_group import RankGroup
 
 _UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # instead of a batch's number of samples

@@ -15,9 +15,9 @@ from phalanx._torch.nested import num_collated, tensors_in
 from phalanx.data.parts import have_the_same, refuse_different
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.seeds import seed_process
-from phalanx.train.feed import Collate, is_dataset
-from phalanx.train.loader_feed import is_divided
-from phalanx.train.worker_trial import untouched
+from phalanx.train.feed.feed import Collate, is_dataset
+from phalanx.train.feed.loader_feed import is_divided
+from phalanx.train.feed.worker_trial import untouched
 from phalanx.wire.rank_group import RankGroup
 
 Counted = tuple[Any, int]

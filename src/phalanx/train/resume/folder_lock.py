@@ -8,7 +8,7 @@ import os
 from phalanx._errors import PhalanxError
 from phalanx.checkpoint.disk import folder as folders
 from phalanx.checkpoint.disk.claim import Claim, Note, claimant, is_other_side, other_side
-from phalanx.train import restarts
+from phalanx.train.resume import restarts
 from phalanx.wire.rank_group import RankGroup
 
 _PATIENCE_S = 1.0  # a holder that was just killed lets go when its memory is freed

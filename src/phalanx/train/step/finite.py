@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from phalanx._errors import NonFinite
 from phalanx._text import named
-from phalanx.train.blame import FINITE_BEFORE, UNKNOWN, Origin, Replay, first_bad_tensor, is_finite, local
-from phalanx.train.objective import Objective
-from phalanx.train.run_log import RunLog
+from phalanx.train.report.run_log import RunLog
+from phalanx.train.step.blame import FINITE_BEFORE, UNKNOWN, Origin, Replay, first_bad_tensor, is_finite, local
+from phalanx.train.step.objective import Objective
 from phalanx.wire.rank_group import RankGroup
 
 _LOSS, _GRADIENT, _AVERAGED, _STATE = range(4)

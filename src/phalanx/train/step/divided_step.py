@@ -14,7 +14,7 @@ from phalanx import checkpoint
 from phalanx.parallel import DistributedDataParallel
 from phalanx.parallel.pieces import ELEMENTWISE
 from phalanx.session.session import Session
-from phalanx.train.shards import Shards, divisible, has_hooks, has_room
+from phalanx.train.step.shards import Shards, divisible, has_hooks, has_room
 from phalanx.train.wrapper import is_sharded
 from phalanx.wire.rank_group import RankGroup
 

@@ -32,8 +32,8 @@ from phalanx._errors import CheckpointError, printable
 from phalanx._text import counted, listed, shortened
 from phalanx._torch import SCHEDULER_COUNTERS
 from phalanx.checkpoint.state.unpacking import form_of
-from phalanx.train.metrics import read_metrics
-from phalanx.train.origin import command_line
+from phalanx.train.report.metrics import read_metrics
+from phalanx.train.report.origin import command_line
 from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
 

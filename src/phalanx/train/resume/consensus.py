@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from phalanx._errors import ReplicaMismatch
 from phalanx.parallel.divergence.sentinel import LEAST_OF_A_CYCLE, Sentinel
-from phalanx.train.finite import FiniteGuard
-from phalanx.train.preemption import Preemption
-from phalanx.train.run_log import RunLog
+from phalanx.train.report.run_log import RunLog
+from phalanx.train.resume.preemption import Preemption
+from phalanx.train.step.finite import FiniteGuard
 from phalanx.wire.rank_group import RankGroup
 
 _AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from phalanx._command_line import Parser, UsageError
-from phalanx.train.report import write_report
+from phalanx.train.report.report import write_report
 
 
 def main(args: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from phalanx import _env
 from phalanx.checkpoint.comparison import compare
 from phalanx.checkpoint.disk.folder import steps
-from phalanx.train.metrics import read_metrics
+from phalanx.train.report.metrics import read_metrics
 
 _LIMIT_S = 3600.0
 _LOOK_EVERY_S = 0.01

@@ -16,12 +16,12 @@ from phalanx._torch.nested import to_device
 from phalanx.data.random_state import random_state_kept
 from phalanx.record import writer
 from phalanx.train.arguments import refuse_reserved
-from phalanx.train.evaluation_data import Counted, Own, Planned, plan
-from phalanx.train.feed import Collate, is_dataset
-from phalanx.train.memory_format import lay_out_batch
-from phalanx.train.objective import Objective, outputs_of
+from phalanx.train.evaluate.evaluation_data import Counted, Own, Planned, plan
+from phalanx.train.feed.feed import Collate, is_dataset
+from phalanx.train.feed.worker_trial import untouched
 from phalanx.train.settings import Settings
-from phalanx.train.worker_trial import untouched
+from phalanx.train.step.memory_format import lay_out_batch
+from phalanx.train.step.objective import Objective, outputs_of
 from phalanx.train.wrapper import is_sharded
 from phalanx.wire.rank_group import RankGroup
 

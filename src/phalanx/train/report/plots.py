@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
-from phalanx.train.metrics import PHASES, RECORDED
+from phalanx.train.report.metrics import PHASES, RECORDED
 
 Point = tuple[int, float]
 

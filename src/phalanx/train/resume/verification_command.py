@@ -23,6 +23,6 @@ def main(args: Sequence[str]) -> int:
         make_plan(args, _env.environment(), parser)
     except UsageError as error:
         return parser.refuse(error)
-    from phalanx.train.verification import verify_resume  # brings torch
+    from phalanx.train.resume.verification import verify_resume  # brings torch
 
     return verify_resume(args)

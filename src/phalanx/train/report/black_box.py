@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.record.box import Box, Event, SavedBoxes, boxes_in, load_boxes, open_box, read_box
 from phalanx.record.losses import Loss, load_losses
 from phalanx.record.stragglers import Ledger, Verdict
-from phalanx.train.plots import colours_of, legend, seconds
+from phalanx.train.report.plots import colours_of, legend, seconds
 
 _WIDTH, _ROW = 1000, 10  # of the SVG's own coordinates
 _MOST_S = 5.0  # that are drawn

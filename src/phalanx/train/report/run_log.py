@@ -18,12 +18,12 @@ from phalanx._text import broken, one_line
 from phalanx.checkpoint import Loaded
 from phalanx.record import writer
 from phalanx.session.session import Session
-from phalanx.train.loggers import CLOSE_S, Loggers, Run
-from phalanx.train.metrics import PHASES, RECORDED, MetricsLog, write_csv
-from phalanx.train.objective import NamedParts
-from phalanx.train.progress import ProgressBar
-from phalanx.train.report import write_report
+from phalanx.train.report.loggers import CLOSE_S, Loggers, Run
+from phalanx.train.report.metrics import PHASES, RECORDED, MetricsLog, write_csv
+from phalanx.train.report.progress import ProgressBar
+from phalanx.train.report.report import write_report
 from phalanx.train.settings import Settings
+from phalanx.train.step.objective import NamedParts
 from phalanx.wire.rank_group import RankGroup
 
 _LINE_EVERY_S = 10.0

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from phalanx import _env
 from phalanx._text import one_line
 from phalanx.data.random_state import random_state_kept
-from phalanx.train.metrics import numbers_of, write_csv
+from phalanx.train.report.metrics import numbers_of, write_csv
 from phalanx.wire.files import write_whole
 from phalanx.wire.rank_group import RankGroup
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from phalanx import _env
 from phalanx.checkpoint.memory.snapshots import memory
 from phalanx.session.survival import may_outlive
-from phalanx.train.loggers import IDS
+from phalanx.train.report.loggers import IDS
 from phalanx.wire.rank_group import RankGroup
 
 _trained: dict[str, weakref.ref[object]] = {}  # who trained last in a folder

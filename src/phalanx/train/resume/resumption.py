@@ -12,7 +12,7 @@ import torch
 from phalanx import checkpoint
 from phalanx._errors import CheckpointError
 from phalanx.checkpoint.loading import load_run
-from phalanx.train.identity import Identity
+from phalanx.train.resume.identity import Identity
 
 
 class Progress:

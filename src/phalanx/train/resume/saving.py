@@ -11,8 +11,8 @@ from phalanx import checkpoint
 from phalanx._text import counted
 from phalanx.checkpoint.memory.snapshots import memory
 from phalanx.record.notes import note_checkpoints
-from phalanx.train.judge import Judge
-from phalanx.train.run_log import RunLog
+from phalanx.train.evaluate.judge import Judge
+from phalanx.train.report.run_log import RunLog
 from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
 

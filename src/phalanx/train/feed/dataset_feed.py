@@ -16,8 +16,8 @@ from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
-from phalanx.train.feed import Collate, Step, whatever
-from phalanx.train.worker_trial import WholeBatches, WorkerTrial, never_draws, untouched
+from phalanx.train.feed.feed import Collate, Step, whatever
+from phalanx.train.feed.worker_trial import WholeBatches, WorkerTrial, never_draws, untouched
 from phalanx.wire.rank_group import RankGroup
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from phalanx.session import session
-from phalanx.train.feed import is_dataset
-from phalanx.train.loggers import Loggers
+from phalanx.train.feed.feed import is_dataset
+from phalanx.train.report.loggers import Loggers
 from phalanx.train.wrapper import can_wrap
 
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from phalanx._errors import CheckpointError
 from phalanx._torch import MILESTONES_OF_SCHEDULER, PARTS_OF_SCHEDULER
-from phalanx.train.feed import Feed
+from phalanx.train.feed.feed import Feed
 from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
 

@@ -21,9 +21,9 @@ import phalanx
 from phalanx._text import counted, listed
 from phalanx.record.box import SavedBoxes
 from phalanx.record.losses import place_of, repeated, sign_of, who_of
-from phalanx.train import black_box, plots
-from phalanx.train.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
-from phalanx.train.plots import Point, number, seconds
+from phalanx.train.report import black_box, plots
+from phalanx.train.report.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
+from phalanx.train.report.plots import Point, number, seconds
 from phalanx.train.settings import mode_of
 from phalanx.wire.files import write_whole
 
