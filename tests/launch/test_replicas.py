@@ -17,8 +17,8 @@ import pytest
 
 from phalanx.checkpoint.memory import layout
 from phalanx.checkpoint.memory.layout import Copied, region_of_others, region_offset
-from phalanx.launch.nodes.holders import holders_of
 from phalanx.launch.nodes.views import Node
+from phalanx.launch.replicas.holders import holders_of
 from phalanx.launch.replicas.process import Replicas
 from phalanx.launch.replicas.receiver import Receiver
 from phalanx.launch.replicas.wire import PIECE, Wire

@@ -283,7 +283,7 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_stand_out_enough(scheme):
-    css = Path(phalanx.train.__file__).with_name("report.css").read_text()
+    css = Path(phalanx.train.__file__).with_name("report").joinpath("report.css").read_text()
     blocks = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
     colours = dict(re.findall(r"--(\w+): (#\w{6});", blocks[scheme == "dark"]))
     for ground in ("page", "card"):

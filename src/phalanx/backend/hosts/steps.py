@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx.backend.hosts import integers
 from phalanx.backend.hosts.calls import Running
 from phalanx.backend.hosts.channels import Channel, Handle
 from phalanx.backend.hosts.failures import Failures
@@ -219,10 +218,10 @@ class Steps:
 
     def _average_integers(self, running: Running, source: int, out: int, count: int) -> None:
         dtype, num_bytes = _DTYPES[running.dtype], count * running.item
-        parts = integers.split(Span(source, num_bytes).tensor().view(dtype), self._size)
+        parts = _quotients_and_remainders(Span(source, num_bytes).tensor().view(dtype), self._size)
         at = parts.data_ptr()
         self._all_reduce(running.computed_in(*_LONG), at, at, 2 * count, _SUM)
-        Span(out, num_bytes).tensor().view(dtype).copy_(integers.mean(parts, self._size, dtype))
+        Span(out, num_bytes).tensor().view(dtype).copy_(_integer_mean(parts, self._size, dtype))
 
     def all_reduce_pieces(
         self, running: Running, ins: Addresses, outs: Addresses, counts: list[int], num_squared: int
@@ -398,3 +397,35 @@ class Steps:
         transfer.start(range(len(sends)), sends, recvs)
         self._agree(running)
         transfer.finish()
+
+
+# ---------------------------------------------------------------- averages of integers
+#
+# Sums may overflow, and averages can't be averaged: so quotients and remainders are summed.
+
+
+def _quotients_and_remainders(values: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Return the quotients and the remainders of integers, in int64 and in this order, to be summed over the ranks."""
+    is_unsigned = values.dtype is torch.uint64
+    wide = values.to(torch.int64)
+    quotients = _divide_towards_zero(wide, divisor, is_unsigned=is_unsigned)
+    return torch.stack([quotients, wide - quotients * divisor])
+
+
+def _integer_mean(sums: torch.Tensor, divisor: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the averages, truncated towards zero, from the sums over all ranks of what `_quotients_and_remainders` returned."""
+    is_unsigned = dtype is torch.uint64
+    carry = _divide_towards_zero(sums[1], divisor, is_unsigned=False)
+    rest, means = sums[1] - carry * divisor, sums[0] + carry
+    if is_unsigned:
+        return means.view(torch.uint64)
+    return means + ((means < 0) & (rest > 0)).long() - ((means > 0) & (rest < 0)).long()
+
+
+def _divide_towards_zero(values: torch.Tensor, divisor: int, *, is_unsigned: bool) -> torch.Tensor:
+    """Divide int64 values towards zero; they may hold the bits of uint64, which torch can't divide."""
+    if not is_unsigned:
+        return torch.div(values, divisor, rounding_mode="trunc")
+    halves = (values >> 1) & torch.iinfo(torch.int64).max
+    quotients = halves // divisor * 2
+    return quotients + (values - quotients * divisor >= divisor)

@@ -25,12 +25,12 @@ from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
 from phalanx.launch.nodes.agreement import Agreement
 from phalanx.launch.nodes.clocks import Clocks
 from phalanx.launch.nodes.greeting import Greeting
-from phalanx.launch.nodes.holders import told_of
 from phalanx.launch.nodes.links import Links, is_local
 from phalanx.launch.nodes.messages import read_state, read_view
 from phalanx.launch.nodes.questions import Questions
 from phalanx.launch.nodes.shared_causes import OTHER_SIDE, read_cause, with_own_kind
 from phalanx.launch.nodes.views import Node, Place, Rules, State
+from phalanx.launch.replicas.holders import told_of
 from phalanx.wire.packets import PacketSocket
 
 _BEATS = 4  # in the time after which a silent node is lost
