@@ -1,4 +1,4 @@
-"""The floors of docs/design.md: a unit imports only from floors strictly below its own."""
+"""The rooms of docs/design.md: a unit imports only from floors strictly below its own."""
 
 from __future__ import annotations
 
@@ -16,37 +16,10 @@ import phalanx
 
 PACKAGE = Path(phalanx.__file__).parent
 REPO = Path(__file__).parents[1]
-FLOORS = {
-    "__init__": 0,
-    "_core": 0,
-    "_env": 0,
-    "_errors": 0,
-    "_ranges": 0,
-    "_text": 0,
-    "_command_line": 1,
-    "_settings": 1,
-    "_torch": 1,
-    "host": 1,
-    "wire": 1,
-    "record": 2,
-    "rendezvous": 2,
-    "checkpoint": 3,
-    "data": 3,
-    "debugging": 3,
-    "failure": 3,
-    "backend": 4,
-    "launch": 4,
-    "parallel": 4,
-    "cli": 5,
-    "doctor": 5,
-    "session": 5,
-    "tune": 5,
-    "__main__": 6,
-    "_plugin": 6,
-    "diagnose": 6,
-    "train": 6,
-    "testing": 7,
-}
+ROW = re.compile(r"^\| (\d+) \| `(\w+)` \|", re.MULTILINE)
+FLOORS = {room: int(floor) for floor, room in ROW.findall((REPO / "docs" / "design.md").read_text())}
+ROOMS = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
+MOST_FILES, MOST_NAMES = 16, 30  # of a folder; of the package's root, folders included
 
 
 def unit_of(module: str) -> str:
@@ -71,10 +44,26 @@ def imports_of(path: Path) -> set[str]:
     return units
 
 
+def test_the_table_has_each_room() -> None:
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert {*FLOORS} == names | {"_core"}
+    assert len({*names, "_core.pyi", "py.typed"}) <= MOST_NAMES
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(PACKAGE)))
+def test_a_room_is_small_and_says_where_to_begin(room: Path) -> None:
+    files = [path for path in room.iterdir() if path.is_file()]
+    assert room == PACKAGE or len(files) <= MOST_FILES
+    docstring = " ".join((ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or "").split())
+    first = re.search(r"[Ss]tart with `([\w.]+)`", docstring)
+    assert first, "which file is to be read first?"
+    assert (room / first[1].replace(".", "/")).with_suffix(".py").is_file()
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_unit_imports_only_from_floors_below(path: Path) -> None:
     unit = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert unit in FLOORS, f"give {unit} a floor here and in docs/design.md"
+    assert unit in FLOORS, f"give {unit} a floor in docs/design.md"
     for imported in imports_of(path) - {unit, "__init__"}:
         assert FLOORS[imported] < FLOORS[unit], f"{path.name} imports {imported}"
 

@@ -2,6 +2,8 @@
 
 ``torch.distributed.init_process_group("phalanx")`` is all that a script needs: it works without importing this package.
 The names and packages below are loaded on first use, so that importing :mod:`phalanx` costs nothing and cannot break.
+
+Start with `_plugin`, which torch calls, or `cli`, which users call; ``docs/design.md`` has a table of the rooms.
 """
 
 import importlib

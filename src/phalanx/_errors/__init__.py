@@ -1,7 +1,7 @@
 """Errors caused by the world, such as a dead rank or a damaged file; a wrong call raises ValueError or TypeError.
 
 Every message names the rank, the operation and what to do. Errors carry these facts as attributes and can be pickled,
-because they cross processes.
+because they cross processes. Start with `facts`, which says how they travel.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ first asked for: `from phalanx._torch import dispatch_keys` binds it once, for h
 them were seen in torch 2.11, 2.13 and 2.15.
 
 Every ``import torch`` runs this module where phalanx is installed; the table and the rest are loaded when the first
-other name is asked for.
+other name is asked for. Start with `names`, the table.
 """
 
 import importlib

@@ -2,6 +2,8 @@
 
 On disk there is a folder for each saved step; in memory there are snapshots, for ranks that are restarted. Works with
 any backend. Names are loaded on first use, because listing and verifying checkpoints need no torch.
+
+Start with `saving`, then `loading`: what the ranks agree on, in which order. Nothing here knows of a Trainer.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,7 @@
-"""Data for several ranks: samplers, partitions, loaders and seeds. Works with any backend."""
+"""Data for several ranks: samplers, partitions, loaders and seeds. Works with any backend.
+
+Start with `sampler`, then `loader`. Nothing here sends a tensor.
+"""
 
 from phalanx.data.batches import GlobalBatches
 from phalanx.data.loader import DataLoader

@@ -1,4 +1,7 @@
-"""A debugger in one rank of a job, while the others wait for it however long that takes."""
+"""A debugger in one rank of a job, while the others wait for it however long that takes.
+
+Start with `breakpoints`, then `prompt`. The command that opens a debugger from outside is `diagnose.attach`.
+"""
 
 HELD_BY = "a debugger at "
 """What a rank says on the boards of its groups while a debugger holds it; the line follows."""

@@ -1,4 +1,7 @@
-"""Data parallel training on any backend of torch.distributed."""
+"""Data parallel training on any backend of torch.distributed.
+
+Start with `ddp.ddp`, then `zero`. Nothing here runs a training loop.
+"""
 
 from phalanx.parallel.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from phalanx.parallel.data_parallel import DataParallel

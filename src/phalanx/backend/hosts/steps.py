@@ -413,7 +413,7 @@ def _quotients_and_remainders(values: torch.Tensor, divisor: int) -> torch.Tenso
 
 
 def _integer_mean(sums: torch.Tensor, divisor: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the averages, truncated towards zero, from the sums over all ranks of what `_quotients_and_remainders` returned."""
+    """Return the averages, truncated towards zero, from the sums of all ranks' quotients and remainders."""
     is_unsigned = dtype is torch.uint64
     carry = _divide_towards_zero(sums[1], divisor, is_unsigned=False)
     rest, means = sums[1] - carry * divisor, sums[0] + carry
