@@ -186,3 +186,9 @@ def test_imports_have_no_effect_on_the_process() -> None:
 def test_every_exported_name_can_be_loaded() -> None:
     for name in phalanx.__all__:
         assert getattr(phalanx, name) is not None
+
+
+def test_the_stat_of_a_process_is_parsed_in_one_place() -> None:
+    is_read = re.compile(r"/stat[\"']")
+    readers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if is_read.search(path.read_text())}
+    assert readers == {"host/proc_stat.py"}

@@ -18,6 +18,7 @@ from phalanx._text import in_units
 from phalanx.doctor.finding import Finding, note, ok, problem, warning
 from phalanx.host import cgroups
 from phalanx.host.block_pool import choose, huge_pages
+from phalanx.host.processes import process_of
 from phalanx.launch.warm import starter
 
 _RANK_BYTES = 512 << 20  # a process that has imported torch, and a small model
@@ -185,7 +186,7 @@ def try_watching() -> list[Finding]:
             pidfd = os.pidfd_open(child.pid)
         except OSError as error:
             found = f"pidfd_open: {error.strerror}"
-            if not cgroups.read(f"/proc/{child.pid}", "stat"):
+            if process_of(child.pid) is None:
                 found += ", and /proc does not show processes: the death of a rank is noticed at the timeout alone"
                 return [problem("liveness", found, f"{todo}; or mount /proc", errno=error.errno)]
             found += ": the death of a rank is noticed through /proc, often without its exit code"

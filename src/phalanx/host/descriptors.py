@@ -7,6 +7,7 @@ import os
 import resource
 
 from phalanx._text import counted
+from phalanx.host.proc_stat import stat_fields
 
 _PER_RANK, _OF_OURS = 6, 32
 
@@ -31,8 +32,9 @@ def take_streams(output_fd: int) -> None:
 
 def is_in_background(pid: int) -> bool:
     """Whether process `pid` belongs to a shell's job that does not have the terminal."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        _, _, group, _, _, foreground, *_ = file.read().rpartition(b")")[2].split()
+    with contextlib.suppress(OSError, IndexError):
+        fields = stat_fields(pid)
+        group, foreground = fields[5], fields[8]
         return group != foreground and int(foreground) > 0
     return False
 

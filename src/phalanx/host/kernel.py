@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+
+from phalanx.host.proc_stat import stat_fields
 
 _CALLS = {
     "x86_64": {
@@ -124,8 +127,9 @@ def _still_s(folder: str) -> float | None:
 
 def _last_cpu(folder: str) -> int:
     """Return the CPU on which a thread last ran; -1 if it has ended."""
-    words = _read(f"{folder}/stat").rpartition(")")[2].split()
-    return int(words[36]) if len(words) > 36 else -1
+    with contextlib.suppress(OSError, IndexError):
+        return int(stat_fields(folder.removeprefix("/proc/"))[39])
+    return -1
 
 
 def _clock_ms(cpu: int) -> float:

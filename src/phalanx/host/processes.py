@@ -8,6 +8,8 @@ import os
 import pwd
 from collections.abc import Mapping
 
+from phalanx.host.proc_stat import stat_fields
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PF_KTHREAD = 0x00200000  # include/linux/sched.h
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
@@ -47,23 +49,21 @@ class Process:
 def process_of(pid: int) -> Process | None:
     """Return a process; None if it has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            head, _, tail = file.read().decode(errors="replace").rpartition(")")
+        fields = stat_fields(pid)
     except OSError:
         return None
-    fields = ["", "", *tail.split()]  # so that fields[n - 1] is field n of the manual page
     return Process(
         pid=pid,
-        parent=int(fields[3]),
-        name=head.partition("(")[2],
-        state=fields[2],
-        start_time=int(fields[21]),
-        cpu_s=(int(fields[13]) + int(fields[14])) / _TICKS_PER_S,
-        num_threads=int(fields[19]),
-        rss_bytes=int(fields[23]) * _PAGE_BYTES,
-        minor_faults=int(fields[9]),
-        major_faults=int(fields[11]),
-        is_kernel=bool(int(fields[8]) & _PF_KTHREAD),
+        parent=int(fields[4]),
+        name=fields[2],
+        state=fields[3],
+        start_time=int(fields[22]),
+        cpu_s=(int(fields[14]) + int(fields[15])) / _TICKS_PER_S,
+        num_threads=int(fields[20]),
+        rss_bytes=int(fields[24]) * _PAGE_BYTES,
+        minor_faults=int(fields[10]),
+        major_faults=int(fields[12]),
+        is_kernel=bool(int(fields[9]) & _PF_KTHREAD),
     )
 
 

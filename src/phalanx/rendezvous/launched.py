@@ -15,6 +15,8 @@ import time
 import weakref
 from typing import Any, NamedTuple
 
+from phalanx.host.proc_stat import stat_fields
+
 MEMORY_NAME = "phalanx-notes"
 """Name of the memory in which the notes lie, as ``/proc/PID/fd`` shows it."""
 _PF_EXITING = 0x4  # of linux/sched.h
@@ -206,10 +208,10 @@ def start_time(pid: int) -> int:
 
     0: it has ended, or is ending.
     """
-    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        fields = stat_fields(pid)
         # Its files and sockets are closed before it is a zombie.
-        return 0 if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING else int(fields[19])
+        return 0 if fields[3] in "ZX" or int(fields[9]) & _PF_EXITING else int(fields[22])
     return 0
 
 

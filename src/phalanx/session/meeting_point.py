@@ -17,6 +17,7 @@ import torch.distributed as dist
 from phalanx import _env, _settings
 from phalanx._errors import CollectiveTimeout
 from phalanx.host.network import NetworkError, host_identity, outside_address
+from phalanx.host.proc_stat import stat_fields
 from phalanx.host.schedulers import Placement, detect
 from phalanx.rendezvous import handler
 from phalanx.wire.store import JsonStore, wait_until
@@ -180,8 +181,7 @@ def _launcher_of(rank_variable: str) -> str:
     """
     pid = os.getpid()
     while True:
-        with open(f"/proc/{pid}/stat") as file:
-            parent = int(file.read().rsplit(")", 1)[1].split()[1])
+        parent = int(stat_fields(pid)[4])
         pid = parent or pid  # a rank may be the first process of its container
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
@@ -189,6 +189,4 @@ def _launcher_of(rank_variable: str) -> str:
         except OSError:  # another user's
             is_rank = False
         if not is_rank or not parent:
-            with open(f"/proc/{pid}/stat") as file:
-                started = file.read().rsplit(")", 1)[1].split()[19]
-            return f"{pid}-{started}"
+            return f"{pid}-{stat_fields(pid)[22]}"

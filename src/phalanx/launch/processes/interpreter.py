@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.host.proc_stat import stat_fields
+
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _CONFIG_BYTES = 1024  # at most; a PyConfig has some 450
 _WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
@@ -130,16 +132,15 @@ _shown_command_line: mmap.mmap | None = None  # the kernel reads it as long as t
 def show_command_line(command_line: bytes) -> None:
     """Make ``ps`` and ``pkill -f`` see another command line of this process; nothing happens where the kernel can't."""
     global _shown_command_line
-    with open("/proc/self/stat", "rb") as file:
-        stat = [0, *map(int, file.read().rpartition(b")")[2].split()[1:])]  # from field 3 of proc_pid_stat(5) on
+    stat = stat_fields()
     _libc.sbrk.restype = ctypes.c_void_p
     text = mmap.mmap(-1, len(command_line), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     text.write(command_line)
     start = ctypes.addressof(ctypes.c_char.from_buffer(text))
     code, data, heap_start, stack, environ = (26, 27), (45, 46), 47, 28, (50, 51)
-    own = [stat[field - 3] for field in (*code, *data, heap_start)]
-    addresses = [*own, _libc.sbrk(0), stat[stack - 3], start, start + len(command_line)]
-    addresses += [stat[field - 3] for field in environ]
+    own = [int(stat[field]) for field in (*code, *data, heap_start)]
+    addresses = [*own, _libc.sbrk(0), int(stat[stack]), start, start + len(command_line)]
+    addresses += [int(stat[field]) for field in environ]
     # struct prctl_mm_map: these, no auxiliary vector, no other executable
     layout = (ctypes.c_uint64 * 13)(*addresses, 0, 0xFFFFFFFF << 32)
     size = ctypes.c_ulong(ctypes.sizeof(layout))

@@ -15,6 +15,7 @@ import select
 import signal
 from typing import NoReturn
 
+from phalanx.host.proc_stat import stat_fields
 from phalanx.launch.processes.endings import end_like
 from phalanx.launch.processes.warden import adopt_orphans, children_of, die_with_parent, end_children, hold_signals
 
@@ -102,8 +103,8 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
 def _take_name() -> None:
     """Give this process a name and a command line of its own: those of the job are what a user kills by."""
     _libc.prctl(_PR_SET_NAME, NAME.encode())
-    with contextlib.suppress(OSError), open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5)
+    with contextlib.suppress(OSError):
+        fields = stat_fields()
+        start, end = int(fields[48]), int(fields[49])  # arg_start and arg_end
         if end - start > len(NAME):  # else a kernel that does not tell
             ctypes.memmove(start, NAME.encode().ljust(end - start, b"\0"), end - start)

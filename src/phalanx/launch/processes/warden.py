@@ -34,6 +34,7 @@ from typing import Any
 from phalanx import _env
 from phalanx.debugging import attached
 from phalanx.host.block_pool import obey_launcher
+from phalanx.host.proc_stat import stat_fields
 from phalanx.launch import rank_trial
 from phalanx.launch.processes.ahead import Hidden, Imports, begin_log, replay
 from phalanx.rendezvous import alone
@@ -130,8 +131,8 @@ def children_of(parent: int) -> list[int]:
 
 
 def _parent_of(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rsplit(")", 1)[1].split()[1])
+    with contextlib.suppress(OSError):
+        return int(stat_fields(pid)[4])
     return 0
 
 

@@ -20,7 +20,6 @@ import sys
 import time
 import types
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from phalanx._errors import CheckpointError, printable
 from phalanx._text import counted, listed, shortened
 from phalanx._torch import SCHEDULER_COUNTERS
 from phalanx.checkpoint.state.unpacking import form_of
+from phalanx.host.proc_stat import stat_fields
 from phalanx.train.report.metrics import read_metrics
 from phalanx.train.report.origin import command_line
 from phalanx.train.settings import Settings
@@ -382,8 +382,7 @@ def _age_s() -> float:
     """Return the age of this process in seconds; only Linux tells, elsewhere it is counted from the import of this."""
     if sys.platform != "linux":
         return time.monotonic() - _IMPORTED_S
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat_fields()[22]) / os.sysconf("SC_CLK_TCK")
 
 
 def _code_of(objective: Any, is_step: bool) -> Facts:
