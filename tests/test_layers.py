@@ -192,3 +192,17 @@ def test_the_stat_of_a_process_is_parsed_in_one_place() -> None:
     is_read = re.compile(r"/stat[\"']")
     readers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if is_read.search(path.read_text())}
     assert readers == {"host/proc_stat.py"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "where"),
+    [
+        (r"Signals\([^)]*\)\.name|\bstrsignal\(", "_text.py"),
+        (r"\" and \"\.join\(\[", "_text.py"),
+        (r"// 3600|\bdivmod\([^)]*, 60\)", "_text.py"),
+    ],
+    ids=["names of signals", "a, b and c", "durations"],
+)
+def test_messages_say_alike_what_they_say_often(pattern: str, where: str) -> None:
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if re.search(pattern, path.read_text())}
+    assert found <= {where}

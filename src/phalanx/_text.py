@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
+
+_LONG_S = 1e9  # longer is nonsense, and told as it is
 
 
 def plural(number: int, noun: str) -> str:
@@ -43,8 +46,14 @@ def named(noun: str, numbers: Sequence[int]) -> str:
 def in_runs(numbers: Sequence[int]) -> str:
     """Return ``3``, ``0 and 1``, or ``0-2, 5 and 7-9``."""
     parts = _in_a_row(sorted(numbers))
-    *runs, last = [run for part in parts for run in (map(str, part) if len(part) < 3 else [f"{part[0]}-{part[-1]}"])]
-    return f"{', '.join(runs)} and {last}" if runs else last
+    runs = [run for part in parts for run in (map(str, part) if len(part) < 3 else [f"{part[0]}-{part[-1]}"])]
+    return joined(runs)
+
+
+def joined(items: Sequence[object]) -> str:
+    """Return ``a``, ``a and b``, or ``a, b and c``."""
+    *most, last = map(str, items) if items else ("",)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def enumerated(noun: str, numbers: Sequence[object], most: int = sys.maxsize) -> str:
@@ -64,6 +73,37 @@ def in_units(size_bytes: float) -> str:
         if size_bytes >= size:
             return f"{size_bytes / size:.1f}".removesuffix(".0") + f" {unit}"
     return f"{size_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span such as ``0.4 s``, ``41 s``, ``3 min 20 s``, ``5 min``, ``2 h 5 min`` or ``3 d 4 h``."""
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds > _LONG_S:
+        return f"{seconds:.3g} s"
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, rest_min = divmod(minutes, 60)
+    if minutes < 120:
+        return f"{minutes} min {rest_s} s".removesuffix(" 0 s")
+    return f"{hours} h {rest_min} min" if hours < 48 else f"{hours // 24:,} d {hours % 24} h"
+
+
+def measured(seconds: float) -> str:
+    """Return a time span of which three digits are of interest: ``12.3 us``, ``1.23 ms``, ``1.23 s``."""
+    if not seconds > 0:
+        return "0 s"
+    if seconds >= 120:
+        return duration(seconds)
+    unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3) if seconds >= 1e-3 else ("us", 1e-6)
+    return f"{seconds / size:.3g} {unit}"
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9; ``signal 40`` for one without a name of its own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def shortened(text: str, max_chars: int = 60) -> str:

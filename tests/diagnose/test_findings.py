@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
+from phalanx._text import duration
 from phalanx.diagnose.jobs import NO_RANK
 from phalanx.diagnose.stacks import Frame
 from phalanx.diagnose.why.activity import Activity, Call
-from phalanx.diagnose.why.clauses import clause, duration
+from phalanx.diagnose.why.clauses import clause
 from phalanx.diagnose.why.findings import find
 from phalanx.diagnose.why.wording import caution, sentence
 

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
+from phalanx._text import duration
 from phalanx.diagnose.top.gpu import Gpu
 from phalanx.diagnose.top.rank import RankView
 from phalanx.diagnose.top.record import Steps
-from phalanx.diagnose.top.screen import bars, draw, duration, rate
+from phalanx.diagnose.top.screen import bars, draw, rate
 from phalanx.diagnose.top.watch import JobView
 from phalanx.record.box import Event
 
@@ -122,7 +123,7 @@ def test_bars_are_as_high_as_their_share_of_the_largest(values, shown):
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.04, "0.0 s"), (9.94, "9.9 s"), (41.2, "41 s"), (754, "12 min"), (12000, "3 h 20 min"), (200000, "2 d 7 h")],
+    [(0.04, "0.0 s"), (9.94, "9.9 s"), (41.2, "41 s"), (300, "5 min"), (12000, "3 h 20 min"), (200000, "2 d 7 h")],
 )
 def test_durations_are_short(seconds, words):
     assert duration(seconds) == words

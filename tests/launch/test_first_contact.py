@@ -218,7 +218,7 @@ def test_a_rank_that_raises_before_it_joins_is_named_with_its_exception(run_rank
 def test_a_rank_that_is_killed_within_init_is_named(run_ranks, by_hand):
     error, _, _ = errors_of(run_ranks, {}, {"killed_after_s": 0.5}, {"exit": 0, "after_s": 2.5}, by_hand=by_hand)
     assert "rank 1 (pid " in error
-    assert ("was killed by signal 9" in error) == (not by_hand)
+    assert ("was killed by SIGKILL" in error) == (not by_hand)
 
 
 def test_a_file_that_cannot_be_used_is_named(run_ranks, tmp_path):

@@ -13,8 +13,12 @@ import importlib
 import sys
 from typing import Any
 
+_MODULES = {"dynamo", "forkserver", "lookup", "names", "nested", "replace", "shield", "stand_in", "tensors"}
+
 
 def __getattr__(key: str) -> Any:
+    if key in _MODULES:  # ``from phalanx._torch import shield`` asks here first
+        raise AttributeError(f"module 'phalanx._torch' has no attribute {key!r} yet")
     if key == "rendezvous_handlers" and hasattr(
         sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers"
     ):

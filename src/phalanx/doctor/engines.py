@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx._env import REPLACE_VARIABLE, replaces_gloo
-from phalanx._text import counted, in_units, shortened
+from phalanx._text import counted, in_units, joined, measured, shortened
 from phalanx.doctor import mpi_rank
 from phalanx.doctor.exercise import SIZE_BYTES
-from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
+from phalanx.doctor.finding import Finding, note, ok, problem, warning
 from phalanx.host.cpus import has_module
 
 _SLOW_IMPORT_S = 10.0
@@ -49,7 +49,7 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
         findings.append(problem("versions", f"phalanx's backend can't be loaded: {told['backend_error']}", todo))
     if told["import_s"] > _SLOW_IMPORT_S:
         todo = "an environment on a local disk: each rank that is not forked by phalanx run waits as long"
-        findings.append(note("versions", f"import torch took {in_seconds(told['import_s'])}", todo))
+        findings.append(note("versions", f"import torch took {measured(told['import_s'])}", todo))
     return findings
 
 
@@ -78,7 +78,7 @@ def judge_engine(result: Mapping[str, Any]) -> Finding:
     engine, size = result["engine"], result.get("world_size", 2)
     if "error" in result:
         return problem("all_reduce", f"{engine} on {size} local ranks: {result['error']}", _ADVICE.get(engine, ""))
-    what = f"{engine}: {in_units(SIZE_BYTES)} on {counted(size, 'local rank')} in {in_seconds(result['seconds'])}"
+    what = f"{engine}: {in_units(SIZE_BYTES)} on {counted(size, 'local rank')} in {measured(result['seconds'])}"
     return ok("all_reduce", what, engine=engine, world_size=size, size_bytes=SIZE_BYTES, seconds=result["seconds"])
 
 
@@ -116,7 +116,7 @@ def examine_mpi(environ: Mapping[str, str], deadline_s: float) -> list[Finding]:
     """Run an all_reduce of mpi4py on two ranks under ``mpirun``."""
     mpirun, has_mpi4py = find_mpirun(), has_module("mpi4py")
     if not mpirun or not has_mpi4py:
-        missing = " and ".join([*["mpirun"] * (not mpirun), *["mpi4py"] * (not has_mpi4py)])
+        missing = joined([*["mpirun"] * (not mpirun), *["mpi4py"] * (not has_mpi4py)])
         return [ok("MPI", f"not tried: no {missing} (needed for training over MPI only)")]
     done = _run([mpirun, "-n", "2", sys.executable, "-m", mpi_rank.__name__], mpi_environment(environ), deadline_s)
     return [judge_mpi(*done, deadline_s=deadline_s)]
@@ -160,7 +160,7 @@ def judge_mpi(code: int | None, out: str, err: str, *, deadline_s: float) -> Fin
     if not told[0]["is_right"]:
         return problem("MPI", f"a wrong sum from {told[0]['library']}", "another version of it")
     seconds = told[0]["seconds"]
-    what = f"mpi: {in_units(SIZE_BYTES)} on 2 local ranks in {in_seconds(seconds)} ({told[0]['library']})"
+    what = f"mpi: {in_units(SIZE_BYTES)} on 2 local ranks in {measured(seconds)} ({told[0]['library']})"
     return ok("all_reduce", what, engine="mpi", world_size=2, size_bytes=SIZE_BYTES, seconds=seconds)
 
 

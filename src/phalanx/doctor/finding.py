@@ -56,11 +56,3 @@ def problem(topic: str, found: str, todo: str, **facts: Any) -> Finding:
 def worst(findings: Iterable[Finding]) -> str:
     """Return the worst level of the findings, ``ok`` if there are none."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
-
-
-def in_seconds(duration_s: float) -> str:
-    """Return ``12.3 us``, ``1.23 ms`` or ``1.23 s``."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if duration_s >= size:
-            return f"{duration_s / size:.3g} {unit}"
-    return f"{duration_s / 1e-6:.3g} us"

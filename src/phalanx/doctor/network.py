@@ -6,7 +6,8 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
+from phalanx._text import measured
+from phalanx.doctor.finding import Finding, note, ok, problem, warning
 from phalanx.host.network import Interface, NetworkError, interface_towards, interfaces, is_loopback
 
 _SLOW_LOOKUP_S = 1.0
@@ -94,7 +95,7 @@ def examine_own_name(environ: Mapping[str, str], num_hosts: int, name: str | Non
     findings = []
     if took_s > _SLOW_LOOKUP_S:
         todo = f"a line '{addresses[0]} {name}' in /etc/hosts, or working name servers in /etc/resolv.conf"
-        findings.append(warning("own name", f"looking {name!r} up took {in_seconds(took_s)}", todo, **facts))
+        findings.append(warning("own name", f"looking {name!r} up took {measured(took_s)}", todo, **facts))
     text = f"{name} is {', '.join(addresses)}"
     if not is_loopback(addresses[0]):
         return [*findings, ok("own name", text, **facts)]
@@ -120,7 +121,7 @@ def examine_master(host: str, port: int, node_rank: int, num_hosts: int) -> tupl
     findings = []
     if took_s > _SLOW_LOOKUP_S:
         todo = f"use an address, or put {host} into /etc/hosts"
-        findings.append(warning("master", f"looking {host!r} up took {in_seconds(took_s)}", todo, **facts))
+        findings.append(warning("master", f"looking {host!r} up took {measured(took_s)}", todo, **facts))
     own = {one.address for one in interfaces()}
     targets = {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     if node_rank == 0 and num_hosts > 1 and not targets & own:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from phalanx._text import signal_name
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.torch_side import command
-from phalanx.failure.outcome import signal_name
 from phalanx.wire.packets import PacketSocket
 
 Say = Callable[[str], None]

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from phalanx._text import counted
+from phalanx._text import counted, joined
 from phalanx.failure.last_words import owner_of
 from phalanx.failure.tracebacks import CPP_FRAME, EXCEPTION, TRACEBACK
 
@@ -82,12 +82,8 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
         shown[:0] = last_other
     owners = {**owners, **({"C++": num_cpp} if num_cpp else {})}
     total = sum(owners.values())
-    note = f"  ({counted(total, 'frame')} of {_listed(list(owners))} folded)" if total else ""
+    note = f"  ({counted(total, 'frame')} of {joined([*owners])} folded)" if total else ""
     return shown, note
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def short_path(path: str) -> str:

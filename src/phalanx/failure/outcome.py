@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from phalanx._env import PREEMPTED_CODE
+from phalanx._text import signal_name
 from phalanx.failure import last_words as words_file
 from phalanx.failure.last_words import LastWords
 from phalanx.failure.tracebacks import STYLE, TORCH_PREFIX, find_last_block
@@ -216,13 +217,6 @@ def _gist(words: LastWords) -> tuple[object, ...]:
     if failure.calls or failure.sizes is not None:  # each tells it from its own call
         return words.name, failure.group
     return words.name, failure.kind, failure.group, failure.ranks, re.sub(r"\d+", "N", failure.detail)
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 # ---------------------------------------------------------------- where the last words are

@@ -6,11 +6,11 @@ import itertools
 import signal
 from collections.abc import Sequence
 
-from phalanx._text import named, shortened
+from phalanx._text import named, shortened, signal_name
 from phalanx.failure.folding import COLUMNS, ROWS, fold, num_rows, short_path
 from phalanx.failure.hints import explanation_for, hint_for
 from phalanx.failure.last_words import owner_of
-from phalanx.failure.outcome import Outcome, RankError, alike, find_culprit, signal_name
+from phalanx.failure.outcome import Outcome, RankError, alike, find_culprit
 from phalanx.failure.tracebacks import find_last_block
 from phalanx.failure.victims import is_victim
 from phalanx.record.notes import words_of_checkpoints

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
 from phalanx._errors import printable
 from phalanx._errors.facts import read_as
-from phalanx._text import counted, named
+from phalanx._text import counted, named, signal_name
 from phalanx.wire.files import read_json, write_whole
 
 _NAME = "loss.json"
@@ -77,9 +76,7 @@ def sign_of(loss: Loss) -> str:
     """Return how a loss was noticed, in words."""
     number = int(loss.number)
     if loss.how == "signal":
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(number).name}"
-        return f"killed by signal {number}"
+        return f"killed by {signal_name(number)}"
     if loss.how == "silent":
         return f"silent for {loss.number:.1f} s"
     known = {"raised": f"raised {loss.error}", "exit": f"exit code {number}", "refused": "its process has ended"}

@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import Any, NamedTuple
 
+from phalanx._text import signal_name
 from phalanx.host.proc_stat import stat_fields
 
 MEMORY_NAME = "phalanx-notes"
@@ -256,7 +257,7 @@ class Notes:
         """
         if self._fd < 0:
             return
-        how = f"was killed by signal {-returncode}" if returncode < 0 else f"exited with code {returncode}"
+        how = f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"exited with code {returncode}"
         code, signal = (None, -returncode) if returncode < 0 else (returncode, None)
         os.write(self._fd, _line("ended", End(rank, pid, code, signal, f"{how} ({why})" if why else how)))
 

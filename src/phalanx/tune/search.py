@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx._text import counted
+from phalanx._text import counted, joined, plural
 from phalanx.host.cpus import Machine
 from phalanx.tune.offers import Offer, offers
 from phalanx.tune.trials import Failed, Setup, Trials
@@ -273,9 +273,7 @@ def _divided(setup: Setup, *, is_plain: bool = False) -> str:
 
 
 def _words(numbers: Sequence[int], noun: str) -> str:
-    *most, last = map(str, numbers)
-    said = f"{', '.join(most)} and {last}" if most else last
-    return f"{said} {noun}{'' if last == '1' else 's'}"
+    return f"{joined(numbers)} {plural(numbers[-1], noun)}"
 
 
 def default_ranks(machine: Machine) -> list[int]:

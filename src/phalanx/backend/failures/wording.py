@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx._errors import KINDS, Failure, PhalanxError, RankFailed
 from phalanx._errors.facts import MadeCall, Peer, Standing
-from phalanx._text import enumerated, plural
+from phalanx._text import enumerated, joined, plural, signal_name
 from phalanx.backend.failures.answer import answer_to, ask_about, is_first
 from phalanx.debugging import HELD_BY
 from phalanx.record import writer
@@ -91,16 +90,10 @@ def describe(peer: Peer) -> str:
     return f"rank {peer.rank}{pid}" + f" on host {peer.host}" * bool(peer.host)
 
 
-def listed(items: Sequence[object]) -> str:
-    """Return ``a, b and c``."""
-    texts = [str(item) for item in items]
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
-
-
 def several(peers: Sequence[Peer]) -> str:
     """Return ``ranks 1, 2``; on several hosts, each with its process and host."""
     if any(peer.host for peer in peers):
-        return listed([describe(peer) for peer in peers])
+        return joined([describe(peer) for peer in peers])
     return enumerated("rank", [peer.rank for peer in peers])
 
 
@@ -134,9 +127,9 @@ def _by_host(failure: Failure) -> str:
     named = []
     for host in dict.fromkeys(peer.host for peer in failure.culprits):
         meant = [peer.rank for peer in failure.culprits if peer.host == host]
-        numbers = f"{plural(len(meant), 'rank')} {listed(meant)}"
+        numbers = f"{plural(len(meant), 'rank')} {joined(meant)}"
         named.append(f"host {host} ({numbers})" if host in failure.hosts else f"{numbers} on host {host}")
-    return listed(named)
+    return joined(named)
 
 
 def _standings(failure: Failure) -> list[str]:
@@ -234,7 +227,7 @@ def _difference(calls: Sequence[MadeCall]) -> tuple[str, str]:
     names = [name for name, fact in facts.items() if len({fact(call) for call in calls}) > 1]
     if len({call.op for call in calls}) > 1 or not names:
         return "called different collectives", f"M{_ORDER}"
-    fields = " and ".join(names)
+    fields = joined(names)
     advice = f"Make the {fields} the same on every rank; if these calls do not belong together, m{_ORDER}"
     return f"called {calls[0].op} with different {fields}", advice
 
@@ -266,7 +259,7 @@ def _rank_ended(failure: Failure) -> str:
     if failure.detail:  # from the launcher
         how = failure.detail
     elif failure.signal is not None:
-        how = f"was killed by signal {failure.signal}{_signal_name(failure.signal)}"
+        how = f"was killed by {signal_name(failure.signal)}"
     elif failure.exit_code == 0:
         return f": {describe(_culprit(failure))} exited with code 0 without leaving the group\n{_FEWER_CALLS}"
     elif failure.exit_code is not None:
@@ -276,19 +269,13 @@ def _rank_ended(failure: Failure) -> str:
     return _is_victim_of(failure, how)
 
 
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return f" ({signal.Signals(number).name})"
-    return ""
-
-
 def _is_victim_of(failure: Failure, how: str) -> str:
     culprit = _culprit(failure)
     return f": {describe(culprit)} {how}{_look_at(culprit)}; this rank is only its victim."
 
 
 def _rank_left(failure: Failure) -> str:
-    named, have = listed([describe(peer) for peer in failure.culprits]), "have" if len(failure.culprits) > 1 else "has"
+    named, have = joined([describe(peer) for peer in failure.culprits]), "have" if len(failure.culprits) > 1 else "has"
     return f": {named} {have} left the group (destroy_process_group)\n{_FEWER_CALLS}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from phalanx._text import counted
+from phalanx._text import counted, duration
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK
 from phalanx.diagnose.top.rank import RankView
 from phalanx.diagnose.top.watch import JobView
@@ -81,7 +81,7 @@ def _head(job: JobView, width: int, is_ascii: bool) -> list[Text]:
         if job.world_size in (0, here)
         else f"{here} of {job.world_size} ranks here"
     )
-    running = "ended" if job.seconds is None else f"since {_clock(job.seconds)}, {duration(job.seconds)}"
+    running = "ended" if job.seconds is None else f"since {_clock(job.seconds)}, {_in_brief(job.seconds)}"
     title = Text.assemble((job.name, "bold"), f"  {starter}  {ranks}  {running}")
     lines = [title]
     if (progress := _progress(job.ranks, width, is_ascii)) is not None:
@@ -117,7 +117,7 @@ def _progress(ranks: Sequence[RankView], width: int, is_ascii: bool) -> Text | N
         if samples:
             line.append(f"  {rate(samples)} samples/s")
         if num_steps and speed:
-            line.append(f"  {duration((num_steps - step) / speed)} left")
+            line.append(f"  {_in_brief((num_steps - step) / speed)} left")
     return line
 
 
@@ -183,15 +183,8 @@ def doing(rank: RankView) -> str:
     return f"{rank.state}{since}{what}{rank.site and f' at {rank.site}'}"
 
 
-def duration(seconds: float) -> str:
-    """Return a time span such as ``0.3 s``, ``41 s``, ``12 min`` or ``3 h 20 min``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes = int(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours = minutes // 60
-    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+def _in_brief(seconds: float) -> str:
+    return duration(seconds if seconds < 120 else seconds - seconds % 60)
 
 
 def rate(value: float) -> str:

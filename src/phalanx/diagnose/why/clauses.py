@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from phalanx._text import counted
+from phalanx._text import counted, duration, joined
 from phalanx.diagnose.jobs import NO_RANK
 from phalanx.diagnose.why.activity import Activity, Call, joining_call
 
@@ -46,8 +46,7 @@ def ranks(numbers: Sequence[int]) -> str:
     shown = [str(number) for number in numbers]
     if len(shown) > 6:
         shown = [*shown[:4], f"{len(shown) - 4} more"]
-    text = " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-    return f"rank{'s' if len(numbers) > 1 else ''} {text}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {joined(shown)}"
 
 
 def call_text(call: Call, with_site: bool = False) -> str:
@@ -168,14 +167,3 @@ _MANNERS = {
     "unreadable": "left a record that can't be read",
     "unknown": "can't be looked into{where}",
 }
-
-
-def duration(seconds: float) -> str:
-    """Return a time such as ``0.4 s``, ``41 s``, ``3 min 20 s`` or ``2 h 5 min``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"

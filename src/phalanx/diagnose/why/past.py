@@ -13,13 +13,14 @@ from io import FileIO
 from pathlib import Path
 
 from phalanx._errors import printable
+from phalanx._text import signal_name
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.diagnose.why.activity import Call, Look, activity_of, call_of
 from phalanx.diagnose.why.answer import Answer, RankSeen, left_record
 from phalanx.diagnose.why.findings import Finding, find
 from phalanx.failure.last_words import LastWords, owner_of
-from phalanx.failure.outcome import last_words_in, signal_name
+from phalanx.failure.outcome import last_words_in
 from phalanx.failure.victims import is_victim
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_boxes
 from phalanx.record.clocks import load_clocks

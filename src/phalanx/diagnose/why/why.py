@@ -15,12 +15,12 @@ from pathlib import Path
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
-from phalanx._text import broken, complain, enumerated, listed, plural
+from phalanx._text import broken, complain, duration, enumerated, listed, plural
 from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs, runs_in
 from phalanx.diagnose.why import workers
 from phalanx.diagnose.why.activity import activity_of
 from phalanx.diagnose.why.answer import Answer, RankSeen, examine, group_alike, halt_ends, left_record, needs_native
-from phalanx.diagnose.why.clauses import clause, duration, ranks
+from phalanx.diagnose.why.clauses import clause, ranks
 from phalanx.diagnose.why.findings import Finding
 from phalanx.diagnose.why.other_hosts import OtherHosts
 from phalanx.diagnose.why.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, own_run, record_of

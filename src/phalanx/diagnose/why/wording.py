@@ -6,11 +6,11 @@ import dataclasses
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from phalanx._text import columns, counted, enumerated, plural, shortened
+from phalanx._text import columns, counted, duration, enumerated, plural, shortened
 from phalanx.debugging import AT_BREAKPOINT
 from phalanx.diagnose.stacks import Thread
 from phalanx.diagnose.why.activity import Activity, Call
-from phalanx.diagnose.why.clauses import MOMENT_S, NAMES, NO_TIME_S, call_text, clause, duration, ranks
+from phalanx.diagnose.why.clauses import MOMENT_S, NAMES, NO_TIME_S, call_text, clause, ranks
 from phalanx.diagnose.why.findings import Finding
 from phalanx.record.losses import Loss, sign_of, who_of, words_of
 

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx._text import in_units, named
+from phalanx._text import in_units, measured, named
 from phalanx.doctor.exercise import ABANDONED, SIZE_BYTES
-from phalanx.doctor.finding import Finding, in_seconds, note, ok, problem, warning
+from phalanx.doctor.finding import Finding, note, ok, problem, warning
 
 _CLOCK_NOTE_S, _CLOCK_WARNING_S = 0.1, 2.0
 _SLOW_LINK_BYTES_PER_S = 0.1e9  # less than most of Ethernet at 1 Gbit/s
@@ -73,9 +73,9 @@ def _judge_reach(
     trips = {pair: link["round_trip_s"] for pair, link in links.items() if "round_trip_s" in link}
     if trips:
         slowest = max(trips, key=lambda pair: trips[pair])
-        found = f"{len(trips)} ways tried; a message there and back in {in_seconds(min(trips.values()))}"
+        found = f"{len(trips)} ways tried; a message there and back in {measured(min(trips.values()))}"
         if len(trips) > 1:
-            found += f" to {in_seconds(trips[slowest])} ({_way(slowest)})"
+            found += f" to {measured(trips[slowest])} ({_way(slowest)})"
         facts = [{"from": here, "to": there, **links[here, there]} for here, there in trips]
         findings.append(ok("reach", found, links=facts))
     return [*findings, *_judge_streams({p: one["bytes_per_s"] for p, one in links.items() if "bytes_per_s" in one})]
@@ -95,7 +95,7 @@ def _judge_streams(streams: Mapping[tuple[int, int], float]) -> list[Finding]:
         return [warning("bandwidth", f"{_way(slowest)} is a straggler: {found}", todo, **facts)]
     if least < _SLOW_LINK_BYTES_PER_S:
         todo = "see that it is the interface meant (GLOO_SOCKET_IFNAME), and its speed (ethtool)"
-        per_step = in_seconds(2 * 100e6 / max(least, 1.0))
+        per_step = measured(2 * 100e6 / max(least, 1.0))
         text = f"{found}: averaging 100 MB of gradients takes some {per_step} a step"
         return [warning("bandwidth", text, todo, **facts)]
     return [ok("bandwidth", found, **facts)]
@@ -114,12 +114,12 @@ def _judge_clocks(links: Mapping[tuple[int, int], Mapping[str, Any]]) -> list[Fi
     values = [0.0, *ahead.values()]
     apart_s = max(values) - min(values)
     farthest = max(ahead, key=lambda rank: abs(ahead[rank]))
-    found = f"the hosts' wall clocks are {in_seconds(apart_s)} apart"
+    found = f"the hosts' wall clocks are {measured(apart_s)} apart"
     facts = {"ahead_of_host_0_s": {str(rank): value for rank, value in ahead.items()}}
     if apart_s < _CLOCK_NOTE_S:
         return [ok("clocks", found, **facts)]
     side = "ahead of" if ahead[farthest] > 0 else "behind"
-    found += f"; host {farthest} is {in_seconds(abs(ahead[farthest]))} {side} host 0"
+    found += f"; host {farthest} is {measured(abs(ahead[farthest]))} {side} host 0"
     todo = "chronyd or ntpd on all hosts: logs can't be put in order, and files seem older or newer than they are"
     return [(warning if apart_s >= _CLOCK_WARNING_S else note)("clocks", found, todo, **facts)]
 
@@ -134,7 +134,7 @@ def _judge_gloo(tries: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Findin
     last = attempts[-1]
     if not failed[-1]:
         seconds = max(one["seconds"] for one in last.values())
-        what = f"gloo: {in_units(SIZE_BYTES)} over {len(last)} hosts in {in_seconds(seconds)}"
+        what = f"gloo: {in_units(SIZE_BYTES)} over {len(last)} hosts in {measured(seconds)}"
         facts = {"engine": "gloo", "num_hosts": len(last), "size_bytes": SIZE_BYTES, "seconds": seconds}
         if num == 1:
             return [ok("all_reduce", what, **facts)]

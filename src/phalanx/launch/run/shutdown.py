@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from phalanx._text import named
+from phalanx._text import named, signal_name
 from phalanx.failure.outcome import find_culprit
 from phalanx.launch.deadlines import CAUSE_S, KILL_S, LATE_S, SAME_S, STOP_S
 from phalanx.launch.job import Job
@@ -182,7 +182,7 @@ class Shutdown:
         left_s = max(0.0, (self._events.deadline or 0.0) - time.monotonic())
         then = f"; SIGKILL follows in {left_s:.0f} s" if self.by != signal.SIGKILL else ""
         has = "has" if len(late) == 1 else "have"
-        self._say(f"{who} {has} not ended within {LATE_S:g} s of {signal.Signals(self.by).name}{then}")
+        self._say(f"{who} {has} not ended within {LATE_S:g} s of {signal_name(self.by)}{then}")
 
     def repeat_lost_interrupts(self) -> None:
         """Send SIGINT again to ranks that have printed that they ignored its exception: an import may swallow it."""

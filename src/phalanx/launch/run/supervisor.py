@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx import _env
-from phalanx._text import counted, named
+from phalanx._text import counted, named, signal_name
 from phalanx.failure.outcome import Outcome, find_culprit, read_stderr
 from phalanx.host.block_pool import of_rank
 from phalanx.host.cpus import Share
@@ -158,7 +158,7 @@ class Supervisor:
         """
         if self._late is not None:
             self.received = self._late
-            self.say(f"{signal.Signals(self._late).name}: the ranks are not started again")
+            self.say(f"{signal_name(self._late)}: the ranks are not started again")
         if self.received is not None:
             return None
         self._await_ends()
@@ -437,8 +437,8 @@ class Supervisor:
                 self.received = sig
                 self.cause_before = find_culprit([rank.end for rank in self._ranks if rank.end])
                 living = [rank for rank in self._ranks if rank.end is None]
-                why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal.Signals(sig).name
-                self.keep_reason(f"got {signal.Signals(sig).name}" if sig != signal.SIGPIPE else f"ended, for {why}")
+                why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal_name(sig)
+                self.keep_reason(f"got {signal_name(sig)}" if sig != signal.SIGPIPE else f"ended, for {why}")
                 again = f"; Ctrl-C again kills {'it' if len(living) == 1 else 'them'}" if sig == signal.SIGINT else ""
                 none = "stopping; no rank is running" if self._ranks else "stopping; no rank had started"
                 self.say(f"{why}: ending {counted(len(living), 'rank')}{again}" if living else f"{why}: {none}")
@@ -481,7 +481,7 @@ class Supervisor:
             saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
             saved = next(filter(None, (words_of_checkpoints(rank.folder) for rank in self._ranks)), saved)
             again = " again" if sig == self.received else ""
-            self.say(f"{signal.Signals(sig).name}{again}: killing {counted(len(living), 'rank')} at once; {saved}")
+            self.say(f"{signal_name(sig)}{again}: killing {counted(len(living), 'rank')} at once; {saved}")
 
     def _lose_reader(self) -> None:
         """End as on a signal, so that ranks can save. Where one has come, it has ended our reader, too: Ctrl-C does."""

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx._command_line import UsageError, exit_code_of
+from phalanx._text import signal_name
 from phalanx.launch.command.plan import Plan, make_plan
 from phalanx.launch.command.run import run
 from phalanx.launch.processes import job_packets
@@ -87,7 +88,7 @@ def _watch(connection: socket, pid: int, begun: int) -> NoReturn:
 
 def _ending(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    return f"exit code {code}" if code >= 0 else signal_name(-code)
 
 
 class _Place:

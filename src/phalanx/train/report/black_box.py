@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from phalanx._text import measured
 from phalanx.record.box import Box, Event, SavedBoxes, boxes_in, load_boxes, open_box, read_box
 from phalanx.record.losses import Loss, load_losses
 from phalanx.record.stragglers import Ledger, Verdict
-from phalanx.train.report.plots import colours_of, legend, seconds
+from phalanx.train.report.plots import colours_of, legend
 
 _WIDTH, _ROW = 1000, 10  # of the SVG's own coordinates
 _MOST_S = 5.0  # that are drawn
@@ -112,7 +113,7 @@ def verdict_of(boxes: Iterable[Box]) -> Verdict:
 def rows_of(verdict: Verdict) -> list[tuple[str, str, str, str]]:
     """Return rank, time that others waited for it, its cost, and what it is slow in."""
     return [
-        (f"rank {one.rank}", seconds(one.awaited_s), f"{max(0.0, one.cost):.1%}", one.what_is_slow or "nothing clear")
+        (f"rank {one.rank}", measured(one.awaited_s), f"{max(0.0, one.cost):.1%}", one.what_is_slow or "nothing clear")
         for one in verdict.accounts
     ]
 
@@ -136,7 +137,7 @@ def timeline(saved: SavedBoxes) -> tuple[str, str]:
     )
     shown_s = (end_ns - begin_ns) / 1e9
     labels += "".join(
-        f'<span class="x" style="left:{part:.0%}">{f"-{seconds(shown_s * (1 - part))}" if part < 1 else "end"}</span>'
+        f'<span class="x" style="left:{part:.0%}">{f"-{measured(shown_s * (1 - part))}" if part < 1 else "end"}</span>'
         for part in (0.0, 0.5, 1.0)
     )
     told = "; ".join(f"rank {box.rank} {_last_words(box, end_ns)}" for box in shown)
@@ -148,7 +149,7 @@ def timeline(saved: SavedBoxes) -> tuple[str, str]:
     )
     more = f"; the first {len(shown)} of {len(boxes)} ranks" if len(shown) < len(boxes) else ""
     lacks = "".join(f" {escape(problem)}." for problem in saved.problems.values())
-    return figure, f"The last {seconds(shown_s)} that the ranks have recorded{more}.{lacks}"
+    return figure, f"The last {measured(shown_s)} that the ranks have recorded{more}.{lacks}"
 
 
 def _span(boxes: Sequence[Box]) -> Span:
@@ -203,7 +204,7 @@ def _title(event: Event, ended_ns: int) -> str:
     if event.kind == "call":  # nobody knows how long it took
         return f"call of {event.op}{number}{site}"
     end = "" if event.ended_ns else ", did not end"
-    return f"{event.op or event.text}{number}{site}: {seconds((ended_ns - event.begun_ns) / 1e9)}{end}"
+    return f"{event.op or event.text}{number}{site}: {measured((ended_ns - event.begun_ns) / 1e9)}{end}"
 
 
 def _last_words(box: Box, end_ns: int) -> str:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
+from phalanx._text import measured
 from phalanx.train.report.metrics import PHASES, RECORDED
 
 Point = tuple[int, float]
@@ -29,20 +30,6 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def seconds(value: float) -> str:
-    """Return a duration as people say it: ``350 µs``, ``1.5 ms``, ``3 min 4 s``, ``2 h 5 min``."""
-    if not value > 0:
-        return "0 s"
-    if value > _LONG_S:
-        return f"{value:.3g} s"
-    if value < 60:
-        unit, factor = ("s", 1.0) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("µs", 1e6)
-        return f"{value * factor:.3g} {unit}"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def curve(
@@ -102,11 +89,11 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step")
     longest = max(sum(parts.values()) for _, parts in rows) or 1.0
     lines = []
     for label, parts in rows:
-        total = seconds(sum(parts.values()))
-        about = f"{label}: {total} {whole}: " + ", ".join(f"{name} {seconds(value)}" for name, value in parts.items())
+        total = measured(sum(parts.values()))
+        about = f"{label}: {total} {whole}: " + ", ".join(f"{name} {measured(value)}" for name, value in parts.items())
         pieces = "".join(
             f'<i class="{colours[name]}" style="width:{100 * value / longest:.2f}%" '
-            f'title="{escape(name)}: {seconds(value)}"></i>'
+            f'title="{escape(name)}: {measured(value)}"></i>'
             for name, value in parts.items()
             if value > 0
         )

@@ -18,12 +18,12 @@ from typing import Any
 from urllib.parse import quote
 
 import phalanx
-from phalanx._text import counted, listed
+from phalanx._text import counted, listed, measured
 from phalanx.record.box import SavedBoxes
 from phalanx.record.losses import place_of, repeated, sign_of, who_of
 from phalanx.train.report import black_box, plots
 from phalanx.train.report.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
-from phalanx.train.report.plots import Point, number, seconds
+from phalanx.train.report.plots import Point, number
 from phalanx.train.settings import mode_of
 from phalanx.wire.files import write_whole
 
@@ -228,11 +228,11 @@ def _key_figures(run: _Run) -> str:
     )
     if is_number(rare.get("least_s")):
         tiles.append(
-            ("Checkpoints on disk", seconds(rare["least_s"]), "apart at least: hosts keep the state in memory")
+            ("Checkpoints on disk", measured(rare["least_s"]), "apart at least: hosts keep the state in memory")
         )
     trained_s = sum(records[-1]["time"] - records[0]["time"] for records in run.attempts.values())
-    in_all = f"{seconds(run.last_s - run.began_s)} with gaps" if len(run.attempts) > 1 else ""
-    tiles.append(("Time", seconds(trained_s), in_all))
+    in_all = f"{measured(run.last_s - run.began_s)} with gaps" if len(run.attempts) > 1 else ""
+    tiles.append(("Time", measured(trained_s), in_all))
     content = "".join(
         f"<div><dt>{escape(title)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for title, value, note in tiles
@@ -297,7 +297,7 @@ def _phases(run: _Run) -> str:
         for rank in ranks
     ]
     totals = [sum(parts.values()) for _, parts in means]
-    note = f"Mean of a step in the latest attempt. It takes {seconds(max(totals))}"
+    note = f"Mean of a step in the latest attempt. It takes {measured(max(totals))}"
     if len(means) > 1:
         busy = [sum(parts.values()) - parts.get("exchange", 0.0) - parts.get("wait", 0.0) for _, parts in means]
         behind = max(busy) / min(busy) - 1 if min(busy) > 0 else 0.0
@@ -310,7 +310,7 @@ def _phases(run: _Run) -> str:
         note += f". Of {len(means)} ranks, the {_MAX_RANKS} slowest are shown"
         means = sorted(slowest, key=lambda row: row[0])
     rows = [(f"rank {rank}", parts) for rank, parts in means]
-    cells = [(who, *map(seconds, parts.values()), seconds(sum(parts.values()))) for who, parts in rows]
+    cells = [(who, *map(measured, parts.values()), measured(sum(parts.values()))) for who, parts in rows]
     table = _table("Time per phase and rank", ["", *names, "step"], cells)
     return _section(
         "Where the time goes", f"{plots.bars(rows)}<details><summary>As a table</summary>{table}</details>", f"{note}."
@@ -352,7 +352,7 @@ def _restarts(run: _Run) -> str:
         logs, next_logs = (str(one.get("origin", {}).get("logs") or "") for one in (before, start))
         if _ending(earlier) == "interrupted" and black_box.was_planned(run.folder, logs, next_logs, between):
             how = how.replace("interrupted", "planned restart", 1)
-        rows.append((str(start["attempt"]), _clock(start["time"]), how, origin, size, seconds(gap_s)))
+        rows.append((str(start["attempt"]), _clock(start["time"]), how, origin, size, measured(gap_s)))
     if not rows:
         return ""
     head = ["Attempt", "Started", "The one before", "Went on from", "With", "Gap"]
@@ -371,8 +371,8 @@ def _losses(run: _Run) -> str:
     head = ["Time", "Lost", "Noticed by", *names, "In all", "Goes on", "Again"]
     rows = []
     for loss in losses:
-        took = [seconds(loss.phases_s[name]) if name in loss.phases_s else "" for name in names]
-        whole = seconds(loss.total_s) if loss.is_over else "no step after it"
+        took = [measured(loss.phases_s[name]) if name in loss.phases_s else "" for name in names]
+        whole = measured(loss.total_s) if loss.is_over else "no step after it"
         rows.append((_clock(loss.at_s), who_of(loss), sign_of(loss), *took, whole, place_of(loss, ","), repeated(loss)))
     bars = [(who_of(loss), {name: loss.phases_s.get(name, 0.0) for name in names}) for loss in losses]
     note = (

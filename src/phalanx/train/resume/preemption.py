@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from phalanx import _env
+from phalanx._text import signal_name
 from phalanx._torch import shield
 from phalanx.record.notes import note_room_made, words_on_disk
 from phalanx.train.report.run_log import RunLog
@@ -99,7 +100,7 @@ def leave(
     run_log.record("preempted", step=step, signal=number)
     saved = "saved" if is_saved else "weights that are not finite were not saved"
     note = _requeue() if ranks.rank == 0 and number != signal.SIGINT else ""
-    why = f"asked to make room by {signal.Signals(number).name}"
+    why = f"asked to make room by {signal_name(number)}"
     if number == signal.SIGINT:
         why = "stopped by Ctrl-C"
         note = 'start again with resume="auto" to go on' if begins_anew else "start again to go on"
