@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -173,18 +174,27 @@ def hanging(folder: Path, launcher: str, backend: str, names: list[str], seed: i
 
 
 def ask(job: Job) -> tuple[dict[str, Any], float]:
-    """Return what phalanx why says of a job, and how long it took; of late answers that of the quickest of five."""
+    """Return what phalanx why says of a job, and how long it would take on an idle machine: the quickest of five."""
     answers = []
-    for _ in range(5):  # the machine may be busy with something else
+    for _ in range(5):
         begun = time.monotonic()
         done = subprocess.run(
             [*PHALANX, "why", "--json", str(job.process.pid)], capture_output=True, text=True, timeout=60, check=True
         )
-        answers.append((time.monotonic() - begun, done.stdout))
+        took_s = time.monotonic() - begun
+        answers.append((took_s if took_s <= ANSWER_S else took_s / slowness(), done.stdout))
         if answers[-1][0] <= ANSWER_S:
             break
     took_s, told = min(answers)
     return json.loads(told), took_s
+
+
+def slowness() -> float:
+    """Return how many times longer a process takes now than it computes, because others compute as well; at least 1."""
+    begun, cpu = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "sum(range(20_000_000))"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return max(1.0, (time.monotonic() - begun) / (after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime))
 
 
 def mistakes(answer: dict[str, Any], name: str, culprit: int) -> list[str]:
@@ -377,7 +387,7 @@ def test_each_hang_is_named_with_its_rank_and_line_within_two_seconds(tmp_path, 
             print(f"{took_s:.2f} s  {name}: {answer['sentence']}")
             job.let_go(name)
     assert not wrong
-    assert len(late) <= 1, late  # of 17: the machine may be busy with something else
+    assert not late
 
 
 def test_a_rank_by_hand_whose_others_have_not_been_started_is_told_so(tmp_path):
