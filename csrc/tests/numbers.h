@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "reduce.h"
+#include "collectives/reduce.h"
 
 namespace phalanx::tests {
 

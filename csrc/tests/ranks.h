@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "group.h"
+#include "collectives/group.h"
 #include "harness.h"
 #include "numbers.h"
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "harness.h"
-#include "record.h"
+#include "memory/record.h"
 
 namespace phalanx::tests {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "numbers.h"
 #include "ranks.h"
-#include "reduce.h"
+#include "collectives/reduce.h"
 
 namespace phalanx {
 namespace baseline { ReduceFn find(Dtype, ReduceOp); }

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <exception>
 
-#include "board.h"
+#include "board/board.h"
 #include "harness.h"
 #include "ranks.h"
 

@@ -9,7 +9,7 @@ from torch.distributed import ReduceOp
 
 RedOpType: Any = ReduceOp.RedOpType
 
-# In the order of Dtype in csrc/reduce.h; the dtypes after these are only copied.
+# In the order of Dtype in csrc/collectives/reduce.h; the dtypes after these are only copied.
 _ARITHMETIC = (
     torch.float32,
     torch.float64,
@@ -41,7 +41,7 @@ Dtypes that pack several elements into a byte are left out, because no operation
 ITEM_BYTES = [dtype.itemsize for dtype in _ORDERED]
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in _ORDERED]
 
-# In the order of ReduceOp in csrc/reduce.h.
+# In the order of ReduceOp in csrc/collectives/reduce.h.
 _REDUCE_OPS = (
     RedOpType.SUM,
     RedOpType.AVG,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-_PHASE = 4  # EventKind of csrc/record.h; `record.writer` is on the floor of this package
+_PHASE = 4  # EventKind of csrc/memory/record.h; `record.writer` is on the floor of this package
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Whether this process keeps the large blocks that torch frees: decided once, told in a few words.
 
-The core does it (``csrc/keeper.h``): a block of a tensor comes from a pool and goes back to it, so the next step finds
-its pages there. The pool gives back what has lain unused, and everything once a limit of memory comes near.
+The core does it (``csrc/process/keeper.h``): a block of a tensor comes from a pool and goes back to it, so the next
+step finds its pages there. The pool gives back what has lain unused, and everything once a limit of memory comes near.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.host.cgroups import cgroup_memory, host_memory, memory_gauges, read
 
 CHOICES = ("auto", "default")
 _LEAST_BYTES = 1 << 30  # of each rank: with less, what is kept would be given back all the time
-_LEAST_SHARE = 8  # less than this part of a limit is too near it, see Room in csrc/keeper.cpp
+_LEAST_SHARE = 8  # less than this part of a limit is too near it, see Room in csrc/process/keeper.cpp
 _MORE_MEMORY = "free memory, start fewer ranks, or raise the limit (docker run --memory, srun --mem, limits.memory)"
 _HUGE_PAGES = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; steps may then be faster"
 _ALLOCATING = ("malloc", "posix_memalign", "free")  # whoever replaces one of them replaces all

@@ -1,4 +1,4 @@
-"""Reads black boxes: of running processes, and as they were saved. `csrc/record.h` says what lies where.
+"""Reads black boxes: of running processes, and as they were saved. `csrc/memory/record.h` says what lies where.
 
 Imports neither torch nor the core: whoever asks about a job need not be able to run it.
 """
@@ -122,7 +122,7 @@ def read_box(data: bytes) -> Box:
 
 
 class Header(NamedTuple):
-    """The first bytes of a box, as `csrc/record.h` names them."""
+    """The first bytes of a box, as `csrc/memory/record.h` names them."""
 
     magic: bytes
     version: int

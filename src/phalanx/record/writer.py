@@ -19,7 +19,7 @@ _core: Any = None
 with contextlib.suppress(ImportError, OSError):  # a system without the core, on which training goes on with Gloo
     from phalanx import _core
 
-_COLLECTIVE, _STEP, _PHASE, _NOTE, _CALL = 1, 3, 4, 5, 6  # EventKind of csrc/record.h
+_COLLECTIVE, _STEP, _PHASE, _NOTE, _CALL = 1, 3, 4, 5, 6  # EventKind of csrc/memory/record.h
 _OP_CODES = {op: code for code, op in enumerate(OPS)}
 _MOST = 2**64 - 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 if sys.platform == "linux":
     from phalanx import _core
 
-_LEAST_BYTES = 241  # a shorter piece is none for the core: see csrc/digest.h
+_LEAST_BYTES = 241  # a shorter piece is none for the core: see csrc/memory/digest.h
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -1,0 +1,214 @@
+// What a group's control block is made of; who is in the group; how a rank leaves it, and how the group ends.
+#include "board/board.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+
+namespace phalanx {
+namespace {
+
+struct Offsets {
+  std::size_t members, lines, progress, bells, channels, stages, total;
+};
+
+Offsets offsets_of(std::size_t n) {
+  Offsets o{};
+  o.members = align_up(sizeof(GroupHeader), kCacheLine);
+  o.lines = o.members + n * sizeof(Member);
+  o.progress = o.lines + 2 * n * sizeof(Line);
+  o.bells = o.progress + n * sizeof(Progress);
+  o.channels = o.bells + n * sizeof(Bell);
+  o.stages = align_up(o.channels + n * n * sizeof(std::uint64_t), kPage);
+  o.total = o.stages + 2 * n * kStageBytes;
+  return o;
+}
+
+// Groups of this process: a rank that stands in one group says so on the boards of all, so a peer that waits for it
+// elsewhere can tell its user. Leaked: native threads run while the process destroys what is static.
+struct Boards {
+  std::mutex mutex;
+  std::set<Board*> all;
+};
+Boards& g_boards = *new Boards;
+
+// Grows in each forked child: a group belongs to the process that made it. Cheaper to read than getpid().
+std::atomic<int> g_forks{0};
+const int g_fork_handler = pthread_atfork(
+    [] { g_boards.mutex.lock(); },  // no other thread may be in there: the child would find it half done
+    [] { g_boards.mutex.unlock(); },
+    [] {
+      g_forks.fetch_add(1, std::memory_order_relaxed);
+      g_boards.mutex.unlock();
+    });
+
+}  // namespace
+
+std::uint64_t Board::create(Segment& segment, int size) {
+  const Offsets o = offsets_of(static_cast<std::size_t>(size));
+  const std::uint64_t offset = segment.allocate(o.total);
+  const Mapping map = segment.map(offset, kPage);
+  auto* header = reinterpret_cast<GroupHeader*>(map.data());  // fresh memory is zero, the initial state of all else
+  header->magic = kMagic;
+  header->num_ranks = static_cast<std::uint32_t>(size);
+  header->node = current_node();  // of the pages that segment.allocate() has just taken
+  header->region_bytes = o.total;
+  return offset;
+}
+
+Board::Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config)
+    : segment_(std::move(segment)),
+      offset_(offset),
+      config_(std::move(config)),
+      made_after_forks_(g_forks.load(std::memory_order_relaxed)),
+      region_(segment_->map(offset, align_up(offsets_of(static_cast<std::size_t>(config_.size)).total, kPage))),
+      watches_(static_cast<std::size_t>(config_.size)) {
+  timeout_s_.store(config_.timeout_s, std::memory_order_relaxed);
+  const Offsets o = offsets_of(static_cast<std::size_t>(config_.size));
+  std::byte* base = region_.data();
+  header_ = reinterpret_cast<GroupHeader*>(base);
+  members_ = reinterpret_cast<Member*>(base + o.members);
+  lines_ = reinterpret_cast<Line*>(base + o.lines);
+  progress_ = reinterpret_cast<Progress*>(base + o.progress);
+  bells_ = reinterpret_cast<Bell*>(base + o.bells);
+  channels_ = reinterpret_cast<std::atomic<std::uint64_t>*>(base + o.channels);
+  stages_ = base + o.stages;
+  if (header_->magic != kMagic || header_->num_ranks != static_cast<std::uint32_t>(config_.size))
+    throw std::runtime_error("the ranks disagree about the size of group '" + config_.name + "'");
+  // No peer looks at this rank's stages before its first arrival.
+  const std::size_t stages = 2 * kStageBytes;
+  segment_->bring_near(offset_ + o.stages + static_cast<std::size_t>(config_.rank) * stages, stages, header_->node);
+  Member& self = members_[config_.rank];
+  describe_self(self);
+  header_->attached.fetch_add(1, std::memory_order_relaxed);  // a count, nothing is published by it
+  self.state.store(MemberState::kJoined, std::memory_order_release);  // pairs with watch_of()
+  std::lock_guard lock(g_boards.mutex);
+  g_boards.all.insert(this);
+}
+
+Board::~Board() {
+  {
+    std::lock_guard lock(g_boards.mutex);
+    g_boards.all.erase(this);
+  }
+  if (forked()) return;  // a forked child is no rank: it only unmaps
+  depart("");
+  const std::size_t bytes = header_->region_bytes;
+  // ACQ_REL: the last to leave comes after everybody else's last access.
+  if (header_->attached.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  const std::uint64_t mailbox = header_->mailbox.load(std::memory_order_acquire);
+  if (mailbox != 0 && mailbox != kNoMemory)
+    segment_->free(mailbox, static_cast<std::size_t>(config_.size) * 2 * kSlots * kSlotBytes);
+  for (int i = 0; i < config_.size * config_.size; ++i)
+    if (const std::uint64_t at = channels_[i].load(std::memory_order_acquire); at != 0 && at != kNoMemory)
+      segment_->free(at, sizeof(Channel));
+  segment_->free(offset_, bytes);
+}
+
+bool Board::forked() const { return g_forks.load(std::memory_order_relaxed) != made_after_forks_; }
+
+/// The watch of rank `r`; none while it has not joined, and none of this rank.
+const PeerWatch* Board::watch_of(int r) {
+  // ACQUIRE makes the identity readable; pairs with the constructor's store.
+  const Member& member = members_[r];
+  if (!watches_[r] && member.state.load(std::memory_order_acquire) != MemberState::kAbsent)
+    watches_[r] = PeerWatch::of(Identity{member.pid, member.start_time, member.pid_namespace});
+  return watches_[r].get();
+}
+
+void Board::watch_peers() {
+  static std::atomic<bool> has_warned{false};
+  for (int r = 0; r < config_.size; ++r) {
+    const PeerWatch* watch = watch_of(r);
+    const std::string weakness = watch == nullptr ? "" : watch->weakness();
+    if (!weakness.empty() && !has_warned.exchange(true))
+      std::fprintf(stderr, "phalanx: rank %d: %s.\n", global(rank()), weakness.c_str());
+  }
+  spins_ = cpus_suffice(members_, static_cast<std::size_t>(config_.size));
+}
+
+bool Board::shares_pids() const {
+  const std::uint64_t own = members_[rank()].pid_namespace;
+  return own != 0 &&
+         std::all_of(members_, members_ + config_.size, [&](const Member& member) { return member.pid_namespace == own; });
+}
+
+void Board::require_own_process(Op op) const {
+  if (forked()) throw failure(FailureKind::kForked, op, "");
+}
+
+void Board::require_usable(Op op) {
+  require_own_process(op);
+  if (!ended()) return;
+  Failure unusable = failure(FailureKind::kUnusable, op, "");
+  unusable.ranks.clear();
+  unusable.cause = ended_by();
+  throw unusable;
+}
+
+void Board::say_here(const std::string& text) {
+  std::lock_guard lock(g_boards.mutex);
+  members_[rank()].site.write(text);
+}
+
+/// Write on the boards of all groups of this process where this rank stands.
+void Board::say_everywhere(const std::string& text) {
+  std::lock_guard lock(g_boards.mutex);
+  for (Board* board : g_boards.all)
+    if (!board->forked() && board->segment_ == segment_)
+      board->members_[board->rank()].site.write(text);
+}
+
+void Board::say_on_all(const std::string& text) {
+  std::lock_guard lock(g_boards.mutex);
+  for (Board* board : g_boards.all)
+    if (!board->forked() && !board->ended()) board->members_[board->rank()].site.write(text);
+}
+
+void Board::hold_on_all(const std::string& text) {
+  std::lock_guard lock(g_boards.mutex);
+  for (Board* board : g_boards.all) {
+    if (text.empty())
+      board->segment_->let_go();
+    else
+      board->segment_->hold(board->global(board->rank()));
+    if (board->forked()) continue;  // a data loader's worker holds its rank up, but writes on no board of it
+    SharedText& site = board->members_[board->rank()].site;
+    if (!text.empty()) board->said_before_hold_ = site.read();
+    site.write(text.empty() ? board->said_before_hold_ : text);
+  }
+}
+
+std::shared_ptr<const Failure> Board::ended_by() {
+  std::lock_guard lock(ended_mutex_);
+  return ended_by_;
+}
+
+void Board::abort(const std::string& why) {
+  Failure aborted = failure(FailureKind::kAborted, Op::kNone, "");
+  aborted.detail = why;
+  end(std::move(aborted));
+}
+
+void Board::depart(const std::string& why) {
+  {
+    std::lock_guard lock(ended_mutex_);  // after what ended the group, if anything did
+    ended_.store(true, std::memory_order_release);
+  }
+  if (members_[rank()].state.load(std::memory_order_relaxed) == MemberState::kFell) return;  // that has been said
+  if (!why.empty()) members_[rank()].why.write(why);
+  // RELEASE publishes the text; pairs with is_dead().
+  members_[rank()].state.store(why.empty() ? MemberState::kDeparted : MemberState::kFell, std::memory_order_release);
+  ring_all();
+}
+
+void Board::ring_all() {
+  ring(header_->bell);
+  for (int r = 0; r < config_.size; ++r) ring(bells_[r]);
+}
+
+}  // namespace phalanx

@@ -1,0 +1,227 @@
+// A group's control block in shared memory: membership, arrival, liveness, and the wait that watches them all.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "board/call.h"
+#include "board/failure.h"
+#include "memory/layout.h"
+#include "memory/peers.h"
+#include "memory/record.h"
+#include "collectives/reduce.h"
+#include "memory/segment.h"
+#include "memory/wait.h"
+
+namespace phalanx {
+
+struct GroupConfig {
+  int rank = 0;
+  int size = 1;
+  std::string name;               // as the user knows it
+  std::vector<int> global_ranks;  // in messages a rank goes by its number in the world
+  double timeout_s = 1800;
+  double stall_s = 10;
+  double spin_us = 50;
+  /// Told of a long wait, and how long it has lasted; in the thread that waits. What it throws ends the wait.
+  std::function<void(const Failure& missing, double waited_s)> on_stall;
+};
+
+/// One operation's wait: what is awaited, since when, until when.
+struct Wait {
+  Call call;
+  std::uint32_t seq = 0;  // 0: point-to-point
+  Hooks* hooks = nullptr;
+  Bell* bell = nullptr;
+  bool arriving = false;  // before everybody has arrived, no rank can have finished: any death is fatal
+  bool quiet = false;     // no stall report
+  bool has_reported = false;
+  double timeout_s = 0;
+  std::chrono::nanoseconds patience{0};  // before it sleeps: spinning, or yielding where a peer may need this CPU
+  Clock::time_point start{}, next_look{}, next_report{};
+  Clock::duration left_out{};      // of the deadline: the time in debuggers, and while this process was stopped
+  Clock::time_point held_until{};  // the last look that found a rank in one
+  bool told_of_debugger = false;   // in a stall report, of which one is enough
+  bool announced = false;
+  std::vector<Waiter> circle;        // in which this rank waits, at the last look before the group ended
+  Recorded recorded;                 // in this rank's black box, until the operation ends
+  std::function<Awaited()> awaited;  // the message without which this rank can do no other; none: there are others
+};
+
+class Board {
+ public:
+  /// Allocate and initialise the control block of a group of `size` ranks; returns its offset in the segment.
+  static std::uint64_t create(Segment& segment, int size);
+
+  Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config);
+  Board(const Board&) = delete;
+  Board& operator=(const Board&) = delete;
+  ~Board();
+
+  const GroupConfig& config() const { return config_; }
+  int rank() const { return config_.rank; }
+  int size() const { return config_.size; }
+  Segment& segment() { return *segment_; }
+  GroupHeader& header() { return *header_; }
+  Member& member(int r) { return members_[r]; }
+  Line& line(int r, std::uint32_t seq) { return lines_[2 * r + (seq & 1)]; }
+  Progress& progress(int r) { return progress_[r]; }
+  Bell& p2p_bell(int r) { return bells_[r]; }
+  std::atomic<std::uint64_t>& channel(int src, int dst) { return channels_[src * config_.size + dst]; }
+  std::byte* stage(int r, std::uint32_t seq) { return stages_ + (2 * r + (seq & 1)) * kStageBytes; }
+
+  /// After the first collective every rank's identity is known: start watching, decide whether to spin.
+  void watch_peers();
+  bool spins() const { return spins_; }
+  /// True if all ranks live in one pid namespace, so that the pid of each means the same to all.
+  bool shares_pids() const;
+
+  /// Begin an event of the black box, which lasts as long as the operation.
+  Recorded recorded(EventKind kind, const Call& call, std::uint64_t seq);
+
+  /// Begin an operation: throws if the group has ended.
+  Wait begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell);
+
+  /// Wait until `missing(r)` is false for every rank. A condition that has come true must stay true.
+  template <class Missing>
+  void await(Wait& wait, Missing&& missing) {
+    int next = 0;
+    auto done = [&] {
+      while (next < config_.size && !missing(next)) ++next;
+      return next == config_.size;
+    };
+    if (done()) return;
+    for (int i = 0; spins_ && i < kEagerLooks; ++i)
+      if (done()) return;
+    if (wait.patience.count() > 0) {
+      const auto end = Clock::now() + wait.patience;
+      if (spins_ && spin(end, done, [&] { return shares_cpu(); })) return;
+      if (yield(end, done)) return;
+    }
+    sleep(wait, done, missing);
+  }
+
+  /// Set the deadline of later operations that bring none.
+  void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
+  double timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
+
+  /// Tell the peers which CPU this thread runs on, if it has moved.
+  void publish_cpu() noexcept {
+    // RELAXED: a hint that orders nothing.
+    std::atomic<std::uint32_t>& cpu = progress_[rank()].cpu;
+    const auto now = static_cast<std::uint32_t>(sched_getcpu() + 1);
+    if (cpu.load(std::memory_order_relaxed) != now) cpu.store(now, std::memory_order_relaxed);
+  }
+  /// True if a peer was last seen on the CPU of this thread: it cannot run while this one spins.
+  bool shares_cpu() const noexcept {
+    const auto now = static_cast<std::uint32_t>(sched_getcpu() + 1);
+    for (int r = 0; r < config_.size; ++r)
+      if (r != rank() && progress_[r].cpu.load(std::memory_order_relaxed) == now) return true;
+    return false;
+  }
+
+  /// Write on the boards of all groups of this process where this rank waits outside of any; empty: nowhere.
+  static void say_on_all(const std::string& text);
+
+  /// Say on the boards of all groups of this process that a debugger holds it, and where; empty: no longer. The clocks of
+  /// peers that wait stand still meanwhile.
+  static void hold_on_all(const std::string& text);
+
+  /// Record that the group has ended, for this process and for the peers, and return the failure to throw.
+  Failure end(Failure failure);
+  /// End the group from another thread: every wait in it, here and at the peers, ends.
+  void abort(const std::string& why);
+  /// Say goodbye to the peers, and why if an error is the reason. Later operations fail.
+  void depart(const std::string& why);
+  /// True in a child forked after the group was made: it must touch nothing.
+  bool forked() const;
+  bool ended() const { return ended_.load(std::memory_order_acquire); }
+  /// True also if a peer has ended the group and this rank has not met that yet.
+  bool told() const { return ended() || header_->verdict.load(std::memory_order_acquire) != 0; }
+  void require_usable(Op op);
+  /// Throw if a peer has ended the group while this operation ran.
+  void require_in_order(Wait& wait) {
+    if (header_->verdict.load(std::memory_order_acquire) != 0) come_late(wait);
+  }
+  /// Throw in a forked child. Comes before any lock: a thread that the child does not have may hold it there for ever.
+  void require_own_process(Op op) const;
+  /// What ended the group, for operations that were queued before it did; none if it was left in order.
+  std::shared_ptr<const Failure> ended_by();
+
+  /// Throw what each rank called, and the sizes that contradict each other where the calls are alike. Gives late ranks a
+  /// moment to say where they are.
+  [[noreturn]] void mismatch(Wait& wait, std::optional<SizeDispute> sizes = {});
+  /// True if rank `r` has called something else than this rank as number `seq`.
+  bool call_differs(int r, std::uint32_t seq) {
+    const Line &theirs = line(r, seq), &mine = line(rank(), seq);
+    return theirs.seq.load(std::memory_order_acquire) == seq &&
+           (theirs.what != mine.what || theirs.detail != mine.detail);
+  }
+  int global(int r) const { return config_.global_ranks[r]; }
+  /// The collective that waits, "all_reduce #42 of group 'world' at train.py:31"; for the thread that is in it.
+  const std::string& collective() const { return collective_; }
+  /// A failure of this rank, which is at fault unless others are named.
+  Failure failure(FailureKind kind, Op op, std::string site) const;
+  Failure failure(FailureKind kind, const Wait& wait) const;
+
+  /// How people count: the join of the group comes before the first collective.
+  static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
+
+ private:
+  static constexpr int kEagerLooks = 50;  // before a look at the clock and pauses, which cost as much as a small message
+
+  using DoneFn = std::function<bool()>;
+  using MissingFn = std::function<bool(int)>;
+
+  void sleep(Wait& wait, const DoneFn& done, const MissingFn& missing);
+  std::optional<Failure> look_up(Wait& wait, const MissingFn& missing);
+  std::optional<Failure> find_dead(const Wait& wait, const MissingFn& missing);
+  std::optional<Failure> is_dead(int r, const Wait& wait);
+  const PeerWatch* watch_of(int r);
+  void come_late(Wait& wait);
+  std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
+  Failure timed_out(const Wait& wait, const MissingFn& missing);
+  std::vector<Waiter> circle();
+  bool is_on_its_way(int src, int dst);
+  template <class Body>
+  void handle_signals(const Wait& wait, Body&& body);
+  void report_stall(Wait& wait, const MissingFn& missing);
+  void stop_clock(Wait& wait);
+  void announce(Wait& wait);
+  void say_here(const std::string& text);
+  void say_everywhere(const std::string& text);
+  Standing stand_of(int r);
+  std::vector<MadeCall> calls_made(std::uint32_t seq);
+  void ring_all();
+
+  std::shared_ptr<Segment> segment_;
+  std::atomic<std::uint32_t> recorded_name_{0};  // the group's name as a text of the recorder
+  std::uint64_t offset_;
+  GroupConfig config_;
+  int made_after_forks_;
+  Mapping region_;
+  GroupHeader* header_ = nullptr;
+  Member* members_ = nullptr;
+  Line* lines_ = nullptr;
+  Progress* progress_ = nullptr;
+  Bell* bells_ = nullptr;
+  std::atomic<std::uint64_t>* channels_ = nullptr;
+  std::byte* stages_ = nullptr;
+  std::vector<std::shared_ptr<const PeerWatch>> watches_;  // complete after watch_peers(), so threads may share it
+  bool spins_ = false;
+  std::atomic<double> timeout_s_;
+  std::atomic<bool> ended_{false};
+  std::mutex ended_mutex_;
+  std::string collective_;
+  std::string said_before_hold_;
+  std::shared_ptr<const Failure> ended_by_;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,154 @@
+// The wait for peers: asleep, with a look at the world now and then.
+#include "board/board.h"
+
+#include <chrono>
+#include <string>
+
+namespace phalanx {
+namespace {
+
+using namespace std::chrono_literals;
+constexpr auto kLook = 50ms;  // how often a sleeping rank looks at peers, signals and the clock
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+Clock::duration from_seconds(double seconds) {
+  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+}  // namespace
+
+Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell) {
+  require_usable(call.op);
+  Wait wait;
+  wait.call = call;
+  wait.seq = seq;
+  wait.hooks = &hooks;
+  wait.bell = &bell;
+  wait.timeout_s = timeout_s > 0 ? timeout_s : timeout_s_.load(std::memory_order_relaxed);
+  // Ranks that yield hand the CPU round: each gets it once the others on it have had their turn.
+  const double patience_us = spins_ ? config_.spin_us : config_.spin_us * config_.size;
+  wait.patience = std::chrono::nanoseconds(static_cast<std::int64_t>(patience_us * 1e3));
+  require_in_order(wait);
+  return wait;
+}
+
+Recorded Board::recorded(EventKind kind, const Call& call, std::uint64_t seq) {
+  Recorder* const recorder = g_recorder.load(std::memory_order_acquire);
+  if (recorder == nullptr) return {};
+  // RELAXED: every thread finds the same number.
+  std::uint32_t name = recorded_name_.load(std::memory_order_relaxed);
+  if (name == 0) recorded_name_.store(name = recorder->name(config_.name), std::memory_order_relaxed);
+  const auto code = static_cast<std::uint16_t>(static_cast<unsigned>(call.op) | static_cast<unsigned>(call.dtype) << 8);
+  return Recorded(kind, code, name, seq, call.count);
+}
+
+/// A peer has ended the group: a call that comes later must fail too, though all data may lie there.
+void Board::come_late(Wait& wait) {
+  // After a mismatch the call goes on as far as its own comparison, which adds this rank's row to the table.
+  const FailureKind kind = Verdict::unpack(header_->verdict.load(std::memory_order_acquire)).kind;
+  if ((kind == FailureKind::kCallsDiffer || kind == FailureKind::kSizesDiffer) && wait.seq != 0) return;
+  throw end(*find_verdict(wait, [](int) { return false; }));
+}
+
+void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
+  if (wait.start == Clock::time_point{}) {
+    wait.start = Clock::now();
+    wait.next_look = wait.start + kLook / 2;
+    wait.next_report = wait.start + from_seconds(config_.stall_s);
+  }
+  StopWatch watch;
+  while (!sleep_on(*wait.bell, std::chrono::duration_cast<std::chrono::nanoseconds>(kLook / 2), done)) {
+    const Clock::duration stopped = watch.stopped();
+    wait.left_out += stopped;
+    wait.next_report += stopped;
+    if (Clock::now() < wait.next_look) continue;
+    std::optional<Failure> failure = look_up(wait, missing);
+    if (done()) break;  // a peer may finish its part and leave while we look
+    if (failure) throw end(std::move(*failure));
+    wait.next_look = Clock::now() + kLook;
+    watch.begin();  // a look has its own account of time
+  }
+  if (!wait.announced) return;
+  wait.announced = false;
+  if (wait.awaited) members_[rank()].awaits.store(Awaited{}.pack(), std::memory_order_release);
+  say_everywhere("");
+}
+
+/// Run what Python may handle signals in. A handler that raises ends the group: this rank will not come back here.
+template <class Body>
+void Board::handle_signals(const Wait& wait, Body&& body) {
+  try {
+    body();
+  } catch (...) {
+    end(failure(FailureKind::kInterrupted, wait));
+    throw;
+  }
+}
+
+std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
+  if (!wait.announced) announce(wait);  // before the signals: a handler may need to be told what it interrupted
+  const auto before = Clock::now();
+  handle_signals(wait, [&] { wait.hooks->tick(); });
+  wait.left_out += Clock::now() - before;  // a handler may open a debugger, and a person takes long
+  if (wait.awaited) {
+    // RELEASE: `site` tells where; pairs with circle().
+    members_[rank()].awaits.store(wait.awaited().pack(), std::memory_order_release);
+    if (!told()) wait.circle = circle();  // a peer that has ended the group may say something else by now
+  }
+  if (wait.arriving)
+    for (int r = 0; r < config_.size; ++r)
+      if (call_differs(r, wait.seq)) mismatch(wait);
+  // The first failure that anybody saw explains the rest: ranks that died of it are victims. A victim has published its
+  // verdict before it dies, so a verdict that was missing at first is there once the victim is seen dead.
+  if (auto verdict = find_verdict(wait, missing)) return verdict;
+  if (auto dead = find_dead(wait, missing)) {
+    if (auto verdict = find_verdict(wait, missing)) return verdict;
+    return dead;
+  }
+  if (ended()) return failure(FailureKind::kDestroyed, wait);
+  stop_clock(wait);
+  if (seconds_since(wait.start + wait.left_out) >= wait.timeout_s) return timed_out(wait, missing);
+  if (!wait.quiet && Clock::now() >= wait.next_report) report_stall(wait, missing);
+  return std::nullopt;
+}
+
+/// Leave the time out in which a debugger holds a rank, of this group or of another: whoever waits for it is held up, and
+/// so is whoever waits for them.
+void Board::stop_clock(Wait& wait) {
+  if (!segment_->is_held()) {
+    wait.held_until = {};
+    wait.told_of_debugger = false;
+    return;
+  }
+  const auto now = Clock::now();
+  if (wait.held_until != Clock::time_point{}) {
+    wait.left_out += now - wait.held_until;
+    if (wait.told_of_debugger) wait.next_report += now - wait.held_until;
+  }
+  wait.told_of_debugger |= now >= wait.next_report;
+  wait.held_until = now;
+}
+
+/// Tell who does not come: soon, and then ever more seldom, for what has been said stays on the screen.
+void Board::report_stall(Wait& wait, const MissingFn& missing) {
+  wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));  // as report_due_s() of _wording.py
+  wait.has_reported = true;
+  const Failure late = timed_out(wait, missing);
+  if (config_.on_stall && !late.ranks.empty())
+    handle_signals(wait, [&] { config_.on_stall(late, seconds_since(wait.start)); });
+}
+
+void Board::announce(Wait& wait) {
+  wait.announced = true;
+  std::string text = op_name(wait.call.op);
+  if (wait.seq != 0) text += " #" + std::to_string(number(wait.seq));
+  text += " of group '" + config_.name + "'";
+  if (wait.seq != 0) collective_ = text;  // the site is found by Python, where signals are handled, too
+  const std::string site = wait.hooks->site();
+  if (!site.empty()) text += " at " + site;
+  if (wait.seq != 0) collective_ = text;
+  say_everywhere(text);
+}
+
+}  // namespace phalanx

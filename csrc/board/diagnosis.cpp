@@ -1,0 +1,216 @@
+// What is wrong where a wait does not end: who is dead, who is late, who called something else, what a peer says.
+#include "board/board.h"
+
+#include <chrono>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+namespace phalanx {
+namespace {
+
+using namespace std::chrono_literals;
+constexpr auto kMismatchGrace = 300ms;  // how long a mismatch waits for the other ranks' rows of its table
+
+}  // namespace
+
+Failure Board::failure(FailureKind kind, Op op, std::string site) const {
+  Failure failure;
+  failure.kind = kind;
+  failure.rank = global(rank());
+  failure.ranks = {failure.rank};
+  failure.group = config_.name;
+  failure.op = op_name(op);
+  failure.site = std::move(site);
+  return failure;
+}
+
+Failure Board::failure(FailureKind kind, const Wait& wait) const {
+  Failure failure = this->failure(kind, wait.call.op, wait.hooks->site());
+  failure.seq = number(wait.seq);
+  return failure;
+}
+
+Standing Board::stand_of(int r) {
+  Standing stand;
+  stand.rank = global(r);
+  stand.has_joined = members_[r].state.load(std::memory_order_acquire) != MemberState::kAbsent;
+  if (!stand.has_joined) return stand;
+  stand.pid = members_[r].pid;
+  stand.waits_in = members_[r].site.read();
+  stand.last = number(std::max(line(r, 0).seq.load(std::memory_order_acquire),
+                               line(r, 1).seq.load(std::memory_order_acquire)));
+  return stand;
+}
+
+std::optional<Failure> Board::find_dead(const Wait& wait, const MissingFn& missing) {
+  for (int r = 0; r < config_.size; ++r)
+    if (r != rank() && (wait.arriving || missing(r)))
+      if (auto dead = is_dead(r, wait)) return dead;
+  return std::nullopt;
+}
+
+std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
+  const MemberState state = members_[r].state.load(std::memory_order_acquire);  // pairs with depart()
+  const bool departed = state == MemberState::kDeparted || state == MemberState::kFell;
+  const PeerWatch* watch = nullptr;
+  try {
+    watch = departed ? nullptr : watch_of(r);
+  } catch (const std::system_error&) {  // no descriptor left: nothing is known
+  }
+  if (!departed && (watch == nullptr || !watch->dead())) return std::nullopt;
+  const Ending ending = departed ? Ending{} : watch->ending();
+  Failure found = failure(state == MemberState::kFell ? FailureKind::kRankFell
+                          : departed                  ? FailureKind::kRankLeft
+                          : ending.is_replaced        ? FailureKind::kRankReplaced
+                                                      : FailureKind::kRankEnded,
+                          wait);
+  if (state == MemberState::kFell) found.detail = members_[r].why.read();
+  found.ranks = {global(r)};
+  found.pid = members_[r].pid;
+  found.exit_code = ending.exit_code;
+  found.signal = ending.signal;
+  return found;
+}
+
+/// What a peer has met, as this rank's own failure.
+std::optional<Failure> Board::find_verdict(const Wait& wait, const MissingFn& missing) {
+  const std::uint64_t packed = header_->verdict.load(std::memory_order_acquire);
+  if (packed == 0) return std::nullopt;
+  const Verdict verdict = Verdict::unpack(packed);
+  Failure found;
+  switch (verdict.kind) {
+    case FailureKind::kRankMissing:
+    case FailureKind::kNoTurn:
+      found = timed_out(wait, missing);
+      if (!found.ranks.empty()) break;
+      found = failure(FailureKind::kCameLate, wait);
+      break;
+    case FailureKind::kRankEnded:
+    case FailureKind::kRankReplaced:
+    case FailureKind::kRankLeft:
+    case FailureKind::kRankFell:
+    case FailureKind::kRankFailed:
+      if (auto dead = is_dead(verdict.subject, wait)) return dead;
+      found = failure(FailureKind::kRankFailed, wait);
+      found.ranks = {global(verdict.subject)};
+      break;
+    default:
+      found = failure(verdict.kind, wait);
+      found.ranks = {global(verdict.subject)};
+  }
+  found.by = global(verdict.reporter);
+  return found;
+}
+
+Failure Board::timed_out(const Wait& wait, const MissingFn& missing) {
+  Failure late = failure(FailureKind::kRankMissing, wait);
+  late.timeout_s = wait.timeout_s;
+  late.ranks.clear();
+  for (int r = 0; r < config_.size; ++r) {
+    if (!missing(r)) continue;
+    late.ranks.push_back(global(r));
+    late.standings.push_back(stand_of(r));
+  }
+  if (!late.ranks.empty()) late.circle = wait.circle;
+  return late;
+}
+
+/// The ranks from this one to itself, each of which waits for a message of the next and can do nothing else meanwhile;
+/// none if there is no such circle. What ranks say of themselves may be old, as of a stopped one: so no edge counts
+/// whose message is on its way.
+std::vector<Waiter> Board::circle() {
+  std::vector<Waiter> found;
+  for (int r = rank(); static_cast<int>(found.size()) < config_.size;) {
+    // ACQUIRE makes `site` readable; pairs with look_up().
+    const Awaited own = Awaited::unpack(members_[r].awaits.load(std::memory_order_acquire));
+    if (own.peer < 0 || own.peer >= config_.size || own.peer == r) return {};
+    const Awaited next = Awaited::unpack(members_[own.peer].awaits.load(std::memory_order_acquire));
+    if (next.peer == r && next.is_send != own.is_send) return {};  // they meet
+    if (!own.is_send && is_on_its_way(own.peer, r)) return {};
+    found.push_back({global(r), global(own.peer), members_[r].site.read()});
+    r = own.peer;
+    if (r == rank()) return found;
+  }
+  return {};
+}
+
+/// True if `src` has sent a fragment that `dst` has not taken, or that can't be learned.
+bool Board::is_on_its_way(int src, int dst) {
+  const std::uint64_t at = channel(src, dst).load(std::memory_order_acquire);
+  if (at == 0 || at == kNoMemory) return false;
+  try {
+    const Mapping mapping = segment_->map(at, align_up(sizeof(Channel), kPage));
+    const auto* channel = reinterpret_cast<const Channel*>(mapping.data());
+    const std::uint64_t num_taken = channel->num_taken.load(std::memory_order_acquire);
+    // ACQUIRE like the receiver's, though nothing is read but the number.
+    return channel->records[num_taken % Channel::kRecords].number.load(std::memory_order_acquire) == num_taken + 1;
+  } catch (const std::exception&) {  // no address space left: nothing is known
+    return true;
+  }
+}
+
+void Board::mismatch(Wait& wait, std::optional<SizeDispute> sizes) {
+  Failure found = failure(sizes ? FailureKind::kSizesDiffer : FailureKind::kCallsDiffer, wait);
+  say_here(found.site);
+  members_[rank()].site_seq.store(wait.seq, std::memory_order_release);
+  const auto grace_end = Clock::now() + kMismatchGrace;
+  auto all_said = [&] {
+    for (int r = 0; r < config_.size; ++r)
+      if (members_[r].site_seq.load(std::memory_order_acquire) != wait.seq) return false;
+    return true;
+  };
+  while (!all_said() && Clock::now() < grace_end) std::this_thread::sleep_for(1ms);
+  found.sizes = sizes;
+  found.calls = calls_made(wait.seq);
+  found.ranks.clear();
+  if (sizes) found.ranks = {sizes->rank, sizes->other};
+  for (int r = 0; r < config_.size; ++r)
+    if (call_differs(r, wait.seq)) found.ranks.push_back(global(r));
+  throw end(std::move(found));
+}
+
+/// What each rank has called as number `seq`, and where, as far as it has said so.
+std::vector<MadeCall> Board::calls_made(std::uint32_t seq) {
+  std::vector<MadeCall> calls;
+  for (int r = 0; r < config_.size; ++r) {
+    MadeCall& made = calls.emplace_back();
+    made.rank = global(r);
+    const Line& own = line(r, seq);
+    if (own.seq.load(std::memory_order_acquire) != seq) continue;
+    made.call = Call::unpack(own.what, own.detail);
+    if (made.call.root >= 0) made.root = global(made.call.root);
+    if (members_[r].site_seq.load(std::memory_order_acquire) == seq) made.site = members_[r].site.read();
+  }
+  return calls;
+}
+
+Failure Board::end(Failure failure) {
+  {
+    std::lock_guard lock(ended_mutex_);
+    if (!ended()) ended_by_ = std::make_shared<const Failure>(failure);
+    ended_.store(true, std::memory_order_release);
+  }
+  // Peers that follow name the same culprit; without one, they name this rank.
+  int subject = rank();
+  switch (failure.kind) {
+    case FailureKind::kRankEnded:
+    case FailureKind::kRankReplaced:
+    case FailureKind::kRankLeft:
+    case FailureKind::kRankFell:
+    case FailureKind::kRankFailed:
+      for (int r = 0; r < config_.size; ++r)
+        if (!failure.ranks.empty() && global(r) == failure.ranks.front()) subject = r;
+      break;
+    default:
+      break;
+  }
+  std::uint64_t none = 0;
+  const std::uint64_t verdict = Verdict{failure.kind, subject, rank()}.pack();
+  header_->verdict.compare_exchange_strong(none, verdict, std::memory_order_acq_rel);
+  ring_all();
+  return failure;
+}
+
+}  // namespace phalanx

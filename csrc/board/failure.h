@@ -1,0 +1,131 @@
+// What can end a collective: facts without words. The Python side makes the sentences (backend/failures/wording.py).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "board/call.h"
+
+namespace phalanx {
+
+/// Why a group ended. The number is stored in GroupHeader::verdict, so peers learn it too.
+enum class FailureKind : std::uint32_t {
+  kNone = 0,
+  kCallsDiffer,     // ranks called different collectives
+  kSizesDiffer,     // the sizes in their lists contradict each other
+  kMessageDiffers,  // a receive does not fit what was sent
+  kRankEnded,       // the culprit's process has ended
+  kRankReplaced,    // it runs another program now (exec)
+  kRankLeft,        // it left the group in order
+  kRankFell,        // it left the group because of an error, which `detail` names
+  kRankFailed,      // a peer says so, and no more is known
+  kRankMissing,     // the deadline passed
+  kCameLate,        // a peer's deadline passed before this rank called
+  kNoTurn,          // the deadline passed while another thread of this rank was in a collective
+  kAborted,         // abort(), for the reason in `detail`
+  kInterrupted,     // by a signal, in mid-operation
+  kDestroyed,       // this rank left the group meanwhile
+  kUnusable,        // the group had ended before this call, because of `cause`; none: it was destroyed here
+  kForked,          // in a child of the process whose group it is
+  kNested,          // called by a signal handler that interrupted what `detail` names
+  kNestedWait,      // the same, for the wait for an operation
+  kNoMemory,        // the segment cannot grow by `size_bytes`
+  kSystem,          // a rank was denied what it needs: a thread, a mapping
+};
+
+/// What the board tells the peers of a failure: its kind, who is at fault and who says so, by their ranks in the group.
+struct Verdict {
+  FailureKind kind;
+  int subject, reporter;
+
+  static constexpr int kRankBits = 24;
+  static constexpr std::uint64_t kRankMask = (std::uint64_t{1} << kRankBits) - 1;
+  std::uint64_t pack() const {
+    return static_cast<std::uint64_t>(kind) << 2 * kRankBits | static_cast<std::uint64_t>(reporter) << kRankBits |
+           static_cast<std::uint64_t>(subject);
+  }
+  static Verdict unpack(std::uint64_t packed) {
+    return {static_cast<FailureKind>(packed >> 2 * kRankBits), static_cast<int>(packed & kRankMask),
+            static_cast<int>(packed >> kRankBits & kRankMask)};
+  }
+};
+
+/// The name by which Python knows it.
+inline const char* kind_name(FailureKind kind) {
+  static constexpr const char* kNames[] = {
+      "none",       "calls_differ", "sizes_differ", "message_differs", "rank_ended",  "rank_replaced", "rank_left",
+      "rank_fell",  "rank_failed",  "rank_missing", "came_late",       "no_turn",     "aborted",       "interrupted",
+      "destroyed",  "unusable",     "forked",       "nested",          "nested_wait", "no_memory",     "system"};
+  static_assert(std::size(kNames) == static_cast<std::size_t>(FailureKind::kSystem) + 1);
+  return kNames[static_cast<std::size_t>(kind)];
+}
+
+/// Where a rank stands that others wait for. Ranks in failures go by their number in the world.
+struct Standing {
+  int rank = -1;
+  int pid = 0;
+  bool has_joined = false;
+  std::string waits_in;  // "recv of group 'default' at train.py:31", wherever that is
+  std::uint32_t last = 0;  // number of its last collective here
+};
+
+/// One of the ranks that wait for each other's messages in a circle.
+struct Waiter {
+  int rank = -1;
+  int awaits = -1;    // the next rank of the circle
+  std::string where;  // "recv of group 'default' at train.py:31"
+};
+
+/// What a rank called: a row of a mismatch's table.
+struct MadeCall {
+  int rank = -1;
+  Call call{};  // of no operation: it has not called yet
+  std::string site;
+  int root = -1;  // in the world
+  std::optional<std::int64_t> tag;
+  std::optional<std::uint64_t> size_bytes;  // in place of the count, where only they are known
+};
+
+/// Two sizes that contradict each other: what `rank` sends to `other`, or what their lists say of the block of `of`.
+struct SizeDispute {
+  int rank = -1;
+  std::uint64_t count = 0;
+  int other = -1;
+  std::uint64_t other_count = 0;
+  int of = -1;
+};
+
+/// Thrown by the core; the bindings turn it into the Python exception of its kind.
+class Failure : public std::exception {
+ public:
+  const char* what() const noexcept override { return kind_name(kind); }
+
+  FailureKind kind = FailureKind::kNone;
+  int rank = -1;  // that met it
+  std::string group;
+  std::string op;         // "all_reduce"
+  std::uint64_t seq = 0;  // number of the collective in its group, from 1; 0 for point-to-point
+  std::string site;       // "train.py:31"
+  std::vector<int> ranks;  // at fault: missing, dead or in disagreement
+  int by = -1;             // who ended the group, where this rank only follows
+  int pid = 0;             // of the dead rank
+  int exit_code = -1;      // of the dead rank, -1 when unknown
+  int signal = 0;          // that killed it, 0 when none or unknown
+  std::vector<Standing> standings;
+  std::vector<Waiter> circle;  // this rank first; empty: the ranks do not wait for each other in a circle
+  std::vector<MadeCall> calls;
+  std::optional<SizeDispute> sizes;
+  double timeout_s = 0;
+  std::uint64_t size_bytes = 0;  // of memory that there was not
+  int error = 0;                 // errno
+  std::string detail;            // what has no structure: the system's words, the reason given to abort()
+  std::shared_ptr<const Failure> cause;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,166 @@
+// all_reduce: of small messages in one shot, of large ones in chunks that every rank reduces a part of.
+#include <algorithm>
+
+#include "collectives/collectives.h"
+#include "collectives/exchange.h"
+
+namespace phalanx {
+
+/// Reduce-scatter and all-gather of a large message, pipelined (Rabenseifner 2004). chunk: a range of the message;
+/// part: the share of a chunk that one rank reduces; slot: where a rank's copy of a chunk (staging) or its reduced part
+/// (result) lies.
+///
+/// A rank works on three chunks at a time: it stages c + 1, reduces c, collects c - 1. Three slots of each kind are
+/// enough without further waiting: before staging c + 1 it has collected c - 2, for which every rank had reduced
+/// c - 2, the last reader of that staging slot; and before it reduces c it has seen every rank stage c, which a rank
+/// does after it collected c - 3, the last reader of that result slot.
+class Collectives::Pipeline {
+ public:
+  Pipeline(Collectives& group, Items items, ReduceFn reduce, SquaresFn squares)
+      : group_(group),
+        items_(items),
+        reduce_(reduce),
+        squares_(squares),
+        size_(static_cast<std::size_t>(group.board_.size())),
+        me_(static_cast<std::size_t>(group.board_.rank())) {
+    // Four chunks at least, so that there is a pipeline; no part smaller than a page if that can be.
+    const std::size_t chunk_bytes =
+        std::min(group.tuning.chunk_bytes, std::max(align_up(items.bytes() / 4, kPage), kPage * size_));
+    chunk_items_ = std::min(chunk_bytes, kSlotBytes) / items.item_bytes;
+    num_chunks_ = (items.count + chunk_items_ - 1) / chunk_items_;
+    base_ = group.chunks_;
+    group.chunks_ += num_chunks_;
+  }
+
+  /// Returns the sum of squares of the result, 0 if it is not asked for.
+  double run(Wait& wait) {
+    stage(0);
+    for (std::uint64_t c = 0; c < num_chunks_; ++c) {
+      if (c + 1 < num_chunks_) stage(c + 1);
+      group_.await_all(wait, &Progress::staged, base_ + c + 1);
+      reduce(c);
+      if (c == 0) continue;
+      group_.await_all(wait, &Progress::consumed, base_ + c);
+      collect(c - 1);
+    }
+    group_.await_all(wait, &Progress::consumed, base_ + num_chunks_);
+    collect(num_chunks_ - 1);
+    return sum_;
+  }
+
+ private:
+  /// Elements [first, first + count) of a chunk.
+  struct Part {
+    std::size_t first, count;
+  };
+
+  std::size_t items_of(std::uint64_t c) const { return std::min(chunk_items_, items_.count - c * chunk_items_); }
+  Part part_of(std::size_t r, std::uint64_t c) const {
+    const std::size_t per_line = std::max<std::size_t>(kCacheLine / items_.item_bytes, 1);
+    const std::size_t m = items_of(c);
+    const std::size_t share = align_up((m + size_ - 1) / size_, per_line);
+    const std::size_t first = std::min(m, r * share);
+    return {first, std::min(share, m - first)};
+  }
+  std::byte* staging(std::size_t r, std::uint64_t c) const {
+    return group_.slot(static_cast<int>(r), (base_ + c) % kSlots);
+  }
+  std::byte* result(std::size_t r, std::uint64_t c) const {
+    return group_.slot(static_cast<int>(r), kSlots + (base_ + c) % kSlots);
+  }
+  template <class Visit>
+  void visit(std::uint64_t c, Part part, Visit&& visit) const {
+    group_.pieces_.visit(c * chunk_items_ + part.first, part.count, visit);
+  }
+
+  void copy_out(std::uint64_t c, Part part) const {
+    const std::size_t item = items_.item_bytes;
+    visit(c, part, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+      copy_bytes(staging(me_, c) + (part.first + done) * item, at(piece.in, offset), m * item);
+    });
+  }
+
+  /// Show the peers all of chunk `c` but the part that this rank reduces itself.
+  void stage(std::uint64_t c) {
+    const Part own = part_of(me_, c);
+    const std::size_t end = own.first + own.count;
+    copy_out(c, {0, own.first});
+    copy_out(c, {end, items_of(c) - end});
+    group_.publish(&Progress::staged, base_ + c + 1, true);
+  }
+
+  void reduce(std::uint64_t c) {
+    const Part own = part_of(me_, c);
+    std::vector<const void*>& sources = group_.sources_;
+    visit(c, own, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+      const std::size_t in_slot = (own.first + done) * items_.item_bytes;
+      for (std::size_t r = 0; r < size_; ++r) sources[r] = r == me_ ? at(piece.in, offset) : staging(r, c) + in_slot;
+      reduce_anywhere(reduce_, dtype_of(items_), result(me_, c) + in_slot, sources.data(), static_cast<int>(size_), m);
+    });
+    group_.publish(&Progress::consumed, base_ + c + 1, true);
+  }
+
+  void collect(std::uint64_t c) {
+    const std::size_t item = items_.item_bytes;
+    for (std::size_t i = 0; i < size_; ++i) {
+      const std::size_t r = (me_ + i) % size_;  // start at different peers
+      const Part theirs = part_of(r, c);
+      visit(c, theirs, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+        copy_bytes(at(piece.out, offset), result(r, c) + (theirs.first + done) * item, m * item);
+      });
+    }
+    if (squares_ == nullptr) return;
+    visit(c, {0, items_of(c)}, [&](const Piece& piece, std::size_t offset, std::size_t, std::size_t m) {
+      if (piece.squared) sum_ += squares_anywhere(squares_, dtype_of(items_), at(piece.out, offset), m);
+    });
+  }
+
+  Collectives& group_;
+  const Items items_;
+  const ReduceFn reduce_;
+  const SquaresFn squares_;
+  const std::size_t size_, me_;
+  std::size_t chunk_items_;
+  std::uint64_t num_chunks_, base_;
+  double sum_ = 0;
+};
+
+double Collectives::all_reduce(const Context& context, std::span<const Piece> pieces, Items items,
+                               Reduction reduction, SquaresFn squares) {
+  Wait wait = begin(context, make_call(Op::kAllReduce, items, -1, reduction.code));
+  sources_.resize(static_cast<std::size_t>(board_.size()));
+  pieces_.assign(pieces, items.item_bytes);
+  const std::size_t bytes = items.bytes(), item = items.item_bytes;
+  double sum = 0;
+  auto stage = [&](std::byte* area, std::size_t lo, std::size_t len) {
+    pieces_.visit(lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+      copy_bytes(area + done * item, at(piece.in, offset), m * item);
+    });
+  };
+  auto consume = [&](auto area_of, std::size_t lo, std::size_t len) {
+    pieces_.visit(lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
+      for (int r = 0; r < board_.size(); ++r)
+        sources_[r] = r == board_.rank() ? at(piece.in, offset) : area_of(r) + done * item;
+      reduce_anywhere(reduction.apply, dtype_of(items), at(piece.out, offset), sources_.data(), board_.size(), m);
+      if (squares != nullptr && piece.squared)
+        sum += squares_anywhere(squares, dtype_of(items), at(piece.out, offset), m);
+    });
+  };
+  if (bytes <= kInlineBytes || bytes <= std::min(tuning.one_shot_bytes, kStageBytes)) {
+    stage(area(board_.rank(), bytes), 0, bytes);
+    muster(wait);
+    consume([&](int r) { return area(r, bytes); }, 0, bytes);
+    return sum;
+  }
+  muster(wait);
+  if (board_.size() != 2) {
+    ensure_mailboxes(wait);
+    return Pipeline(*this, items, reduction.apply, squares).run(wait);
+  }
+  // Two ranks: each shows the other all of its message, and both reduce all of it. As many bytes cross between the
+  // processors as when each reduces one half and fetches the other, and one wait a chunk is enough.
+  exchange_chunks(wait, Flow::kEverybody, {1, bytes, item}, stage, consume);
+  return sum;
+}
+
+}  // namespace phalanx

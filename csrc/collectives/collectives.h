@@ -1,0 +1,130 @@
+// Collective operations of one group. The caller serialises them (see Worker).
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "board/board.h"
+#include "collectives/pieces.h"
+
+namespace phalanx {
+
+/// What one call brings along: who waits, and for how long at most.
+struct Context {
+  Hooks* hooks;
+  double timeout_s = 0;  // 0: the group's
+};
+
+struct Reduction {
+  std::uint8_t code;  // ReduceOp + 1, or a code of its own (PREMUL_SUM) that peers must agree on
+  ReduceFn apply;
+};
+
+/// Message sizes at which the algorithms change; measured, see docs/design.md.
+struct Tuning {
+  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: everyone reads everyone up to here, at most kStageBytes
+  std::size_t chunk_bytes = kSlotBytes;      // pipelined chunks, at most kSlotBytes
+  std::size_t direct_bytes = 32 * 1024;      // blocks that a peer reads where they lie, if the system permits it
+};
+
+/// Elements of each rank's block where blocks differ in size; empty where they are alike.
+using Counts = std::span<const std::uint64_t>;
+
+class Collectives {
+ public:
+  explicit Collectives(Board& board) : board_(board) {}
+
+  Tuning tuning;
+  bool records = true;         // false where each call is a step of a larger one, which is recorded itself
+  bool compares_calls = true;  // false only to measure what the comparison costs; the same on every rank
+  std::uint32_t seq() const { return seq_; }
+  /// How long the last collective waited until every rank had come.
+  double arrival_wait_s() const { return arrival_wait_s_; }
+
+  void join(const Context& context) { barrier(context, Op::kJoin); }
+  void barrier(const Context& context, Op op = Op::kBarrier);
+  void broadcast(const Context& context, void* data, Items items, int root);
+  void all_reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction) {
+    const Piece piece{in, out, items.count};
+    all_reduce(context, {&piece, 1}, items, reduction);
+  }
+  /// `items` counts all pieces together. Returns the sum of squares of the result if asked for, the same bits on all
+  /// ranks that cut the message into the same pieces.
+  double all_reduce(const Context& context, std::span<const Piece> pieces, Items items, Reduction reduction,
+                    SquaresFn squares = nullptr);
+  void reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction, int root);
+  /// `ins[j]`: the block that rank j receives reduced, of `items`, or of `counts[j]` elements. All ranks must agree on
+  /// the counts.
+  void reduce_scatter(const Context& context, std::span<const void* const> ins, void* out, Items items,
+                      Reduction reduction, Counts counts = {});
+  /// `outs[j]`: where the block of rank j goes, of `items`, or of `counts[j]` elements. All ranks must agree on the
+  /// counts.
+  void all_gather(const Context& context, const void* in, std::span<void* const> outs, Items items,
+                  Counts counts = {});
+  /// The same, on the root alone.
+  void gather(const Context& context, const void* in, std::span<void* const> outs, Items items, int root);
+  void scatter(const Context& context, std::span<const void* const> ins, void* out, Items items, int root);
+  void all_to_all(const Context& context, std::span<const void* const> ins, std::span<void* const> outs, Items items);
+  /// Blocks of different sizes: `in_counts[j]` elements go to rank j, `out_counts[j]` come from it.
+  void all_to_all_split(const Context& context, std::span<const void* const> ins, Counts in_counts,
+                        std::span<void* const> outs, Counts out_counts, Items items);
+
+ private:
+  class Pipeline;
+
+  /// Whose data a rank needs: everyone's, the root's, or everyone's on the root only.
+  enum class Flow { kEverybody, kFromRoot, kToRoot };
+
+  /// What every rank stages for its peers: `num` blocks of `bytes`, whose elements have `item_bytes`.
+  struct Blocks {
+    std::size_t num, bytes, item_bytes;
+    std::size_t total() const { return num * bytes; }
+  };
+
+  // What a collective that only moves data gives to each rank and takes from each, itself among them.
+  void clear_moves();
+  void give(int r, const void* data, std::size_t bytes) { gives_[r] = {static_cast<const std::byte*>(data), bytes}; }
+  void take(int r, void* data, std::size_t bytes) { takes_[r] = {static_cast<std::byte*>(data), bytes}; }
+  void move(const Context& context, const Call& call, Flow flow, Blocks blocks);
+  void move_large(Wait& wait, Flow flow, Blocks blocks);
+  bool is_direct(Blocks blocks) const;
+  void offer();
+  bool read_peers(Wait& wait);
+  int read_peer(Wait& wait, int r);
+  void stage_gives(std::byte* area, std::size_t num_blocks, std::size_t lo, std::size_t len) const;
+  template <class AreaOf>
+  void collect_takes(AreaOf&& area_of, std::size_t num_blocks, std::size_t lo, std::size_t len) const;
+  void take_own() const;
+
+  Wait begin(const Context& context, const Call& call);
+  std::byte* area(int r, std::size_t bytes);
+  void muster(Wait& wait);
+  void compare_calls(Wait& wait);
+  void compare_counts(Wait& wait, std::size_t num_counts);
+  std::size_t compare_splits(Wait& wait);
+  std::uint64_t* table(int r) { return reinterpret_cast<std::uint64_t*>(board_.stage(r, seq_)); }
+  void ensure_mailboxes(Wait& wait);
+  std::byte* slot(int r, std::uint64_t index) { return mailboxes_.data() + (r * 2 * kSlots + index) * kSlotBytes; }
+  void publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all);
+  void await_all(Wait& wait, std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value);
+
+  template <class Stage, class Consume>
+  void exchange(const Context& context, const Call& call, Flow flow, Blocks blocks, Stage&& stage, Consume&& consume);
+  template <class Stage, class Consume>
+  void exchange_chunks(Wait& wait, Flow flow, Blocks blocks, Stage&& stage, Consume&& consume);
+
+  Board& board_;
+  std::uint32_t seq_ = 0;
+  double arrival_wait_s_ = 0;
+  std::uint64_t chunks_ = 0;  // chunks of all pipelined collectives so far: the base of the progress counters
+  Mapping mailboxes_;
+  std::vector<const void*> sources_;
+  Pieces pieces_;  // of the all_reduce that runs
+  std::vector<std::span<const std::byte>> gives_;
+  std::vector<std::span<std::byte>> takes_;
+  bool has_offered_ = false;
+  bool reads_peers_ = false;  // the same on every rank
+};
+
+}  // namespace phalanx

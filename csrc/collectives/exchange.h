@@ -1,0 +1,90 @@
+// The course that collectives share: every rank stages blocks, meets the others, and consumes theirs. By size:
+//   inline    up to 48 bytes: the data travels in the line that peers wait for;
+//   one-shot  up to kStageBytes: data is staged before the muster and read right after it, one synchronisation in all;
+//   chunked   above: chunks flow through small mailboxes that stay in the caches, several in flight.
+// Stages and lines alternate by parity of the sequence number: a rank can be at most one collective ahead, so what it
+// writes before the muster does not touch what slower peers still read. Mailboxes are written only after the muster.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/collectives.h"
+
+namespace phalanx {
+
+inline Call make_call(Op op, const Items& items, int root = -1, std::uint8_t reduce_op = 0) {
+  Call call;
+  call.op = op;
+  call.dtype = items.dtype;
+  call.count = items.count;
+  call.root = root;
+  call.reduce_op = reduce_op;
+  return call;
+}
+
+inline const std::byte* at(const void* base, std::size_t offset) { return static_cast<const std::byte*>(base) + offset; }
+inline std::byte* at(void* base, std::size_t offset) { return static_cast<std::byte*>(base) + offset; }
+
+inline Dtype dtype_of(const Items& items) { return static_cast<Dtype>(items.dtype); }
+
+/// Index of the block for rank `to` in the area of rank `from`, which stages none for itself.
+inline std::size_t index_of(int from, int to) { return static_cast<std::size_t>(to < from ? to : to - 1); }
+
+/// How many of the bytes [lo, lo + len) a block of `bytes` has.
+inline std::size_t clip(std::size_t bytes, std::size_t lo, std::size_t len) {
+  return lo >= bytes ? 0 : std::min(len, bytes - lo);
+}
+
+inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
+  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+/// `stage(area, lo, len)` writes bytes [lo, lo + len) of every block, block j at area + j * len;
+/// `consume(area_of, lo, len)` reads them where area_of(r) is the area of rank r.
+template <class Stage, class Consume>
+void Collectives::exchange(const Context& context, const Call& call, Flow flow, Blocks blocks, Stage&& stage,
+                           Consume&& consume) {
+  Wait wait = begin(context, call);
+  const std::size_t total = blocks.total();
+  if (total > kStageBytes) {
+    muster(wait);
+    exchange_chunks(wait, flow, blocks, stage, consume);
+    return;
+  }
+  stage(area(board_.rank(), total), 0, blocks.bytes);
+  muster(wait);
+  consume([&](int r) { return area(r, total); }, 0, blocks.bytes);
+}
+
+template <class Stage, class Consume>
+void Collectives::exchange_chunks(Wait& wait, Flow flow, Blocks blocks, Stage&& stage, Consume&& consume) {
+  if (blocks.total() == 0) return;
+  ensure_mailboxes(wait);
+  // chunk: a range of bytes of each block; slot: where a rank's part of a chunk lies. All slots form one ring.
+  constexpr std::uint64_t kRing = 2 * kSlots;
+  const std::size_t aligned = std::max<std::size_t>(blocks.item_bytes, kCacheLine);
+  const std::size_t most = std::max(tuning.chunk_bytes / blocks.num / aligned, std::size_t{1}) * aligned;
+  const std::uint64_t num_chunks = (blocks.bytes + most - 1) / most;
+  const std::uint64_t base = chunks_;
+  chunks_ += num_chunks;
+  const bool on_root = board_.rank() == wait.call.root;
+  auto length = [&](std::uint64_t c) { return std::min(most, blocks.bytes - c * most); };
+  auto stage_one = [&](std::uint64_t c) {
+    if (c >= kRing) await_all(wait, &Progress::consumed, base + c - kRing + 1);  // the slot's last readers are done
+    stage(slot(board_.rank(), (base + c) % kRing), c * most, length(c));
+    publish(&Progress::staged, base + c + 1, flow == Flow::kEverybody);
+  };
+  stage_one(0);
+  for (std::uint64_t c = 0; c < num_chunks; ++c) {
+    if (c + 1 < num_chunks) stage_one(c + 1);  // one ahead, so that peers find it when they are done with this one
+    board_.await(wait, [&](int r) {
+      const bool needed = flow == Flow::kEverybody || (flow == Flow::kFromRoot ? r == wait.call.root : on_root);
+      return needed && board_.progress(r).staged.load(std::memory_order_acquire) < base + c + 1;
+    });
+    consume([&](int r) { return slot(r, (base + c) % kRing); }, c * most, length(c));
+    publish(&Progress::consumed, base + c + 1, true);
+  }
+}
+
+}  // namespace phalanx

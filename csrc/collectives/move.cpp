@@ -1,0 +1,138 @@
+// Collectives that only move data. Each rank says what it gives to each rank and takes from each; small blocks go through
+// the stages, large ones are read where they lie (cross memory attach) or, where that is not permitted, go in chunks.
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "collectives/collectives.h"
+#include "collectives/exchange.h"
+
+namespace phalanx {
+namespace {
+
+/// How a rank fared that read its peers' memory, as it tells them in the payload of its line.
+enum class Reading : std::uint8_t { kDone, kFaulted, kDenied };
+
+/// Copy from another process; 0, or the errno. Source: process_vm_readv(2), Linux 3.2.
+int read_memory(pid_t pid, std::uint64_t from, std::span<std::byte> to) {
+  constexpr std::size_t kMost = std::size_t{1} << 30;
+  while (!to.empty()) {
+    const iovec local{to.data(), std::min(to.size(), kMost)};
+    const iovec remote{reinterpret_cast<void*>(from), local.iov_len};
+    const ssize_t got = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return got < 0 ? errno : EFAULT;
+    from += static_cast<std::uint64_t>(got);
+    to = to.subspan(static_cast<std::size_t>(got));
+  }
+  return 0;
+}
+
+}  // namespace
+
+void Collectives::clear_moves() {
+  gives_.assign(static_cast<std::size_t>(board_.size()), {});
+  takes_.assign(static_cast<std::size_t>(board_.size()), {});
+}
+
+void Collectives::move(const Context& context, const Call& call, Flow flow, Blocks blocks) {
+  Wait wait = begin(context, call);
+  const std::size_t total = blocks.total();
+  if (total > kStageBytes || is_direct(blocks)) {
+    offer();
+    muster(wait);
+    return move_large(wait, flow, blocks);
+  }
+  stage_gives(area(board_.rank(), total), blocks.num, 0, blocks.bytes);
+  muster(wait);
+  collect_takes([&](int r) { return area(r, total); }, blocks.num, 0, blocks.bytes);
+  take_own();
+}
+
+/// Move blocks that every rank has offered before the muster.
+void Collectives::move_large(Wait& wait, Flow flow, Blocks blocks) {
+  if (is_direct(blocks) && read_peers(wait)) return;
+  exchange_chunks(
+      wait, flow, blocks,
+      [&](std::byte* area, std::size_t lo, std::size_t len) { stage_gives(area, blocks.num, lo, len); },
+      [&](auto area_of, std::size_t lo, std::size_t len) { collect_takes(area_of, blocks.num, lo, len); });
+  take_own();
+}
+
+bool Collectives::is_direct(Blocks blocks) const {
+  return reads_peers_ && board_.size() > 1 && blocks.bytes >= tuning.direct_bytes;
+}
+
+/// Tell each peer where the block for it lies: behind the counts, of which there are up to two for each rank. A rank
+/// that works in place offers nothing, because it may take a block before a peer has read the one that lies there.
+void Collectives::offer() {
+  static_assert(3 * kMaxRanks * sizeof(std::uint64_t) <= kStageBytes);
+  const int n = board_.size(), me = board_.rank();
+  has_offered_ = true;
+  for (int j = 0; j < n; ++j) {
+    table(me)[2 * n + j] = reinterpret_cast<std::uintptr_t>(gives_[j].data());
+    if (j != me && !gives_[j].empty() && gives_[j].data() == takes_[j].data()) has_offered_ = false;
+  }
+}
+
+/// Take each block from the memory of the rank that gives it, in a single copy. False, on all ranks alike, if one of
+/// them could not: everything that they give is as it was.
+bool Collectives::read_peers(Wait& wait) {
+  const int n = board_.size(), me = board_.rank();
+  Reading own = has_offered_ ? Reading::kDone : Reading::kFaulted;
+  for (int i = 1; i < n && own == Reading::kDone; ++i) {
+    const int error = read_peer(wait, (me + i) % n);  // start at different peers
+    if (error != 0) own = error == EFAULT ? Reading::kFaulted : Reading::kDenied;
+  }
+  board_.line(me, seq_).payload[0] = static_cast<std::byte>(own);
+  publish(&Progress::consumed, ++chunks_, true);  // publishes the payload
+  take_own();
+  await_all(wait, &Progress::consumed, chunks_);
+  board_.require_in_order(wait);  // a peer that left in mid-operation may have changed what was read
+  bool are_done = true;
+  for (int r = 0; r < n; ++r) {
+    const auto theirs = static_cast<Reading>(board_.line(r, seq_).payload[0]);
+    are_done = are_done && theirs == Reading::kDone;
+    reads_peers_ = reads_peers_ && theirs != Reading::kDenied;
+  }
+  return are_done;
+}
+
+/// Take the block of one rank; 0, or the errno.
+int Collectives::read_peer(Wait& wait, int r) {
+  const std::span<std::byte> to = takes_[r];
+  if (to.empty()) return 0;
+  const int error = read_memory(board_.member(r).pid, table(r)[2 * board_.size() + board_.rank()], to);
+  if (error == ESRCH) board_.await(wait, [&](int peer) { return peer == r; });  // it is dead, which this will find
+  return error;
+}
+
+void Collectives::stage_gives(std::byte* area, std::size_t num_blocks, std::size_t lo, std::size_t len) const {
+  const int me = board_.rank();
+  for (int j = 0; j < board_.size(); ++j) {
+    const std::span<const std::byte> block = gives_[j];
+    const std::size_t bytes = j == me ? 0 : clip(block.size(), lo, len);
+    if (bytes == 0) continue;
+    if (num_blocks == 1) return copy_bytes(area, block.data() + lo, bytes);  // the same for all
+    copy_bytes(area + index_of(me, j) * len, block.data() + lo, bytes);
+  }
+}
+
+template <class AreaOf>
+void Collectives::collect_takes(AreaOf&& area_of, std::size_t num_blocks, std::size_t lo, std::size_t len) const {
+  const int me = board_.rank();
+  for (int r = 0; r < board_.size(); ++r) {
+    const std::span<std::byte> block = takes_[r];
+    const std::size_t bytes = r == me ? 0 : clip(block.size(), lo, len);
+    if (bytes != 0) copy_bytes(block.data() + lo, area_of(r) + (num_blocks == 1 ? 0 : index_of(r, me) * len), bytes);
+  }
+}
+
+/// Copy what this rank gives to itself.
+void Collectives::take_own() const {
+  const int me = board_.rank();
+  copy_bytes(takes_[me].data(), gives_[me].data(), takes_[me].size());
+}
+
+}  // namespace phalanx

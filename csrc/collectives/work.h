@@ -1,0 +1,67 @@
+// An operation on its way: done or not, failed or not, and whom to tell.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <utility>
+
+#include "board/board.h"
+
+namespace phalanx {
+
+/// Takes no lock: a fork in another thread could leave one held in the child for ever.
+class Work {
+ public:
+  Work(Board& board, Op op) : board_(board), op_(op) {}
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  virtual ~Work() {
+    for (Listener* one = listeners_.load(std::memory_order_acquire); one != nullptr && one != &over_;)
+      delete std::exchange(one, one->next);
+  }
+  // ACQUIRE makes results and error() readable on true; pairs with finish().
+  bool done() const { return listeners_.load(std::memory_order_acquire) == &over_; }
+  std::exception_ptr error() const { return error_; }  // valid once done
+  Op op() const { return op_; }
+
+  /// Throw if it is not done and this thread can never see it done, as in a forked child. Comes before any lock.
+  virtual void require_reachable() const {
+    if (!done()) board_.require_own_process(op_);
+  }
+
+  /// Call `then` when done, from whichever thread that happens in; at once if it is done.
+  void notify(std::function<void()> then) {
+    auto* own = new Listener{std::move(then), listeners_.load(std::memory_order_acquire)};
+    // RELEASE publishes the listener; ACQUIRE shows the result if it is done meanwhile.
+    while (own->next != &over_)
+      if (listeners_.compare_exchange_weak(own->next, own, std::memory_order_acq_rel)) return;
+    own->then();
+    delete own;
+  }
+
+ protected:
+  void finish(std::exception_ptr error) {
+    error_ = std::move(error);
+    // RELEASE publishes the result and pairs with done(); ACQUIRE shows what notify() left.
+    for (Listener* one = listeners_.exchange(&over_, std::memory_order_acq_rel); one != nullptr;) {
+      one->then();
+      delete std::exchange(one, one->next);
+    }
+  }
+
+  Board& board_;  // outlives what is not done
+  const Op op_;
+
+ private:
+  struct Listener {
+    std::function<void()> then;
+    Listener* next;
+  };
+  static inline Listener over_{};  // stands for the list of one that is done
+
+  std::exception_ptr error_;
+  std::atomic<Listener*> listeners_{nullptr};
+};
+
+}  // namespace phalanx

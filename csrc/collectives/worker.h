@@ -1,0 +1,96 @@
+// The order of a group's collectives: one at a time, in the thread of their caller or on the group's native thread, which
+// runs asynchronous ones in the order of their calls, without the GIL.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "board/board.h"
+#include "collectives/work.h"
+#include "board/turn.h"
+#include "memory/wait.h"
+
+namespace phalanx {
+
+class Worker;
+
+/// An operation that runs, or will, on the native thread.
+class CollectiveWork : public Work {
+ public:
+  CollectiveWork(Board& board, Worker& worker, Op op, std::function<void(Hooks&)> body, std::string site);
+  /// Throws in a signal handler, too, that interrupted the collective of its group for which this one has to wait.
+  void require_reachable() const override;
+
+ private:
+  friend class Worker;
+  Worker& worker_;
+  std::function<void(Hooks&)> body_;
+  std::string site_;
+};
+
+class Worker {
+ public:
+  explicit Worker(Board& board) : board_(board) {}
+  ~Worker() { stop(); }
+
+  /// Run `body` in the calling thread, or behind the asynchronous ones that were called before it. `timeout_s`: how long
+  /// to wait for the collective of another thread (0: the group's).
+  template <class Body>
+  void run(Op op, double timeout_s, Hooks& hooks, Body&& body) {
+    board_.require_usable(op);
+    if (idle() && turn_.try_take()) {
+      TurnHolder holder(turn_);
+      body(hooks);
+      return;
+    }
+    run_in_turn(op, timeout_s, hooks, body);
+  }
+  std::shared_ptr<CollectiveWork> submit(Op op, std::function<void(Hooks&)> body, std::string site);
+  /// Wait for an operation, at most `timeout_s` (0: for ever; the operation has its own deadline). False if it is not done.
+  /// Without a timeout, runs it in the calling thread if it is next and has not begun. Does not throw what it failed with.
+  bool wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, double timeout_s);
+  /// True if no operation is queued or running.
+  bool idle() const { return num_pending_.load(std::memory_order_acquire) == 0; }
+  /// True if this thread is inside a collective, or waits for one: asked by a signal handler that interrupted it.
+  bool interrupted() const;
+  /// What a signal handler is told that calls `op`, or waits for one, while the thread is inside a collective.
+  Failure inside_another(FailureKind kind, Op op, std::string site) const;
+  /// Wait until idle, at most `timeout_s`.
+  bool drain(double timeout_s);
+  /// End the thread after the queued operations; the group must have ended.
+  void stop();
+
+ private:
+  void run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::function<void(Hooks&)>& body);
+  void take_turn(Op op, double timeout_s, Hooks& hooks);
+  void run_queued(const std::function<void(Hooks&)>& body, Hooks& hooks);
+  bool run_if_next(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks);
+  bool await(const CollectiveWork& work, Hooks& hooks, double timeout_s);
+  std::shared_ptr<CollectiveWork> take_next(const CollectiveWork* wanted = nullptr);
+  void run();
+  void execute(CollectiveWork& work, Hooks& hooks);
+  void finish(CollectiveWork& work, std::exception_ptr error);
+
+  Board& board_;
+  Turn turn_;
+  mutable std::mutex mutex_;
+  std::condition_variable queued_, finished_;
+  std::deque<std::shared_ptr<CollectiveWork>> queue_;
+  std::atomic<int> num_queued_{0};  // its size; RELAXED: a hint that orders nothing
+  std::atomic<int> num_pending_{0};
+  std::vector<std::pair<pthread_t, const CollectiveWork*>> waiting_;  // threads in await()
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,267 @@
+#include "memory/peers.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "memory/text_file.h"
+
+namespace phalanx {
+namespace {
+
+// Linux 6.15 and newer tell any holder of a pidfd how the process ended (include/uapi/linux/pidfd.h).
+struct PidfdInfo {
+  std::uint64_t mask, cgroup_id;
+  std::uint32_t pid, tgid, ppid, ruid, rgid, euid, egid, suid, sgid, fsuid, fsgid;
+  std::int32_t exit_status;
+};
+constexpr std::uint64_t kPidfdInfoExit = 1u << 3;
+constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
+
+/// What /proc/<pid>/stat says of a process.
+struct ProcStat {
+  char state = 0;
+  int num_threads = 0;
+  std::uint64_t start_time = 0;
+  std::uint64_t stack = 0;  // where it begins; 0 for a zombie, and where it is not to be seen
+  int exit_code = 0;
+};
+
+/// None if the process is gone, or if it can't be looked at: no /proc, no descriptor left, hidden from this user.
+std::optional<ProcStat> read_stat(int pid) {
+  const std::string text = read_text("/proc/" + std::to_string(pid) + "/stat");
+  const std::size_t end_of_name = text.rfind(')');  // the name may hold blanks and parentheses
+  if (end_of_name == std::string::npos) return std::nullopt;
+  ProcStat stat;
+  std::size_t at = end_of_name + 1;
+  for (int number = 3; (at = text.find_first_not_of(" \n", at)) != std::string::npos; ++number) {  // as proc(5) counts them
+    const char* const field = text.c_str() + at;
+    if (number == 3) stat.state = *field;
+    if (number == 20) stat.num_threads = std::atoi(field);
+    if (number == 22) stat.start_time = std::strtoull(field, nullptr, 10);
+    if (number == 28) stat.stack = std::strtoull(field, nullptr, 10);
+    if (number == 52) stat.exit_code = std::atoi(field);
+    at = text.find_first_of(" \n", at);
+  }
+  return stat.start_time == 0 ? std::nullopt : std::optional(stat);
+}
+
+constexpr unsigned kLooksPerStack = 8;  // reading /proc costs more than a look at a pidfd
+
+std::uint64_t own_pid_namespace() {
+  struct stat info{};
+  return stat("/proc/self/ns/pid", &info) == 0 ? info.st_ino : 0;
+}
+
+/// The least quota, in CPUs, at any level from the cgroup `path` up to `root`. `read` gets a folder, tells quota/period.
+template <class Read>
+double least_quota(const std::string& root, std::string path, Read&& read) {
+  double least = 1e9;
+  for (;; path.resize(path.rfind('/'))) {
+    double quota = -1, period = 0;
+    if (read(root + path, quota, period) && quota > 0 && period > 0) least = std::min(least, quota / period);
+    if (path.find('/') == std::string::npos) return least;
+  }
+}
+
+/// CPUs that the cgroup's quota (v2, else v1) pays for, rounded down; a large number without a quota.
+std::uint32_t quota_cpus() {
+  auto read_v2 = [](const std::string& folder, double& quota, double& period) {
+    return std::sscanf(read_text(folder + "/cpu.max").c_str(), "%lf %lf", &quota, &period) == 2;  // "max" is no number
+  };
+  auto read_v1 = [](const std::string& folder, double& quota, double& period) {
+    return std::sscanf(read_text(folder + "/cpu.cfs_quota_us").c_str(), "%lf", &quota) == 1 &&
+           std::sscanf(read_text(folder + "/cpu.cfs_period_us").c_str(), "%lf", &period) == 1;
+  };
+  double least = 1e9;
+  const std::string groups = read_text("/proc/self/cgroup");
+  for (std::size_t begin = 0, end; (end = groups.find('\n', begin)) != std::string::npos; begin = end + 1) {
+    const std::string line = groups.substr(begin, end - begin);  // "4:cpu,cpuacct:/path", "0::/path"
+    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    std::string controllers(1, ',');
+    controllers.append(line, first + 1, second - first - 1).push_back(',');
+    const std::string path = line.substr(second + 1);
+    // In a container the path may be the host's, while the mount shows our group as the root: the walk ends there.
+    if (controllers == ",,") least = std::min(least, least_quota("/sys/fs/cgroup", path, read_v2));
+    if (controllers.find(",cpu,") != std::string::npos)
+      for (const char* root : {"/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"})
+        least = std::min(least, least_quota(root, path, read_v1));
+  }
+  return static_cast<std::uint32_t>(std::max(1.0, std::floor(least)));
+}
+
+Ending from_wait_status(int status) {
+  Ending ending;
+  if (WIFSIGNALED(status)) ending.signal = WTERMSIG(status);
+  if (WIFEXITED(status)) ending.exit_code = WEXITSTATUS(status);
+  return ending;
+}
+
+using Watches = std::map<std::pair<int, std::uint64_t>, std::weak_ptr<const PeerWatch>>;
+std::mutex g_watches_mutex;
+// One for each process, whatever the number of groups: descriptors are few. Leaked, as the boards are.
+Watches& g_watches = *new Watches;
+// A child must find it unlocked.
+const int g_fork_handler = pthread_atfork([] { g_watches_mutex.lock(); }, [] { g_watches_mutex.unlock(); },
+                                          [] { g_watches_mutex.unlock(); });
+
+}  // namespace
+
+Identity Identity::own() {
+  const std::optional<ProcStat> stat = read_stat(getpid());
+  return Identity{getpid(), stat ? stat->start_time : 0, own_pid_namespace()};
+}
+
+void describe_self(Member& member) {
+  const Identity own = Identity::own();
+  member.pid = own.pid;
+  member.start_time = own.start_time;
+  member.pid_namespace = own.pid_namespace;
+  member.usable_cpus = quota_cpus();
+  cpu_set_t* set = CPU_ALLOC(kMaxRanks);
+  const std::size_t bytes = CPU_ALLOC_SIZE(kMaxRanks);
+  CPU_ZERO_S(bytes, set);
+  std::memset(member.cpu_mask, 0, sizeof member.cpu_mask);
+  if (sched_getaffinity(0, bytes, set) == 0)
+    for (std::size_t cpu = 0; cpu < kMaxRanks; ++cpu)
+      if (CPU_ISSET_S(cpu, bytes, set)) member.cpu_mask[cpu / 64] |= std::uint64_t{1} << (cpu % 64);
+  CPU_FREE(set);
+}
+
+std::shared_ptr<const PeerWatch> PeerWatch::of(const Identity& peer) {
+  if (peer.pid == getpid()) return nullptr;
+  std::lock_guard lock(g_watches_mutex);
+  std::weak_ptr<const PeerWatch>& known = g_watches[{peer.pid, peer.start_time}];
+  if (auto watch = known.lock(); watch && !watch->is_replaced()) return watch;
+  std::erase_if(g_watches, [&](const auto& entry) { return entry.second.expired() && &entry.second != &known; });
+  Fd pidfd;
+  int error = 0;
+  if (peer.pid_namespace != 0 && peer.pid_namespace == own_pid_namespace()) {
+    pidfd = Fd(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+    if (!pidfd) error = errno;
+    if (error == EMFILE || error == ENFILE || error == ENOMEM)
+      throw std::system_error(error, std::generic_category(), "pidfd_open");
+  }
+  auto watch = std::make_shared<PeerWatch>(peer, std::move(pidfd), error);
+  known = watch;
+  return watch;
+}
+
+PeerWatch::PeerWatch(const Identity& peer, Fd pidfd, int error) : peer_(peer), pidfd_(std::move(pidfd)), error_(error) {
+  // Opened after the peer had told its identity: if the pid has a new owner, the peer has died since.
+  if (pidfd_ && look_into_proc() == Life::kEnded) {
+    pidfd_ = Fd();
+    error_ = ESRCH;
+  }
+  if (const std::optional<ProcStat> stat = read_stat(peer_.pid)) stack_ = stat->stack;
+}
+
+bool PeerWatch::is_replaced() const {
+  if (stack_ == 0 || is_replaced_.load(std::memory_order_relaxed)) return stack_ != 0;
+  const std::optional<ProcStat> stat = read_stat(peer_.pid);
+  if (stat && stat->start_time == peer_.start_time && stat->stack != 0 && stat->stack != stack_)
+    is_replaced_.store(true, std::memory_order_relaxed);
+  return is_replaced_.load(std::memory_order_relaxed);
+}
+
+/// A process that has ended is a zombie, or gone; threads may outlive its first one, which then is a zombie alone.
+PeerWatch::Life PeerWatch::look_into_proc() const {
+  if (kill(peer_.pid, 0) != 0 && errno == ESRCH) return Life::kEnded;
+  const std::optional<ProcStat> stat = read_stat(peer_.pid);
+  if (!stat) return Life::kUnknown;
+  if (peer_.start_time != 0 && stat->start_time != peer_.start_time) return Life::kEnded;
+  return (stat->state == 'Z' || stat->state == 'X') && stat->num_threads <= 1 ? Life::kEnded : Life::kAlive;
+}
+
+bool PeerWatch::dead() const {
+  if (!pidfd_ && error_ == 0) return false;
+  if (error_ == ESRCH) return true;
+  bool told = false;
+  if (pidfd_) {
+    pollfd entry{pidfd_.get(), POLLIN, 0};
+    if (poll(&entry, 1, 0) <= 0)
+      return num_looks_.fetch_add(1, std::memory_order_relaxed) % kLooksPerStack == kLooksPerStack - 1
+                 ? is_replaced()
+                 : is_replaced_.load(std::memory_order_relaxed);
+    told = (entry.revents & POLLIN) != 0;
+  }
+  // Also where the pidfd says so: a script may have closed our descriptors, and their numbers be those of others.
+  const Life life = look_into_proc();
+  return life == Life::kUnknown ? told : life == Life::kEnded;
+}
+
+Ending PeerWatch::ending() const {
+  if (is_replaced_.load(std::memory_order_relaxed)) {
+    Ending ending;
+    ending.is_replaced = true;
+    return ending;
+  }
+  // A zombie still shows its status in /proc; once reaped, new kernels keep it with the pidfd.
+  const std::optional<ProcStat> stat = read_stat(peer_.pid);
+  if (stat && stat->state == 'Z' && (peer_.start_time == 0 || stat->start_time == peer_.start_time))
+    return from_wait_status(stat->exit_code);
+  if (pidfd_) {
+    PidfdInfo info{};
+    info.mask = kPidfdInfoExit;
+    if (ioctl(pidfd_.get(), kPidfdGetInfo, &info) == 0 && (info.mask & kPidfdInfoExit) != 0)
+      return from_wait_status(info.exit_status);
+  }
+  return Ending{};
+}
+
+std::string PeerWatch::weakness() const {
+  if (pidfd_ || error_ == ESRCH) return "";
+  const std::string who = "process " + std::to_string(peer_.pid);
+  if (error_ == 0)
+    return who + " lives in another pid namespace: its death is noticed at the timeout alone. Start all ranks of a host "
+                 "in one container, or let their containers share a pid namespace";
+  const std::string why = "pidfd_open: " + std::generic_category().message(error_);
+  if (look_into_proc() == Life::kUnknown)
+    return why + ", and /proc does not show " + who + ": its death may be noticed at the timeout alone. Allow pidfd_open "
+                 "(Linux 5.3 or newer; the container's seccomp profile)";
+  return why + ": deaths of ranks are noticed through /proc, without their exit codes where a parent collects them first";
+}
+
+bool cpus_suffice(const Member* members, std::size_t num_ranks) {
+  constexpr std::size_t kWords = kMaxRanks / 64;
+  std::uint64_t all[kWords] = {};
+  for (std::size_t r = 0; r < num_ranks; ++r) {
+    std::size_t own = 0, competitors = 0;
+    for (std::size_t w = 0; w < kWords; ++w) {
+      all[w] |= members[r].cpu_mask[w];
+      own += static_cast<std::size_t>(std::popcount(members[r].cpu_mask[w]));
+    }
+    for (std::size_t q = 0; q < num_ranks; ++q) {
+      bool within = true;
+      for (std::size_t w = 0; w < kWords; ++w) within &= (members[q].cpu_mask[w] & ~members[r].cpu_mask[w]) == 0;
+      competitors += within;
+    }
+    if (competitors > own || members[r].usable_cpus < num_ranks) return false;
+  }
+  std::size_t total = 0;
+  for (std::uint64_t word : all) total += static_cast<std::size_t>(std::popcount(word));
+  return total >= num_ranks;
+}
+
+}  // namespace phalanx

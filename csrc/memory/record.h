@@ -1,0 +1,154 @@
+// The black box of a rank: what it did last, in memory that outlives it.
+//
+// A box is one range of a file that nobody else writes: a header, a ring of events, and the texts that events name by
+// number. Whoever may open the file reads it while the rank runs, after `kill -9`, and on another day.
+//   BoxHeader, one page | Event[kEvents] | texts: records of a 4-byte length and UTF-8 bytes, kTextBytes in all
+// An event is published by a RELEASE store of its number; the number is kBeingWritten while the slot is rewritten, and one
+// thread at a time rewrites it. Texts are only added: their count is released after their bytes.
+// src/phalanx/record/box.py reads all this.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "memory/layout.h"
+#include "memory/tick_clock.h"
+
+namespace phalanx {
+
+inline constexpr std::uint64_t kBoxMagic = 0x3158'4f42'5841'4850;  // "PHAXBOX1"
+inline constexpr std::uint32_t kBoxVersion = 1;
+inline constexpr std::size_t kEvents = 8192;  // a power of two
+inline constexpr std::size_t kTextBytes = 124 * 1024;
+inline constexpr std::size_t kTextsOfGroups = 24 * 1024;
+inline constexpr std::uint64_t kBeingWritten = ~std::uint64_t{0};
+
+/// What an event tells. Numbers are part of the format: they are only added to.
+enum class EventKind : std::uint16_t {
+  kNone = 0,
+  kCollective,  // from call to departure. code: Op, and dtype << 8; text: group; seq: its number; value: elements
+  kMessage,     // that had to wait. code, text, value: the same; seq: the peer's rank in the group + 1, 0 for any
+  kStep,        // an optimizer step. seq: its number; value: samples
+  kPhase,       // of a step or beside it. text: name; seq: the step's number
+  kNote,        // something said. text: the words
+  kCall,        // of a collective whose end is not known. code, text, seq, value: as of kCollective
+};
+
+struct alignas(kCacheLine) Event {
+  std::atomic<std::uint64_t> number;  // from 1; the slot is (number - 1) % kEvents
+  std::atomic<std::uint64_t> begun_ns;  // CLOCK_MONOTONIC
+  std::atomic<std::uint64_t> ended_ns;  // not after begun_ns: it has not ended
+  std::atomic<std::uint64_t> what;    // kind, 16 bits; code, 16 bits; text
+  std::atomic<std::uint64_t> where;   // site, a text such as "train.py:31", 0: unknown; the kernel's number of the thread
+  std::atomic<std::uint64_t> seq;
+  std::atomic<std::uint64_t> value;
+};
+static_assert(sizeof(Event) == kCacheLine);
+
+struct BoxHeader {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t num_slots;
+  std::uint32_t text_bytes;
+  std::int32_t pid;
+  std::int32_t rank;
+  std::int32_t world_size;
+  std::uint64_t start_time;    // of the process, in clock ticks since boot: tells a reused pid apart
+  std::int64_t realtime_less_monotonic_ns;
+  std::atomic<std::uint64_t> num_events;  // ever begun
+  std::atomic<std::uint64_t> num_text_bytes;
+  char host[64];
+};
+static_assert(sizeof(BoxHeader) <= kPage);
+inline constexpr std::size_t kBoxBytes = kPage + kEvents * sizeof(Event) + kTextBytes;
+static_assert(kBoxBytes % kPage == 0);
+
+/// The box that this process writes, if any. Any thread may write; a forked child does not.
+class Recorder {
+ public:
+  /// Write to `fd` from `offset` on, which is page-aligned; the file is long enough.
+  Recorder(int fd, std::uint64_t offset, int rank, int world_size);
+  ~Recorder();
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+
+  /// The number of a text, added if it is new; 0 for the empty one, and once less than `spare` bytes of room would be left.
+  std::uint32_t text(std::string_view words, std::size_t spare = kTextsOfGroups);
+
+  /// The number of a group's name, for which there is room when lines and notes have taken all of theirs.
+  std::uint32_t name(std::string_view group) { return text(group, 0); }
+
+  /// Write that something has begun; returns its number, for end(). 0: it came thousands of events late, and is left out.
+  std::uint64_t begin(EventKind kind, std::uint16_t code, std::uint32_t text, std::uint32_t site, std::uint64_t seq,
+                      std::uint64_t value) noexcept;
+  void end(std::uint64_t number) noexcept;
+
+ private:
+  std::byte* base_;
+  BoxHeader* header_;
+  Event* events_;
+  std::byte* texts_;
+  TickClock clock_;
+  std::mutex mutex_;  // of texts
+  struct Hash : std::hash<std::string_view> {
+    using is_transparent = void;
+  };
+  std::unordered_map<std::string, std::uint32_t, Hash, std::equal_to<>> numbers_;
+};
+
+/// None: nothing is recorded. Leaked on purpose: threads may write while the process ends.
+extern std::atomic<Recorder*> g_recorder;
+
+/// The site of the call that this thread is in, as a text of the recorder.
+inline thread_local std::uint32_t t_site = 0;
+
+/// This thread is in a call of the given site, for as long as this lives.
+class AtSite {
+ public:
+  explicit AtSite(std::uint32_t site) noexcept : before_(std::exchange(t_site, site)) {}
+  explicit AtSite(std::string_view site) : AtSite(number_of(site)) {}
+  AtSite(const AtSite&) = delete;
+  AtSite& operator=(const AtSite&) = delete;
+  ~AtSite() { t_site = before_; }
+
+ private:
+  static std::uint32_t number_of(std::string_view site) {
+    Recorder* const recorder = g_recorder.load(std::memory_order_acquire);
+    return recorder == nullptr ? 0 : recorder->text(site);
+  }
+  std::uint32_t before_;
+};
+
+/// An event from its construction to its destruction.
+class Recorded {
+ public:
+  Recorded() = default;
+  Recorded(EventKind kind, std::uint16_t code, std::uint32_t text, std::uint64_t seq, std::uint64_t value) noexcept
+      // ACQUIRE: pairs with the release by which the recorder was installed.
+      : recorder_(g_recorder.load(std::memory_order_acquire)) {
+    if (recorder_ != nullptr) number_ = recorder_->begin(kind, code, text, t_site, seq, value);
+  }
+  Recorded(Recorded&& other) noexcept : recorder_(other.recorder_), number_(other.number_) { other.recorder_ = nullptr; }
+  Recorded& operator=(Recorded&& other) noexcept {
+    std::swap(recorder_, other.recorder_);
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~Recorded() {
+    // RELAXED: a child that was forked in the call sees its own store.
+    if (recorder_ != nullptr && g_recorder.load(std::memory_order_relaxed) == recorder_) recorder_->end(number_);
+  }
+
+ private:
+  Recorder* recorder_ = nullptr;
+  std::uint64_t number_ = 0;
+};
+
+}  // namespace phalanx

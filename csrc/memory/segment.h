@@ -1,0 +1,109 @@
+// One unnamed memfd segment per job and host, its creation, hand-over and mapping.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "memory/layout.h"
+
+namespace phalanx {
+
+/// A file descriptor that closes itself.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(const Fd&) = delete;
+  Fd& operator=(const Fd&) = delete;
+  Fd(Fd&& other) noexcept : fd_(other.release()) {}
+  Fd& operator=(Fd&& other) noexcept;
+  ~Fd();
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int release();
+
+ private:
+  int fd_ = -1;
+};
+
+/// A mapped range of the segment; unmapped on destruction.
+class Mapping {
+ public:
+  Mapping() = default;
+  /// Throws std::runtime_error if the range does not lie in the file.
+  Mapping(int fd, std::uint64_t offset, std::size_t bytes);
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return bytes_; }
+  explicit operator bool() const { return data_ != nullptr; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+/// The NUMA node on which this thread runs, whose memory it is given first; 0 where the system does not tell.
+std::uint32_t current_node() noexcept;
+
+/// The segment: sealed against shrinking, allocated before use (a shortage is std::bad_alloc, never a SIGBUS), without
+/// a name (the kernel frees it with its last descriptor, whatever killed the ranks). It grows by whole allocations.
+class Segment {
+ public:
+  /// Create an empty segment with a fresh nonce.
+  static std::shared_ptr<Segment> create();
+  /// Receive the segment with `nonce` from the process that serves it on the abstract socket `name`.
+  static std::shared_ptr<Segment> attach(const std::string& name, const std::string& nonce, double timeout_s,
+                                         const std::function<void()>& on_tick);
+
+  const std::string& nonce() const { return nonce_; }
+  int fd() const { return fd_.get(); }
+
+  /// Reserve `bytes` of zeroed memory and return their offset. Callable from every process that maps the segment.
+  std::uint64_t allocate(std::size_t bytes);
+  /// Replace the pages of a range that nobody has used yet, unless this thread runs on `node`, whose memory they are of:
+  /// whoever writes them is to find them near. Throws std::bad_alloc if there are none.
+  void bring_near(std::uint64_t offset, std::size_t bytes, std::uint32_t node);
+  /// Give the memory behind a range back to the system; its offsets are not used again.
+  void free(std::uint64_t offset, std::size_t bytes) noexcept;
+  Mapping map(std::uint64_t offset, std::size_t bytes) const { return Mapping(fd_.get(), offset, bytes); }
+
+  /// Show the processes of the segment that a debugger holds this rank, until it is let go or its process ends.
+  void hold(int rank);
+  void let_go();
+  /// True while a debugger holds a rank of another process.
+  bool is_held() const noexcept;
+
+ private:
+  Segment(Fd fd, Mapping header, std::string nonce);
+  SegmentHeader& header() const { return *reinterpret_cast<SegmentHeader*>(header_.data()); }
+
+  Fd fd_;
+  Fd hold_;  // locked while a debugger holds this process
+  Mapping header_;
+  std::string nonce_;
+};
+
+/// Hands the segment's descriptor to peers of the same user over an abstract socket with a random name.
+class SegmentServer {
+ public:
+  explicit SegmentServer(std::shared_ptr<Segment> segment);
+  const std::string& name() const { return name_; }
+  /// Serve until `num_peers` processes have received the descriptor. Returns how many did by the deadline.
+  int serve(int num_peers, double timeout_s, const std::function<void()>& on_tick);
+
+ private:
+  std::shared_ptr<Segment> segment_;
+  Fd listener_;
+  std::string name_;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,106 @@
+// Bounded, polite waiting: spin or yield about as long as a futex wake costs, then sleep, and look up now and then.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "memory/layout.h"
+
+namespace phalanx {
+
+using Clock = std::chrono::steady_clock;
+
+/// Wake all who sleep on `bell`, if any. Call after the RELEASE store that they wait for.
+void ring(Bell& bell) noexcept;
+
+/// True if someone may sleep on `bell`.
+/// The fence orders the caller's store before the load of `sleepers`; it pairs with the one in sleep_on(), so either
+/// the sleeper sees the store before it sleeps or the ringer sees the sleeper.
+inline bool has_sleepers(const Bell& bell) noexcept {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return bell.sleepers.load(std::memory_order_relaxed) != 0;
+}
+
+/// What a waiting thread knows and does about the world outside: signals, call sites.
+class Hooks {
+ public:
+  virtual ~Hooks() = default;
+  /// Called every tick of a long wait; may throw to interrupt it.
+  virtual void tick() {}
+  /// Source line of the call, "train.py:31", or empty.
+  virtual std::string site() { return {}; }
+};
+
+/// Tells of a thread that sleeps for milliseconds at a time how long its process was stopped meanwhile, as by Ctrl-Z.
+/// Those that it waits for were stopped with it, so that time is nobody's delay.
+class StopWatch {
+ public:
+  void begin() { since_ = Clock::now(); }
+  /// Time in which this process was stopped since it was last asked, or begun.
+  Clock::duration stopped() {
+    const Clock::duration passed = Clock::now() - since_;
+    begin();
+    return passed < std::chrono::seconds(1) ? Clock::duration{} : passed;
+  }
+
+ private:
+  Clock::time_point since_ = Clock::now();
+};
+
+inline void cpu_relax() noexcept {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+/// Spin until `done`, `end` or `futile`; true if `done` holds.
+template <class Done, class Futile>
+bool spin(Clock::time_point end, Done&& done, Futile&& futile) {
+  constexpr int kTriesPerLook = 64;
+  do {
+    for (int i = 0; i < kTriesPerLook; ++i) {
+      if (done()) return true;
+      cpu_relax();
+    }
+  } while (!futile() && Clock::now() < end);
+  return false;
+}
+
+/// Give the CPU away until `done` or `end`; true if `done` holds. Where ranks share a CPU this hands it over in about
+/// 1.5 us, a tenth of what sleeping and being woken costs; with a stranger on the CPU the first yield uses up the time.
+template <class Done>
+bool yield(Clock::time_point end, Done&& done) {
+  while (Clock::now() < end) {
+    sched_yield();
+    if (done()) return true;
+  }
+  return false;
+}
+
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds slice) noexcept;
+
+/// Sleep until the bell rings, `slice` passes or a signal arrives, unless `done` already holds.
+/// Returns true if `done` holds.
+template <class Done>
+bool sleep_on(Bell& bell, std::chrono::nanoseconds slice, Done&& done) {
+  // SEQ_CST: announced before `done` is evaluated again; pairs with has_sleepers().
+  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  // ACQUIRE: a ring after this load changes the word, and the futex refuses to sleep.
+  const std::uint32_t rings = bell.rings.load(std::memory_order_acquire);
+  bool ok = done();
+  if (!ok) {
+    futex_wait(bell.rings, rings, slice);
+    ok = done();
+  }
+  bell.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  return ok;
+}
+
+}  // namespace phalanx

@@ -1,0 +1,263 @@
+// A message from its post to its end: who waits for it, who fails it, the thread that moves what nobody waits for.
+#include "p2p/p2p.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+namespace phalanx {
+namespace {
+
+using namespace std::chrono_literals;
+/// How long the background thread leaves a new request to a caller who is about to wait for it.
+constexpr auto kLeaveToCaller = 500us;
+/// How often it looks up while callers wait, who make the progress themselves.
+constexpr auto kCallerWaits = 50ms;
+/// Looks without a request before it sleeps until it is called.
+constexpr int kVainLooks = 100;
+
+}  // namespace
+
+PointToPoint::PointToPoint(Board& board)
+    : board_(board),
+      outgoing_(static_cast<std::size_t>(board.size())),
+      incoming_(static_cast<std::size_t>(board.size())) {}
+
+PointToPoint::~PointToPoint() { stop(); }
+
+void PointToPoint::stop() {
+  stopping_ = true;
+  { std::lock_guard lock(mutex_); }  // a thread that is about to wait has seen it or is waiting already
+  changed_.notify_all();
+  ring(board_.p2p_bell(board_.rank()));
+  if (thread_.joinable()) thread_.join();
+}
+
+std::shared_ptr<Request> PointToPoint::make_request(Op op, void* data, Items items, int peer, std::int64_t tag) {
+  board_.require_usable(op);
+  auto request = std::make_shared<Request>(board_, op);
+  request->peer_ = peer;
+  request->tag_ = tag;
+  request->items_ = items;
+  request->data_ = static_cast<std::byte*>(data);
+  return request;
+}
+
+std::shared_ptr<Request> PointToPoint::post(Op op, void* data, Items items, int peer, std::int64_t tag,
+                                            std::string site) {
+  auto request = make_request(op, data, items, peer, tag);
+  request->site_ = std::move(site);
+  std::lock_guard lock(mutex_);
+  enqueue(request);
+  if (request->done()) return request;
+  if (!thread_.joinable()) thread_ = std::thread([this] { run_background(); });
+  if (idle_) changed_.notify_one();
+  return request;
+}
+
+int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag, Hooks& hooks) {
+  const auto request = make_request(op, data, items, peer, tag);
+  try {
+    {
+      std::lock_guard lock(mutex_);
+      enqueue(request);
+    }
+    wait(request, hooks, 0);
+  } catch (const Failure& failure) {
+    // Whoever made the progress that found a message of the wrong size or dtype could not know where this call is.
+    if (failure.kind != FailureKind::kMessageDiffers || !failure.site.empty()) throw;
+    Failure located = failure;
+    located.site = hooks.site();
+    throw located;
+  }
+  return request->source();
+}
+
+/// Begin a message, as far as that goes without waiting; under the lock.
+void PointToPoint::enqueue(const std::shared_ptr<Request>& request) {
+  if (stopping_) board_.require_usable(request->op_);  // left meanwhile
+  try {
+    if (request->op_ == Op::kSend) {
+      outgoing_[request->peer_].queue.push_back(request);
+    } else {
+      post_recv(request);
+    }
+    progress();
+  } catch (...) {
+    fail_all(std::current_exception());
+    throw;
+  }
+}
+
+/// Take a message that has arrived already, or queue the receive.
+void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
+  if (const int peer = request->peer_; peer >= 0) {
+    if (take_unexpected(peer, request)) return;
+  } else {
+    for (int src = 0; src < board_.size(); ++src)
+      if (take_unexpected(src, request)) return;
+  }
+  request->number_ = ++num_posted_;
+  posted_.emplace(request->number_, request);
+  by_source_tag_.emplace(request->peer_, request->tag_, request->number_);
+}
+
+void PointToPoint::complete(const std::shared_ptr<Request>& request, std::exception_ptr error) {
+  request->finish(error);
+  Bell& own = board_.p2p_bell(board_.rank());  // the caller may sleep while the background thread finishes its request
+  if (has_sleepers(own)) ring(own);
+}
+
+bool PointToPoint::cancel(const std::shared_ptr<Request>& request) {
+  request->require_reachable();
+  std::lock_guard lock(mutex_);
+  if (!posted_.contains(request->number_)) return false;
+  withdraw(*request);
+  complete(request, std::make_exception_ptr(board_.failure(FailureKind::kDestroyed, Op::kRecv, request->site_)));
+  return true;
+}
+
+bool PointToPoint::pending() const { return num_pending() > 0; }
+
+/// The messages that are not done; under the lock.
+std::size_t PointToPoint::num_pending() const {
+  std::size_t num = posted_.size();
+  for (const Outgoing& out : outgoing_) num += out.queue.size();
+  for (const Incoming& in : incoming_) num += in.into != nullptr;
+  return num;
+}
+
+void PointToPoint::fail_all(std::exception_ptr error) {
+  for (Outgoing& out : outgoing_) {
+    for (const auto& request : out.queue) complete(request, error);
+    out.queue.clear();
+  }
+  for (Incoming& in : incoming_)
+    if (in.into) complete(std::exchange(in.into, nullptr), error);
+  for (const auto& [number, request] : posted_) complete(request, error);
+  posted_.clear();
+  by_source_tag_.clear();
+}
+
+void PointToPoint::wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s) {
+  request->require_reachable();
+  if (request->done()) {
+    if (request->error()) std::rethrow_exception(request->error());
+    return;
+  }
+  ++num_waiters_;
+  struct Leave {
+    PointToPoint& p2p;
+    ~Leave() {
+      std::lock_guard lock(p2p.mutex_);
+      --p2p.num_waiters_;
+      if (p2p.pending()) p2p.changed_.notify_one();
+    }
+  } leave{*this};
+  if (!request->done()) {
+    Call call;
+    call.op = request->op_;
+    call.dtype = request->items_.dtype;
+    call.count = request->items_.count;
+    Wait wait = board_.begin(call, 0, hooks, timeout_s, board_.p2p_bell(board_.rank()));
+    wait.recorded = board_.recorded(EventKind::kMessage, call, static_cast<std::uint64_t>(request->peer_ + 1));
+    try {
+      await_request(wait, *request, [&] { return request->done(); });
+    } catch (...) {
+      std::lock_guard lock(mutex_);
+      fail_all(std::current_exception());  // nothing may touch the callers' tensors any more
+      throw;
+    }
+  }
+  if (request->error()) std::rethrow_exception(request->error());
+}
+
+bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s) {
+  request->require_reachable();
+  constexpr auto kTick = 50ms;
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
+  auto done = [&] { return request->done(); };
+  // The background thread makes the progress and rings, as if nobody waited.
+  for (auto now = Clock::now(); !done() && now < end; now = Clock::now()) {
+    if (!sleep_on(board_.p2p_bell(board_.rank()), std::min<std::chrono::nanoseconds>(end - now, kTick), done)) hooks.tick();
+  }
+  if (done() && request->error()) std::rethrow_exception(request->error());
+  return done();
+}
+
+/// Make progress until `done`. What is missing is the request's peer, or anybody.
+template <class Done>
+void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done) {
+  const int peer = request.peer_;
+  // From any source: peers that have left in order are not waited for, unless nobody else is there.
+  auto gone = [&](int r) {
+    return r == board_.rank() || board_.member(r).state.load(std::memory_order_acquire) == MemberState::kDeparted;
+  };
+  auto all_gone = [&] {
+    for (int r = 0; r < board_.size(); ++r)
+      if (!gone(r)) return false;
+    return true;
+  };
+  if (!wait.quiet && peer >= 0)
+    wait.awaited = [this, &request] {  // two words: kept without an allocation
+      std::lock_guard lock(mutex_);
+      const bool is_all = num_pending() == 1 && !request.done();
+      return is_all ? Awaited{request.peer_, request.op_ == Op::kSend} : Awaited{};
+    };
+  board_.await(wait, [&](int r) {
+    if (peer >= 0 && r != peer) return false;
+    if (peer < 0 && board_.size() > 1 && (r == board_.rank() || (gone(r) && !all_gone()))) return false;
+    if (done()) return false;
+    std::lock_guard lock(mutex_);
+    progress();
+    return !done();
+  });
+}
+
+void PointToPoint::run_background() {
+  pthread_setname_np(pthread_self(), "phalanx-p2p");
+  Hooks no_hooks;
+  int num_vain_looks = 0;
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    // Look now and then while there is traffic: being woken for each message would take a CPU from its ranks.
+    if (num_waiters_ > 0) {
+      changed_.wait_for(lock, kCallerWaits, [&] { return stopping_ || num_waiters_ == 0; });
+    } else if (num_vain_looks < kVainLooks) {
+      changed_.wait_for(lock, kLeaveToCaller, [&] { return stopping_.load(); });
+    } else {
+      idle_ = true;
+      changed_.wait(lock, [&] { return stopping_ || pending(); });
+      idle_ = false;
+      num_vain_looks = 0;
+      continue;
+    }
+    num_vain_looks = pending() ? 0 : num_vain_looks + 1;
+    if (stopping_ || num_waiters_ > 0 || num_vain_looks > 0) continue;
+    try {
+      // The oldest request speaks for all: its peer's death or its deadline is what ends the wait.
+      std::shared_ptr<Request> oldest = posted_.empty() ? nullptr : posted_.begin()->second;
+      for (const Outgoing& out : outgoing_)
+        if (!out.queue.empty()) oldest = out.queue.front();
+      for (const Incoming& in : incoming_)
+        if (in.into) oldest = in.into;
+      if (oldest == nullptr) continue;
+      Call call;
+      call.op = oldest->op_;
+      Wait wait = board_.begin(call, 0, no_hooks, 0, board_.p2p_bell(board_.rank()));
+      wait.patience = std::chrono::nanoseconds(0);  // the core belongs to the computing thread
+      wait.quiet = true;                            // nobody waits for it yet
+      lock.unlock();
+      await_request(wait, *oldest, [&] { return stopping_ || num_waiters_.load() > 0 || oldest->done(); });
+      lock.lock();
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      fail_all(std::current_exception());
+    }
+  }
+  fail_all(std::make_exception_ptr(board_.failure(FailureKind::kDestroyed, Op::kNone, "")));
+}
+
+}  // namespace phalanx

@@ -1,0 +1,124 @@
+// Point-to-point messages: per-pair byte rings, matching by source and tag, progress by whoever waits.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "board/board.h"
+#include "collectives/collectives.h"
+#include "collectives/work.h"
+
+namespace phalanx {
+
+/// A send or receive on its way. Shared between the caller who waits and whoever makes progress.
+class Request : public Work {
+ public:
+  using Work::Work;
+  /// Rank of the group that sent; valid once a receive is done.
+  int source() const { return peer_; }
+
+ private:
+  friend class PointToPoint;
+  std::atomic<int> peer_{-1};  // -1: receive from any source, until matched, perhaps by another thread
+  std::int64_t tag_ = 0;
+  std::uint64_t number_ = 0;  // of a receive, in the order of posting
+  Items items_{};
+  std::byte* data_ = nullptr;
+  std::size_t moved_ = 0;  // bytes
+  std::string site_;
+};
+
+class PointToPoint {
+ public:
+  explicit PointToPoint(Board& board);
+  ~PointToPoint();
+
+  /// Start a message (`op` is kSend or kRecv; a receive from `peer` -1 takes any source). `data` must live until the
+  /// request is done. `site`: of a receive, the line of the call.
+  std::shared_ptr<Request> post(Op op, void* data, Items items, int peer, std::int64_t tag, std::string site);
+  /// Send or receive a message, and return once it is done. Returns the peer.
+  int run(Op op, void* data, Items items, int peer, std::int64_t tag, Hooks& hooks);
+  /// Wait for the request, making progress meanwhile; throws what it failed with.
+  void wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
+  /// Wait for `timeout_s` at most, after which the request goes on; false if it is not done. Throws what it failed with.
+  bool wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
+  /// Take back a receive that no message has met yet; false if one has. It is done then, and has failed.
+  bool cancel(const std::shared_ptr<Request>& request);
+  /// Stop the background thread. Unfinished requests fail.
+  void stop();
+
+ private:
+  /// A message that arrived before its receive was posted, because another one was wanted first.
+  struct Unexpected {
+    Fragment head;
+    std::vector<std::byte> data;
+    std::size_t arrived = 0;
+  };
+  /// What the fragments that come from one rank belong to.
+  struct Incoming {
+    Channel* channel = nullptr;
+    std::uint64_t num_taken = 0, position = 0;  // records; where the next fragment begins in the byte ring
+    std::shared_ptr<Request> into;              // a posted receive, or
+    std::shared_ptr<Unexpected> held;           // a message nobody wants yet
+    std::map<std::int64_t, std::deque<std::shared_ptr<Unexpected>>> unexpected;  // by tag, none empty
+  };
+  struct Outgoing {
+    Channel* channel = nullptr;
+    std::uint64_t num_sent = 0, position = 0;           // records; where the next fragment goes in the byte ring
+    std::uint64_t num_taken = 0, bytes_taken = 0;  // as far as this rank has looked
+    std::deque<std::shared_ptr<Request>> queue;
+  };
+
+  std::shared_ptr<Request> make_request(Op op, void* data, Items items, int peer, std::int64_t tag);
+  void enqueue(const std::shared_ptr<Request>& request);
+  void post_recv(const std::shared_ptr<Request>& request);
+  bool progress();
+  bool has_room(Outgoing& out, std::size_t bytes);
+  bool push(int dst);
+  bool pull(int src);
+  void deliver(Incoming& incoming, int src, const Record& record);
+  bool take_unexpected(int src, const std::shared_ptr<Request>& request);
+  std::uint64_t first_posted(int src, std::int64_t tag) const;
+  void withdraw(const Request& request);
+  std::shared_ptr<Request> match(int src, const Fragment& head);
+  void begin_message(Incoming& incoming, int src, const Fragment& head);
+  bool wanted(int src) const;
+  void complete(const std::shared_ptr<Request>& request, std::exception_ptr error = nullptr);
+  void check_fits(Request& request, int src, const Fragment& head);
+  Channel* open(int src, int dst, bool create);
+  void fail_all(std::exception_ptr error);
+  template <class Done>
+  void await_request(Wait& wait, const Request& request, Done&& done);
+  void run_background();
+  bool pending() const;
+  std::size_t num_pending() const;
+
+  Board& board_;
+  std::mutex mutex_;
+  std::vector<Outgoing> outgoing_;  // by destination
+  std::vector<Incoming> incoming_;  // by source
+  std::map<std::uint64_t, std::shared_ptr<Request>> posted_;            // receives, in order
+  std::set<std::tuple<int, std::int64_t, std::uint64_t>> by_source_tag_;  // the same: source, tag, number
+  std::uint64_t num_posted_ = 0;
+  std::map<std::uint64_t, Mapping> mapped_;     // channels by offset
+  int next_source_ = 0;
+
+  // The background thread moves what nobody waits for: an isend whose rank computes on.
+  std::thread thread_;
+  std::condition_variable changed_;
+  std::atomic<int> num_waiters_{0};
+  std::atomic<bool> stopping_{false};
+  bool idle_ = false;  // the background thread sleeps until it is called
+};
+
+}  // namespace phalanx

@@ -1,0 +1,245 @@
+#include "process/keeper.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "process/blocks.h"
+#include "process/interpose.h"
+
+namespace phalanx {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr std::size_t kLeastBytes = 1 << 20;  // smaller blocks stay with glibc, which keeps them anyway
+constexpr milliseconds kWindow{10'000};       // longer than most steps
+constexpr milliseconds kShortest{50}, kLongest{500};  // between two looks of the thread
+constexpr std::uint64_t kFastest = 20ull << 30;       // bytes a second: more than the ranks of a host can fill
+constexpr std::uint64_t kInOneLook = 512 << 20;       // what they can fill in the shortest pause
+const char* const kThread = "rank-memory";
+
+/// The beginning of a file of numbers as it is now; empty if it can't be read.
+class Text {
+ public:
+  explicit Text(const char* path) {
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return;
+    length_ = std::max<ssize_t>(read(fd, text_.data(), text_.size() - 1), 0);
+    close(fd);
+  }
+
+  /// The number behind `name`, or the first one without a name; nothing if it is not there.
+  std::optional<std::uint64_t> number(std::string_view name = {}) const {
+    if (length_ == 0) return {};
+    const char* at = text_.data();
+    while (!name.empty() && std::strncmp(at, name.data(), name.size()) != 0) {
+      at = std::strchr(at, '\n');
+      if (!at) return {};
+      ++at;
+    }
+    return std::strtoull(at + name.size(), nullptr, 10);
+  }
+
+ private:
+  std::array<char, 8192> text_{};  // ends with 0
+  ssize_t length_ = 0;
+};
+
+struct Room {
+  std::uint64_t limit = 0, left = 0;
+  /// Whether so little is left that kept memory could be what exceeds the limit.
+  bool is_short(std::uint64_t kept) const { return left < std::max(limit / 8, std::min(kept, kInOneLook)); }
+};
+
+const char* const kHost = "/proc/meminfo";
+
+// Nothing where the kernel does not tell.
+std::optional<Room> room_of(const Limit& limit) {
+  const auto used = Text(limit.used.c_str()).number();
+  if (!used) return {};
+  Room room{limit.bytes, limit.bytes - std::min(*used, limit.bytes)};
+  if (room.left < limit.bytes / 4)  // near enough to ask how much of that is cache
+    room.left += std::min(Text(limit.stat.c_str()).number(limit.cache + " ").value_or(0), *used);
+  return room;
+}
+
+std::optional<Room> room_of_host() {
+  const Text memory(kHost);
+  const auto total = memory.number("MemTotal:"), left = memory.number("MemAvailable:");
+  if (!total || !left) return {};
+  return Room{*total << 10, *left << 10};
+}
+
+/// One for the process, never destroyed: tensors live until its end.
+class Keeper {
+ public:
+  Keeper(std::size_t reach, bool huge_pages, std::vector<Limit> limits)
+      : blocks_(reach, huge_pages), limits_(std::move(limits)) {}
+
+  bool has(const void* block) const noexcept { return blocks_.has(block); }
+
+  void* take(std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    if (!keeps_) return nullptr;
+    if (!has_thread_) start_thread();
+    if (const std::size_t growth = blocks_.growth(bytes)) {
+      if (growth >= budget_) look();  // all that grows looks at the limits itself, often enough
+      if (!keeps_) return nullptr;
+      budget_ -= std::min(growth, budget_);
+    }
+    return blocks_.take(bytes);
+  }
+
+  void put(void* block) {
+    std::lock_guard lock(mutex_);
+    blocks_.put(block);
+    if (!keeps_) blocks_.trim();
+  }
+
+  void trim() {
+    std::lock_guard lock(mutex_);
+    blocks_.trim();
+  }
+
+  Kept kept() {
+    std::lock_guard lock(mutex_);
+    return {keeps_, why_, blocks_.resident(), blocks_.kept()};
+  }
+
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+  /// In a forked child, which has none of its parent's threads.
+  void begin_anew() {
+    has_thread_ = false;
+    unlock();
+  }
+
+ private:
+  /// Look at the limits, stop keeping if one is near, and set what may grow before the next look.
+  void look() {
+    std::uint64_t least = kFastest;
+    const auto judge = [&](const std::optional<Room>& room, const std::string& file) {
+      if (!keeps_) return;
+      if (!room) return stop(file + " can't be read");
+      least = std::min(least, room->left);
+      if (room->is_short(blocks_.kept()))
+        stop(std::to_string(room->left >> 20) + " MiB of " + std::to_string(room->limit >> 20) + " MiB were left");
+    };
+    judge(room_of_host(), kHost);
+    for (const Limit& limit : limits_) judge(room_of(limit), limit.used);
+    budget_ = least / 8;
+    pause_ = std::clamp(milliseconds(least * 1000 / kFastest), kShortest, kLongest);
+  }
+
+  void stop(std::string why) {
+    keeps_ = false;
+    why_ = std::move(why);
+    blocks_.trim();
+  }
+
+  void start_thread() {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    const auto run = [](void* self) -> void* {
+      static_cast<Keeper*>(self)->watch();
+      return nullptr;
+    };
+    if (pthread_create(&thread, nullptr, run, this) == 0) {
+      pthread_setname_np(thread, kThread);  // here, so that whoever looks after this call finds its name
+      pthread_detach(thread);
+      has_thread_ = true;
+    } else {
+      keeps_ = false;  // nobody would give it back
+      why_ = "no thread can be had";
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    window_began_ = Clock::now();
+  }
+
+  /// What is done while this process itself does nothing: other ranks may need the room.
+  void watch() {
+    std::unique_lock lock(mutex_);
+    while (keeps_) {
+      lock.unlock();
+      const timespec pause{pause_.count() / 1000, pause_.count() % 1000 * 1'000'000};
+      nanosleep(&pause, nullptr);
+      lock.lock();
+      look();
+      if (Clock::now() - window_began_ < kWindow) continue;
+      window_began_ = Clock::now();
+      blocks_.next_window();
+    }
+    has_thread_ = false;
+  }
+
+  std::mutex mutex_;
+  Blocks blocks_;
+  std::vector<Limit> limits_;
+  bool keeps_ = true;
+  std::string why_;
+  bool has_thread_ = false;
+  std::size_t budget_ = 0;
+  milliseconds pause_ = kShortest;
+  Clock::time_point window_began_;
+};
+
+// Set before anything calls the functions below, and never again.
+Keeper* g_keeper = nullptr;
+
+int allocate(void** block, std::size_t alignment, std::size_t bytes) noexcept {
+  if (bytes >= kLeastBytes && alignment <= kUnit) {
+    if (void* taken = g_keeper->take(bytes)) {
+      *block = taken;
+      return 0;
+    }
+  }
+  return posix_memalign(block, alignment, bytes);
+}
+
+void release(void* block) noexcept {
+  if (g_keeper->has(block))
+    g_keeper->put(block);
+  else
+    std::free(block);
+}
+
+}  // namespace
+
+bool keep_blocks(std::uint64_t reach, bool huge_pages, std::vector<Limit> limits) {
+  if (g_keeper) return true;
+  g_keeper = new Keeper(reach, huge_pages, std::move(limits));
+  // torch's library of allocators: what it allocates, it frees.
+  const std::array<Replacement, 2> replacements{
+      {{"free", reinterpret_cast<void*>(&release)}, {"posix_memalign", reinterpret_cast<void*>(&allocate)}}};
+  if (!interpose("libc10.so", replacements)) {
+    delete std::exchange(g_keeper, nullptr);
+    return false;
+  }
+  pthread_atfork([] { g_keeper->lock(); }, [] { g_keeper->unlock(); }, [] { g_keeper->begin_anew(); });
+  return true;
+}
+
+Kept kept() { return g_keeper ? g_keeper->kept() : Kept{}; }
+
+void trim_kept() {
+  if (g_keeper) g_keeper->trim();
+}
+
+}  // namespace phalanx

@@ -1,0 +1,34 @@
+#include "process/parking.h"
+
+#include <Python.h>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <array>
+
+#include "process/interpose.h"
+
+namespace phalanx {
+namespace {
+
+// Set before anything calls the function below, and never again.
+int (*g_is_finalizing)() = nullptr;
+
+/// In the place of pthread_exit(), which CPython calls where it ends a thread.
+[[noreturn]] void park(void* result) {
+  if (!g_is_finalizing()) pthread_exit(result);
+  for (;;) pause();
+}
+
+}  // namespace
+
+bool park_threads_at_end() {
+  for (const char* name : {"Py_IsFinalizing", "_Py_IsFinalizing"})  // public since 3.13
+    if (void* const found = dlsym(RTLD_DEFAULT, name); found != nullptr && g_is_finalizing == nullptr)
+      g_is_finalizing = reinterpret_cast<int (*)()>(found);
+  const std::array<Replacement, 1> replacements{{{"pthread_exit", reinterpret_cast<void*>(&park)}}};
+  return g_is_finalizing != nullptr && interpose_at(reinterpret_cast<const void*>(&PyEval_RestoreThread), replacements);
+}
+
+}  // namespace phalanx

@@ -1,0 +1,162 @@
+// How Python calls the core: its signals, its lock, and what an error of the system means to a group.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <new>
+#include <optional>
+#include <span>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "collectives/group.h"
+
+namespace phalanx {
+
+namespace nb = nanobind;
+
+// Returns the line of a call. Set once by configure(); leaked on purpose, the interpreter may be gone when statics are
+// destroyed.
+inline nb::object* g_call_site = nullptr;
+// Returns how the file of a code object is shown, "" for those that are not the user's.
+inline nb::object* g_shown_file = nullptr;
+
+/// A thread that came from Python is without the GIL for as long as this lives.
+class WithoutGil {
+ public:
+  WithoutGil() : thread_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() { PyEval_RestoreThread(thread_); }  // never returns in an interpreter that ends, see parking.h
+
+  /// Run `body` with the GIL. By the state that the thread had: nb::gil_scoped_acquire looks for one, and reads freed
+  /// memory where the interpreter is gone and the process has yet to end.
+  template <class Body>
+  decltype(auto) with_gil(Body&& body) {
+    PyEval_RestoreThread(thread_);
+    struct Release {
+      PyThreadState*& thread;
+      ~Release() { thread = PyEval_SaveThread(); }
+    } release{thread_};
+    return body();
+  }
+
+ private:
+  PyThreadState* thread_;
+};
+
+/// Hooks of a thread that came from Python and waits without the GIL.
+class PythonHooks : public Hooks {
+ public:
+  explicit PythonHooks(WithoutGil& thread) : thread_(thread) {}
+  void tick() override {
+    raise();
+    thread_.with_gil([] {
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    });
+  }
+  std::string site() override {
+    if (g_call_site == nullptr) return {};
+    return thread_.with_gil([this]() -> std::string {
+      try {
+        return nb::cast<std::string>((*g_call_site)());
+      } catch (const nb::python_error& error) {
+        // An error message without a line is better than an error about the line. But Python handles signals while it
+        // looks for the line, and what a handler raises is the user's.
+        if (!error.matches(PyExc_RecursionError)) raised_ = std::current_exception();
+        return {};
+      }
+    });
+  }
+  /// Throw what a signal handler raised in site(), if it was not thrown yet.
+  void raise() {
+    if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
+  }
+
+ protected:
+  WithoutGil& thread_;
+
+ private:
+  std::exception_ptr raised_;
+};
+
+/// The line that calls, as a text of the recorder; 0 where nothing is recorded. With the GIL.
+std::uint32_t recorded_site();
+
+/// Run `body` in a thread that came from Python, without the GIL.
+template <class Body>
+void run_without_gil(Body&& body) {
+  const AtSite at(recorded_site());
+  WithoutGil thread;
+  PythonHooks hooks(thread);
+  try {
+    body(hooks);
+  } catch (...) {
+    hooks.raise();
+    throw;
+  }
+  hooks.raise();
+}
+
+using Address = std::uintptr_t;
+using Addresses = std::vector<Address>;
+inline void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+inline std::span<const void* const> inputs(const Addresses& a) { return {reinterpret_cast<const void* const*>(a.data()), a.size()}; }
+inline std::span<void* const> outputs(const Addresses& a) { return {reinterpret_cast<void* const*>(a.data()), a.size()}; }
+
+/// What the core's clocks can count, whatever Python gives: their 64 bits of nanoseconds overflow after 292 years, this
+/// is 30. Not a number is nothing.
+inline double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
+
+/// Where an asynchronous call was made; none for one that blocks.
+using Site = std::optional<std::string>;
+
+/// How torch gives it; zero or less stands for the group's.
+using Timeout = std::chrono::duration<double>;
+
+/// Run `body`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
+template <class Body>
+decltype(auto) guarded(Group& group, Op op, Body&& body) {
+  Board& board = group.board();
+  const auto end = [&](int error, const char* what) {
+    Failure failure = board.failure(error == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem, op, "");
+    failure.error = error;
+    failure.detail = what;
+    return board.end(std::move(failure));
+  };
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    throw end(ENOMEM, "");
+  } catch (const std::system_error& error) {
+    throw end(error.code().value(), error.what());
+  }
+}
+
+/// Run `body` in the calling thread, or queue it when it comes with a site; then the CollectiveWork is returned.
+template <class Body>
+std::shared_ptr<CollectiveWork> start(Group& group, Op op, const Site& site, double timeout_s, Body body) {
+  auto run = [&group, op, limit_s = bounded(timeout_s), body = std::move(body)](Hooks& h) {
+    guarded(group, op, [&] { body(group.collectives(), Context{&h, limit_s}); });
+  };
+  if (!site) {
+    run_without_gil([&](Hooks& hooks) {
+      guarded(group, op, [&] { group.worker().run(op, bounded(timeout_s), hooks, run); });
+    });
+    return nullptr;
+  }
+  nb::gil_scoped_release release;
+  return guarded(group, op, [&] { return group.worker().submit(op, std::move(run), *site); });
+}
+
+void bind_calls(nb::module_& m, nb::class_<Group>& group);
+void bind_recorder(nb::module_& m);
+
+}  // namespace phalanx

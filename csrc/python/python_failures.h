@@ -1,0 +1,124 @@
+// Failures on their way to Python: facts become its dictionaries, and Python makes exceptions and reports of them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "board/failure.h"
+
+namespace phalanx {
+namespace {
+
+namespace nb = nanobind;
+
+// Set once by configure(); leaked on purpose, the interpreter may be gone when statics are destroyed.
+nb::object* g_make_error = nullptr;
+nb::object* g_report_stall = nullptr;
+
+nb::dict facts_of(const Standing& stand) {
+  nb::dict facts;
+  facts["rank"] = stand.rank;
+  facts["pid"] = stand.pid;
+  facts["has_joined"] = stand.has_joined;
+  facts["waits_in"] = stand.waits_in;
+  facts["last"] = stand.last;
+  return facts;
+}
+
+nb::dict facts_of(const Waiter& waiter) {
+  nb::dict facts;
+  facts["rank"] = waiter.rank;
+  facts["awaits"] = waiter.awaits;
+  facts["where"] = waiter.where;
+  return facts;
+}
+
+nb::dict facts_of(const MadeCall& made) {
+  nb::dict facts;
+  facts["rank"] = made.rank;
+  facts["op"] = op_name(made.call.op);
+  facts["dtype"] = made.call.dtype;
+  facts["reduce_op"] = made.call.reduce_op;
+  facts["has_splits"] = (made.call.flags & 1) != 0;
+  facts["count"] = made.call.count;
+  facts["root"] = made.root;
+  facts["tag"] = made.tag;
+  facts["size_bytes"] = made.size_bytes;
+  facts["site"] = made.site;
+  return facts;
+}
+
+template <class Item>
+nb::list facts_of(const std::vector<Item>& items) {
+  nb::list facts;
+  for (const Item& item : items) facts.append(facts_of(item));
+  return facts;
+}
+
+/// A failure as plain data, see from_core() of the Python side; the GIL is held.
+nb::dict facts_of(const Failure& failure) {
+  nb::dict facts;
+  facts["kind"] = kind_name(failure.kind);
+  facts["rank"] = failure.rank;
+  facts["group"] = failure.group;
+  facts["op"] = failure.op;
+  facts["seq"] = failure.seq;
+  facts["site"] = failure.site;
+  facts["ranks"] = failure.ranks;
+  facts["by"] = failure.by;
+  facts["pid"] = failure.pid;
+  facts["exit_code"] = failure.exit_code;
+  facts["signal"] = failure.signal;
+  facts["standings"] = facts_of(failure.standings);
+  facts["circle"] = facts_of(failure.circle);
+  facts["calls"] = facts_of(failure.calls);
+  facts["sizes"] = nb::none();
+  if (failure.sizes)
+    facts["sizes"] = nb::make_tuple(failure.sizes->rank, failure.sizes->count, failure.sizes->other,
+                                    failure.sizes->other_count, failure.sizes->of);
+  facts["timeout_s"] = failure.timeout_s;
+  facts["size_bytes"] = failure.size_bytes;
+  facts["errno"] = failure.error;
+  facts["detail"] = failure.detail;
+  facts["cause"] = nb::none();
+  if (failure.cause) facts["cause"] = facts_of(*failure.cause);
+  return facts;
+}
+
+/// The Python exception for a failure of the core; the GIL is held.
+nb::object to_python(const Failure& failure) { return (*g_make_error)(facts_of(failure)); }
+
+/// Has Python print who does not come. A native thread that asks for the GIL while the interpreter ends never gets it, so
+/// the last report of one comes before close(), which the interpreter calls first. A thread of Python's needs no lock, and
+/// may not have it: it handles signals while it prints.
+class StallReports {
+ public:
+  void operator()(const Failure& missing, double waited_s) {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (PyGILState_GetThisThreadState() == nullptr) lock.lock();
+    if (closed_) return;
+    nb::gil_scoped_acquire gil;
+    (*g_report_stall)(facts_of(missing), waited_s);
+  }
+  void close() {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<bool> closed_{false};
+};
+StallReports g_stall_reports;
+// A thread that the child does not have may hold the lock there for ever.
+const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] { new (&g_stall_reports) StallReports; });
+
+}  // namespace
+}  // namespace phalanx

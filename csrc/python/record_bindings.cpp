@@ -1,0 +1,161 @@
+// The black box as Python sees it, and the lines that calls come from.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <cerrno>
+#include <chrono>
+#include <iterator>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "python/python.h"
+
+namespace phalanx {
+namespace {
+
+std::string shown_file(PyObject* code) {
+  if (g_shown_file == nullptr) return {};  // no group was made yet
+  try {
+    return nb::cast<std::string>((*g_shown_file)(nb::handle(code)));
+  } catch (const nb::python_error& error) {
+    // The line is worth no error of its own. But what a signal handler raises meanwhile is the user's.
+    if (!error.matches(PyExc_RecursionError)) throw;
+    return {};
+  }
+}
+
+/// Files of code objects, as they are shown; empty if they are not the user's. A code object that is known is kept, so
+/// that no other takes its address.
+using Files = std::unordered_map<PyObject*, std::string>;
+
+constexpr std::size_t kMostKnown = 4096;  // a script that runs exec() in a loop makes new ones without end
+
+struct RecentCode {
+  PyObject* code;
+  const std::string* file;
+};
+struct RecentLine {
+  const Recorder* writer;
+  PyObject* code;
+  long instruction;
+  std::uint32_t number;
+};
+// Hash tables in front of the map, without lists.
+RecentCode g_recent_codes[256];
+RecentLine g_recent_lines[512];
+
+void forget(Files& files) {
+  Files gone;
+  gone.swap(files);
+  for (RecentCode& slot : g_recent_codes) slot = {};
+  for (RecentLine& slot : g_recent_lines) slot = {};
+  for (const auto& [code, file] : gone) Py_DECREF(code);
+}
+
+const std::string& file_of(PyObject* code) {
+  RecentCode& slot = g_recent_codes[reinterpret_cast<std::uintptr_t>(code) / 64 % std::size(g_recent_codes)];
+  if (slot.code == code) return *slot.file;
+  static auto* const files = new Files;  // leaked: see g_call_site
+  auto found = files->find(code);
+  if (found == files->end()) {
+    std::string file = shown_file(code);  // runs Python, and so perhaps another call of this
+    if (files->size() >= kMostKnown) forget(*files);
+    bool is_new = false;
+    std::tie(found, is_new) = files->try_emplace(code, std::move(file));
+    if (is_new) Py_INCREF(code);
+  }
+  slot = {code, &found->second};
+  return found->second;
+}
+
+// The stable interface of 3.12 and later lacks two functions that 3.11 has; their attributes cost an object each.
+#if defined(Py_LIMITED_API) || PY_VERSION_HEX < 0x030b0000
+nb::object caller_of(PyFrameObject* frame) {
+  static PyObject* const f_back = PyUnicode_InternFromString("f_back");
+  nb::object back = nb::steal(PyObject_GetAttr(reinterpret_cast<PyObject*>(frame), f_back));
+  return back.is_none() ? nb::object() : back;
+}
+long instruction_of(PyFrameObject* frame) {
+  static PyObject* const f_lasti = PyUnicode_InternFromString("f_lasti");
+  return PyLong_AsLong(nb::steal(PyObject_GetAttr(reinterpret_cast<PyObject*>(frame), f_lasti)).ptr());
+}
+#else
+nb::object caller_of(PyFrameObject* frame) { return nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetBack(frame))); }
+long instruction_of(PyFrameObject* frame) { return PyFrame_GetLasti(frame); }
+#endif
+
+/// The line at which a user's function is, as a text. Finding a line means decoding the table of its function: each
+/// instruction is looked up once, as long as no other takes its place here.
+std::uint32_t line_of(Recorder& writer, PyFrameObject* frame, PyObject* code, const std::string& file) {
+  const long instruction = instruction_of(frame);
+  const std::uintptr_t place = reinterpret_cast<std::uintptr_t>(code) / 64 + static_cast<std::uintptr_t>(instruction);
+  RecentLine& slot = g_recent_lines[place % std::size(g_recent_lines)];
+  if (slot.writer != &writer || slot.code != code || slot.instruction != instruction) {
+    const int line = PyFrame_GetLineNumber(frame);
+    slot = {&writer, code, instruction, writer.text(file + ":" + std::to_string(line))};
+  }
+  return slot.number;
+}
+
+Recorder* recorder() { return g_recorder.load(std::memory_order_acquire); }
+
+}  // namespace
+
+std::uint32_t recorded_site() {
+  Recorder* const writer = recorder();
+  if (writer == nullptr) return 0;
+  nb::object frame = nb::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame.is_valid()) {
+    auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const nb::object code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+    const std::string& file = file_of(code.ptr());
+    if (!file.empty()) return line_of(*writer, raw, code.ptr(), file);
+    frame = caller_of(raw);
+  }
+  PyErr_Clear();  // without memory a frame can't be had; the line is worth no error
+  return 0;
+}
+
+void bind_recorder(nb::module_& m) {
+  m.attr("BOX_BYTES") = kBoxBytes;
+  m.def("record_to", [](int fd, std::uint64_t offset, int rank, int world_size) {
+    try {
+      // RELEASE: pairs with every load. A former one stays, since another thread may be in it.
+      g_recorder.store(new Recorder(fd, offset, rank, world_size), std::memory_order_release);
+    } catch (const std::system_error& error) {
+      errno = error.code().value();
+      PyErr_SetFromErrno(PyExc_OSError);
+      throw nb::python_error();
+    }
+  }, nb::arg("fd"), nb::arg("offset"), nb::arg("rank"), nb::arg("world_size"),
+     "Record what this process does from here on in BOX_BYTES of a file, from a page on. OSError: it can't be mapped.");
+  static Recorder* stopped = nullptr;
+  m.def("stop_recording", [] {
+    if (Recorder* const one = g_recorder.exchange(nullptr, std::memory_order_acq_rel)) stopped = one;
+  }, "Record no more.");
+  m.def("resume_recording", [] {
+    if (recorder() == nullptr && stopped != nullptr) g_recorder.store(stopped, std::memory_order_release);
+  }, "Go on after stop_recording().");
+  m.def("is_recording", [] { return recorder() != nullptr; });
+  m.def("begin_event", [](int kind, int code, const std::string& text, std::uint64_t seq, std::uint64_t value,
+                          const std::string& site) {
+    Recorder* const writer = recorder();
+    if (writer == nullptr) return std::uint64_t{0};
+    return writer->begin(static_cast<EventKind>(kind), static_cast<std::uint16_t>(code), writer->text(text),
+                         site.empty() ? recorded_site() : writer->text(site), seq, value);
+  }, nb::arg("kind"), nb::arg("code"), nb::arg("text"), nb::arg("seq"), nb::arg("value"), nb::arg("site") = "",
+     "Begin an event at a line, or at the caller's; return its number, for end_event().");
+  m.def("end_event", [](std::uint64_t number) {
+    if (Recorder* const writer = recorder(); writer != nullptr && number != 0) writer->end(number);
+  }, nb::arg("number"));
+  m.def("seconds_of_events", [](std::uint64_t count) {
+    const auto began = std::chrono::steady_clock::now();
+    for (std::uint64_t i = 0; i < count; ++i) Recorded(EventKind::kNote, 0, 0, i, 0);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  }, nb::arg("count"), "Begin and end that many events; for benchmarks.");
+}
+
+}  // namespace phalanx

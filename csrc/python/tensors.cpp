@@ -1,0 +1,224 @@
+#include "python/tensors.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+namespace phalanx {
+namespace {
+
+// DLPack 1: dlpack.h, of which these are the parts that are needed. Their layout is stable.
+struct DLDevice {
+  std::int32_t type, id;
+};
+struct DLDataType {
+  std::uint8_t code, bits;
+  std::uint16_t lanes;
+};
+struct DLTensor {
+  void* data;
+  DLDevice device;
+  std::int32_t ndim;
+  DLDataType dtype;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+struct DLPackExchangeAPI {
+  std::uint32_t major, minor;
+  DLPackExchangeAPI* older;
+  void* allocate;
+  void* export_managed;
+  void* import_managed;
+  int (*describe)(void* tensor, DLTensor* out);  // borrows; -1 with an exception set
+  void* current_stream;
+};
+constexpr std::int32_t kCpu = 1;
+enum : std::uint8_t { kInt, kUint, kFloat, kOpaque, kBfloat, kComplex, kBool };
+
+int (*describe)(void* tensor, DLTensor* out) = nullptr;
+std::vector<PyTypeObject*> tensor_types;  // kept for ever
+PyObject* strided_layout;  // kept for ever
+PyObject *layout, *is_neg, *is_conj, *storage_offset, *untyped_storage, *nbytes;
+
+std::optional<Dtype> find_dtype(DLDataType type) {
+  if (type.lanes != 1) return std::nullopt;
+  switch (type.code << 8 | type.bits) {
+    case kFloat << 8 | 32: return Dtype::kFloat32;
+    case kFloat << 8 | 64: return Dtype::kFloat64;
+    case kFloat << 8 | 16: return Dtype::kFloat16;
+    case kBfloat << 8 | 16: return Dtype::kBfloat16;
+    case kInt << 8 | 8: return Dtype::kInt8;
+    case kInt << 8 | 16: return Dtype::kInt16;
+    case kInt << 8 | 32: return Dtype::kInt32;
+    case kInt << 8 | 64: return Dtype::kInt64;
+    case kUint << 8 | 8: return Dtype::kUint8;
+    case kUint << 8 | 16: return Dtype::kUint16;
+    case kUint << 8 | 32: return Dtype::kUint32;
+    case kUint << 8 | 64: return Dtype::kUint64;
+    case kBool << 8 | 8: return Dtype::kBool;
+    case kComplex << 8 | 64: return Dtype::kComplex64;
+    case kComplex << 8 | 128: return Dtype::kComplex128;
+    default: return std::nullopt;
+  }
+}
+
+/// The elements, if they lie one after the other.
+std::optional<std::size_t> count_in_one_piece(const DLTensor& tensor) {
+  std::int64_t count = 1;
+  bool in_order = true;
+  for (std::int32_t d = tensor.ndim - 1; d >= 0; --d) {
+    in_order = in_order && (tensor.shape[d] == 1 || tensor.strides[d] == count);
+    count *= tensor.shape[d];
+  }
+  if (!in_order && count != 0) return std::nullopt;
+  return static_cast<std::size_t>(count);
+}
+
+/// A strong reference, or nothing with the exception cleared.
+class Reference {
+ public:
+  explicit Reference(PyObject* object) : object_(object) {
+    if (object == nullptr) PyErr_Clear();
+  }
+  Reference(const Reference&) = delete;
+  Reference& operator=(const Reference&) = delete;
+  ~Reference() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+
+ private:
+  PyObject* object_;
+};
+
+PyObject* ask(PyObject* object, PyObject* method) { return PyObject_VectorcallMethod(method, &object, 1, nullptr); }
+
+bool denies(PyObject* tensor, PyObject* method) { return Reference(ask(tensor, method)).get() == Py_False; }
+
+std::size_t number(PyObject* object, PyObject* method) {
+  const Reference answer(ask(object, method));
+  const std::size_t value = answer.get() == nullptr ? 0 : PyLong_AsSize_t(answer.get());
+  if (PyErr_Occurred()) PyErr_Clear();
+  return value;
+}
+
+/// In which storage the elements at an address lie, and behind how many bytes of it. To ask a tensor for both costs more
+/// than all else that is asked of it. A weak reference: the memory of a storage that has gone may be another's.
+struct Location {
+  const void* data;
+  std::size_t offset;
+  PyObject* storage;
+};
+std::array<Location, 256> locations;  // by a hash of the address; a later one takes the place of an earlier
+
+std::array<PyObject*, 256> strided_at;  // tensors that were strided, by a hash of the object's address; compared, never used
+
+/// How many bytes a storage has from a location on.
+std::size_t room_at(const Location& location, PyObject* storage) {
+  const std::size_t size = number(storage, nbytes);
+  return size - std::min(size, location.offset);
+}
+
+/// The room at an address whose storage is known; 0 if it is not.
+std::size_t known_room(const Location& location, const void* data) {
+  if (location.storage == nullptr || location.data != data) return 0;
+  PyObject* const storage = PyWeakref_GetObject(location.storage);
+  if (storage == Py_None) return 0;
+  Py_INCREF(storage);
+  const Reference kept(storage);
+  return room_at(location, storage);
+}
+
+/// True if the storage, which may be resized under its tensors, holds all elements.
+bool is_stored(PyObject* tensor, const void* data, const Items& items) {
+  if (items.count == 0) return true;
+  Location& location = locations[reinterpret_cast<std::uintptr_t>(data) / kCacheLine % locations.size()];
+  if (known_room(location, data) >= items.bytes()) return true;
+  const Reference storage(ask(tensor, untyped_storage));
+  if (storage.get() == nullptr) return false;
+  PyObject* const known = std::exchange(location.storage, PyWeakref_NewRef(storage.get(), nullptr));
+  Py_XDECREF(known);
+  if (PyErr_Occurred()) PyErr_Clear();
+  location.data = data;
+  location.offset = number(tensor, storage_offset) * items.item_bytes;
+  return room_at(location, storage.get()) >= items.bytes();
+}
+
+bool read_one(PyObject* tensor, Memories& memories) {
+  if (std::find(tensor_types.begin(), tensor_types.end(), Py_TYPE(tensor)) == tensor_types.end()) return false;
+  // Asked first: torch takes milliseconds to say that a sparse tensor has no address. Where an object was strided, the
+  // next one almost always is; else torch says so, if late.
+  PyObject*& known = strided_at[reinterpret_cast<std::uintptr_t>(tensor) / kCacheLine % strided_at.size()];
+  if (known != tensor && Reference(PyObject_GetAttr(tensor, layout)).get() != strided_layout) return false;
+  known = tensor;
+  DLTensor found;
+  if (describe(tensor, &found) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const auto dtype = find_dtype(found.dtype);
+  const auto count = count_in_one_piece(found);
+  // A tensor that stands for something else has no memory, and one of zeros that were never written has none either.
+  if (found.device.type != kCpu || !dtype || !count || (found.data == nullptr && *count != 0)) return false;
+  const Items items{static_cast<std::uint8_t>(*dtype), found.dtype.bits / std::size_t{8}, *count};
+  if (!denies(tensor, is_neg) || (found.dtype.code == kComplex && !denies(tensor, is_conj))) return false;
+  auto* const data = static_cast<std::byte*>(found.data) + found.byte_offset;
+  if (!is_stored(tensor, data, items)) return false;
+  const std::size_t rows = found.ndim == 0 ? 1 : static_cast<std::size_t>(found.shape[0]);
+  memories.push_back(Memory{data, items, rows});
+  return true;
+}
+
+}  // namespace
+
+void set_tensor_types(PyObject* const* types, std::size_t num_types, PyObject* strided) {
+  const Reference capsule(PyObject_GetAttrString(types[0], "__dlpack_c_exchange_api__"));
+  if (capsule.get() == nullptr) return;
+  auto* api = static_cast<DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
+  while (api != nullptr && api->major > 1) api = api->older;
+  if (api == nullptr || api->major != 1 || api->describe == nullptr) {
+    PyErr_Clear();
+    return;
+  }
+  layout = PyUnicode_InternFromString("layout");
+  is_neg = PyUnicode_InternFromString("is_neg");
+  is_conj = PyUnicode_InternFromString("is_conj");
+  storage_offset = PyUnicode_InternFromString("storage_offset");
+  untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  nbytes = PyUnicode_InternFromString("nbytes");
+  for (std::size_t i = 0; i < num_types; ++i) {
+    Py_INCREF(types[i]);
+    tensor_types.push_back(reinterpret_cast<PyTypeObject*>(types[i]));
+  }
+  Py_INCREF(strided);
+  strided_layout = strided;
+  describe = api->describe;
+}
+
+bool read_plain(PyObject* tensors, Memories& memories) {
+  if (!PyList_Check(tensors) && !PyTuple_Check(tensors)) return read_one(tensors, memories);
+  const Py_ssize_t num = PySequence_Size(tensors);
+  memories.reserve(static_cast<std::size_t>(num));
+  for (Py_ssize_t i = 0; i < num; ++i) {
+    const Reference tensor(PySequence_GetItem(tensors, i));
+    if (tensor.get() == nullptr || !read_one(tensor.get(), memories)) return false;
+  }
+  return true;
+}
+
+bool overlap(std::pmr::vector<Range>& writes, const std::pmr::vector<Range>& reads) {
+  const auto is_empty = [](const Range& range) { return range.begin == range.end; };
+  std::erase_if(writes, is_empty);
+  std::sort(writes.begin(), writes.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  for (std::size_t i = 1; i < writes.size(); ++i)
+    if (writes[i].begin < writes[i - 1].end) return true;
+  return std::any_of(reads.begin(), reads.end(), [&](const Range& read) {
+    // The first that ends behind the read's begin: they are disjoint, so sorted by their ends, too.
+    const auto next = std::upper_bound(writes.begin(), writes.end(), read.begin,
+                                       [](const std::byte* begin, const Range& range) { return begin < range.end; });
+    return !is_empty(read) && next != writes.end() && next->begin < read.end;
+  });
+}
+
+}  // namespace phalanx
