@@ -145,3 +145,14 @@ def test_a_rank_that_native_code_aborts_because_of_a_peer_is_a_victim():
     assert end.is_victim
     assert 'File "train.py", line 9 in step' in "\n".join(words.lines)
     assert "Watchdog caught" in words.message
+
+
+def test_of_two_ranks_at_one_deadline_the_one_that_ended_the_group_is_the_cause():
+    """Whichever process ends first: the other knows only that a peer has reached its deadline."""
+    failures = [
+        Failure(kind="rank_missing", rank=0, by=Peer(rank=1)),
+        Failure(kind="rank_missing", rank=1, timeout_s=2.0),
+    ]
+    words = [LastWords("phalanx.CollectiveTimeout", "late", failure=failure, is_told=True) for failure in failures]
+    outcomes = [Outcome(rank=n, pid=1, exitcode=1, when_s=float(n), last_words=one) for n, one in enumerate(words)]
+    assert find_culprit(outcomes) is outcomes[1]

@@ -196,12 +196,18 @@ RankError.__module__ = "phalanx"  # where users import it from
 
 
 def find_culprit(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Return the rank whose end was the cause: a hang and a victim last, a signal before an exit code, then time."""
+    """Return the rank whose end was the cause.
+
+    A hang and a victim come last, a signal before an exit code, a rank that ended the group before those that only
+    heard of it; then counts time.
+    """
     return min((outcome for outcome in outcomes if outcome.failed), key=_order, default=None)
 
 
 def _order(outcome: Outcome) -> tuple[object, ...]:
-    return outcome.hung, outcome.is_victim, (outcome.exitcode or 0) >= 0, outcome.when_s
+    failure = outcome.last_words.failure
+    has_heard = failure is not None and failure.by is not None
+    return outcome.hung, outcome.is_victim, (outcome.exitcode or 0) >= 0, has_heard, outcome.when_s
 
 
 def alike(one: LastWords, other: LastWords) -> bool:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from phalanx import _env
-from phalanx._text import counted
+from phalanx._text import counted, joined
 from phalanx.host.cpus import Share, read_machine
 from phalanx.wire.places import make_folder
 
@@ -133,7 +133,7 @@ def crowding(own: Claim, others: Mapping[int, Claim]) -> list[str]:
     is_one_job = own.job != "" and all(claim.job == own.job for claim in everyone)
     if not sharing or num_threads <= max(num_cores, num_ranks if is_one_job else 0):
         return []
-    names = " and ".join(f"{_name(other, own)} (pid {pid})" for pid, other in sorted(sharing.items()))
+    names = joined([f"{_name(other, own)} (pid {pid})" for pid, other in sorted(sharing.items())])
     verb, cores = "uses" if len(sharing) == 1 else "use", counted(num_cores, "core")
     found = f"{names} {verb} these {cores}: {counted(num_threads, 'thread')} in all"
     per_launcher = num_cores // len(everyone)
