@@ -8,7 +8,7 @@ import pytest
 
 import phalanx
 import phalanx.checkpoint as ckpt
-from phalanx.train.evaluate.judge import Judge
+from phalanx.train.evaluate.best_metric import BestMetric
 from tests.checkpoint._tools import flip_bit, save
 
 METRICS = {1: 0.3, 2: 0.9, 3: float("nan"), 4: 0.5, 5: None, 6: 0.8, 7: 0.1}
@@ -47,11 +47,11 @@ def test_what_is_to_be_kept_is_kept(folder, options, kept):
 
 @pytest.mark.parametrize("best_is_least", [True, False])
 def test_of_equal_scores_the_earliest_is_the_best_as_for_who_judged_them(tmp_path, best_is_least):
-    judge = Judge("loss", "min") if best_is_least else Judge("accuracy", "max")
+    metric_so_far = BestMetric("loss", "min") if best_is_least else BestMetric("accuracy", "max")
     best = []
     for step, metric in enumerate((0.5, 0.5, 0.5, 0.5), start=1):
         save(tmp_path, {"x": step}, step, metric=metric)
-        best += [step] if judge.judge({"loss": metric, "accuracy": metric}, step) else []
+        best += [step] if metric_so_far.update({"loss": metric, "accuracy": metric}, step) else []
     ckpt.prune(tmp_path, keep_last=1, keep_best=1, best_is_least=best_is_least)
     assert steps(tmp_path) == [*best, 4] == [1, 4]
 

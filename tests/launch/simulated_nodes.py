@@ -174,7 +174,7 @@ class SimNode:
             return
         kind, *rest = message
         link.heard_s = self.world.now_s
-        if kind == "greeting":
+        if kind == "handshake":
             self.greeted(link)
         elif self.links.get(link.peer.node.id) is not link:
             return
@@ -264,7 +264,7 @@ class World:
             return
         pair = frozenset((node.node.id, peer.node.id))
         if self._dialed_s.get(pair, -self.rules.silence_s) + self.rules.silence_s > self.now_s:
-            return  # a greeting is on its way
+            return  # a handshake is on its way
         self._dialed_s[pair] = self.now_s
         self.after(2 * self.delay_s(), self._connect, node, peer)
 
@@ -280,7 +280,7 @@ class World:
         ours.other, theirs.other = theirs, ours
         self.links += [ours, theirs]
         for end in (ours, theirs):
-            end.send(("greeting",))
+            end.send(("handshake",))
 
     # accidents
 

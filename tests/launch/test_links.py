@@ -73,29 +73,29 @@ def test_a_state_with_no_possible_number_of_ranks_is_none(num_ranks):
         read_state({**told, "num_ranks": num_ranks})
 
 
-def greeting(**changed):
+def handshake(**changed):
     told = {"phalanx": phalanx.__version__, "protocol": 3, "job": "job", "nodes": [2, 2, 0], "node": vars(NODE)}
     return json.dumps({**told, **changed}).encode() + b"\n"
 
 
-STRANGERS = {  # what they say, and what they are answered beside the greeting
+STRANGERS = {  # what they say, and what they are answered beside the handshake
     b"GET / HTTP/1.1\r\n\r\n": "",
     b"x" * 100_000 + b"\n": "",
     b"[" * 100_000 + b"\n": "",
-    greeting(job="theirs"): "runs another job at this place: its --rdzv-id is 'job'",
-    greeting(
+    handshake(job="theirs"): "runs another job at this place: its --rdzv-id is 'job'",
+    handshake(
         phalanx="0.0.1"
     ): f"has phalanx {phalanx.__version__} (protocol 3), and this host phalanx 0.0.1 (protocol 3)",
-    greeting(
+    handshake(
         protocol=2
     ): f"has phalanx {phalanx.__version__} (protocol 3), and this host phalanx {phalanx.__version__} (protocol 2)",
-    greeting(nodes=[1, 5, 1]): "was started with --nnodes 2, and this host with --nnodes 1:5 --spares 1",
-    greeting(nodes=["1"]): "was started with --nnodes 2, and this host with another --nnodes",
-    greeting(backend="etcd"): "was started with --rdzv-backend static, and this host with etcd",
-    greeting(backend="static", silence_s=15): "that allow 2 s of silence, and this host with 15 s: they must be",
-    greeting(script={"name": "other.py"}): "runs train.py at this place, and this is other.py: give it an --rdzv-id",
-    greeting(node={"id": 3}): "",
-    greeting(node={**vars(NODE), "position": 1}) + b'{"state": {"term": "x"}}\n': "",
+    handshake(nodes=[1, 5, 1]): "was started with --nnodes 2, and this host with --nnodes 1:5 --spares 1",
+    handshake(nodes=["1"]): "was started with --nnodes 2, and this host with another --nnodes",
+    handshake(backend="etcd"): "was started with --rdzv-backend static, and this host with etcd",
+    handshake(backend="static", silence_s=15): "that allow 2 s of silence, and this host with 15 s: they must be",
+    handshake(script={"name": "other.py"}): "runs train.py at this place, and this is other.py: give it an --rdzv-id",
+    handshake(node={"id": 3}): "",
+    handshake(node={**vars(NODE), "position": 1}) + b'{"state": {"term": "x"}}\n': "",
     b'{"refused": "go away"}\n': "",
 }
 
@@ -132,7 +132,7 @@ def test_a_view_in_which_a_node_has_more_ranks_than_it_can_have_closes_the_conne
         here = read_node(json.loads(lines.readline())["node"])
         view = View((9, 9), "a1", (NODE, dataclasses.replace(here, num_ranks=num_ranks)))
         message = as_line({"view": view, "is_started": False, "age": 0.0})
-        stranger.sendall(greeting(backend="static", silence_s=2.0) + message)
+        stranger.sendall(handshake(backend="static", silence_s=2.0) + message)
         told = lines.read()
     assert b'"refused"' not in told
     assert (b'"key": [9, 9]' in told) == is_right
@@ -174,7 +174,7 @@ class Noted:
             raise ValueError
         self.told.append((peer, message))
 
-    def problem_with(self, greeting):
+    def problem_with(self, handshake):
         return ""
 
 

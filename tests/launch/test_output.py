@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.failure import tracebacks
 from phalanx.failure.tracebacks import HeldTracebacks
-from phalanx.launch.screen.chorus import Chorus, Voice
 from phalanx.launch.screen.output import LineStream, LiveStream, Screen
+from phalanx.launch.screen.warning_filter import FilteredStream, WarningFilter
 from tests.launch.streams import Kept
 
 
@@ -237,21 +237,21 @@ def warn(number):
 
 def test_a_warning_of_all_ranks_is_shown_once():
     shown = []
-    chorus = Chorus(shown.append, 3)
+    warning_filter = WarningFilter(shown.append, 3)
     kept = [Kept() for _ in range(3)]
-    voices = [Voice(chorus, rank, stream) for rank, stream in enumerate(kept)]
-    for rank, voice in enumerate(voices):
-        voice.feed(b"a\n" + warn(1) + b"[W1122 06:18:3%d.5 socket.cpp:1028] late\nb\n" % rank)
+    streams = [FilteredStream(warning_filter, rank, stream) for rank, stream in enumerate(kept)]
+    for rank, filtered in enumerate(streams):
+        filtered.feed(b"a\n" + warn(1) + b"[W1122 06:18:3%d.5 socket.cpp:1028] late\nb\n" % rank)
     assert [stream.data for stream in kept] == [b"a\nb\n"] * 3
     assert shown == [
         b"[all ranks] train.py:1: UserWarning: slow\n[all ranks]   step()\n",
         b"[all ranks] [W1122 06:18:30.5 socket.cpp:1028] late\n",
     ]
     shown.clear()
-    for voice in voices[1:]:
-        voice.feed(warn(2))
-    assert (shown, chorus.is_waiting) == ([], True)
-    chorus.flush()
+    for filtered in streams[1:]:
+        filtered.feed(warn(2))
+    assert (shown, warning_filter.is_waiting) == ([], True)
+    warning_filter.flush()
     assert shown == [b"[ranks 1 and 2] train.py:2: UserWarning: slow\n[ranks 1 and 2]   step()\n"]
-    voices[0].feed(warn(2))
-    assert (len(shown), chorus.is_waiting) == (1, False)
+    streams[0].feed(warn(2))
+    assert (len(shown), warning_filter.is_waiting) == (1, False)

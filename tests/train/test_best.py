@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import phalanx
 from phalanx.train.arguments import check_plateau
-from phalanx.train.evaluate.judge import Judge
+from phalanx.train.evaluate.best_metric import BestMetric
 from phalanx.train.settings import Settings
 from tests.train._programs import make_data, make_model, mean_squares, quietly, state_of
 
@@ -59,21 +59,21 @@ def test_a_plateau_that_takes_better_for_worse_is_refused(monitor, mode, wrong):
 
 
 def test_a_judge_tells_the_best_in_the_words_of_its_mode():
-    judge = Judge("wer", "min", 0.1)
-    assert judge.wanted == "the lowest wer"
+    best = BestMetric("wer", "min", 0.1)
+    assert best.wanted == "the lowest wer"
     for step, value in enumerate((0.5, 0.25, 0.75, 0.2), start=1):
-        judge.judge({"wer": value}, step)
-    again = Judge("wer", "min", 0.1)
-    again.load_state_dict(judge.state_dict())
-    for one in (judge, again):
+        best.update({"wer": value}, step)
+    again = BestMetric("wer", "min", 0.1)
+    again.load_state_dict(best.state_dict())
+    for one in (best, again):
         verdict = "wer has not improved by more than 0.1 for 2 epochs; best (lowest) 0.2 at step 4"
         assert one.verdict() == verdict
 
 
 def test_a_judge_of_nothing_finite_says_so():
-    judge = Judge("accuracy", "max")
-    judge.judge({"accuracy": float("nan")}, 1)
-    assert judge.verdict() == "accuracy has not improved for 1 epoch; it was never finite"
+    best = BestMetric("accuracy", "max")
+    best.update({"accuracy": float("nan")}, 1)
+    assert best.verdict() == "accuracy has not improved for 1 epoch; it was never finite"
 
 
 class Noisy(torch.utils.data.Dataset):

@@ -18,7 +18,7 @@ from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.train.feed import loader_feed
 from phalanx.train.feed.dataset_feed import DatasetFeed
 from phalanx.train.feed.loader_feed import LoaderFeed
-from phalanx.train.resume.foresight import foresee
+from phalanx.train.resume.preflight import preflight
 from tests import resuming
 from tests.resuming import Stream, check_every_stop
 
@@ -146,11 +146,11 @@ def test_the_steps_of_a_run_are_counted_from_where_it_stands(interval, total):
     settings_of_run = phalanx.train.Settings(max_epochs=4, scheduler_interval=interval)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total)
-    num_steps, warning = foresee(schedule, settings_of_run, feed, 9, 1)
+    num_steps, warning = preflight(schedule, settings_of_run, feed, 9, 1)
     assert (num_steps, warning) == (9 + 6 + 2 * 12, "")
     with pytest.raises(ValueError, match=f"this run steps it {total} times"):
         too_short = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total - 1)
-        foresee(too_short, settings_of_run, feed, 9, 1)
+        preflight(too_short, settings_of_run, feed, 9, 1)
 
 
 class Stop(Exception):

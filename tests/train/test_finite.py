@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import phalanx
-from phalanx.train.evaluate.judge import Judge
+from phalanx.train.evaluate.best_metric import BestMetric
 from phalanx.train.step.finite import FiniteGuard
 from tests.train._programs import make_data, make_model, mean_squares, quietly, rank_of, state_of, train
 
@@ -268,7 +268,7 @@ def evaluations_of_nan(folder):
         folder, model=model, validation=make_data(9), callbacks=(Count(),), max_epochs=9, patience=2, keep_last=1
     )
     checkpoints = phalanx.checkpoint.list_checkpoints(trainer.checkpoints)
-    return trainer.epoch, [(c.step, c.metric is None) for c in checkpoints], printed, trainer._judge.best
+    return trainer.epoch, [(c.step, c.metric is None) for c in checkpoints], printed, trainer._best_metric.best
 
 
 PROGRAMS = (
@@ -413,12 +413,12 @@ def test_an_evaluation_of_nan_is_never_the_best_and_uses_up_patience(results, wo
 
 
 def test_infinite_scores_are_never_the_best():
-    judge = Judge("accuracy", "max")
-    assert not judge.judge({"accuracy": math.inf}, 1)
-    assert judge.value_of(1) is None
-    assert judge.judge({"accuracy": 0.5}, 2)
-    assert not judge.judge({"accuracy": math.nan}, 3)
-    assert judge.best == 0.5
+    best = BestMetric("accuracy", "max")
+    assert not best.update({"accuracy": math.inf}, 1)
+    assert best.value_of(1) is None
+    assert best.update({"accuracy": 0.5}, 2)
+    assert not best.update({"accuracy": math.nan}, 3)
+    assert best.best == 0.5
 
 
 _SCRIPT = """

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR, ReduceLROnPlateau, St
 
 import phalanx
 from phalanx.testing import run_ranks
-from phalanx.train.evaluate.judge import Judge
+from phalanx.train.evaluate.best_metric import BestMetric
 from phalanx.train.settings import Settings
 from tests.train._programs import make_data, make_model, mean_squares, quietly
 
@@ -122,8 +122,8 @@ def test_a_schedule_of_another_kind_is_still_refused():
 
 
 def judged(values, min_delta, name="accuracy", mode="max"):
-    judge = Judge(name, mode, min_delta)
-    return [(judge.judge({name: value}, step), judge.num_worse) for step, value in enumerate(values)]
+    best = BestMetric(name, mode, min_delta)
+    return [(best.update({name: value}, step), best.num_worse) for step, value in enumerate(values)]
 
 
 def test_a_small_improvement_is_best_and_does_not_count():
@@ -133,11 +133,11 @@ def test_a_small_improvement_is_best_and_does_not_count():
 
 
 def test_the_count_goes_on_after_a_resumption():
-    judge, again = Judge("accuracy", "max", 0.1), Judge("accuracy", "max", 0.1)
-    judge.judge({"accuracy": 0.5}, 1)
-    judge.judge({"accuracy": 0.58}, 2)
-    again.load_state_dict(judge.state_dict())
-    again.judge({"accuracy": 0.62}, 3)
+    best, again = BestMetric("accuracy", "max", 0.1), BestMetric("accuracy", "max", 0.1)
+    best.update({"accuracy": 0.5}, 1)
+    best.update({"accuracy": 0.58}, 2)
+    again.load_state_dict(best.state_dict())
+    again.update({"accuracy": 0.62}, 3)
     assert again.num_worse == 0
 
 

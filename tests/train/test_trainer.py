@@ -188,7 +188,7 @@ def keep_the_best(folder):
     values = {c.step: c.metric for c in phalanx.checkpoint.list_checkpoints(trainer.checkpoints)}
     train(folder, max_epochs=9, steps=30, **settings)
     after = {c.step: c.metric for c in phalanx.checkpoint.list_checkpoints(trainer.checkpoints)}
-    return -trainer._judge.best, values, after
+    return -trainer._best_metric.best, values, after
 
 
 def begin_anew(folder):

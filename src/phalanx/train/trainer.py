@@ -28,8 +28,8 @@ from phalanx.session.arguments import naming_arguments
 from phalanx.session.survival import PlannedRestart, Survivor
 from phalanx.train.arguments import check_arguments, check_attribute, check_fit, check_plateau, check_schedule
 from phalanx.train.callbacks import call, check_callbacks, has_hook
+from phalanx.train.evaluate.best_metric import BestMetric
 from phalanx.train.evaluate.evaluation import Evaluator
-from phalanx.train.evaluate.judge import Judge
 from phalanx.train.feed.feed import Part
 from phalanx.train.feed.open_feed import open_feed
 from phalanx.train.other_names import attribute_meant, wrong_argument
@@ -39,10 +39,10 @@ from phalanx.train.report.run_log import RunLog
 from phalanx.train.resume import restarts
 from phalanx.train.resume.consensus import Consensus
 from phalanx.train.resume.folder_lock import FolderLock
-from phalanx.train.resume.foresight import foresee, length_of_schedule, refuse_unwritable
 from phalanx.train.resume.identity import Identity, facts_of, refuse_differences, with_data
-from phalanx.train.resume.place import Place, why_not_set_back
 from phalanx.train.resume.preemption import Preemption, leave
+from phalanx.train.resume.preflight import length_of_schedule, preflight, refuse_unwritable
+from phalanx.train.resume.relocation import Relocation, why_not_set_back
 from phalanx.train.resume.resumption import Hyperparameters, Progress, catch_up, take_up, words_of_resumption
 from phalanx.train.resume.saving import RunSaver
 from phalanx.train.resume.snapshots import Snapshots
@@ -54,7 +54,7 @@ from phalanx.train.step.stepper import Stepper
 from phalanx.train.wrapper import leave_wrapper, wrap
 from phalanx.wire.rank_group import RankGroup
 
-_OF_JUDGE = {"monitor", "mode", "patience"}
+_OF_BEST_METRIC = {"monitor", "mode", "patience"}
 
 
 def _unknown_argument(method: str, name: str, known: list[str]) -> TypeError:
@@ -184,7 +184,7 @@ class Trainer:
         self.callbacks: Sequence[Any] = callbacks
         self._given_model, self._given_loggers = model, loggers
         self._objective, self._has_callbacks, self._collate_fn = objective, has_callbacks, collate_fn
-        self._place = Place()
+        self._relocation = Relocation()
         self._join()
         self.folder: str = restarts.run_folder(s.folder)
         self.checkpoints: str = os.path.join(self.folder, "checkpoints")
@@ -193,7 +193,7 @@ class Trainer:
         self.evaluation: dict[str, float] = {}
         self._facts = facts_of(self.module, optimizer, scheduler, training_step or loss, s, is_step=loss is None)
         self._hyperparameters = Hyperparameters(optimizer)
-        self._judge = Judge(s.monitor, s.mode, s.min_delta)
+        self._best_metric = BestMetric(s.monitor, s.mode, s.min_delta)
         self._first_world_size = self.session.world_size
         self._has_fitted = self._has_said = False
         self._is_made = True
@@ -221,7 +221,7 @@ class Trainer:
     def _join(self) -> None:
         """Join the job, and make what belongs to its process group; again if the group is another one now."""
         s = self.settings
-        self.session: session.Session = self._place.join()
+        self.session: session.Session = self._relocation.join()
         self._ranks = RankGroup()
         self._loggers = Loggers(self._given_loggers, self._ranks)
         self.device: torch.device = self.session.device
@@ -232,7 +232,7 @@ class Trainer:
             self.model, self.optimizer, in_steps, self._objective, self._ranks, self.session, s, divides
         )
         self._evaluator = Evaluator(self.model, self._objective, self._ranks, self.device, s, self._collate_fn)
-        self._place.note_joined()
+        self._relocation.note_joined()
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Trainer:
         """
 
         def run() -> dict[str, float]:
-            if self._place.is_lost:
+            if self._relocation.is_lost:
                 self._join()
             try:
                 with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
@@ -277,7 +277,7 @@ class Trainer:
             finally:
                 self.__dict__.pop("_consensus", None)
 
-        why_not = self._place.why_not_kept(self._given_model, self.optimizer, self._loggers, data)
+        why_not = self._relocation.why_not_kept(self._given_model, self.optimizer, self._loggers, data)
         try:
             with Survivor(
                 lambda: why_not or why_not_set_back(self.callbacks) or why_not_loadable(), self._leave_group
@@ -306,7 +306,7 @@ class Trainer:
 
     def _leave_group(self) -> None:
         """Drop what belongs to a process group that has failed, and leave the model and the optimizer as they are."""
-        self._place.is_lost = True
+        self._relocation.is_lost = True
         leave_wrapper(self.model)
         self._change("model", self.module)
         for name in ("_stepper", "_evaluator", "_guard", "_snapshots", "_saver", "_run_log", "_feed"):
@@ -438,7 +438,7 @@ class Trainer:
             with contextlib.nullcontext() if has_ended else random_state_kept():
                 self._evaluator.num_workers = max(self._evaluator.num_workers, self._feed.num_workers)
                 self.evaluation = self.evaluate(validation_data)
-                is_best = has_ended and self._judge.judge(self.evaluation, self.step)
+                is_best = has_ended and self._best_metric.update(self.evaluation, self.step)
                 self._run_log.record_evaluation(self.step, self.epoch, self.evaluation)
                 self._call("on_evaluation")
         if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
@@ -467,7 +467,7 @@ class Trainer:
             return "max_epochs"
         if self.step >= (s.max_steps or math.inf):
             return "max_steps"
-        return "patience" if s.patience is not None and self._judge.num_worse >= s.patience else ""
+        return "patience" if s.patience is not None and self._best_metric.num_worse >= s.patience else ""
 
     # ---- the beginning, what is kept, the end ----------------------------------------------------------------------
 
@@ -477,7 +477,7 @@ class Trainer:
         state = {
             "trainer": Progress(self, self._identity, stateful),  # first: it may refuse all the rest
             "model": self.module, "optimizer": self.optimizer, "scaler": self._stepper.scaler,
-            "random": RandomState(), "callbacks": stateful, "data": self._feed, "judge": self._judge,
+            "random": RandomState(), "callbacks": stateful, "data": self._feed, "judge": self._best_metric,
         }  # fmt: skip
         return state if self.scheduler is None else {**state, "scheduler": self.scheduler}
 
@@ -501,7 +501,7 @@ class Trainer:
             if self.scheduler is not None and not self._is_plateau and self._make_scheduler is None:
                 catch_up(self.scheduler, self.step if s.scheduler_interval == "step" else self.epoch)
             if not changed.isdisjoint(("monitor", "mode")):
-                self._judge = Judge(s.monitor, s.mode, s.min_delta)
+                self._best_metric = BestMetric(s.monitor, s.mode, s.min_delta)
         self._lock.settle()
         self._lacks_end = loaded is not None and loaded.source == "memory" and self.step == s.max_steps
         return loaded
@@ -526,7 +526,7 @@ class Trainer:
             length = length_of_schedule(s, self._feed, self.step, self.epoch)
             if length != self._length_of_schedule or self._identity.is_forced:
                 self._schedule(length)
-        num_steps, of_schedule = foresee(self.scheduler, s, self._feed, self.step, self.epoch)
+        num_steps, of_schedule = preflight(self.scheduler, s, self._feed, self.step, self.epoch)
         run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
         self._guard = self._stepper.begin(run_log, self.step)
         sentinel, of_sentinel = self._stepper.sentinel(self.step)
@@ -535,7 +535,7 @@ class Trainer:
         self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step"))
         self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
         self._saver = RunSaver(
-            self.checkpoints, s, self._judge, run_log, self._state, self._may_keep, loaded, self._ranks
+            self.checkpoints, s, self._best_metric, run_log, self._state, self._may_keep, loaded, self._ranks
         )
         self._began_s, self._first_step = time.monotonic(), self.step + 1
         origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
@@ -545,7 +545,7 @@ class Trainer:
             self._lock.problem, self._set_aside, self._identity.news, of_schedule, self._guard.what_is_meant(),
             of_sentinel,
             restarts.words_of_another(self, self.module, self.folder, loaded is not None),
-            f"the best checkpoint is that of {self._judge.wanted}" if self._given & _OF_JUDGE else "",
+            f"the best checkpoint is that of {self._best_metric.wanted}" if self._given & _OF_BEST_METRIC else "",
             words_of_resumption(
                 loaded, self.step, self.epoch, self.folder, why_over=self._why_over(), is_again=self._is_again
             ),
@@ -584,7 +584,7 @@ class Trainer:
         if reason == "stop":
             words = f"stopped by trainer.stop() after step {self.step}"
         elif reason == "patience":
-            words = f"stopped at epoch {self.epoch}: {self._judge.verdict()}"
+            words = f"stopped at epoch {self.epoch}: {self._best_metric.verdict()}"
         if words:
             self._run_log.say(words)
         self._call("on_fit_end")

@@ -21,10 +21,10 @@ from phalanx.record.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from phalanx.failure.outcome import Outcome
-    from phalanx.launch.processes.embryo import Embryo
+    from phalanx.launch.processes.spare import Spare
 
 
-def run(job: Job, embryo: Embryo | None = None) -> int:
+def run(job: Job, spare: Spare | None = None) -> int:
     """Run `job` and return the exit code for the shell.
 
     0 if every rank exits with 0. Otherwise the code of the rank that was the cause, 128 plus the signal if one ended
@@ -33,7 +33,7 @@ def run(job: Job, embryo: Embryo | None = None) -> int:
     started lives when this returns; signals are held back from then on, since the outcome is decided.
 
     Args:
-        embryo: Process that becomes the first warden, of a warm start.
+        spare: Process that becomes the first warden, of a warm start.
     """
     if job.served_port and (problem := port_problem(job.served_port)):
         print(f"phalanx run: {problem}; {port_advice(job.max_nodes)}", file=sys.stderr)
@@ -48,7 +48,7 @@ def run(job: Job, embryo: Embryo | None = None) -> int:
         print(f"phalanx run: can't write to --log-dir {job.log_dir}: {error.strerror}", file=sys.stderr)
         return 1
     claim = _claim(job)
-    with Supervisor(job, folder, embryo) as supervisor, Presence(claim) as presence:
+    with Supervisor(job, folder, spare) as supervisor, Presence(claim) as presence:
         for line in job.opening(f"logs in {folder.path}", *filter(None, [folder.note])):
             supervisor.say(line)
         for line in filled(crowding(claim, presence.others), MESSAGE_COLUMNS):

@@ -24,7 +24,7 @@ from phalanx.launch.command.flag_values import YES
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
 from phalanx.launch.nodes.agreement import Agreement
 from phalanx.launch.nodes.clocks import Clocks
-from phalanx.launch.nodes.greeting import Greeting
+from phalanx.launch.nodes.handshake import Handshake
 from phalanx.launch.nodes.links import Links, is_local
 from phalanx.launch.nodes.messages import read_state, read_view
 from phalanx.launch.nodes.questions import Questions
@@ -67,7 +67,7 @@ class Agent:
         self._join_s = float(config.get("timeout", NAME_S) if self._is_static else config.get("join_timeout", JOIN_S))
         self._meeting_places = [_place(text) for text in job["rdzv_endpoint"].split(",")]
         self._rules = _rules(job)
-        self._greeting = Greeting(job, self._rules)
+        self._handshake = Handshake(job, self._rules)
         self._selector = selectors.DefaultSelector()
         self._links = Links(self._selector, self, self._rules.silence_s)
         self._questions = Questions(os.getppid(), self._selector, self._links)
@@ -141,7 +141,7 @@ class Agent:
 
     def _introduce(self, address: str) -> None:
         self._me = self._agreement.me = dataclasses.replace(self._me, address=address)
-        self._links.introduce(self._me, self._greeting.told)
+        self._links.introduce(self._me, self._handshake.told)
 
     def _await_name(self) -> int | None:
         """Return which of the meeting places is on this host, once one of their names has an address.
@@ -362,9 +362,9 @@ class Agent:
         if self._agreement.view is None:
             raise _Refused(why)
 
-    def problem_with(self, greeting: dict[str, Any]) -> str:
-        why = self._greeting.problem_with(greeting)
-        for what in [] if why else self._greeting.differences(greeting):
+    def problem_with(self, handshake: dict[str, Any]) -> str:
+        why = self._handshake.problem_with(handshake)
+        for what in [] if why else self._handshake.differences(handshake):
             self._channel.send({"waiting": what})
         return why
 

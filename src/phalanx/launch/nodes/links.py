@@ -1,7 +1,7 @@
 """Connections between the agents of a job: plain TCP, lines of JSON, one thread.
 
-Each connection begins with a greeting of both ends, which says which job and which node it is. Both send a line twice a
-second at least; who has sent nothing for a while is lost. Nothing here waits but `wait`.
+Each connection begins with a handshake of both ends, which says which job and which node it is. Both send a line at
+least twice a second; whoever has sent nothing for a while is lost. Only `wait` waits.
 
 A connection that ends says nothing of the node: a firewall can reset it, too. It is made anew, and nobody hears of it.
 A node is dead when its system refuses connections to its port, or another agent answers there; it is lost when it has
@@ -24,7 +24,7 @@ from phalanx.launch.nodes.views import Node, Place
 
 _INTERACTIVE = 6  # priority of packets that do not wait behind the bulk of others
 _MOST_BYTES = 1 << 22  # of one line, or waiting to be sent
-_MOST_STRANGERS = 64  # connections without a greeting
+_MOST_STRANGERS = 64  # connections without a handshake
 _BUFFER_BYTES = 1 << 18
 
 
@@ -47,8 +47,8 @@ class Listener(Protocol):
     def refused(self, why: str) -> None:
         """A node does not want us."""
 
-    def problem_with(self, greeting: dict[str, Any]) -> str:
-        """Return why whoever sends this greeting is no node of this job; empty: it is."""
+    def problem_with(self, handshake: dict[str, Any]) -> str:
+        """Return why whoever sends this handshake is no node of this job; empty: it is."""
 
 
 class _Link:
@@ -97,16 +97,16 @@ class Links:
     def __init__(self, selector: selectors.BaseSelector, listener: Listener, silence_s: float) -> None:
         self._selector, self._listener, self._silence_s = selector, listener, silence_s
         self._me: Node | None = None
-        self._greeting: dict[str, Any] = {}
+        self._handshake: dict[str, Any] = {}
         self._links: set[_Link] = set()
         self._peers: dict[str, _Peer] = {}
         self._door: socket.socket | None = None
         self._names = _Names()
         self.own: set[Place] = set()
 
-    def introduce(self, me: Node, greeting: Mapping[str, Any]) -> None:
+    def introduce(self, me: Node, handshake: Mapping[str, Any]) -> None:
         """Say who this node is; before that nothing is sent, and what comes is read later."""
-        self._me, self._greeting = me, {**greeting, "node": me}
+        self._me, self._handshake = me, {**handshake, "node": me}
         for link in [*self._links]:
             if not link.is_connecting:
                 self._greet(link)
@@ -143,7 +143,7 @@ class Links:
 
     def _greet(self, link: _Link) -> None:
         if self._me is not None:
-            self._queue(link, as_line(self._greeting))
+            self._queue(link, as_line(self._handshake))
 
     def dial(self, place: Place) -> str:
         """Connect to an agent, unless that is under way; return what is wrong with its name, if anything."""

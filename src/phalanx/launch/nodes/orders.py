@@ -17,7 +17,7 @@ from phalanx.host.ports import ReservedPort
 from phalanx.launch.deadlines import AGENT_S, ANSWERS_S, NODES_S
 from phalanx.launch.job import Job
 from phalanx.launch.nodes.agent import RUN_AGENT
-from phalanx.launch.nodes.greeting import script_of
+from phalanx.launch.nodes.handshake import script_of
 from phalanx.launch.nodes.shared_causes import cause_of
 from phalanx.launch.processes.warden import die_with_parent, hold_signals
 from phalanx.launch.replicas.process import Replicas

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_FDS = 253  # SCM_MAX_FD of the kernel
-GREETING = "ready"
+HANDSHAKE = "ready"
 """What a warm process says first; anything else is why it can't serve."""
 _MAX_BYTES = 1 << 20
 _INT_BYTES = 4

@@ -20,7 +20,7 @@ from phalanx.launch.processes.keeper import fork_warden
 from phalanx.wire.packets import PacketSocket
 
 if TYPE_CHECKING:
-    from phalanx.launch.processes.embryo import Embryo
+    from phalanx.launch.processes.spare import Spare
 
 _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
 
@@ -39,7 +39,7 @@ class Warden:
         settings: Variables that are set while torch is imported, with `preload`.
         modules_files: Files of ranks that name modules to import beside torch, with `preload`, see `ahead.replay`.
         left_out: Packages that are not imported all the same.
-        embryo: Process that becomes the keeper and the warden and has imported torch, with `preload`.
+        spare: Process that becomes the keeper and the warden and has imported torch, with `preload`.
 
     Attributes:
         pid: Process id of the warden.
@@ -57,7 +57,7 @@ class Warden:
         settings: Mapping[str, str] = MappingProxyType({}),
         modules_files: Sequence[str] = (),
         left_out: Sequence[str] = (),
-        embryo: Embryo | None = None,
+        spare: Spare | None = None,
     ) -> None:
         self._descriptors = descriptors
         self._status: int | None = None
@@ -65,9 +65,9 @@ class Warden:
         self.channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
         told, tell = os.pipe()
-        if embryo is not None:
-            embryo.hatch(command, environ, (theirs.fileno(), tell, output_fd))
-        self.keeper_pid: int = os.fork() if embryo is None else embryo.pid
+        if spare is not None:
+            spare.adopt(command, environ, (theirs.fileno(), tell, output_fd))
+        self.keeper_pid: int = os.fork() if spare is None else spare.pid
         if self.keeper_pid == 0:
             try:
                 os.setpgid(0, 0)  # Ctrl-C at the terminal is ours to pass on

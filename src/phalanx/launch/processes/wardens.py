@@ -18,7 +18,7 @@ from phalanx.launch.screen.ranks import Output
 from phalanx.record.run_folder import LAUNCH_LOG, RunFolder
 
 if TYPE_CHECKING:
-    from phalanx.launch.processes.embryo import Embryo
+    from phalanx.launch.processes.spare import Spare
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,7 +67,7 @@ class Wardens:
         self.environ: Mapping[str, str] = {}
         self.spared: list[int] = []
 
-    def start(self, environ: Mapping[str, str], embryo: Embryo | None = None) -> None:
+    def start(self, environ: Mapping[str, str], spare: Spare | None = None) -> None:
         """Start the warden of the first attempt."""
         self.environ = environ
         log = os.path.join(self._folder.path, LAUNCH_LOG)
@@ -79,7 +79,7 @@ class Wardens:
             settings=self._job.head.settings,
             output_fd=output.rank_fd,
             descriptors=self._descriptors,
-            embryo=embryo,
+            spare=spare,
         )
         output.hand_over()
         self._events.watch_output(output)

@@ -41,7 +41,7 @@ from phalanx.record.run_folder import RunFolder
 from phalanx.rendezvous.launched import Notes
 
 if TYPE_CHECKING:
-    from phalanx.launch.processes.embryo import Embryo
+    from phalanx.launch.processes.spare import Spare
 
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
@@ -51,11 +51,11 @@ _LOOK_S = 0.2  # between questions whether the attempt is to end
 class Supervisor:
     """Owns the warden, the ranks' streams and this process's signals."""
 
-    def __init__(self, job: Job, folder: RunFolder, embryo: Embryo | None = None) -> None:
+    def __init__(self, job: Job, folder: RunFolder, spare: Spare | None = None) -> None:
         self._job = job
         self._folder = folder
-        self._embryo = embryo
-        self._terminal_pid = embryo.client_pid if embryo is not None else os.getpid()  # whom a shell has started
+        self._spare = spare
+        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # whom a shell has started
         self.memory = job.memory  # what the ranks of the next attempt do about freed memory
         self.events = EventLoop(self._say_log_problem)
         self._console = Console(job, folder, self.events, self._is_ending, self._lose_reader)
@@ -93,7 +93,7 @@ class Supervisor:
             self._job, self._ranks, self.events, self._wardens, self._survivors,
             say=self.say, on_end=self.recovery.told_to_end,
         )  # fmt: skip
-        self._wardens.start(self._shared_environment(self._job.num_local_ranks), self._embryo)
+        self._wardens.start(self._shared_environment(self._job.num_local_ranks), self._spare)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see Keyboard
         return self
 
@@ -457,7 +457,7 @@ class Supervisor:
         if self._stopped_at_s is None:
             self._stopped_at_s = time.monotonic()
             self._signal_all(signal.SIGSTOP)
-        if self._embryo is None:  # else the client of a warm start is what the shell stops
+        if self._spare is None:  # else the client of a warm start is what the shell stops
             self.events.stop_process()
             self._continue_all()
 

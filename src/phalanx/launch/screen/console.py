@@ -10,10 +10,10 @@ from functools import partial
 from phalanx._text import broken_at
 from phalanx.failure.tracebacks import Stream
 from phalanx.launch.job import Job
-from phalanx.launch.screen.chorus import Chorus, Voice
 from phalanx.launch.screen.events import EventLoop
 from phalanx.launch.screen.output import Screen, prefix, printable
 from phalanx.launch.screen.ranks import Output, Rank
+from phalanx.launch.screen.warning_filter import FilteredStream, WarningFilter
 from phalanx.record.run_folder import LAUNCH_LOG, RunFolder
 
 _STREAMS = {"stdout": 1, "stderr": 2}
@@ -46,14 +46,14 @@ class Console:
         if self.out.is_terminal and self.err.is_terminal:
             self.err = self.out  # one cursor, so one account of where it stands
         self._num_shown = 0
-        self._chorus: Chorus
+        self._filter: WarningFilter
 
     # ------------------------------------------------------------ streams of ranks
 
     def begin_attempt(self, num_local_ranks: int) -> None:
         """Gather warnings of ranks anew."""
         self._num_shown = len(self._job.shown_ranks) if self._job.shown_ranks else num_local_ranks
-        self._chorus = Chorus(self.err.write_lines, self._num_shown)
+        self._filter = WarningFilter(self.err.write_lines, self._num_shown)
 
     def open_rank(self, number: int, local_rank: int, folder: str) -> Rank:
         """Return a rank that has not been started yet, with streams of its own."""
@@ -64,10 +64,10 @@ class Console:
             screen = self.out if name == "stdout" else self.err
             shown = job.shown_ranks is None or local_rank in job.shown_ranks
             kept_off = _bits(job.redirects, local_rank) & ~_bits(job.tees, local_rank) & stream
-            line_prefix, log_path, voice = self._way_of(name, number, folder)
+            line_prefix, log_path, filtered = self._way_of(name, number, folder)
             output = Output(
                 screen, line_prefix, log_path,
-                live=screen.is_terminal and local_rank == live_rank, shown=shown and not kept_off, voice=voice,
+                live=screen.is_terminal and local_rank == live_rank, shown=shown and not kept_off, filtered=filtered,
             )  # fmt: skip
             self._events.watch_output(output)
             outputs.append(output)
@@ -80,24 +80,24 @@ class Console:
         return Rank(number, folder, *before.outputs, pid=before.pid)
 
     def _way_of(self, name: str, number: int, folder: str) -> tuple[bytes, str, Callable[[Stream], Stream] | None]:
-        """Return the prefix, the log and the voice of a rank's stream."""
+        """Return the prefix and the log of a rank's stream, and the filter before it."""
         screen = self.out if name == "stdout" else self.err
-        voice = partial(Voice, self._chorus, number) if name == "stderr" and self._num_shown > 1 else None
-        return prefix(number, colour=screen.is_terminal), os.path.join(folder, f"{name}.log"), voice
+        filtered = partial(FilteredStream, self._filter, number) if name == "stderr" and self._num_shown > 1 else None
+        return prefix(number, colour=screen.is_terminal), os.path.join(folder, f"{name}.log"), filtered
 
     def is_holding(self, ranks: Sequence[Rank]) -> bool:
         """Return whether something is kept off the screen for a moment: a traceback, or a warning of some ranks."""
-        return self._chorus.is_waiting or any(rank.stderr.is_holding for rank in ranks)
+        return self._filter.is_waiting or any(rank.stderr.is_holding for rank in ranks)
 
     def release_late(self, ranks: Sequence[Rank]) -> None:
         """Show what has been kept off the screen for long enough."""
         for rank in ranks:
             rank.stderr.release_late()
-        self._chorus.flush(late_only=True)
+        self._filter.flush(late_only=True)
 
     def end_attempt(self) -> None:
         """Show the warnings that have been gathered."""
-        self._chorus.flush()
+        self._filter.flush()
 
     # ------------------------------------------------------------ our own words
 

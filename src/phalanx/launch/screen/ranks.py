@@ -32,7 +32,7 @@ class Output:
 
     Args:
         live: Whether the stream has a terminal of its own and is shown character by character.
-        voice: Function that puts a filter before the stream that shows it; None: there is none.
+        filtered: Function that puts a filter before the stream that shows it; None: there is none.
 
     Attributes:
         fd: Our end, to be read without blocking.
@@ -50,7 +50,7 @@ class Output:
         *,
         live: bool,
         shown: bool,
-        voice: Callable[[Stream], Stream] | None = None,
+        filtered: Callable[[Stream], Stream] | None = None,
     ) -> None:
         self._screen = screen
         self._live, self._shown = live, shown
@@ -61,13 +61,13 @@ class Output:
         self.fd, self.rank_fd = _open_terminal(screen) if live else os.pipe()
         os.set_blocking(self.fd, False)
         try:
-            self._open(line_prefix, log_path, voice)
+            self._open(line_prefix, log_path, filtered)
         except OSError:
             os.close(self.fd)
             os.close(self.rank_fd)
             raise
 
-    def _open(self, line_prefix: bytes, log_path: str, voice: Callable[[Stream], Stream] | None) -> None:
+    def _open(self, line_prefix: bytes, log_path: str, filtered: Callable[[Stream], Stream] | None) -> None:
         try:
             self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115 closed with the stream
         except OSError as error:
@@ -77,12 +77,12 @@ class Output:
         self._num_lost = 0  # interrupts
         kind = LiveStream if self._live else LineStream
         view: Stream = kind(self._screen, line_prefix)
-        self._view = HeldTracebacks(voice(view) if voice else view) if self._shown else None
+        self._view = HeldTracebacks(filtered(view) if filtered else view) if self._shown else None
 
-    def go_on(self, line_prefix: bytes, log_path: str, voice: Callable[[Stream], Stream] | None) -> None:
+    def go_on(self, line_prefix: bytes, log_path: str, filtered: Callable[[Stream], Stream] | None) -> None:
         """Take what comes from now on for that of another attempt, whose log is another: the process was kept."""
         self._log.close()
-        self._open(line_prefix, log_path, voice)
+        self._open(line_prefix, log_path, filtered)
 
     def carry(self) -> bool:
         """Give on what has come, at most one buffer; return whether there may be more."""

@@ -70,9 +70,9 @@ def _greeted(connection: _socket.socket, path: str) -> str:
     while True:
         was_importing = places.is_importing(path)
         connection.settimeout(places.READY_S)
-        greeting, _ = job_packets.receive(connection)
-        if greeting:
-            return "" if greeting == [job_packets.GREETING] else str(greeting[0])
+        handshake, _ = job_packets.receive(connection)
+        if handshake:
+            return "" if handshake == [job_packets.HANDSHAKE] else str(handshake[0])
         if not job_packets.is_open(connection):
             return "has ended"
         if not was_importing or time.monotonic() > deadline:

@@ -25,8 +25,8 @@ from phalanx._text import signal_name
 from phalanx.launch.command.plan import Plan, make_plan
 from phalanx.launch.command.run import run
 from phalanx.launch.processes import job_packets
-from phalanx.launch.processes.embryo import Loaded, forget_all_but, fork_embryo
 from phalanx.launch.processes.interpreter import show_command_line
+from phalanx.launch.processes.spare import Loaded, forget_all_but, fork_spare
 from phalanx.launch.processes.warden import die_with_parent
 from phalanx.launch.warm import facts
 from phalanx.launch.warm.client import interpreter_options
@@ -177,12 +177,12 @@ def _supervise(place: _Place, client_pid: int, loaded: Loaded) -> None:
         place.refuse(plan)
     place.take_streams(plan.settings["warm-for"].value)
     job = plan.job
-    embryo = fork_embryo(loaded, client_pid)
-    if embryo is None:
+    spare = fork_spare(loaded, client_pid)
+    if spare is None:
         return
     code: object = 1
     try:
-        code = exit_code_of(lambda: run(job, embryo))
+        code = exit_code_of(lambda: run(job, spare))
     except SystemExit as end:
         code = end.code or 0
     except BaseException:

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from phalanx.launch.processes import job_packets
 from phalanx.launch.processes.ahead import Imports
-from phalanx.launch.processes.embryo import Loaded
 from phalanx.launch.processes.interpreter import Interpreter
+from phalanx.launch.processes.spare import Loaded
 from phalanx.launch.processes.warden import has_threads_or_devices
 from phalanx.launch.warm import facts
 from phalanx.launch.warm.guard import STAY_S, guard
@@ -122,7 +122,7 @@ class WarmServer:
 
     def _answer(self, connection: _socket.socket) -> bool:
         """Do what a client asks for; return true in ranks only."""
-        job_packets.send(connection, job_packets.GREETING)
+        job_packets.send(connection, job_packets.HANDSHAKE)
         message, fds = job_packets.receive(connection)
         request = message[0] if message and isinstance(message[0], dict) else {}
         kind = request.get("kind")

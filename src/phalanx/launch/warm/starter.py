@@ -73,7 +73,7 @@ def stand_for_server() -> str:
     return run_warm("server", sys.orig_argv, _env.environment(), passes_signals=False)
 
 
-def foresee(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
+def preflight(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return, as a phrase, whether a warm process would be used."""
     problem = _problem(kind, words, environ)
     if not problem:
@@ -202,9 +202,9 @@ def _ask(path: str, what: str) -> dict[str, Any] | None:
     if connection is None:
         return None
     connection.settimeout(_REPLY_S if is_importing else places.READY_S)
-    greeting, _ = job_packets.receive(connection)
+    handshake, _ = job_packets.receive(connection)
     answer: list[Any] = []
-    if greeting == [job_packets.GREETING]:
+    if handshake == [job_packets.HANDSHAKE]:
         job_packets.send(connection, {"kind": what})
         answer, _ = job_packets.receive(connection)
     pid, _ = peer_of(connection)

@@ -11,7 +11,7 @@ from phalanx import checkpoint
 from phalanx._text import counted
 from phalanx.checkpoint.memory.snapshots import memory
 from phalanx.record.notes import note_checkpoints
-from phalanx.train.evaluate.judge import Judge
+from phalanx.train.evaluate.best_metric import BestMetric
 from phalanx.train.report.run_log import RunLog
 from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
@@ -30,7 +30,7 @@ class RunSaver:
         self,
         folder: str,
         settings: Settings,
-        judge: Judge,
+        best: BestMetric,
         run_log: RunLog,
         state: Callable[[], Mapping[str, Any]],
         may_keep: Callable[[], bool],
@@ -40,7 +40,7 @@ class RunSaver:
         note_checkpoints(folder)
         self._folder = folder
         self._settings = settings
-        self._judge = judge
+        self._best_metric = best
         self._run_log = run_log
         self._state = state
         self._may_keep = may_keep
@@ -78,9 +78,10 @@ class RunSaver:
             return False
         begin, begin_s = time.perf_counter(), time.monotonic()
         keep: dict[str, Any] = {"keep_last": self._settings.keep_last}
-        if self._judge.best is not None:
+        if self._best_metric.best is not None:
             keep |= {"keep_best": 1, "best_is_least": self._settings.mode == "min"}
-        checkpoint.save(self._folder, self._state(), step, metric=self._judge.value_of(step), keep=keep, wait=wait)
+        metric = self._best_metric.value_of(step)
+        checkpoint.save(self._folder, self._state(), step, metric=metric, keep=keep, wait=wait)
         self._saved_step, self._saved_s = step, begin_s
         self._run_log.record("save", step=step, blocked_s=time.perf_counter() - begin)
         return True

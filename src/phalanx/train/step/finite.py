@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from phalanx._errors import NonFinite
 from phalanx._text import named
 from phalanx.train.report.run_log import RunLog
-from phalanx.train.step.blame import FINITE_BEFORE, UNKNOWN, Origin, Replay, first_bad_tensor, is_finite, local
+from phalanx.train.step.nan_origin import FINITE_BEFORE, UNKNOWN, Origin, Replay, first_bad_tensor, is_finite, local
 from phalanx.train.step.objective import Objective
 from phalanx.wire.rank_group import RankGroup
 

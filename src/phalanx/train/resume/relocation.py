@@ -14,7 +14,7 @@ from phalanx.train.report.loggers import Loggers
 from phalanx.train.wrapper import can_wrap
 
 
-class Place:
+class Relocation:
     """A trainer's place in a process group.
 
     A new process runs the script from its beginning, and kept ones only what a trainer does when it joins the job. So

@@ -46,7 +46,7 @@ class Loaded:
     tell: int
 
 
-class Embryo:
+class Spare:
     """The supervisor's hold on it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Embryo:
         self.client_pid = client_pid
         self._channel = channel
 
-    def hatch(self, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
+    def adopt(self, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
         """Have it become the keeper of a warden that runs `command`.
 
         Args:
@@ -69,14 +69,14 @@ class Embryo:
         self._channel.close()
 
 
-def fork_embryo(loaded: Loaded, client_pid: int) -> Embryo | None:
-    """Return the embryo, a child of this process; None in a rank of it, which is to go on into its script."""
+def fork_spare(loaded: Loaded, client_pid: int) -> Spare | None:
+    """Return the spare, a child of this process; None in a rank of it, which is to go on into its script."""
     supervisor_pid = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid:
         theirs.close()
-        return Embryo(pid, client_pid, ours)
+        return Spare(pid, client_pid, ours)
     ours.close()
     try:
         _become_warden(theirs, loaded, supervisor_pid)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.train.step.blame import Replay
+from phalanx.train.step.nan_origin import Replay
 from phalanx.train.step.objective import Objective
 from tests.train._programs import mean_squares
 

@@ -23,7 +23,7 @@ _BENT = {  # by the attribute that says how long: what the learning rate does af
 }
 
 
-def foresee(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) -> tuple[int, str]:
+def preflight(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) -> tuple[int, str]:
     """Return the most optimizer steps that a run can have, and what to say about its schedule; every rank calls it.
 
     Returns:
@@ -55,7 +55,7 @@ def length_of_schedule(s: Settings, feed: Feed, step: int, epoch: int) -> int:
     Raises:
         ValueError: Nobody knows.
     """
-    length, _ = foresee(None, s, feed, step, epoch)
+    length, _ = preflight(None, s, feed, step, epoch)
     if s.scheduler_interval == "epoch":
         per_epoch = feed.num_steps
         by_steps = max(1, length // per_epoch) if s.max_steps and per_epoch else sys.maxsize

@@ -23,7 +23,7 @@ class _Warning:
     is_shown: bool = False
 
 
-class Chorus:
+class WarningFilter:
     """Gathers the warnings of the ranks of an attempt and shows each once.
 
     Args:
@@ -67,11 +67,11 @@ class Chorus:
         self._show(b"".join(prefix + line + b"\n" for line in warning.text.splitlines()))
 
 
-class Voice:
-    """Gives on to `stream` what `rank` prints, but for warnings: those go to the chorus."""
+class FilteredStream:
+    """Forwards the output of `rank` to `stream`, diverting warnings to the filter."""
 
-    def __init__(self, chorus: Chorus, rank: int, stream: Stream) -> None:
-        self._chorus, self._rank, self._stream = chorus, rank, stream
+    def __init__(self, warning_filter: WarningFilter, rank: int, stream: Stream) -> None:
+        self._filter, self._rank, self._stream = warning_filter, rank, stream
         self._at_line_start = True
 
     def feed(self, data: bytes) -> None:
@@ -93,7 +93,7 @@ class Voice:
             follows = b"  " if is_source_below else b"(C++ frames"
             if lines and lines[0].startswith(follows) and lines[0].endswith(b"\n"):
                 line += lines.pop(0)
-            self._chorus.take(self._rank, line)
+            self._filter.take(self._rank, line)
         return b"".join(kept)
 
     def finish(self) -> None:

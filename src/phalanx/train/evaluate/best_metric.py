@@ -9,7 +9,7 @@ from typing import Any
 from phalanx._text import counted
 
 
-class Judge:
+class BestMetric:
     """Compares evaluations by one of their values; part of a trainer's state.
 
     Args:
@@ -33,7 +33,7 @@ class Judge:
         self._score: float | None = None  # of the last evaluation, after `_step`
         self._step = -1
 
-    def judge(self, evaluation: Mapping[str, float], step: int) -> bool:
+    def update(self, evaluation: Mapping[str, float], step: int) -> bool:
         """Return whether the evaluation after that step is the best so far; one that is not finite never is.
 
         Raises:

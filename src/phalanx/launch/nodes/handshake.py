@@ -16,8 +16,8 @@ from phalanx.launch.nodes.views import Rules
 _PROTOCOL = 3
 
 
-class Greeting:
-    """This node's greeting, to which those of others are compared.
+class Handshake:
+    """This node's handshake, to which those of others are compared.
 
     Args:
         job: Settings of the job, as `orders` has them.
@@ -39,41 +39,41 @@ class Greeting:
         }
         self._differ: set[str] = set()  # hosts with other settings
 
-    def problem_with(self, greeting: Mapping[str, Any]) -> str:
-        """Return why whoever sends this greeting is no node of this job; empty: it is."""
+    def problem_with(self, handshake: Mapping[str, Any]) -> str:
+        """Return why whoever sends this handshake is no node of this job; empty: it is."""
         here, ours = host_name(), self.told
-        if greeting.get("job") != ours["job"]:
+        if handshake.get("job") != ours["job"]:
             return f"{here} runs another job at this place: its --rdzv-id is {ours['job']!r}"
-        if any(greeting.get(name) != ours[name] for name in ("phalanx", "protocol")):
-            return f"{here} has {_version(ours)}, and this host {_version(greeting)}: install the same on all"
-        script = greeting.get("script")
+        if any(handshake.get(name) != ours[name] for name in ("phalanx", "protocol")):
+            return f"{here} has {_version(ours)}, and this host {_version(handshake)}: install the same on all"
+        script = handshake.get("script")
         name = str(script.get("name"))[:100] if isinstance(script, dict) else ours["script"]["name"]
         if name != ours["script"]["name"]:
             return (
                 f"{here} runs {ours['script']['name']} at this place, and this is {name}: give it an --rdzv-id or a "
                 "port of its own"
             )
-        if greeting.get("nodes") != ours["nodes"]:
-            there, asked = _flags_of_nodes(greeting.get("nodes")), _flags_of_nodes(ours["nodes"])
+        if handshake.get("nodes") != ours["nodes"]:
+            there, asked = _flags_of_nodes(handshake.get("nodes")), _flags_of_nodes(ours["nodes"])
             return f"{here} was started with {asked}, and this host with {there}"
-        if greeting.get("backend") != ours["backend"]:
-            there = str(greeting.get("backend"))[:40]
+        if handshake.get("backend") != ours["backend"]:
+            there = str(handshake.get("backend"))[:40]
             return f"{here} was started with --rdzv-backend {ours['backend']}, and this host with {there}"
-        if greeting.get("silence_s") != ours["silence_s"]:
-            there = str(greeting.get("silence_s"))[:40]
+        if handshake.get("silence_s") != ours["silence_s"]:
+            there = str(handshake.get("silence_s"))[:40]
             return (
                 f"{here} was started with keep_alive settings in --rdzv-conf that allow {ours['silence_s']:g} s of "
                 f"silence, and this host with {there} s: they must be the same on all"
             )
         return ""
 
-    def differences(self, greeting: Mapping[str, Any]) -> list[str]:
+    def differences(self, handshake: Mapping[str, Any]) -> list[str]:
         """Return what another node of this job does otherwise, once for each host: that may be meant."""
-        node = greeting.get("node")
+        node = handshake.get("node")
         host = str(node.get("host", ""))[:300] if isinstance(node, dict) else ""
         if host in self._differ:
             return []
-        found = [*filter(None, [self._script_differs(greeting.get("script")), self._restarts_differ(greeting)])]
+        found = [*filter(None, [self._script_differs(handshake.get("script")), self._restarts_differ(handshake)])]
         if found:
             self._differ.add(host)
         return [f"{host} {what}" for what in found]
@@ -87,21 +87,21 @@ class Greeting:
         there, here = str(theirs.get("file"))[:12], ours["file"][:12]
         return f"runs another {ours['name']} than this host: its SHA-256 is {there}, here {here}"
 
-    def _restarts_differ(self, greeting: Mapping[str, Any]) -> str:
-        there, here = greeting.get("max_restarts"), self.told["max_restarts"]
+    def _restarts_differ(self, handshake: Mapping[str, Any]) -> str:
+        there, here = handshake.get("max_restarts"), self.told["max_restarts"]
         if type(there) is not int or there == here:
             return ""
         return f"was started with --max-restarts {there}, and this host with {here}: that of the node that leads counts"
 
 
-def _version(greeting: Mapping[str, Any]) -> str:
-    """Return the version in a greeting, with that of the protocol: two builds of one version may differ in it."""
-    version, protocol = (str(greeting.get(name))[:40] for name in ("phalanx", "protocol"))
+def _version(handshake: Mapping[str, Any]) -> str:
+    """Return the version in a handshake, with that of the protocol: two builds of one version may differ in it."""
+    version, protocol = (str(handshake.get(name))[:40] for name in ("phalanx", "protocol"))
     return f"phalanx {version} (protocol {protocol})"
 
 
 def _flags_of_nodes(told: Any) -> str:
-    """Return the flags with which a node was started that sends these numbers in its greeting."""
+    """Return the flags with which a node was started that sends these numbers in its handshake."""
     if not (isinstance(told, list) and len(told) == 3 and all(type(number) is int for number in told)):
         return "another --nnodes"
     least, most, spares = told
