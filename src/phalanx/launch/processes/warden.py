@@ -169,20 +169,23 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
             os._exit(0)
         packet = json.loads(data)
         if "start" in packet:
-            settled, settling = os.pipe()
+            ours, its = socket.socketpair()
             pid = os.fork()
             if pid == 0:
-                for fd in (channel.detach(), keeper, settled, *living.values()):
+                for fd in (channel.detach(), keeper, ours.detach(), *living.values()):
                     os.close(fd)
                 _become_rank(packet, fds, warden_pid)
-                os.close(settling)
+                its.shutdown(socket.SHUT_WR)
+                its.recv(1)  # nothing, once the supervisor has been told of it: it may end at once
+                its.close()
                 return begin(packet)
-            for fd in (*fds, settling):
+            its.close()
+            for fd in fds:
                 os.close(fd)
-            os.read(settled, 1)  # nothing, once it leads a group that can be signalled, or has died
-            os.close(settled)
+            ours.recv(1)  # nothing, once it leads a group that can be signalled, or has died
             living[pid] = os.pidfd_open(pid)
             _send(channel, {"started": pid, "rank": packet["start"]})
+            ours.close()
         else:
             for pid in living.keys() & set(packet["pids"]):
                 if packet["groups"]:
