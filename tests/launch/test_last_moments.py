@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
+import socket
 import subprocess
+import time
 
 import pytest
 
+from phalanx.launch.processes import warden
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -45,3 +49,33 @@ def test_a_signal_between_attempts_ends_the_job(tmp_path):
     code, err = storm_at_the_end(tmp_path, 3, "--max-restarts", "1000", signals=[signal.SIGTERM])
     assert code == 128 + signal.SIGTERM, err
     assert "SIGTERM: the ranks are not started again" in err or "SIGTERM: ending 1 rank" in err
+
+
+def test_a_rank_begins_once_its_supervisor_has_been_told_of_it():
+    """Else a rank that ends at once is taken for one that runs, by whoever asks before its warden has spoken."""
+    order, write = os.pipe()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (pid := os.fork()) == 0:
+        send = warden._send
+
+        def send_late(channel, packet):
+            if "started" in packet:
+                time.sleep(0.1)  # the warden has no CPU
+                os.write(write, b"told ")
+            send(channel, packet)
+
+        warden._send = send_late
+        ours.close()
+        warden.serve(theirs, lambda packet: (os.write(write, b"begun"), os._exit(0)))
+    theirs.close()
+    streams = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]
+    start = {"start": 0, "environ": {}, "cpus": [], "argument": "", "descriptors": [1024, 1024]}
+    socket.send_fds(ours, [json.dumps(start).encode()], streams)
+    for fd in (write, *streams):
+        os.close(fd)
+    packets = [json.loads(ours.recv(1 << 16)) for _ in range(3)]
+    assert [next(iter(packet)) for packet in packets] == ["ready", "started", "ended"]
+    ours.close()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert os.read(order, 100) == b"told begun"
+    os.close(order)
