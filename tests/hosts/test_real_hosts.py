@@ -342,7 +342,7 @@ def test_a_supervisor_that_is_stopped_is_gone_on_without(jobs, tmp_path):
 def test_a_host_whose_agent_is_stopped_says_so_and_ends(jobs, tmp_path):
     with hosts(2) as made:
         launch(jobs, made, tmp_path, "1:2")
-        agent = made[1].run("pgrep", "-P", str(jobs[1].pid), "-f", "launch.agent").strip()
+        agent = made[1].run("pgrep", "-P", str(jobs[1].pid), "-f", "launch.nodes.agent").strip()
         made[1].run("kill", "-STOP", agent)
         await_size(jobs[0], 1)
         said = jobs[1].communicate(timeout=LIMIT_S)[1]

@@ -99,7 +99,7 @@ def require_linux(what: str = "the phalanx backend", instead: str = _INSTEAD) ->
 
 _ADDRESS = re.compile(r"\s*\(phalanx explain ([a-z0-9-]+)\)")
 _ASKED = "\nphalanx why: "
-"""Begin of the last line of an error whose rank has asked why it waits; see `backend._answer`."""
+"""Begin of the last line of an error whose rank has asked why it waits; see `backend.failures.answer`."""
 
 
 def address(entry: str) -> str:

@@ -60,7 +60,7 @@ class Attempt:
         first_rank: Rank of this node's local rank 0.
         node_rank: Number of this node among ``num_nodes``.
         restart_count: 0 for the first attempt.
-        epoch: Identity of this attempt, as `checkpoint.claim.Claimant` takes it; None: it has none.
+        epoch: Identity of this attempt, as `checkpoint.disk.claim.Claimant` takes it; None: it has none.
     """
 
     world_size: int

@@ -15,7 +15,7 @@ Two sides of a cut network never both go on, because
 - a node's right to train lasts as long as the answers of the others are fresh.
 
 A process that is started anew where nodes look for the job, and reaches nobody, can't know of the others and begins a
-job of its own. What the two write is fenced by `checkpoint.claim`. When they meet, the younger one gives way: its nodes
+job of its own. What the two write is fenced by `disk.claim`. When they meet, the younger one gives way: its nodes
 begin anew, and join the other.
 """
 
