@@ -26,7 +26,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/installed $(VENV)/built
 # The part of requirements-dev.txt that building, the example and phalanx why need; all of it is installed for the other targets.
 OF_DEMO := numpy|cloudpickle|scikit-build-core|nanobind|cmake|ninja|scikit-learn|matplotlib|rich|py-spy
-SOURCES := $(wildcard csrc/*/*.cpp csrc/*/*.h) CMakeLists.txt pyproject.toml
+SOURCES := $(filter-out csrc/tests/%,$(wildcard csrc/*/*.cpp csrc/*/*.h)) CMakeLists.txt pyproject.toml
 TESTS ?= tests
 # Each minor version that pyproject.toml allows. What they must all pass is what leans most on torch's own parts.
 TORCHES := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0

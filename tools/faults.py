@@ -87,9 +87,10 @@ def faults_of(path: Path) -> list[Fault]:
 
 def chosen(folder: str, num: int, seed: int) -> list[Fault]:
     """Return random faults of the sources, or of a folder of them."""
-    sources = sorted(
-        [*REPOSITORY.glob("src/phalanx/**/*.py"), *REPOSITORY.glob("csrc/*/*.cpp"), *REPOSITORY.glob("csrc/*/*.h")]
-    )
+    core = [
+        path for path in REPOSITORY.glob("csrc/*/*") if path.suffix in (".cpp", ".h") and path.parent.name != "tests"
+    ]
+    sources = sorted([*REPOSITORY.glob("src/phalanx/**/*.py"), *core])
     within = [path for path in sources if path.is_relative_to(REPOSITORY / folder)]
     return random.Random(seed).sample(list(itertools.chain.from_iterable(map(faults_of, within))), num)
 

@@ -144,7 +144,7 @@ def count_threads(root: str = "/proc") -> int:
 def examine_warm_start(num_ranks: int, environ: Mapping[str, str]) -> list[Finding]:
     """Find out whether ``phalanx run --warm`` would fork a job from a process that is there already."""
     words = ["--warm", "--nproc-per-node", str(num_ranks), "-m", "phalanx"]
-    found = starter.preflight("run", words, environ)
+    found = starter.start_in_words("run", words, environ)
     if not found.startswith(starter.NOT_WARM):
         return [ok("warm start", f"phalanx run --warm: {found}")]
     return [note("warm start", found, "phalanx run --warm imports torch for each job")]

@@ -4,7 +4,7 @@ Each method has torch's name and arguments. A blocking call (``opts.asyncOp`` fa
 returns None; any other returns a :class:`PhalanxWork`. Ranks are those of the group.
 
 A blocking call with plain tensors is one call of the core, which inspects the tensors itself. All other calls, and all
-mistakes, go through `_arguments` and run as a `Call` with addresses.
+mistakes, go through `arguments` and run as a `Call` with addresses.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from phalanx._text import counted, duration, joined
+from phalanx._text import counted, duration, joined, plural
 from phalanx.diagnose.jobs import NO_RANK
 from phalanx.diagnose.why.activity import Activity, Call, joining_call
 
@@ -46,7 +46,7 @@ def ranks(numbers: Sequence[int]) -> str:
     shown = [str(number) for number in numbers]
     if len(shown) > 6:
         shown = [*shown[:4], f"{len(shown) - 4} more"]
-    return f"rank{'s' if len(numbers) > 1 else ''} {joined(shown)}"
+    return f"{plural(len(numbers), 'rank')} {joined(shown)}"
 
 
 def call_text(call: Call, with_site: bool = False) -> str:

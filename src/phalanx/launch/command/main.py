@@ -38,7 +38,7 @@ def _run_warm(plan: Plan, args: Sequence[str], *, is_trial: bool = False) -> str
         return f"{starter.NOT_WARM}: each rank imports torch for itself"
     environ = plan.shared_environment(_env.environment())
     return (
-        starter.preflight("run", args, environ)
+        starter.start_in_words("run", args, environ)
         if is_trial
         else starter.run_warm("run", args, environ, plan.job.head.settings)
     )

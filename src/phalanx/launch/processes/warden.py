@@ -52,7 +52,7 @@ _SUPERVISORS_SIGNALS = (
 )  # fmt: skip
 
 # What ranks share, imported once. None of it may start a thread or touch a device.
-_PRELOADED_MODULES = (
+RANK_MODULES = (
     "torch",
     "torch.distributed",
     "phalanx.backend.groups",
@@ -295,7 +295,7 @@ def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
         settings: Variables that the script sets before it imports torch.
     """
     with imports.noted({**settings, **dict.fromkeys(_env.OBEYED_BY_RANKS)}):
-        for name in _PRELOADED_MODULES:
+        for name in RANK_MODULES:
             try:
                 __import__(name)
             except BaseException as error:  # the script will meet it itself, and tell it as it would without us

@@ -32,17 +32,14 @@ from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
 from phalanx.launch.processes.ahead import relevant
 from phalanx.launch.processes.guard import Orphans, guard
-from phalanx.launch.processes.warden import children_of
+from phalanx.launch.processes.warden import RANK_MODULES, children_of
 from phalanx.launch.spawn.worker import Assignment, Function, Inherited, dumps, worker_main
 from phalanx.record.memory import BoxMemory
 from phalanx.rendezvous.launched import Notes
 from phalanx.wire.sockets import keep_paths_short
 
 # What every rank needs, imported once in the server, under its keeper. None of it may start a thread there.
-_PRELOAD = (
-    "phalanx.launch.spawn.server", "torch", "torch.distributed", "phalanx.launch.spawn.worker",
-    "phalanx.backend.groups", "phalanx.rendezvous.handler", "phalanx.session.session",
-)  # fmt: skip
+_PRELOAD = ("phalanx.launch.spawn.server", *RANK_MODULES, "phalanx.launch.spawn.worker")
 # What this process has imported, its ranks need soon: torch._dynamo by the first optimizer, and slow.
 _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
 _PRELOAD_LAST = "phalanx.launch.spawn.shared_pages"

@@ -73,7 +73,7 @@ def stand_for_server() -> str:
     return run_warm("server", sys.orig_argv, _env.environment(), passes_signals=False)
 
 
-def preflight(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
+def start_in_words(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return, as a phrase, whether a warm process would be used."""
     problem = _problem(kind, words, environ)
     if not problem:

@@ -21,6 +21,7 @@ from phalanx import _env
 from phalanx.failure.outcome import Outcome, find_culprit
 from phalanx.failure.report import first_true_failure, heads
 from phalanx.launch.processes.pages import fork_cheaply
+from phalanx.launch.processes.warden import RANK_MODULES
 from phalanx.launch.spawn.workers import Workers
 from phalanx.testing.plugin import shown
 from phalanx.testing.plugin.marks import Options, checked_sizes
@@ -29,13 +30,7 @@ from phalanx.testing.rank import Group
 from phalanx.testing.ranks import Ranks
 from phalanx.testing.verdict import verdict_of
 
-_NEEDED = (
-    "torch.distributed",
-    "phalanx.backend.groups",
-    "phalanx.rendezvous.handler",
-    "phalanx.session.session",
-    "phalanx.record.gloo",
-)
+_NEEDED = (*RANK_MODULES, "phalanx.record.gloo")
 """What every rank needs, imported once before the fork."""
 _TIMEOUT_S = 60.0
 _SHARE_OF_LIMIT = 0.8  # of pytest-timeout's, which knows nothing of ranks
