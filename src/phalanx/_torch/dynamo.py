@@ -2,9 +2,13 @@
 
 torch itself imports it wherever a compiler that may be at work must be told of something: at the first optimizer, in
 each of its steps, in methods under ``torch._disable_dynamo``. Before anything is compiled, none of that has an effect.
-So these places, and no others, get a stand-in that does nothing. Whoever else asks it for anything gets torch's own
-module, which then takes the stand-in's place for good and is told what it has missed. So does whoever uses a package
-that torch._dynamo would have imported, such as torch.distributed.nn, and has not imported it.
+So the four modules of torch that ask without need get a stand-in that does nothing. The first question of anybody else
+imports torch's own module, which takes the stand-in's place for good and is told what it has missed. The same happens
+when a program uses a package that torch._dynamo would have imported, such as torch.distributed.nn, without importing
+it.
+
+Importing it ahead, in the process that forks the ranks, was the alternative: the import would have to stay hidden from
+the script, which may set what it reads, and would still cost a second on each host. torch's own DDP really needs it.
 """
 
 from __future__ import annotations

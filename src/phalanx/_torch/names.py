@@ -1,4 +1,12 @@
-"""The table of torch's private names, and what replaces those that can be replaced."""
+"""The table of torch's private names, and what replaces those that can be replaced.
+
+Any version of torch may drop a private name. The table says for each where it is found, what it is for, and what is
+worse without it. A missing name is replaced, with a warning that says what is lost; where it can't be replaced, its
+first use raises an ImportError that names it and the installed torch.
+
+The devices of a ``cpu:phalanx,cuda:nccl`` are not told to a backend that returns a group. They come from the nearest
+`BackendConfig` in torch's frames, found by its class rather than by a variable's name.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,24 @@
 """Phalanx in the place of Gloo: every group that asks for ``gloo``, or for torch's CPU default, is phalanx's.
 
-Nothing else changes: the name, the tables that programs look into, `ProcessGroupGloo` itself. A group that phalanx
-can't make is Gloo's, and a line on stderr says why.
+``PHALANX_REPLACE=gloo`` takes effect at the end of ``import torch``, so in every process of a job and before any
+group. From torch 2.14 on, Gloo is a plugin that torch looks up by name and registers only if nobody has, so we
+register the name first. Older versions call `ProcessGroupGloo` in `_new_process_group_helper`; see `stand_in`.
+
+Nothing else changes: the name, the tables that programs look into, `ProcessGroupGloo` itself. A failure of any kind
+(an ImportError while a group is made, an unknown word, a plugin that can't be set up) prints a line on stderr, and
+torch makes its own Gloo. Installation is the last step, so nothing is ever half replaced.
+
+**A rank without the replacement** waits inside Gloo and can't be reached, but its address lies in the group's store
+under one of Gloo's keys. A rank that misses another looks there and names it. In a roll call every rank hears of it,
+since the records say who replaces Gloo.
+
+**Tensors of a GPU.** Gloo takes them in collectives, though not in messages. All ranks are present in such a
+collective, so they make a real Gloo group at the first one, after a barrier that names any rank that called something
+else. Both devices share one backend, as in torch: torch would drop a second backend of type GLOO in favour of the
+first.
+
+Every ``import torch`` runs this module where the variable is set; ``python -m bench.imports`` measures what that
+costs.
 """
 
 from __future__ import annotations

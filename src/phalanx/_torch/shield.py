@@ -1,7 +1,21 @@
 """Processes that load data for a rank do not hear the signals that ask the rank to save.
 
 A launcher, a service manager or Slurm may send a signal to every process of a job. torch takes the death of a loader's
-worker for a failure of the rank, which then has no time left to save.
+worker for a failure of the rank, which then has no time left to save. So workers, torch's own included, are shielded:
+a handler in C (``csrc/process/shield.h``) obeys only their rank, by the sender's pid, because the rank ends its
+workers by SIGTERM; once the rank is gone it obeys everybody.
+
+- **Ignoring the signals** would not do: torch and multiprocessing wait for workers that they have told to end.
+- **Blocking them** would not do either: a program that a worker starts would inherit the mask.
+- **When.** The handler is installed when a worker begins, and again after torch has installed its own. Until then,
+  which is seconds where a worker imports torch anew, the signals are blocked: the rank blocks them around
+  `Process.start`, and the mask survives fork and exec. A signal that is pending when they are unblocked still tells
+  its sender, so it is handled like any other. A program that a module starts while a worker imports it keeps them
+  blocked.
+- **Where.** Every start method passes through `Process.start`, and the worker takes its shield along as its target. No
+  variable and no plugin is needed.
+- **Python's fork server**, the default since Python 3.14, blocks the signals for good (see `forkserver`); what it
+  forks unblocks them at its start, or as a worker. A rank that ends kills workers that have not come that far.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Makes groups of phalanx where torch 2.11 to 2.13 would make Gloo's, which is no plugin there."""
+"""Makes groups of phalanx where torch 2.11 to 2.13 would make Gloo's, which is no plugin there.
+
+`_new_process_group_helper` of these versions calls `ProcessGroupGloo` by its name in the module. While that function
+runs, a stand-in lies under the name: it makes phalanx's group, and `isinstance` accepts it. Neither torch's tables nor
+the class change.
+"""
 
 from __future__ import annotations
 

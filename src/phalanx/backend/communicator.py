@@ -1,4 +1,11 @@
-"""Direct access to a group's operations, without torch's front end, dispatcher and works."""
+"""Direct access to a group's operations, without torch's front end, dispatcher and works.
+
+`run_plain` is called at once, and the usual operation where that declines: the same checks, errors and order, on the
+same group. What is left out is torch's own: its front end (2 us for an all_reduce, 5 us for a gather), options, works,
+hooks, modes and the Flight Recorder. Of the time that 4 bytes take between two ranks through ``torch.distributed``, 3
+us are ours, and 0.9 us of those go into reading torch's options (``asyncOp``, ``reduceOp``, ``timeout``). ``python -m
+bench.calls`` measures this.
+"""
 
 from __future__ import annotations
 

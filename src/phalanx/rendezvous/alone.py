@@ -1,9 +1,16 @@
 """Whether ranks have trained apart: each tells its launcher at its end, for a user who has forgotten what joins them.
 
-A rank has trained alone if an optimizer of it has stepped and nobody was met. In a group it has trained apart if an
-optimizer has stepped twice and nothing but barriers ran since the first one was made. So whoever averages by hand, now
-and then, at the end or by messages is not taken for one, and a process whose exchanges can't all be counted tells
-nothing.
+A rank without a group has trained alone if its optimizer has stepped. A rank in a group has trained apart if its
+optimizer has stepped twice and nothing but barriers ran in any group since the first optimizer was made; twice,
+because what the first step needed may have been exchanged before. The launcher warns if all its ranks note the same.
+
+**A correct program must never be warned.** A process whose exchanges can't all be counted notes nothing: one with a
+group of another backend, RPC, a GPU in use, or torch before 2.14, which has ways past Python. A single all_reduce of a
+loss is enough for silence, since evolution strategies exchange no more than that. Groups count collectives in the core
+anyway; barriers and messages are counted where Python starts them.
+
+torch calls `Optimizer.profile_hook_step` when it makes the first optimizer of a class: that is where optimizers and
+their steps are seen. A hook on optimizers would keep a Trainer from dividing the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,17 @@
 """How ranks meet before there is a group: no rank waits in silence, or for a rank that can't come.
 
-For ``phalanx run``, `phalanx.spawn`, `phalanx.init` and the phalanx backend, this replaces torch's own rendezvous,
-which waits for its timeout inside native code; every other use of torch is left alone. A line names the missing ranks.
-An error is raised only if the ranks certainly can't meet: their numbers contradict each other, or one has ended.
+torch's own rendezvous waits inside native code for its timeout, half an hour, and prints nothing. So the plugin
+registers this handler in front of torch's for ``env://``, ``tcp://`` and ``file://``. It serves ranks of ``phalanx
+run``, `phalanx.spawn` and `phalanx.init` whatever their backend, and any rank that asks for the phalanx backend. A
+handler is told neither the backend nor the line of the script, so both are read from the frames of the call. Every
+other use of torch, RPC included, is left alone, with one exception: an ``env://`` without a launcher's variables gets
+a hint on how to start ranks.
+
+**A line while in doubt, an error only when certain.** A rank 0 that imports for minutes, a pod whose name is not in
+DNS yet, ranks that train alone while others meet, and ranks that ended with exit code 0 under torchrun, which keeps no
+notes of its ranks, all look alike from outside. They get a line after 5, 15 and 45 s that names the missing ranks (see
+`patience`). These are certain, and raise: contradicting numbers, a rank that has ended (see `launched`), and something
+that answers on rank 0's port before rank 0 listens and is not a store (see `server`).
 """
 
 from __future__ import annotations

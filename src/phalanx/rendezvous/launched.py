@@ -1,7 +1,17 @@
 """What a rank knows about its launch: how many ranks there are, where they meet, and which have ended.
 
-The launcher (``phalanx run`` or `phalanx.spawn`) writes this, and ranks that wait for one another read it. The notes,
+The launcher (``phalanx run`` or `phalanx.spawn`) notes each rank that has ended, and with which exception. The notes,
 one per line, lie in memory that the launcher holds and ranks open through ``/proc``, so a full disk does not matter.
+
+**Who can't come any more.** Ranks that wait raise `RankFailed` once fewer ranks live than the world needs, provided
+that the world is the launch's own, that is, it meets where the launcher said. Elsewhere a rank may meet other
+programs, whatever numbers they give each other. Ranks that all wait for a rank 0 note that too, and so learn that none
+of them is it.
+
+A group that forms consults the notes as well, for the processes that are known to be its ranks: the roll call tells
+those of the world, and the world those of its groups. For a group that a program makes by hand over a store of its
+own, nobody is known before the ranks have said hello. An end counts only at the second look, because a rank may have
+done what others awaited just before it ended.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
 """The roll call: rank 0 waits until every rank has come to the store, then tells each that all are there.
 
-Each rank leaves a record of its identity and its call under its rank, and again under the token of the rank 0 that it
-finds; then it waits for its word. Rank 0 reads the records under its own token. Once all are there and agree, it gives
-every rank the same prefix for the keys of the group. A file or the store of torchrun's agent may hold records of an
-earlier group, attempt or run, but none of those lies under this rank 0's token. A rank that finds that the ranks can't
-meet gives the error as the word instead, and all raise it.
+Each rank leaves a record in the store (rank, world size, backend, process, line of the script), leaves it again under
+the token of the rank 0 that it finds, and waits for a word of its own. Rank 0 reads the records under its token,
+compares them, and gives every rank the same fresh prefix for the keys of the group. So two processes with one rank,
+contradicting world sizes and different backends are detected, and every rank raises the same error.
+
+**Leftovers do no harm.** A file, or the store of torchrun's agent, may hold the records of an earlier group, attempt
+or run: the agent keeps one store for all attempts, and its restart count may differ between nodes. None of these
+records lies under today's token, because the dead don't answer a new one. A rank believes the record of a rank 0 once
+it has seen that this rank 0 lives: in ``/proc`` on its own host, elsewhere by what rank 0 keeps writing. A rank that
+dies during the roll call is noticed in ``/proc`` by the ranks of its host.
 """
 
 from __future__ import annotations

@@ -3,8 +3,17 @@
 Each method has torch's name and arguments. A blocking call (``opts.asyncOp`` false) runs in the calling thread and
 returns None; any other returns a :class:`PhalanxWork`. Ranks are those of the group.
 
-A blocking call with plain tensors is one call of the core, which inspects the tensors itself. All other calls, and all
-mistakes, go through `arguments` and run as a `Call` with addresses.
+**Two ways into the core.** `run_plain` takes the tensors themselves: one native call inspects them, sees that they are
+plain, alike and disjoint, and runs the collective. Where anything is unusual (a tensor that is not plain, blocks that
+differ, an overlap, a factor, a mistake) it does nothing and says so. Then `arguments` looks closer and makes copies or
+explains the mistake, and `run` takes a `Call` (operation, dtype, count, root, reduce operation, split sizes) with
+addresses. Asynchronous calls, which must keep their tensors, calls under a profiler, and groups on several hosts take
+that second way at once; the latter offer the same `run`.
+
+**Semantics.** PREMUL_SUM multiplies in the tensor's dtype before the sum, as NCCL does. For bool, SUM and MAX are
+`or`, PRODUCT and MIN are `and`. AVG of integers truncates towards zero; AVG of bool is an error. Sparse tensors are
+summed by all_reduce, because torch's DistributedDataParallel needs that for embeddings; every other operation refuses
+them.
 """
 
 from __future__ import annotations

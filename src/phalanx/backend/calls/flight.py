@@ -1,4 +1,11 @@
-"""Running operations: keeps them until they are over, joins several into one, and reports them to the profiler."""
+"""Running operations: keeps them until they are over, joins several into one, and reports them to the profiler.
+
+**Memory of an operation that starts.** The core works on addresses in a thread of its own, so the tensors must live
+until the operation is over: the handle keeps them, and `Flight` keeps the handle. Until the handle exists, the calling
+frame keeps them, and nothing may fail there: whatever is needed of the core is taken before the start, since another
+thread may leave the group meanwhile. If a signal handler raises at that point, the tensors stay with `Flight` until
+the group is left (`keep_after`).
+"""
 
 from __future__ import annotations
 

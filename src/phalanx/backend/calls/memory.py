@@ -1,9 +1,11 @@
 """Where the core reads and writes: in a call's tensors if they are plain, else in copies.
 
-A plain tensor is dense (`phalanx._torch.tensors`) and in one piece.
+A plain tensor is dense (`phalanx._torch.tensors`) and in one piece. ``csrc/python/tensors.h`` says how the core tests
+that in 0.45 us.
 
 This module also decides, for all operations, what overlapping tensors mean: inputs are read before outputs are
-written, and outputs are written in the order of their list. Gloo does the same wherever it defines a result.
+written, and outputs are written in the order of their list. Gloo does the same wherever it defines a result. Copies
+are made only where ranges meet, so a usual call pays one comparison of addresses in the core.
 """
 
 from __future__ import annotations

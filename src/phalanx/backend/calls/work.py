@@ -1,4 +1,9 @@
-"""Handles of running operations, and the threads that fulfil their futures."""
+"""Handles of running operations, and the threads that fulfil their futures.
+
+A handle drops what it came from once the operation is over or the group has been left, and keeps the outcome alone, so
+a forgotten handle keeps no group alive. The threads that fulfil futures end with the last group. How such threads
+survive the end of the interpreter is explained in ``csrc/process/parking.h``.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Asks ``phalanx why`` about a wait that lasts: in a process of its own, while this rank goes on waiting.
 
-What it answers is printed below the report of the stall, noted in the black box, and stands in the error if the wait
-then times out. Without py-spy, or the permission to look into other ranks, nothing is added.
+The answer is printed below the report of the stall, noted in the black box, and becomes part of the error if the wait
+then times out. The report does not wait for it. The lowest waiting rank asks for all, once per operation. Without
+py-spy, or without permission to look into other ranks, nothing is added.
 """
 
 from __future__ import annotations

@@ -1,9 +1,16 @@
 """The group of ranks on several hosts. To `Operations` it looks like a group of the core.
 
-Every wait ends by the deadline of its call. An engine may never finish an operation that a lost connection has
-interrupted, so the caller's thread never waits inside it for long: `_look` runs between slices of waiting and raises
-once the group has ended or the call is late. Waits that can't be sliced run on a thread that may be left behind. The
-core's waits keep the same deadline themselves.
+**Every wait ends by the deadline of its call, whatever else happens.** An engine may never finish an operation that a
+lost connection has interrupted. Gloo has no abort that ends a wait: its operations end when a connection does, or at
+its timeout, after which its pairs are unusable; and a receive that is interrupted in the middle never ends, because
+the pair has taken it off its lists and reports no error to it. So the caller's thread waits in slices of 0.1 s, and
+`_look` runs between them and raises once the group has ended or the call is late. Waits that can't be sliced, such as
+those for messages, run on a thread that may be left behind. What no thread waits for, such as a receive whose future
+is asked for, is failed by whoever ends the group. The core's waits keep the same deadline themselves.
+
+**The memory of an asynchronous call lives as long as its engine may use it**, even if the call was declared over and
+its group left: a task keeps its tensors, and the thread inside the engine keeps the task. Memory is released once the
+engine has closed its end of each connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Connects the hosts of a new group: finds each rank's address, checks that all are reachable, starts the engine."""
+"""Connects the hosts of a new group: finds each rank's address, checks that all are reachable, starts the engine.
+
+A rank listens where the route to the master leaves, or on the interface that GLOO_SOCKET_IFNAME names. Gloo by itself
+would resolve the host's own name, which on Debian is 127.0.1.1. Loopback between hosts is refused, and the error names
+the address to use instead.
+"""
 
 from __future__ import annotations
 

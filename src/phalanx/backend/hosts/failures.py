@@ -1,9 +1,22 @@
-"""How a group on several hosts ends: with one verdict, the same on every rank.
+"""How a group on several hosts ends: with one shared failure, the same on every rank.
 
-The first rank that meets a failure writes the verdict into the group's store, ends the core group on its host and
-closes its connections. That wakes the watchers of the other ranks, which read the verdict. If there is none, because a
-whole host has vanished, the ranks whose connections have ended are the culprits. If the store is gone with the rank
-that served it, the verdict goes to the other ranks' mailboxes.
+The first rank that meets a failure writes it into the group's store unless one is there (``compare_set``), ends the
+core group on its host and closes its connections. That wakes the watchers of the other ranks, threads that sleep in
+``poll`` even while the rank computes. They read the failure and end the group; the rank raises it at its next
+operation, which it names in front. If there is none, because a whole host has vanished, the ranks whose connections
+have ended are the culprits. Rank 0, which may serve the store, stays half a second for the others to read. If the
+store is gone with the rank that served it, the failure goes to the other ranks' mailboxes (see `mailbox`).
+
+**Stalls and timeouts** are reported by the call that the user made. A rank that has waited in a call for a second says
+so in the group's store, and whichever rank has not is missing, on this host or another. The core's own reports know
+one host and the steps of a call, so only those about messages are shown.
+
+**Nothing is left after the last group.** A rank that leaves ends its threads and releases the engine, the connections
+and the memory itself, whatever still refers to the group: a traceback holds frames, and frames hold everything. This
+holds for failed groups too. Only a busy engine can't be destroyed, since its destructor would wait: for a call in
+another thread, or for a receive that a lost connection has interrupted, which Gloo ends at its deadline, or never if
+it was a message. Such a group is looked at again when the next one is left. torch keeps its TCPStore as long as any
+group of it is referenced, and libuv, which implements the store, keeps one pipe for the process.
 """
 
 from __future__ import annotations

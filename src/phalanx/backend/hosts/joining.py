@@ -1,4 +1,10 @@
-"""How a group forms: ranks say hello in the store, those of one host map one segment, and a bridge joins hosts."""
+"""How a group forms: ranks say hello in the store, those of one host map one segment, and a bridge joins hosts.
+
+Which ranks share a host is at first only a proposal by their hellos. The first rank of each supposed host offers a
+segment, and whoever maps it has proved to be there. A process of another user or in another network namespace can't,
+and becomes a host of its own. A segment file that is too short for its contents, or that may still shrink, is refused
+before it is touched.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,23 @@
 """Watches the connections between hosts from outside the engine that opened them.
 
-A process that computes for an hour or is stopped in a debugger is alive, and its kernel shows it: the kernel
-acknowledges data, and answers probes of idle connections and of those whose reader takes nothing. A host that has lost
-power or its cable answers nothing. TCP_USER_TIMEOUT can't tell the two apart: it ends a connection whose reader takes
-nothing even if each probe is answered.
+**No heartbeats of ours.** A thread that sent them would be stopped with its process, delayed by the interpreter's
+lock, or would keep sending while the rank is deadlocked. A process that computes for an hour or is stopped in a
+debugger is alive, and its kernel shows it: the kernel acknowledges data, and answers probes of idle connections and of
+those whose reader takes nothing. So idle connections have the kernel's keepalive, and the watcher looks at all of them
+with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host is silent once its kernel has owed an answer for that
+long: data sent after its last acknowledgement, or two probes, are unanswered. (One probe may be: a kernel answers at
+most two a second.)
+
+So a host that lost power or its cable is noticed although nothing is sent. A busy host never is, nor one whose ranks
+are stopped and whose kernel answers each probe that its buffer is full; TCP_USER_TIMEOUT can't tell the two apart. A
+virtual machine that is paused whole counts as lost, since its kernel does not answer. A process that dies has its
+connections closed by its kernel at once.
+
+**Gloo's sockets are closed from outside**, since Gloo offers no way to end a wait (see `bridged`). The sockets that it
+opened while it connected are found by their inodes, duplicated, identified by the addresses at their ends, watched,
+and shut down to end a group. They are also made to close at ``exec``, or a program that a rank has started would hold
+the connections of the rank after its death. MPI can't end a wait at all: there the watcher asks the store for a
+failure every 0.2 s, and so does each slice of waiting.
 """
 
 from __future__ import annotations

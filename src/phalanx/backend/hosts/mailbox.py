@@ -1,7 +1,14 @@
 """Mail between ranks: that one has left, or what ended the group if the store is gone with the rank that served it.
 
-Each rank listens without reading: the kernel keeps messages until this rank itself meets a failure. Mailboxes also
-test whether ranks reach each other before the engine connects them, because the engine can't fail cleanly.
+The store goes with the process that serves it, which is often rank 0 itself. So each rank listens on a socket without
+reading: the kernel keeps messages until this rank itself meets a failure. Failures go there when the store is gone,
+and so do the notes of ranks that leave in order, so that the end of their connections is not taken for a death.
+
+Before the engine connects, each rank also posts a first message to the mailbox of every rank on another host, and all
+tell each other whom they could not reach. So a closed port is named with both its ends, on every rank, in the time
+that the meeting takes. And Gloo never gives up on a rank that is merely late: its listener still knows a pair that it
+has freed, and the late connection would end the process with SIGSEGV (gdb: ``Pair::connectCallback`` under
+``Listener::haveConnection``).
 
 Anybody on the network can connect. So over its lifetime a mailbox waits one second for strangers, keeps only a few of
 their connections, and stops reading as soon as the token is wrong.

@@ -1,11 +1,24 @@
 """How the ranks of a new group exchange what they need to know: through the group's store, with a deadline.
 
-A store may hold what an earlier group, an attempt or another run has left, and none of that may be believed. So each
-rank has a fresh token, which it leaves with its hello. The ranks answer the token of the rank 0 that they find, and
-rank 0 takes those alone that answer its own. All keys from then on lie under its token: first the list of all hellos,
-in which each rank looks for its own token before it believes the rest.
+**Only today's ranks count.** A store may hold what an earlier group, an attempt or another run has left: a `TCPStore`
+that a script keeps, a file, the store of torchrun's agent. So each rank has a fresh token, which it leaves with its
+hello. It answers the token of the rank 0 that it finds, and looks every 0.1 s whether another one has come. Rank 0
+accepts only hellos that answer its own token, and writes the list of them under it. A rank that finds its own token in
+that list believes the rest. From then on all keys of the group lie under rank 0's token, including those that Gloo, a
+split or a breakpoint leaves. A hello that nobody may answer any more is taken back. No clock, pid or restart count is
+consulted, because the dead answer nothing. On two cores, two ranks join as fast as without tokens, and eight take up
+to 3.6 ms longer, of 12 ms.
 
-A rank that can't join says why, and all ranks that wait for it raise that at once.
+**What a hello holds.** Kernel, network and host name, process, torch version, and the segments that the rank maps.
+Rank 0 returns all of it to all ranks, so everybody decides from the same facts. Hosts are ordered by their first rank,
+which fixes every order that follows.
+
+**A rank that can't join says why.** Whatever a rank fails with between its hello and the end of the join, such as a
+denied system call, a limit or a setting out of range, it writes into the group's store. Every rank that waits (for the
+store, the segment or the join) looks there every 0.1 s and raises the same. If a rank fails before there is a list, it
+tells every rank that is there under that rank's token, and waits up to a second for those about to come. The hello
+also tells pid and start time, so a rank that dies before it has joined is named on its host; it counts as dead at the
+second look, because between the looks the others check what it did last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """What a rank exchanges with the ranks of other hosts during one collective.
 
-First, the ranks of a rail tell each other which call they are in, in slots of fixed size that also carry short
-messages. Longer messages travel separately under a tag derived from the call: if calls differ, no message meets a
-receive, and nothing is misread.
+The first exchange of a call carries its fingerprint (number, operation, dtype, count, reduction, root) and up to 1280
+bytes of the message: together one Ethernet packet. So a small message costs one exchange, and a rank that called
+something else learns of it before a byte is misread. It writes its call into the store, and all ranks raise the same
+table. Longer messages travel separately under a tag derived from the call: if calls differ, no message meets a
+receive.
 """
 
 from __future__ import annotations

@@ -4,10 +4,16 @@ torch has two entrances. Python callers (``dist.all_reduce``) go to the ``Proces
 and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that is registered on it.
 
 torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands in front of it because torch wraps
-the Work that a Python backend returns in one that answers neither ``is_completed()`` nor ``_source_rank()``: the group
-hands out the real one, and takes a shorter way where nobody listens.
-Older torch: a Python class can only be a ``ProcessGroup``. :class:`PhalanxGroup` runs the operations itself, and an
-inner Gloo backend serves those who ask for one (FSDP2, DCP) and the few C++ calls that cannot reach Python.
+the Work that a Python backend returns in one whose ``is_completed()`` is always false and whose ``_source_rank()``
+raises, so ``dist.recv()`` from any source could not work. The group hands out the real Work, and saves some 5 us where
+nobody listens (no hook, profiler, dispatch mode or debug wrapper). Older torch: a Python class can only be a
+``ProcessGroup``. :class:`PhalanxGroup` runs the operations itself, and an inner Gloo backend serves those who ask for
+one (FSDP2, DCP) and the few C++ calls that cannot reach Python.
+
+The Flight Recorder records only when it is asked to (``TORCH_FR_BUFFER_SIZE`` is set). torch 2.15 turns it on by
+default, which costs a Python backend about 10 us per operation; the black box holds the same facts.
+
+Before torch 2.14 `dist.monitored_barrier` refuses every backend that is not named gloo, so it is wrapped there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""What torch and programs find where they look for Gloo: its class, name and options, and itself for other devices."""
+"""What torch and programs find where they look for Gloo: its class, name and options, and itself for other devices.
+
+A group that replaces Gloo is an ordinary group that also knows the backend name that programs see and the devices that
+it takes. Python and profilers are told that name. C++ is told ``phalanx``, because the logger of torch's DDP casts a
+backend named gloo to the C++ `ProcessGroupGloo` and reads its members.
+
+From torch 2.14 on, `GlooShaped` has a ``__class__`` that is `ProcessGroupGloo`: `isinstance` says yes, while pybind11
+looks at the real type. Its options are Gloo's. Before 2.14 the group contains a real Gloo anyway.
+"""
 
 from __future__ import annotations
 
