@@ -1,4 +1,14 @@
 // A group's control block in shared memory: membership, arrival, liveness, and the wait that watches them all.
+//
+// Every wait ends: by its condition, by a peer's death (its pidfd, looked at every 50 ms), by a mismatch, by the
+// failure that a peer has published on the board, by Ctrl-C, or by the deadline. The first rank that knows publishes
+// the failure with its culprit, so all survivors name the same one although victims die too. It holds the kind, the
+// culprit and the rank that reports it; each rank adds what it sees itself. A group that has ended says so at every
+// later call.
+//
+// After 10 s (PHALANX_STALL_S) a waiting rank prints who is missing and where each rank stands; again after 30 s, then
+// every 60 s, and only the lowest waiting rank, since a report that scrolls by hides the answer. Native threads print
+// these reports through Python too; they stop before the interpreter ends, where they would never get its lock.
 #pragma once
 
 #include <sched.h>

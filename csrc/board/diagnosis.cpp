@@ -1,4 +1,9 @@
 // What is wrong where a wait does not end: who is dead, who is late, who called something else, what a peer says.
+//
+// Deadlock: each rank publishes the rank that its only message in flight is from or to, and a rank that waits follows
+// these around the group. A circle counts only if no message in it is on its way, because what a stopped rank says of
+// itself may be old. Collectives, and threads that may yet send, are never part of a circle. A rank that makes a group
+// alone says so on the boards of its other groups.
 #include "board/board.h"
 
 #include <chrono>

@@ -1,4 +1,8 @@
 // Whose turn it is: a group runs one collective at a time, in whatever thread called it.
+//
+// Waiting for the turn is a wait like any other: it looks at signals, the deadline and the group's end. A signal
+// handler that has interrupted a collective can't have the turn until that collective returns, and the ranks could not
+// agree on an order. So it gets GroupUnusable at once.
 #pragma once
 
 #include <pthread.h>

@@ -1,9 +1,30 @@
-// The course that collectives share: every rank stages blocks, meets the others, and consumes theirs. By size:
-//   inline    up to 48 bytes: the data travels in the line that peers wait for;
-//   one-shot  up to kStageBytes: data is staged before the muster and read right after it, one synchronisation in all;
-//   chunked   above: chunks flow through small mailboxes that stay in the caches, several in flight.
+// The algorithm that collectives share: every rank stages its blocks, meets the others, and consumes theirs.
+//
+// 1. Each rank writes what it calls (operation, dtype, count, root, reduce operation) into its line on the board and
+//    waits for everybody's line. The comparison is the mismatch check; it costs nothing, since the data is in the
+//    cache line that the rank waits for anyway. Afterwards, every rank is known to have left the previous collective.
+//    See muster.cpp.
+// 2. By size:
+//     inline    up to 48 bytes: the data travels in the line that peers wait for;
+//     one-shot  up to kStageBytes: data is staged before the ranks meet and read right after, one synchronisation in all;
+//     chunked   above: chunks flow through small mailboxes that stay in the caches, several in flight.
+//
 // Stages and lines alternate by parity of the sequence number: a rank can be at most one collective ahead, so what it
-// writes before the muster does not touch what slower peers still read. Mailboxes are written only after the muster.
+// writes before the ranks meet does not touch what slower peers still read. Mailboxes are written only after they have
+// met.
+//
+// all_reduce of three or more ranks is a reduce-scatter and an all-gather per chunk (all_reduce.cpp). All other
+// collectives, and all_reduce of two ranks, share one loop of "stage, wait, consume". Large blocks that only move are
+// not staged at all (move.cpp).
+//
+// The same bits on every rank and in every run: each element is reduced in rank order, in one pass over all inputs,
+// whatever the algorithm. Halves accumulate in float32. The kernels are built without fused multiply-add, so the bits
+// do not depend on the processor either.
+//
+// Lists whose blocks differ in size between ranks (all_gather, reduce_scatter; NCCL's _v forms) show all sizes in the
+// stages first, so that ranks that disagree learn which size it is. Then they flow in chunks, as many as the largest
+// block needs. A message may lie in several pieces (average_coalesced): chunks are filled from them and reduced into
+// them.
 #pragma once
 
 #include <algorithm>

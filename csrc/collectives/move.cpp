@@ -1,5 +1,12 @@
-// Collectives that only move data. Each rank says what it gives to each rank and takes from each; small blocks go through
-// the stages, large ones are read where they lie (cross memory attach) or, where that is not permitted, go in chunks.
+// Collectives that only move data (broadcast, all_gather, gather, scatter, all_to_all). Each rank says what it gives
+// to each rank and takes from each. Small blocks go through the stages.
+//
+// Blocks of 32 KiB and more are read where they lie. Each rank publishes before the ranks meet where its blocks lie,
+// and its peers copy them from there with process_vm_readv, once instead of twice. Nobody returns before all have
+// read. Where one rank could not read (another pid namespace, a seccomp filter, Yama's ptrace_scope, memory of a
+// device, a call in place), all learn so at that point, and the blocks go in chunks instead. A peer that is
+// interrupted publishes the group's failure before it touches its memory again, so a rank that has read looks at the
+// failure last.
 #include <sys/uio.h>
 
 #include <algorithm>

@@ -1,5 +1,6 @@
-// The order of a group's collectives: one at a time, in the thread of their caller or on the group's native thread, which
-// runs asynchronous ones in the order of their calls, without the GIL.
+// The order of a group's collectives: one at a time, in the thread of their caller or on the group's native thread,
+// which runs asynchronous ones in the order of their calls, without the GIL. If that thread is still asleep, the first
+// waiter runs the operation itself.
 #pragma once
 
 #include <atomic>

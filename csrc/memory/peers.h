@@ -1,4 +1,12 @@
 // Liveness of the processes of a job, and the CPUs that they may use.
+//
+// Each process watches another by one pidfd for all groups that they share, because descriptors are few. Where a
+// sandbox or an old kernel gives no pidfd, /proc tells (state and start time), and the rank says so once. What can't
+// be learned, because /proc is unreadable or descriptors have run out, is not taken for a death. On one host, a rank
+// that calls exec keeps its pid and its pidfd; its peers notice by the place of its stack in /proc, which is new.
+//
+// How a process ended is told by /proc while it is a zombie, and by its pidfd afterwards (Linux 6.15 and newer). On
+// older kernels, a rank whose exit status its parent has already collected is reported as dead without one.
 #pragma once
 
 #include <atomic>

@@ -2,10 +2,15 @@
 //
 // A box is one range of a file that nobody else writes: a header, a ring of events, and the texts that events name by
 // number. Whoever may open the file reads it while the rank runs, after `kill -9`, and on another day.
-//   BoxHeader, one page | Event[kEvents] | texts: records of a 4-byte length and UTF-8 bytes, kTextBytes in all
-// An event is published by a RELEASE store of its number; the number is kBeingWritten while the slot is rewritten, and one
-// thread at a time rewrites it. Texts are only added: their count is released after their bytes.
+//     BoxHeader, one page | Event[kEvents] | texts: records of a 4-byte length and UTF-8 bytes, kTextBytes in all
 // src/phalanx/record/box.py reads all this.
+//
+// Never torn. A writer marks the slot (kBeingWritten), writes, and publishes the event by a RELEASE store of its
+// number; a reader of a running rank accepts an event if two looks agree. A thread that was stopped for a whole round
+// finds a newer event in its slot and leaves it. An end that comes a round late lies before the beginning of the event
+// that it hits, so readers ignore it. The mark is a compare-and-exchange, so that a thread stopped just before it
+// can't mark a newer event; it costs 0.5 to 1.5 ns of an event's 21. Texts are only added: their count is released
+// after their bytes.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,18 @@
 // One unnamed memfd segment per job and host, its creation, hand-over and mapping.
+//
+// Groups made later live in the segment that their members share. Nothing has a name, so nothing is left after SIGKILL
+// of all ranks, and the size of /dev/shm does not matter. Pages are allocated before they are used: a shortage is
+// OutOfSharedMemory instead of a SIGBUS. A group of n ranks uses
+//
+//     board      always                                           about 1 KiB x n + 8 x n^2
+//     stages     always                                           128 KiB x n
+//     mailboxes  after the first message above 64 KiB             384 KiB x n
+//     channel    after the first message from one rank to another 264 KiB per pair and direction
+//
+// and releases all of it when its last rank leaves: 1.0 MiB for two ranks, channels aside. Memory comes and goes by
+// whole regions (fallocate with and without PUNCH_HOLE); offsets are never reused. fallocate takes pages of the
+// caller's NUMA node, so a rank on another node replaces those of its own stages and mailbox before it uses them. A
+// channel is allocated by its sender.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,7 @@
 // CLOCK_MONOTONIC, from the processor's counter: half the time of clock_gettime(), for a stamp on every event.
+//
+// Two readings of the clock are a large part of an event: clock_gettime takes 23 ns at best, the counter 10. The box
+// holds nanoseconds, so readers convert nothing. The rate is learnt in the first 10 ms.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,11 @@
 // Puts functions of ours in the place of others' where a loaded library calls them.
+//
+// posix_memalign and free are replaced in the table through which torch's libc10.so calls them. With those two torch
+// allocates and frees a tensor on the CPU, so no pointer of the pool reaches another allocator; smaller blocks and
+// those of other libraries stay glibc's. Nothing of torch is linked, and if its library is not laid out as expected,
+// nothing is done. Which library allocates is asked of the dynamic loader (dladdr), which needs no /proc. It needs no
+// environment variable, and works alike in a forked rank, in one that executes the command (at the end of import
+// torch), under phalanx.spawn, and in a process that calls phalanx.tune_process().
 #pragma once
 
 #include <span>

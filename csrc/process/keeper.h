@@ -1,4 +1,11 @@
 // Keeps the large blocks that torch frees, as long as there is room for them.
+//
+// Every process looks at the host and at each cgroup with a limit above it, version 1 or 2: before its pool grows by
+// more than an eighth of what was left at the last look, and in a thread that wakes every 0.05 to 0.5 s, more often
+// the less is left, because an idle rank may keep what another one needs. When less is left than an eighth of a limit,
+// or than the process keeps (512 MiB at most), it gives everything back and leaves all further blocks to glibc. A
+// limit or usage file that exists and can't be read counts as a limit that is near. memory.high counts like
+// memory.max. The thread starts with the first large block.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,18 @@
 // Threads that come back to Python when it has begun to end.
+//
+// Native threads, daemon threads and the threads of futures run while the interpreter ends, and after it, while the
+// process destroys its statics. Four rules keep the script's own exit code:
+//
+// 1. What native threads share is never Python's. The core owns the queue of finished operations (Completions), and a
+//    thread that drops the last reference needs no GIL.
+// 2. What they read and write stays. An atexit function gives each group one reference too many, with its running
+//    operations and their tensors; statics of the core are leaked.
+// 3. A thread that came from Python takes the GIL by the state that it had (WithoutGil). PyGILState_Ensure() looks for
+//    one, and reads freed memory once the interpreter is gone.
+// 4. A thread that comes too late waits for the end of the process, see below. For CPython before 3.14 the core
+//    replaces the call that would end it (see interpose.h), which also helps Gloo's own threads wherever the core is
+//    loaded. Catching the unwinding in our frames would leave out those of torch, through which a callback or a loop
+//    over dist.recv comes back.
 #pragma once
 
 namespace phalanx {

@@ -1,5 +1,14 @@
-// Where the elements of a tensor lie, asked of torch through the C functions that it offers to DLPack's consumers: no
-// library of torch's is linked. Needs the GIL.
+// Where the elements of a tensor lie, asked of torch through the C functions that it offers to DLPack's consumers
+// (torch.Tensor.__dlpack_c_exchange_api__): no library of torch's is linked, so a wheel outlives torch's versions.
+// Needs the GIL.
+//
+// The direct way into the core trusts addresses, so it asks first whether a tensor is plain: its class is torch's own,
+// its layout strided, its device the CPU, its elements in one piece, its dtype one that the core computes with; it is
+// neither a negative nor a conjugate view; it has an address, which tensors wrapped by torch.func or functionalization
+// lack; and its storage, which may have been resized under it, holds all elements. That takes 0.45 us per tensor.
+// Calls that come another way look at the dispatch keys: those of a dense CPU tensor and no others. Anything else goes
+// to torch's dispatcher, which unwraps it and comes back with plain tensors, or refuses. Before torch 2.14 it would
+// end up in Gloo, so there such tensors are refused.
 #pragma once
 
 #include <Python.h>
