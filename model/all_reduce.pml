@@ -1,5 +1,5 @@
 /* Collectives::Pipeline: stage chunk c + 1, reduce c, collect c - 1, with SLOTS slots of each kind.
- * Two all_reduces follow each other, with the muster between them, so that the second begins in mid-ring. */
+ * Two all_reduces follow each other, with the arrival between them, so that the second begins in mid-ring. */
 #ifndef SLOTS
 #define SLOTS 3
 #endif
@@ -38,7 +38,7 @@ active [N] proctype rank() {
   byte me = _pid - N, seq = 1, heard, wanted, k = 1, first = 1, last = CHUNKS;
   do
   :: seq <= 2 && first <= last ->
-     MUSTER;
+     ARRIVE;
      STAGE_ONE(k);
      do
      :: k <= last ->

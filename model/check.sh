@@ -33,15 +33,15 @@ check() {  # check NAME EXPECTED [-DSETTING...]
 }
 
 # As built.
-check muster ok -DN=2 -DROUNDS=4
-check muster ok -DN=3
+check arrival ok -DN=2 -DROUNDS=4
+check arrival ok -DN=3
 check all_reduce ok -DN=2
 check all_reduce ok -DN=3 -DSPINNING
 check exchange ok -DN=2 -DFLOW=0
 check exchange ok -DN=2 -DFLOW=1
 check exchange ok -DN=2 -DFLOW=2
 # As ARM may reorder the stores.
-check muster ok -DN=2 -DROUNDS=4 -DWEAK
+check arrival ok -DN=2 -DROUNDS=4 -DWEAK
 check all_reduce ok -DN=2 -DWEAK
 for flow in 0 1 2; do
   check exchange ok -DN=2 -DFLOW=$flow -DWEAK
@@ -52,9 +52,9 @@ check agreement ok -DMEMBERS=3 -DCUTS=0
 if [ "$short" != --short ]; then
   check agreement ok -DMEMBERS=2 -DNODES=3  # the third is started when one has died
   check agreement ok -DMEMBERS=3 -DCUTS=1 -DFOR_EVER  # any cable, in one direction or both, and one death
-  check muster ok -DN=3 -DWEAK
+  check arrival ok -DN=3 -DWEAK
   check all_reduce ok -DN=3 -DSPINNING -DWEAK
-  check muster ok -DN=3 -DROUNDS=4
+  check arrival ok -DN=3 -DROUNDS=4
   check all_reduce ok -DN=2 -DCHUNKS=6 -DMORE_CHUNKS=4
   check all_reduce ok -DN=3 -DCHUNKS=2 -DMORE_CHUNKS=1
   check all_reduce ok -DN=3 -DSPINNING -DCHUNKS=6 -DMORE_CHUNKS=4
@@ -65,16 +65,16 @@ if [ "$short" != --short ]; then
 fi
 
 # Broken on purpose: the models can fail.
-check muster deadlock -DN=2 -DNO_FENCE            # a look at the sleepers that passes the store loses a wake-up
+check arrival deadlock -DN=2 -DNO_FENCE            # a look at the sleepers that passes the store loses a wake-up
 check all_reduce deadlock -DN=2 -DNO_FENCE        # (in the exchange a later wake-up makes up for each that is lost)
-for model in muster all_reduce exchange; do
+for model in arrival all_reduce exchange; do
   check $model deadlock -DN=3 -DNO_LAST           # rank 0 alone rings, last or not
 done
-check muster overwritten -DN=2 -DLINES=1          # one line and stage instead of two
+check arrival overwritten -DN=2 -DLINES=1          # one line and stage instead of two
 check all_reduce overwritten -DN=2 -DSLOTS=2      # two slots instead of three
 check all_reduce overwritten -DN=3 -DSPINNING -DSLOTS=2
 check exchange overwritten -DN=2 -DFLOW=1 -DLAG=7 # waits for the readers of one chunk too far back
-for model in muster all_reduce exchange; do
+for model in arrival all_reduce exchange; do
   check $model overwritten -DN=2 -DWEAK -DNO_RELEASE  # a flag overtakes the data that it tells of
 done
 for rule in SILENT_ARE_DEAD NO_VOTES HALF_IS_ENOUGH OLD_VOTES LONG_VOTES NOT_SHOWN NEW_LINKS_ARE_FRESH; do

@@ -1,4 +1,4 @@
-/* What the models share: flags that reach memory late, the bell that sleepers sleep on, and the muster.
+/* What the models share: flags that reach memory late, the bell that sleepers sleep on, and the arrival.
  *
  * SPIN interleaves as if memory were sequentially consistent. What the protocol must survive is that a flag is stored,
  * something else is loaded, and the store becomes visible only then. So a rank's flag store lies in a buffer of one
@@ -116,7 +116,7 @@ end:
   FENCE; \
   RING_SLEEPERS(all)
 
-/* Board::await() with sleep_on(), whose sleep ends by the bell alone: a wake-up that is lost is a deadlock here. */
+/* ControlBlock::await() with sleep_on(), whose sleep ends by the bell alone: a wake-up that is lost is a deadlock here. */
 #define AWAIT(all) \
   do \
   :: all -> break \
@@ -131,15 +131,15 @@ end:
   od
 #endif
 
-/* Collectives::muster(): like PUBLISH, with a look at the others between the store and the fence. Who finds all here in
+/* Collectives::arrive(): like PUBLISH, with a look at the others between the store and the fence. Who finds all here in
  * that look rings if there are sleepers, and waits for nobody. */
 #define HERE(r)  (seen(LINE(r, seq)) == seq)
 #ifdef SPINNING
-#define MUSTER \
+#define ARRIVE \
   PUBLISH(LINE(me, seq), seq, EVERY(HERE)); \
   AWAIT(EVERY(HERE))
 #else
-#define MUSTER \
+#define ARRIVE \
   STORE_FLAG(LINE(me, seq), seq); \
   if \
   :: EVERY(HERE) -> FENCE; RING_SLEEPERS(true) \

@@ -366,16 +366,16 @@ def tell(used_mib, cache_mib):
             file.write(text)
         os.rename(name + ".new", name)
 tell(1000, 0)
-assert _core.keep_blocks(1 << 36, False, [(4000 << 20, "memory.current", "memory.stat", "inactive_file")])
+assert _core.start_block_pool(1 << 36, False, [(4000 << 20, "memory.current", "memory.stat", "inactive_file")])
 block = torch.ones(128 << 20)
 del block
-keeps, _, _, unused = _core.kept()
+keeps, _, _, unused = _core.block_pool()
 assert keeps and unused == 512 << 20
 HAPPENS
 deadline = time.monotonic() + 2
-while _core.kept()[0] and time.monotonic() < deadline:
+while _core.block_pool()[0] and time.monotonic() < deadline:
     time.sleep(0.02)
-print("PROBE " + json.dumps([_core.kept()[1], _core.kept()[3] >> 20]))
+print("PROBE " + json.dumps([_core.block_pool()[1], _core.block_pool()[3] >> 20]))
 """
 
 

@@ -41,8 +41,8 @@ class Collectives::Pipeline {
         items_(items),
         reduce_(reduce),
         squares_(squares),
-        size_(static_cast<std::size_t>(group.board_.size())),
-        me_(static_cast<std::size_t>(group.board_.rank())) {
+        size_(static_cast<std::size_t>(group.control_.size())),
+        me_(static_cast<std::size_t>(group.control_.rank())) {
     // Four chunks at least, so that there is a pipeline; no part smaller than a page if that can be.
     const std::size_t chunk_bytes =
         std::min(group.tuning.chunk_bytes, std::max(align_up(items.bytes() / 4, kPage), kPage * size_));
@@ -148,7 +148,7 @@ class Collectives::Pipeline {
 double Collectives::all_reduce(const Context& context, std::span<const Piece> pieces, Items items,
                                Reduction reduction, SquaresFn squares) {
   Wait wait = begin(context, make_call(Op::kAllReduce, items, -1, reduction.code));
-  sources_.resize(static_cast<std::size_t>(board_.size()));
+  sources_.resize(static_cast<std::size_t>(control_.size()));
   pieces_.assign(pieces, items.item_bytes);
   const std::size_t bytes = items.bytes(), item = items.item_bytes;
   double sum = 0;
@@ -159,21 +159,21 @@ double Collectives::all_reduce(const Context& context, std::span<const Piece> pi
   };
   auto consume = [&](auto area_of, std::size_t lo, std::size_t len) {
     pieces_.visit(lo / item, len / item, [&](const Piece& piece, std::size_t offset, std::size_t done, std::size_t m) {
-      for (int r = 0; r < board_.size(); ++r)
-        sources_[r] = r == board_.rank() ? at(piece.in, offset) : area_of(r) + done * item;
-      reduce_anywhere(reduction.apply, dtype_of(items), at(piece.out, offset), sources_.data(), board_.size(), m);
+      for (int r = 0; r < control_.size(); ++r)
+        sources_[r] = r == control_.rank() ? at(piece.in, offset) : area_of(r) + done * item;
+      reduce_anywhere(reduction.apply, dtype_of(items), at(piece.out, offset), sources_.data(), control_.size(), m);
       if (squares != nullptr && piece.squared)
         sum += squares_anywhere(squares, dtype_of(items), at(piece.out, offset), m);
     });
   };
   if (bytes <= kInlineBytes || bytes <= std::min(tuning.one_shot_bytes, kStageBytes)) {
-    stage(area(board_.rank(), bytes), 0, bytes);
-    muster(wait);
+    stage(area(control_.rank(), bytes), 0, bytes);
+    arrive(wait);
     consume([&](int r) { return area(r, bytes); }, 0, bytes);
     return sum;
   }
-  muster(wait);
-  if (board_.size() != 2) {
+  arrive(wait);
+  if (control_.size() != 2) {
     ensure_mailboxes(wait);
     return Pipeline(*this, items, reduction.apply, squares).run(wait);
   }

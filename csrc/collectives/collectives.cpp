@@ -23,24 +23,24 @@ void Collectives::barrier(const Context& context, Op op) {
   Call call;
   call.op = op;
   Wait wait = begin(context, call);
-  muster(wait);
+  arrive(wait);
   if (op != Op::kJoin) return;
-  board_.watch_peers();
-  reads_peers_ = board_.shares_pids();
+  control_.watch_peers();
+  reads_peers_ = control_.shares_pids();
 }
 
 void Collectives::broadcast(const Context& context, void* data, Items items, int root) {
   clear_moves();
-  if (board_.rank() != root) take(root, data, items.bytes());
-  for (int r = 0; board_.rank() == root && r < board_.size(); ++r)
+  if (control_.rank() != root) take(root, data, items.bytes());
+  for (int r = 0; control_.rank() == root && r < control_.size(); ++r)
     if (r != root) give(r, data, items.bytes());
   move(context, make_call(Op::kBroadcast, items, root), Flow::kFromRoot, {1, items.bytes(), items.item_bytes});
 }
 
 void Collectives::reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction,
                          int root) {
-  const bool on_root = board_.rank() == root;
-  sources_.resize(static_cast<std::size_t>(board_.size()));
+  const bool on_root = control_.rank() == root;
+  sources_.resize(static_cast<std::size_t>(control_.size()));
   exchange(
       context, make_call(Op::kReduce, items, root, reduction.code), Flow::kToRoot,
       {1, items.bytes(), items.item_bytes},
@@ -49,15 +49,15 @@ void Collectives::reduce(const Context& context, const void* in, void* out, Item
       },
       [&](auto area_of, std::size_t lo, std::size_t len) {
         if (!on_root) return;
-        for (int r = 0; r < board_.size(); ++r) sources_[r] = r == root ? at(in, lo) : area_of(r);
-        reduce_anywhere(reduction.apply, dtype_of(items), at(out, lo), sources_.data(), board_.size(),
+        for (int r = 0; r < control_.size(); ++r) sources_[r] = r == root ? at(in, lo) : area_of(r);
+        reduce_anywhere(reduction.apply, dtype_of(items), at(out, lo), sources_.data(), control_.size(),
                         len / items.item_bytes);
       });
 }
 
 void Collectives::reduce_scatter(const Context& context, std::span<const void* const> ins, void* out, Items items,
                                  Reduction reduction, Counts counts) {
-  const int n = board_.size(), me = board_.rank();
+  const int n = control_.size(), me = control_.rank();
   const std::size_t item = items.item_bytes, num_peers = static_cast<std::size_t>(n) - 1;
   sources_.resize(static_cast<std::size_t>(n));
   auto bytes_of = [=](int r) { return counts.empty() ? items.bytes() : counts[r] * item; };
@@ -76,14 +76,14 @@ void Collectives::reduce_scatter(const Context& context, std::span<const void* c
     return exchange(context, call, Flow::kEverybody, {num_peers, items.bytes(), item}, stage, consume);
   Wait wait = begin(context, with_counts(call));
   std::copy(counts.begin(), counts.end(), table(me));
-  muster(wait);
+  arrive(wait);
   compare_counts(wait, counts.size());
   exchange_chunks(wait, Flow::kEverybody, {num_peers, largest(counts) * item, item}, stage, consume);
 }
 
 void Collectives::all_gather(const Context& context, const void* in, std::span<void* const> outs, Items items,
                              Counts counts) {
-  const int n = board_.size(), me = board_.rank();
+  const int n = control_.size(), me = control_.rank();
   const std::size_t item = items.item_bytes;
   auto bytes_of = [=](int r) { return counts.empty() ? items.bytes() : counts[r] * item; };
   clear_moves();
@@ -96,7 +96,7 @@ void Collectives::all_gather(const Context& context, const void* in, std::span<v
   Wait wait = begin(context, with_counts(call));
   std::copy(counts.begin(), counts.end(), table(me));
   offer();
-  muster(wait);
+  arrive(wait);
   compare_counts(wait, counts.size());
   move_large(wait, Flow::kEverybody, {1, largest(counts) * item, item});
 }
@@ -104,32 +104,32 @@ void Collectives::all_gather(const Context& context, const void* in, std::span<v
 void Collectives::gather(const Context& context, const void* in, std::span<void* const> outs, Items items, int root) {
   clear_moves();
   give(root, in, items.bytes());
-  for (int r = 0; board_.rank() == root && r < board_.size(); ++r) take(r, outs[r], items.bytes());
+  for (int r = 0; control_.rank() == root && r < control_.size(); ++r) take(r, outs[r], items.bytes());
   move(context, make_call(Op::kGather, items, root), Flow::kToRoot, {1, items.bytes(), items.item_bytes});
 }
 
 void Collectives::scatter(const Context& context, std::span<const void* const> ins, void* out, Items items, int root) {
   clear_moves();
   take(root, out, items.bytes());
-  for (int r = 0; board_.rank() == root && r < board_.size(); ++r) give(r, ins[r], items.bytes());
-  const std::size_t num_peers = static_cast<std::size_t>(board_.size()) - 1;
+  for (int r = 0; control_.rank() == root && r < control_.size(); ++r) give(r, ins[r], items.bytes());
+  const std::size_t num_peers = static_cast<std::size_t>(control_.size()) - 1;
   move(context, make_call(Op::kScatter, items, root), Flow::kFromRoot, {num_peers, items.bytes(), items.item_bytes});
 }
 
 void Collectives::all_to_all(const Context& context, std::span<const void* const> ins, std::span<void* const> outs,
                              Items items) {
   clear_moves();
-  for (int r = 0; r < board_.size(); ++r) {
+  for (int r = 0; r < control_.size(); ++r) {
     give(r, ins[r], items.bytes());
     take(r, outs[r], items.bytes());
   }
-  const std::size_t num_peers = static_cast<std::size_t>(board_.size()) - 1;
+  const std::size_t num_peers = static_cast<std::size_t>(control_.size()) - 1;
   move(context, make_call(Op::kAllToAll, items), Flow::kEverybody, {num_peers, items.bytes(), items.item_bytes});
 }
 
 void Collectives::all_to_all_split(const Context& context, std::span<const void* const> ins, Counts in_counts,
                                    std::span<void* const> outs, Counts out_counts, Items items) {
-  const int n = board_.size(), me = board_.rank();
+  const int n = control_.size(), me = control_.rank();
   const std::size_t item = items.item_bytes, num_peers = static_cast<std::size_t>(n) - 1;
   clear_moves();
   for (int r = 0; r < n; ++r) {
@@ -141,7 +141,7 @@ void Collectives::all_to_all_split(const Context& context, std::span<const void*
   std::copy(in_counts.begin(), in_counts.end(), table(me));
   std::copy(out_counts.begin(), out_counts.end(), table(me) + n);
   offer();
-  muster(wait);
+  arrive(wait);
   const std::size_t most = compare_splits(wait);
   move_large(wait, Flow::kEverybody, {num_peers, most * item, item});
 }

@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "board/board.h"
+#include "control/control_block.h"
 #include "collectives/pieces.h"
 
 namespace phalanx {
@@ -37,7 +37,7 @@ using Counts = std::span<const std::uint64_t>;
 
 class Collectives {
  public:
-  explicit Collectives(Board& board) : board_(board) {}
+  explicit Collectives(ControlBlock& control) : control_(control) {}
 
   Tuning tuning;
   bool records = true;         // false where each call is a step of a larger one, which is recorded itself
@@ -103,11 +103,11 @@ class Collectives {
 
   Wait begin(const Context& context, const Call& call);
   std::byte* area(int r, std::size_t bytes);
-  void muster(Wait& wait);
+  void arrive(Wait& wait);
   void compare_calls(Wait& wait);
   void compare_counts(Wait& wait, std::size_t num_counts);
   std::size_t compare_splits(Wait& wait);
-  std::uint64_t* table(int r) { return reinterpret_cast<std::uint64_t*>(board_.stage(r, seq_)); }
+  std::uint64_t* table(int r) { return reinterpret_cast<std::uint64_t*>(control_.stage(r, seq_)); }
   void ensure_mailboxes(Wait& wait);
   std::byte* slot(int r, std::uint64_t index) { return mailboxes_.data() + (r * 2 * kSlots + index) * kSlotBytes; }
   void publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all);
@@ -118,7 +118,7 @@ class Collectives {
   template <class Stage, class Consume>
   void exchange_chunks(Wait& wait, Flow flow, Blocks blocks, Stage&& stage, Consume&& consume);
 
-  Board& board_;
+  ControlBlock& control_;
   std::uint32_t seq_ = 0;
   double arrival_wait_s_ = 0;
   std::uint64_t chunks_ = 0;  // chunks of all pipelined collectives so far: the base of the progress counters

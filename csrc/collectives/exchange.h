@@ -1,9 +1,9 @@
 // The algorithm that collectives share: every rank stages its blocks, meets the others, and consumes theirs.
 //
-// 1. Each rank writes what it calls (operation, dtype, count, root, reduce operation) into its line on the board and
-//    waits for everybody's line. The comparison is the mismatch check; it costs nothing, since the data is in the
+// 1. Each rank writes what it calls (operation, dtype, count, root, reduce operation) into its line of the control
+//    block and waits for everybody's line. The comparison is the mismatch check; it costs nothing, since the data is in the
 //    cache line that the rank waits for anyway. Afterwards, every rank is known to have left the previous collective.
-//    See muster.cpp.
+//    See arrival.cpp.
 // 2. By size:
 //     inline    up to 48 bytes: the data travels in the line that peers wait for;
 //     one-shot  up to kStageBytes: data is staged before the ranks meet and read right after, one synchronisation in all;
@@ -69,12 +69,12 @@ void Collectives::exchange(const Context& context, const Call& call, Flow flow, 
   Wait wait = begin(context, call);
   const std::size_t total = blocks.total();
   if (total > kStageBytes) {
-    muster(wait);
+    arrive(wait);
     exchange_chunks(wait, flow, blocks, stage, consume);
     return;
   }
-  stage(area(board_.rank(), total), 0, blocks.bytes);
-  muster(wait);
+  stage(area(control_.rank(), total), 0, blocks.bytes);
+  arrive(wait);
   consume([&](int r) { return area(r, total); }, 0, blocks.bytes);
 }
 
@@ -89,19 +89,19 @@ void Collectives::exchange_chunks(Wait& wait, Flow flow, Blocks blocks, Stage&& 
   const std::uint64_t num_chunks = (blocks.bytes + most - 1) / most;
   const std::uint64_t base = chunks_;
   chunks_ += num_chunks;
-  const bool on_root = board_.rank() == wait.call.root;
+  const bool on_root = control_.rank() == wait.call.root;
   auto length = [&](std::uint64_t c) { return std::min(most, blocks.bytes - c * most); };
   auto stage_one = [&](std::uint64_t c) {
     if (c >= kRing) await_all(wait, &Progress::consumed, base + c - kRing + 1);  // the slot's last readers are done
-    stage(slot(board_.rank(), (base + c) % kRing), c * most, length(c));
+    stage(slot(control_.rank(), (base + c) % kRing), c * most, length(c));
     publish(&Progress::staged, base + c + 1, flow == Flow::kEverybody);
   };
   stage_one(0);
   for (std::uint64_t c = 0; c < num_chunks; ++c) {
     if (c + 1 < num_chunks) stage_one(c + 1);  // one ahead, so that peers find it when they are done with this one
-    board_.await(wait, [&](int r) {
+    control_.await(wait, [&](int r) {
       const bool needed = flow == Flow::kEverybody || (flow == Flow::kFromRoot ? r == wait.call.root : on_root);
-      return needed && board_.progress(r).staged.load(std::memory_order_acquire) < base + c + 1;
+      return needed && control_.progress(r).staged.load(std::memory_order_acquire) < base + c + 1;
     });
     consume([&](int r) { return slot(r, (base + c) % kRing); }, c * most, length(c));
     publish(&Progress::consumed, base + c + 1, true);

@@ -39,8 +39,8 @@ int read_memory(pid_t pid, std::uint64_t from, std::span<std::byte> to) {
 }  // namespace
 
 void Collectives::clear_moves() {
-  gives_.assign(static_cast<std::size_t>(board_.size()), {});
-  takes_.assign(static_cast<std::size_t>(board_.size()), {});
+  gives_.assign(static_cast<std::size_t>(control_.size()), {});
+  takes_.assign(static_cast<std::size_t>(control_.size()), {});
 }
 
 void Collectives::move(const Context& context, const Call& call, Flow flow, Blocks blocks) {
@@ -48,16 +48,16 @@ void Collectives::move(const Context& context, const Call& call, Flow flow, Bloc
   const std::size_t total = blocks.total();
   if (total > kStageBytes || is_direct(blocks)) {
     offer();
-    muster(wait);
+    arrive(wait);
     return move_large(wait, flow, blocks);
   }
-  stage_gives(area(board_.rank(), total), blocks.num, 0, blocks.bytes);
-  muster(wait);
+  stage_gives(area(control_.rank(), total), blocks.num, 0, blocks.bytes);
+  arrive(wait);
   collect_takes([&](int r) { return area(r, total); }, blocks.num, 0, blocks.bytes);
   take_own();
 }
 
-/// Move blocks that every rank has offered before the muster.
+/// Move blocks that every rank has offered before the arrival.
 void Collectives::move_large(Wait& wait, Flow flow, Blocks blocks) {
   if (is_direct(blocks) && read_peers(wait)) return;
   exchange_chunks(
@@ -68,14 +68,14 @@ void Collectives::move_large(Wait& wait, Flow flow, Blocks blocks) {
 }
 
 bool Collectives::is_direct(Blocks blocks) const {
-  return reads_peers_ && board_.size() > 1 && blocks.bytes >= tuning.direct_bytes;
+  return reads_peers_ && control_.size() > 1 && blocks.bytes >= tuning.direct_bytes;
 }
 
 /// Tell each peer where the block for it lies: behind the counts, of which there are up to two for each rank. A rank
 /// that works in place offers nothing, because it may take a block before a peer has read the one that lies there.
 void Collectives::offer() {
   static_assert(3 * kMaxRanks * sizeof(std::uint64_t) <= kStageBytes);
-  const int n = board_.size(), me = board_.rank();
+  const int n = control_.size(), me = control_.rank();
   has_offered_ = true;
   for (int j = 0; j < n; ++j) {
     table(me)[2 * n + j] = reinterpret_cast<std::uintptr_t>(gives_[j].data());
@@ -86,20 +86,20 @@ void Collectives::offer() {
 /// Take each block from the memory of the rank that gives it, in a single copy. False, on all ranks alike, if one of
 /// them could not: everything that they give is as it was.
 bool Collectives::read_peers(Wait& wait) {
-  const int n = board_.size(), me = board_.rank();
+  const int n = control_.size(), me = control_.rank();
   Reading own = has_offered_ ? Reading::kDone : Reading::kFaulted;
   for (int i = 1; i < n && own == Reading::kDone; ++i) {
     const int error = read_peer(wait, (me + i) % n);  // start at different peers
     if (error != 0) own = error == EFAULT ? Reading::kFaulted : Reading::kDenied;
   }
-  board_.line(me, seq_).payload[0] = static_cast<std::byte>(own);
+  control_.line(me, seq_).payload[0] = static_cast<std::byte>(own);
   publish(&Progress::consumed, ++chunks_, true);  // publishes the payload
   take_own();
   await_all(wait, &Progress::consumed, chunks_);
-  board_.require_in_order(wait);  // a peer that left in mid-operation may have changed what was read
+  control_.require_in_order(wait);  // a peer that left in mid-operation may have changed what was read
   bool are_done = true;
   for (int r = 0; r < n; ++r) {
-    const auto theirs = static_cast<Reading>(board_.line(r, seq_).payload[0]);
+    const auto theirs = static_cast<Reading>(control_.line(r, seq_).payload[0]);
     are_done = are_done && theirs == Reading::kDone;
     reads_peers_ = reads_peers_ && theirs != Reading::kDenied;
   }
@@ -110,14 +110,14 @@ bool Collectives::read_peers(Wait& wait) {
 int Collectives::read_peer(Wait& wait, int r) {
   const std::span<std::byte> to = takes_[r];
   if (to.empty()) return 0;
-  const int error = read_memory(board_.member(r).pid, table(r)[2 * board_.size() + board_.rank()], to);
-  if (error == ESRCH) board_.await(wait, [&](int peer) { return peer == r; });  // it is dead, which this will find
+  const int error = read_memory(control_.member(r).pid, table(r)[2 * control_.size() + control_.rank()], to);
+  if (error == ESRCH) control_.await(wait, [&](int peer) { return peer == r; });  // it is dead, which this will find
   return error;
 }
 
 void Collectives::stage_gives(std::byte* area, std::size_t num_blocks, std::size_t lo, std::size_t len) const {
-  const int me = board_.rank();
-  for (int j = 0; j < board_.size(); ++j) {
+  const int me = control_.rank();
+  for (int j = 0; j < control_.size(); ++j) {
     const std::span<const std::byte> block = gives_[j];
     const std::size_t bytes = j == me ? 0 : clip(block.size(), lo, len);
     if (bytes == 0) continue;
@@ -128,8 +128,8 @@ void Collectives::stage_gives(std::byte* area, std::size_t num_blocks, std::size
 
 template <class AreaOf>
 void Collectives::collect_takes(AreaOf&& area_of, std::size_t num_blocks, std::size_t lo, std::size_t len) const {
-  const int me = board_.rank();
-  for (int r = 0; r < board_.size(); ++r) {
+  const int me = control_.rank();
+  for (int r = 0; r < control_.size(); ++r) {
     const std::span<std::byte> block = takes_[r];
     const std::size_t bytes = r == me ? 0 : clip(block.size(), lo, len);
     if (bytes != 0) copy_bytes(block.data() + lo, area_of(r) + (num_blocks == 1 ? 0 : index_of(r, me) * len), bytes);
@@ -138,7 +138,7 @@ void Collectives::collect_takes(AreaOf&& area_of, std::size_t num_blocks, std::s
 
 /// Copy what this rank gives to itself.
 void Collectives::take_own() const {
-  const int me = board_.rank();
+  const int me = control_.rank();
   copy_bytes(takes_[me].data(), gives_[me].data(), takes_[me].size());
 }
 

@@ -6,14 +6,14 @@
 #include <functional>
 #include <utility>
 
-#include "board/board.h"
+#include "control/control_block.h"
 
 namespace phalanx {
 
 /// Takes no lock: a fork in another thread could leave one held in the child for ever.
 class Work {
  public:
-  Work(Board& board, Op op) : board_(board), op_(op) {}
+  Work(ControlBlock& control, Op op) : control_(control), op_(op) {}
   Work(const Work&) = delete;
   Work& operator=(const Work&) = delete;
   virtual ~Work() {
@@ -27,7 +27,7 @@ class Work {
 
   /// Throw if it is not done and this thread can never see it done, as in a forked child. Comes before any lock.
   virtual void require_reachable() const {
-    if (!done()) board_.require_own_process(op_);
+    if (!done()) control_.require_own_process(op_);
   }
 
   /// Call `then` when done, from whichever thread that happens in; at once if it is done.
@@ -50,7 +50,7 @@ class Work {
     }
   }
 
-  Board& board_;  // outlives what is not done
+  ControlBlock& control_;  // outlives what is not done
   const Op op_;
 
  private:

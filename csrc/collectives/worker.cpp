@@ -32,8 +32,8 @@ std::string at_site(const std::string& site) { return site.empty() ? "" : " at "
 
 }  // namespace
 
-CollectiveWork::CollectiveWork(Board& board, Worker& worker, Op op, std::function<void(Hooks&)> body, std::string site)
-    : Work(board, op), worker_(worker), body_(std::move(body)), site_(std::move(site)) {}
+CollectiveWork::CollectiveWork(ControlBlock& control, Worker& worker, Op op, std::function<void(Hooks&)> body, std::string site)
+    : Work(control, op), worker_(worker), body_(std::move(body)), site_(std::move(site)) {}
 
 void CollectiveWork::require_reachable() const {
   Work::require_reachable();
@@ -48,13 +48,13 @@ bool Worker::interrupted() const {
 }
 
 Failure Worker::inside_another(FailureKind kind, Op op, std::string site) const {
-  Failure failure = board_.failure(kind, op, std::move(site));
-  failure.detail = board_.collective();
+  Failure failure = control_.failure(kind, op, std::move(site));
+  failure.detail = control_.collective();
   if (turn_.mine()) return failure;
   std::lock_guard lock(mutex_);
   for (const auto& [thread, work] : waiting_)
     if (thread == pthread_self())
-      failure.detail = std::string("the wait for ") + op_name(work->op_) + " of group '" + board_.config().name + "'" +
+      failure.detail = std::string("the wait for ") + op_name(work->op_) + " of group '" + control_.config().name + "'" +
                        at_site(work->site_);
   return failure;
 }
@@ -72,7 +72,7 @@ void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::funct
   try {
     wait(work, hooks, 0);
   } catch (...) {
-    board_.abort("a signal interrupted it");
+    control_.abort("a signal interrupted it");
     Hooks no_hooks;  // it refers to this frame: nothing may leave it before it is done
     await(*work, no_hooks, 0);
     throw;
@@ -82,7 +82,7 @@ void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::funct
 
 /// Wait until no other thread is in a collective. A rank that gives up here has missed a collective, so the group ends.
 void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
-  const double limit_s = timeout_s > 0 ? timeout_s : board_.timeout_s();
+  const double limit_s = timeout_s > 0 ? timeout_s : control_.timeout_s();
   unsigned num_given = turn_.num_given();
   auto deadline = Clock::now() + from_seconds(limit_s);
   StopWatch watch;
@@ -91,19 +91,19 @@ void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
     try {
       hooks.tick();
     } catch (...) {
-      board_.end(board_.failure(FailureKind::kInterrupted, op, hooks.site()));
+      control_.end(control_.failure(FailureKind::kInterrupted, op, hooks.site()));
       throw;
     }
-    if (const auto cause = board_.ended_by()) throw Failure(*cause);
-    board_.require_usable(op);
+    if (const auto cause = control_.ended_by()) throw Failure(*cause);
+    control_.require_usable(op);
     if (turn_.num_given() != num_given) {  // the others get on
       num_given = turn_.num_given();
       deadline = Clock::now() + from_seconds(limit_s);
     }
     if (Clock::now() < deadline) continue;
-    Failure failure = board_.failure(FailureKind::kNoTurn, op, hooks.site());
+    Failure failure = control_.failure(FailureKind::kNoTurn, op, hooks.site());
     failure.timeout_s = limit_s;
-    throw board_.end(std::move(failure));
+    throw control_.end(std::move(failure));
   }
 }
 
@@ -113,17 +113,17 @@ void Worker::run_queued(const std::function<void(Hooks&)>& body, Hooks& hooks) {
     body(hooks);
   } catch (const Failure& failure) {
     if (failure.kind != FailureKind::kUnusable) throw;
-    if (const auto cause = board_.ended_by()) throw Failure(*cause);
+    if (const auto cause = control_.ended_by()) throw Failure(*cause);
     throw;
   }
 }
 
 std::shared_ptr<CollectiveWork> Worker::submit(Op op, std::function<void(Hooks&)> body, std::string site) {
-  board_.require_usable(op);
-  auto work = std::make_shared<CollectiveWork>(board_, *this, op, std::move(body), std::move(site));
+  control_.require_usable(op);
+  auto work = std::make_shared<CollectiveWork>(control_, *this, op, std::move(body), std::move(site));
   {
     std::lock_guard lock(mutex_);
-    if (stopping_) board_.require_usable(op);
+    if (stopping_) control_.require_usable(op);
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
     num_pending_.fetch_add(1, std::memory_order_relaxed);
     queue_.push_back(work);
@@ -139,8 +139,8 @@ bool Worker::wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, dou
   // The native thread is hardly awake yet, and waking it costs more than most operations. A bounded wait leaves it
   // to that thread, since an operation that has begun has to be finished.
   if (timeout_s <= 0 && run_if_next(work, hooks)) return true;
-  if (board_.spins() &&
-      spin(Clock::now() + from_seconds(board_.config().spin_us * 1e-6), [&] { return work->done(); }, [] { return false; }))
+  if (control_.spins() &&
+      spin(Clock::now() + from_seconds(control_.config().spin_us * 1e-6), [&] { return work->done(); }, [] { return false; }))
     return true;
   return await(*work, hooks, timeout_s);
 }
@@ -234,7 +234,7 @@ void Worker::run() {
     // A group that has ended may never give this thread its turn: destroyed by a signal handler, for one.
     const auto futile = [&] { return num_queued_.load(std::memory_order_relaxed) == 0; };
     bool has_turn = false;
-    while (!has_turn && !futile() && !board_.ended()) has_turn = turn_.take_within(kLook, futile);
+    while (!has_turn && !futile() && !control_.ended()) has_turn = turn_.take_within(kLook, futile);
     const std::shared_ptr<CollectiveWork> work = take_next();
     if (has_turn) {
       TurnHolder holder(turn_);
@@ -242,9 +242,9 @@ void Worker::run() {
       WorkHooks hooks(work->site_);
       execute(*work, hooks);
     } else if (work != nullptr) {
-      const auto cause = board_.ended_by();
+      const auto cause = control_.ended_by();
       finish(*work, std::make_exception_ptr(
-                       cause ? *cause : board_.failure(FailureKind::kDestroyed, work->op_, work->site_)));
+                       cause ? *cause : control_.failure(FailureKind::kDestroyed, work->op_, work->site_)));
     }
   }
 }

@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include "board/board.h"
+#include "control/control_block.h"
 #include "collectives/work.h"
-#include "board/turn.h"
+#include "control/turn.h"
 #include "memory/wait.h"
 
 namespace phalanx {
@@ -28,7 +28,7 @@ class Worker;
 /// An operation that runs, or will, on the native thread.
 class CollectiveWork : public Work {
  public:
-  CollectiveWork(Board& board, Worker& worker, Op op, std::function<void(Hooks&)> body, std::string site);
+  CollectiveWork(ControlBlock& control, Worker& worker, Op op, std::function<void(Hooks&)> body, std::string site);
   /// Throws in a signal handler, too, that interrupted the collective of its group for which this one has to wait.
   void require_reachable() const override;
 
@@ -41,14 +41,14 @@ class CollectiveWork : public Work {
 
 class Worker {
  public:
-  explicit Worker(Board& board) : board_(board) {}
+  explicit Worker(ControlBlock& control) : control_(control) {}
   ~Worker() { stop(); }
 
   /// Run `body` in the calling thread, or behind the asynchronous ones that were called before it. `timeout_s`: how long
   /// to wait for the collective of another thread (0: the group's).
   template <class Body>
   void run(Op op, double timeout_s, Hooks& hooks, Body&& body) {
-    board_.require_usable(op);
+    control_.require_usable(op);
     if (idle() && turn_.try_take()) {
       TurnHolder holder(turn_);
       body(hooks);
@@ -82,7 +82,7 @@ class Worker {
   void execute(CollectiveWork& work, Hooks& hooks);
   void finish(CollectiveWork& work, std::exception_ptr error);
 
-  Board& board_;
+  ControlBlock& control_;
   Turn turn_;
   mutable std::mutex mutex_;
   std::condition_variable queued_, finished_;

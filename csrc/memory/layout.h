@@ -107,7 +107,7 @@ struct GroupHeader {
   std::uint64_t region_bytes;
   alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset, 0 before it exists, kNoMemory when it cannot
   std::atomic<std::uint32_t> attached;                     // ranks that map the region; the last to leave frees it
-  alignas(kCacheLine) std::atomic<std::uint64_t> verdict;  // 0, or why the group ended: see board.cpp
+  alignas(kCacheLine) std::atomic<std::uint64_t> group_failure;  // 0, or why the group ended: see control_block.cpp
   alignas(kCacheLine) Bell bell;                           // collectives sleep here, all ranks
 };
 inline constexpr std::uint64_t kNoMemory = ~std::uint64_t{0};

@@ -120,7 +120,7 @@ Ending from_wait_status(int status) {
 
 using Watches = std::map<std::pair<int, std::uint64_t>, std::weak_ptr<const PeerWatch>>;
 std::mutex g_watches_mutex;
-// One for each process, whatever the number of groups: descriptors are few. Leaked, as the boards are.
+// One for each process, whatever the number of groups: descriptors are few. Leaked, as the control blocks are.
 Watches& g_watches = *new Watches;
 // A child must find it unlocked.
 const int g_fork_handler = pthread_atfork([] { g_watches_mutex.lock(); }, [] { g_watches_mutex.unlock(); },

@@ -4,7 +4,7 @@
 // of all ranks, and the size of /dev/shm does not matter. Pages are allocated before they are used: a shortage is
 // OutOfSharedMemory instead of a SIGBUS. A group of n ranks uses
 //
-//     board      always                                           about 1 KiB x n + 8 x n^2
+//     control    always                                           about 1 KiB x n + 8 x n^2
 //     stages     always                                           128 KiB x n
 //     mailboxes  after the first message above 64 KiB             384 KiB x n
 //     channel    after the first message from one rank to another 264 KiB per pair and direction

@@ -20,10 +20,10 @@ constexpr int kVainLooks = 100;
 
 }  // namespace
 
-PointToPoint::PointToPoint(Board& board)
-    : board_(board),
-      outgoing_(static_cast<std::size_t>(board.size())),
-      incoming_(static_cast<std::size_t>(board.size())) {}
+PointToPoint::PointToPoint(ControlBlock& control)
+    : control_(control),
+      outgoing_(static_cast<std::size_t>(control.size())),
+      incoming_(static_cast<std::size_t>(control.size())) {}
 
 PointToPoint::~PointToPoint() { stop(); }
 
@@ -31,13 +31,13 @@ void PointToPoint::stop() {
   stopping_ = true;
   { std::lock_guard lock(mutex_); }  // a thread that is about to wait has seen it or is waiting already
   changed_.notify_all();
-  ring(board_.p2p_bell(board_.rank()));
+  ring(control_.p2p_bell(control_.rank()));
   if (thread_.joinable()) thread_.join();
 }
 
 std::shared_ptr<Request> PointToPoint::make_request(Op op, void* data, Items items, int peer, std::int64_t tag) {
-  board_.require_usable(op);
-  auto request = std::make_shared<Request>(board_, op);
+  control_.require_usable(op);
+  auto request = std::make_shared<Request>(control_, op);
   request->peer_ = peer;
   request->tag_ = tag;
   request->items_ = items;
@@ -77,7 +77,7 @@ int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag
 
 /// Begin a message, as far as that goes without waiting; under the lock.
 void PointToPoint::enqueue(const std::shared_ptr<Request>& request) {
-  if (stopping_) board_.require_usable(request->op_);  // left meanwhile
+  if (stopping_) control_.require_usable(request->op_);  // left meanwhile
   try {
     if (request->op_ == Op::kSend) {
       outgoing_[request->peer_].queue.push_back(request);
@@ -96,7 +96,7 @@ void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
   if (const int peer = request->peer_; peer >= 0) {
     if (take_unexpected(peer, request)) return;
   } else {
-    for (int src = 0; src < board_.size(); ++src)
+    for (int src = 0; src < control_.size(); ++src)
       if (take_unexpected(src, request)) return;
   }
   request->number_ = ++num_posted_;
@@ -106,7 +106,7 @@ void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
 
 void PointToPoint::complete(const std::shared_ptr<Request>& request, std::exception_ptr error) {
   request->finish(error);
-  Bell& own = board_.p2p_bell(board_.rank());  // the caller may sleep while the background thread finishes its request
+  Bell& own = control_.p2p_bell(control_.rank());  // the caller may sleep while the background thread finishes its request
   if (has_sleepers(own)) ring(own);
 }
 
@@ -115,7 +115,7 @@ bool PointToPoint::cancel(const std::shared_ptr<Request>& request) {
   std::lock_guard lock(mutex_);
   if (!posted_.contains(request->number_)) return false;
   withdraw(*request);
-  complete(request, std::make_exception_ptr(board_.failure(FailureKind::kDestroyed, Op::kRecv, request->site_)));
+  complete(request, std::make_exception_ptr(control_.failure(FailureKind::kDestroyed, Op::kRecv, request->site_)));
   return true;
 }
 
@@ -161,8 +161,8 @@ void PointToPoint::wait(const std::shared_ptr<Request>& request, Hooks& hooks, d
     call.op = request->op_;
     call.dtype = request->items_.dtype;
     call.count = request->items_.count;
-    Wait wait = board_.begin(call, 0, hooks, timeout_s, board_.p2p_bell(board_.rank()));
-    wait.recorded = board_.recorded(EventKind::kMessage, call, static_cast<std::uint64_t>(request->peer_ + 1));
+    Wait wait = control_.begin(call, 0, hooks, timeout_s, control_.p2p_bell(control_.rank()));
+    wait.recorded = control_.recorded(EventKind::kMessage, call, static_cast<std::uint64_t>(request->peer_ + 1));
     try {
       await_request(wait, *request, [&] { return request->done(); });
     } catch (...) {
@@ -181,7 +181,7 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
   auto done = [&] { return request->done(); };
   // The background thread makes the progress and rings, as if nobody waited.
   for (auto now = Clock::now(); !done() && now < end; now = Clock::now()) {
-    if (!sleep_on(board_.p2p_bell(board_.rank()), std::min<std::chrono::nanoseconds>(end - now, kTick), done)) hooks.tick();
+    if (!sleep_on(control_.p2p_bell(control_.rank()), std::min<std::chrono::nanoseconds>(end - now, kTick), done)) hooks.tick();
   }
   if (done() && request->error()) std::rethrow_exception(request->error());
   return done();
@@ -193,10 +193,10 @@ void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done
   const int peer = request.peer_;
   // From any source: peers that have left in order are not waited for, unless nobody else is there.
   auto gone = [&](int r) {
-    return r == board_.rank() || board_.member(r).state.load(std::memory_order_acquire) == MemberState::kDeparted;
+    return r == control_.rank() || control_.member(r).state.load(std::memory_order_acquire) == MemberState::kDeparted;
   };
   auto all_gone = [&] {
-    for (int r = 0; r < board_.size(); ++r)
+    for (int r = 0; r < control_.size(); ++r)
       if (!gone(r)) return false;
     return true;
   };
@@ -206,9 +206,9 @@ void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done
       const bool is_all = num_pending() == 1 && !request.done();
       return is_all ? Awaited{request.peer_, request.op_ == Op::kSend} : Awaited{};
     };
-  board_.await(wait, [&](int r) {
+  control_.await(wait, [&](int r) {
     if (peer >= 0 && r != peer) return false;
-    if (peer < 0 && board_.size() > 1 && (r == board_.rank() || (gone(r) && !all_gone()))) return false;
+    if (peer < 0 && control_.size() > 1 && (r == control_.rank() || (gone(r) && !all_gone()))) return false;
     if (done()) return false;
     std::lock_guard lock(mutex_);
     progress();
@@ -246,7 +246,7 @@ void PointToPoint::run_background() {
       if (oldest == nullptr) continue;
       Call call;
       call.op = oldest->op_;
-      Wait wait = board_.begin(call, 0, no_hooks, 0, board_.p2p_bell(board_.rank()));
+      Wait wait = control_.begin(call, 0, no_hooks, 0, control_.p2p_bell(control_.rank()));
       wait.patience = std::chrono::nanoseconds(0);  // the core belongs to the computing thread
       wait.quiet = true;                            // nobody waits for it yet
       lock.unlock();
@@ -257,7 +257,7 @@ void PointToPoint::run_background() {
       fail_all(std::current_exception());
     }
   }
-  fail_all(std::make_exception_ptr(board_.failure(FailureKind::kDestroyed, Op::kNone, "")));
+  fail_all(std::make_exception_ptr(control_.failure(FailureKind::kDestroyed, Op::kNone, "")));
 }
 
 }  // namespace phalanx

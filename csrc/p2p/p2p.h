@@ -14,7 +14,7 @@
 #include <tuple>
 #include <vector>
 
-#include "board/board.h"
+#include "control/control_block.h"
 #include "collectives/collectives.h"
 #include "collectives/work.h"
 
@@ -40,7 +40,7 @@ class Request : public Work {
 
 class PointToPoint {
  public:
-  explicit PointToPoint(Board& board);
+  explicit PointToPoint(ControlBlock& control);
   ~PointToPoint();
 
   /// Start a message (`op` is kSend or kRecv; a receive from `peer` -1 takes any source). `data` must live until the
@@ -103,7 +103,7 @@ class PointToPoint {
   bool pending() const;
   std::size_t num_pending() const;
 
-  Board& board_;
+  ControlBlock& control_;
   std::mutex mutex_;
   std::vector<Outgoing> outgoing_;  // by destination
   std::vector<Incoming> incoming_;  // by source

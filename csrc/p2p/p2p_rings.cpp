@@ -33,32 +33,32 @@ std::uint64_t stride_of(std::size_t bytes) { return bytes <= Record::kInline ? 0
 }  // namespace
 
 Channel* PointToPoint::open(int src, int dst, bool create) {
-  std::atomic<std::uint64_t>& cell = board_.channel(src, dst);
+  std::atomic<std::uint64_t>& cell = control_.channel(src, dst);
   std::uint64_t offset = cell.load(std::memory_order_acquire);
   if (offset == 0) {
     if (!create) return nullptr;
     try {
-      offset = board_.segment().allocate(sizeof(Channel));
+      offset = control_.segment().allocate(sizeof(Channel));
     } catch (const std::bad_alloc&) {
-      Failure failure = board_.failure(FailureKind::kNoMemory, Op::kSend, "");
+      Failure failure = control_.failure(FailureKind::kNoMemory, Op::kSend, "");
       failure.size_bytes = sizeof(Channel);
-      throw board_.end(std::move(failure));  // the receiver waits: it must be told
+      throw control_.end(std::move(failure));  // the receiver waits: it must be told
     }
     cell.store(offset, std::memory_order_release);  // only the sender writes its cells; pairs with the load above
   }
   Mapping& mapping = mapped_[offset];
-  if (!mapping) mapping = board_.segment().map(offset, align_up(sizeof(Channel), kPage));
+  if (!mapping) mapping = control_.segment().map(offset, align_up(sizeof(Channel), kPage));
   return reinterpret_cast<Channel*>(mapping.data());
 }
 
 bool PointToPoint::progress() {
   bool moved = false;
-  for (int dst = 0; dst < board_.size(); ++dst)
+  for (int dst = 0; dst < control_.size(); ++dst)
     if (!outgoing_[dst].queue.empty()) moved |= push(dst);
   // Start at another source each time, so that receives from any source are fair.
-  next_source_ = (next_source_ + 1) % board_.size();
-  for (int i = 0; i < board_.size(); ++i) {
-    const int src = (next_source_ + i) % board_.size();
+  next_source_ = (next_source_ + 1) % control_.size();
+  for (int i = 0; i < control_.size(); ++i) {
+    const int src = (next_source_ + i) % control_.size();
     if (wanted(src)) moved |= pull(src);
   }
   return moved;
@@ -89,7 +89,7 @@ bool PointToPoint::has_room(Outgoing& out, std::size_t bytes) {
 /// Move what fits into the rings to `dst`.
 bool PointToPoint::push(int dst) {
   Outgoing& out = outgoing_[dst];
-  if (out.channel == nullptr) out.channel = open(board_.rank(), dst, true);
+  if (out.channel == nullptr) out.channel = open(control_.rank(), dst, true);
   Channel& channel = *out.channel;
   bool moved = false;
   while (!out.queue.empty()) {
@@ -108,7 +108,7 @@ bool PointToPoint::push(int dst) {
     }
     out.position += stride_of(bytes);
     record.number.store(++out.num_sent, std::memory_order_release);  // publishes the record; pairs with pull()
-    if (has_sleepers(board_.p2p_bell(dst))) ring(board_.p2p_bell(dst));
+    if (has_sleepers(control_.p2p_bell(dst))) ring(control_.p2p_bell(dst));
     request->moved_ += bytes;
     moved = true;
     if (request->moved_ == total) {
@@ -122,7 +122,7 @@ bool PointToPoint::push(int dst) {
 /// Take records from the rings of `src` while somebody wants them.
 bool PointToPoint::pull(int src) {
   Incoming& in = incoming_[src];
-  if (in.channel == nullptr) in.channel = open(src, board_.rank(), false);
+  if (in.channel == nullptr) in.channel = open(src, control_.rank(), false);
   if (in.channel == nullptr) return false;
   Channel& channel = *in.channel;
   bool moved = false;
@@ -134,7 +134,7 @@ bool PointToPoint::pull(int src) {
     // RELEASE: what was copied out may be overwritten; pairs with the sender's ACQUIRE in has_room().
     channel.bytes_taken.store(in.position, std::memory_order_release);
     channel.num_taken.store(++in.num_taken, std::memory_order_release);
-    if (has_sleepers(board_.p2p_bell(src))) ring(board_.p2p_bell(src));
+    if (has_sleepers(control_.p2p_bell(src))) ring(control_.p2p_bell(src));
     moved = true;
   }
   return moved;
@@ -152,21 +152,21 @@ std::shared_ptr<Request> PointToPoint::match(int src, const Fragment& head) {
 void PointToPoint::check_fits(Request& request, int src, const Fragment& head) {
   if (head.message_bytes == request.items_.bytes() && head.dtype == request.items_.dtype) return;
   MadeCall expected;
-  expected.rank = board_.global(board_.rank());
+  expected.rank = control_.global(control_.rank());
   expected.call.op = Op::kRecv;
   expected.call.dtype = request.items_.dtype;
   expected.call.count = request.items_.count;
-  expected.root = board_.global(src);
+  expected.root = control_.global(src);
   expected.tag = head.tag;
   MadeCall sent;
-  sent.rank = board_.global(src);
+  sent.rank = control_.global(src);
   sent.call.op = Op::kSend;
   sent.call.dtype = static_cast<std::uint8_t>(head.dtype);
   sent.size_bytes = head.message_bytes;
-  Failure failure = board_.failure(FailureKind::kMessageDiffers, Op::kRecv, request.site_);
+  Failure failure = control_.failure(FailureKind::kMessageDiffers, Op::kRecv, request.site_);
   failure.ranks = {sent.rank};
   failure.calls = {std::move(expected), std::move(sent)};
-  throw board_.end(std::move(failure));
+  throw control_.end(std::move(failure));
 }
 
 /// Decide where the message that begins with `head` goes.

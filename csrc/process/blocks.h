@@ -41,10 +41,10 @@
 
 namespace phalanx {
 
-/// Granularity of the pool, and alignment of its blocks. A block loses half of it on average, and blocks share huge pages.
+/// Granularity and alignment of blocks. A block loses half of it on average, and blocks share huge pages.
 constexpr std::size_t kUnit = 64 << 10;
 
-/// A pool of blocks in one range of addresses.
+/// Allocates blocks in one range of addresses.
 ///
 /// BOUND. What is resident never exceeds 9/8 of the most that was in use at once, in this window of time or the one
 /// before, however the pool is fragmented: where a block needs new pages, free ones elsewhere are given back to the

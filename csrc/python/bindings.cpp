@@ -19,7 +19,7 @@
 
 #include "process/blocks.h"
 #include "memory/digest.h"
-#include "process/keeper.h"
+#include "process/block_pool.h"
 #include "process/parking.h"
 #include "python/python.h"
 #include "python/python_failures.h"
@@ -120,7 +120,7 @@ void bind_segment(nb::module_& m) {
           nb::arg("name"), nb::arg("nonce"), nb::arg("timeout_s"))
       .def_prop_ro("nonce", &Segment::nonce)
       .def_prop_ro("fd", &Segment::fd)
-      .def("create_group", [](Segment& self, int size) { return Board::create(self, size); }, nb::arg("size"));
+      .def("create_group", [](Segment& self, int size) { return ControlBlock::create(self, size); }, nb::arg("size"));
   nb::class_<SegmentServer>(m, "SegmentServer")
       .def(nb::init<std::shared_ptr<Segment>>())
       .def_prop_ro("name", &SegmentServer::name)
@@ -161,9 +161,9 @@ void bind_group(nb::module_& m) {
       nb::arg("segment"), nb::arg("offset"), nb::arg("rank"), nb::arg("size"), nb::arg("name"),
       nb::arg("global_ranks"), nb::arg("timeout_s"), nb::arg("stall_s"), nb::arg("spin_us"));
   group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq() - 1; });  // the join is none
-  group.def_prop_ro("spins", [](Group& g) { return g.board().spins(); });
-  group.def_prop_ro("ended", [](Group& g) { return g.board().ended(); });
-  group.def_prop_ro("told", [](Group& g) { return g.board().told(); }, "Whether any rank has ended it.");
+  group.def_prop_ro("spins", [](Group& g) { return g.control().spins(); });
+  group.def_prop_ro("ended", [](Group& g) { return g.control().ended(); });
+  group.def_prop_ro("told", [](Group& g) { return g.control().told(); }, "Whether any rank has ended it.");
   group.def_prop_rw("records_collectives", [](Group& g) { return g.collectives().records; },
                     [](Group& g, bool records) { g.collectives().records = records; });
   group.def_prop_rw("compares_calls", [](Group& g) { return g.collectives().compares_calls; },
@@ -173,7 +173,7 @@ void bind_group(nb::module_& m) {
   }, nb::arg("one_shot_bytes"), nb::arg("chunk_bytes"));
   group.def("set_timeout", [](Group& g, double timeout_s) {
     if (!(timeout_s > 0)) throw std::invalid_argument("timeout must be more than 0 s, got " + std::to_string(timeout_s));
-    g.board().set_timeout(bounded(timeout_s));
+    g.control().set_timeout(bounded(timeout_s));
   });
   group.def("abort", &Group::abort, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>());
   group.def("leave", &Group::leave, nb::arg("why") = "", nb::call_guard<nb::gil_scoped_release>());
@@ -223,16 +223,15 @@ void bind_memory(nb::module_& m) {
       .def_prop_ro("kept", &Blocks::kept);
   // Each limit: its bytes, the file that says what is used, the file of statistics, the line with the cache.
   using Limits = std::vector<std::tuple<std::uint64_t, std::string, std::string, std::string>>;
-  m.def("keep_blocks", [](std::uint64_t reach, bool huge_pages, const Limits& limits) {
+  m.def("start_block_pool", [](std::uint64_t reach, bool huge_pages, const Limits& limits) {
     std::vector<Limit> known;
     for (const auto& [bytes, used, stat, cache] : limits) known.push_back({bytes, used, stat, cache});
-    return keep_blocks(reach, huge_pages, std::move(known));
+    return start_block_pool(reach, huge_pages, std::move(known));
   }, nb::arg("reach"), nb::arg("huge_pages"), nb::arg("limits"));
-  m.def("kept", [] {
-    const Kept found = kept();
-    return nb::make_tuple(found.keeps, found.why, found.resident, found.unused);
+  m.def("block_pool", [] {
+    const BlockPoolState state = block_pool();
+    return nb::make_tuple(state.keeps, state.why, state.resident, state.unused);
   }, "Whether blocks are kept, why no longer, the resident bytes of the pool, and those of them that nobody uses.");
-  m.def("trim_kept", &trim_kept, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace
@@ -261,8 +260,8 @@ NB_MODULE(_core, m) {
   for (std::uint32_t kind = 1; kind <= static_cast<std::uint32_t>(FailureKind::kSystem); ++kind)
     kinds.append(kind_name(static_cast<FailureKind>(kind)));
   m.attr("FAILURE_KINDS") = kinds;
-  m.def("say_where", &Board::say_on_all, nb::arg("text"));
-  m.def("hold", &Board::hold_on_all, nb::arg("text"));
+  m.def("say_where", &ControlBlock::say_on_all, nb::arg("text"));
+  m.def("hold", &ControlBlock::hold_on_all, nb::arg("text"));
   static const bool parks_threads = park_threads_at_end();
   m.attr("PARKS_THREADS") = parks_threads;
   m.def("end_stall_reports", [] { g_stall_reports.close(); }, nb::call_guard<nb::gil_scoped_release>());

@@ -131,12 +131,12 @@ bool are_apart(Side& ins, Side& outs, std::size_t rank) {
 bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle outputs, int root, int kernel, int code,
                Timeout timeout) {
   const Op op = kind.op;
-  const auto size = static_cast<std::size_t>(g.board().size());
-  const auto rank = static_cast<std::size_t>(g.board().rank());
+  const auto size = static_cast<std::size_t>(g.control().size());
+  const auto rank = static_cast<std::size_t>(g.control().rank());
   std::array<std::byte, 2048> room;
   std::pmr::monotonic_buffer_resource memory(room.data(), room.size());
   Side ins(&memory), outs(&memory);
-  const auto [num_ins, num_outs] = num_blocks(op, size, g.board().rank() == root);
+  const auto [num_ins, num_outs] = num_blocks(op, size, g.control().rank() == root);
   const bool by_rows = op == Op::kAllToAll;
   if (!ins.read(inputs, num_ins, by_rows)) return false;
   if (inputs.is(outputs)) {
@@ -150,7 +150,7 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
   const Collective call{op, num_ins != 0 ? ins.items : outs.items, kernel, reduces(op) ? code : -1, root};
   if (reduces(op) && (kernel != code || call.reduction().apply == nullptr)) return false;
   const bool has_root = op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
-  if (has_root && (root < 0 || root >= g.board().size())) return false;
+  if (has_root && (root < 0 || root >= g.control().size())) return false;
   start(g, op, std::nullopt, timeout.count(), [&](Collectives& c, const Context& x) {
     call.run(c, x, {ins.blocks.data(), ins.blocks.size()}, outs.blocks);
   });
@@ -206,7 +206,7 @@ std::optional<Memory> plain_message(Group& g, Op op, nb::handle tensor, int peer
   std::array<std::byte, 2 * sizeof(Memory)> room;
   std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
   Memories memories(&resource);
-  const bool is_rank = peer >= (op == Op::kRecv ? -1 : 0) && peer < g.board().size();
+  const bool is_rank = peer >= (op == Op::kRecv ? -1 : 0) && peer < g.control().size();
   if (!is_rank || !read_plain(tensor.ptr(), memories) || memories.size() != 1) return std::nullopt;
   return memories[0];
 }

@@ -124,12 +124,12 @@ using Timeout = std::chrono::duration<double>;
 /// Run `body`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
 template <class Body>
 decltype(auto) guarded(Group& group, Op op, Body&& body) {
-  Board& board = group.board();
+  ControlBlock& control = group.control();
   const auto end = [&](int error, const char* what) {
-    Failure failure = board.failure(error == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem, op, "");
+    Failure failure = control.failure(error == ENOMEM ? FailureKind::kNoMemory : FailureKind::kSystem, op, "");
     failure.error = error;
     failure.detail = what;
-    return board.end(std::move(failure));
+    return control.end(std::move(failure));
   };
   try {
     return body();

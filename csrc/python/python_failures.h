@@ -11,7 +11,7 @@
 #include <mutex>
 #include <vector>
 
-#include "board/failure.h"
+#include "control/failure.h"
 
 namespace phalanx {
 namespace {

@@ -191,7 +191,7 @@ CASE(waiting_for_the_turn_of_another_thread_looks_at_signals_and_at_the_clock) {
             failure_of([&] { worker.run(Op::kBarrier, 0.1, self.hooks, [](Hooks&) { CHECK(false); }); });
         CHECK_EQ(static_cast<int>(failure.kind), static_cast<int>(FailureKind::kNoTurn));
       }
-      CHECK(self.group->board().ended());
+      CHECK(self.group->control().ended());
       over.open();
       other.join();
     });

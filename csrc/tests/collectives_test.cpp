@@ -285,7 +285,7 @@ CASE(two_groups_work_at_once_from_two_threads_of_each_rank) {
   constexpr int kRanks = 3;
   const auto segment = Segment::create();
   const long blocks = blocks_of(*segment);
-  const std::uint64_t forward = Board::create(*segment, kRanks), backward = Board::create(*segment, kRanks);
+  const std::uint64_t forward = ControlBlock::create(*segment, kRanks), backward = ControlBlock::create(*segment, kRanks);
   in_threads(kRanks, [&](int r) {
     Rank ahead{r, kRanks, segment, make_group(segment, forward, r, kRanks, {}, "ahead")};
     Options reversed;

@@ -47,7 +47,7 @@ std::string joined(const std::vector<T>& items) {
 
 /// Wait until rank `r` has arrived at collective `seq`.
 void await_arrival(Rank& self, int r, std::uint32_t seq) {
-  const Line& line = self.group->board().line(r, seq);
+  const Line& line = self.group->control().line(r, seq);
   while (line.seq.load(std::memory_order_acquire) != seq) std::this_thread::yield();
 }
 
@@ -186,16 +186,16 @@ CASE(a_receive_that_nobody_serves_times_out) {
   });
 }
 
-CASE(where_a_rank_stands_is_on_all_its_boards_while_it_waits) {
+CASE(where_a_rank_waits_is_in_all_its_control_blocks_meanwhile) {
   const auto segment = Segment::create();
-  const std::uint64_t offsets[] = {Board::create(*segment, 2), Board::create(*segment, 2)};
+  const std::uint64_t offsets[] = {ControlBlock::create(*segment, 2), ControlBlock::create(*segment, 2)};
   Rendezvous joined_both(2), looked(2);
   in_threads(2, [&](int r) {
     const auto waits = make_group(segment, offsets[0], r, 2, {}, "waits");
     const auto idle = make_group(segment, offsets[1], r, 2, {}, "idle");
     joined_both.arrive_and_wait();
     const auto stands_in_idle = [&] {
-      return idle->board().member(0).site.words[0].load(std::memory_order_acquire) != 0;
+      return idle->control().member(0).site.words[0].load(std::memory_order_acquire) != 0;
     };
     Hooks hooks;
     const auto limit = Clock::now() + std::chrono::seconds(60);
@@ -329,7 +329,7 @@ CASE(groups_that_follow_each_other_reuse_the_memory) {
   const long empty = blocks_of(*segment);
   long most = 0;
   for (int round = 0; round < 5; ++round) {
-    const std::uint64_t offset = Board::create(*segment, 2);
+    const std::uint64_t offset = ControlBlock::create(*segment, 2);
     in_threads(2, [&](int r) {
       Rank self{r, 2, segment, make_group(segment, offset, r, 2, {})};
       std::vector<float> data(100'000);
@@ -372,7 +372,7 @@ CASE(memory_of_another_node_is_replaced_before_its_rank_uses_it) {
 CASE(ranks_whose_memory_was_allocated_on_another_node_compute_as_ever) {
   const auto segment = Segment::create();
   const long blocks = blocks_of(*segment);
-  const std::uint64_t offset = Board::create(*segment, 2);
+  const std::uint64_t offset = ControlBlock::create(*segment, 2);
   reinterpret_cast<GroupHeader*>(segment->map(offset, kPage).data())->node = current_node() + 1;
   in_threads(2, [&](int r) {
     Rank self{r, 2, segment, make_group(segment, offset, r, 2, {})};

@@ -106,7 +106,7 @@ template <class Body>
 void run_ranks(int size, Body&& body, const Options& options = {}) {
   const auto segment = Segment::create();
   const long blocks = blocks_of(*segment);
-  const std::uint64_t offset = Board::create(*segment, size);
+  const std::uint64_t offset = ControlBlock::create(*segment, size);
   in_threads(size, [&](int r) {
     Rank rank{r, size, segment, make_group(segment, offset, r, size, options)};
     try {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <exception>
 
-#include "board/board.h"
+#include "control/control_block.h"
 #include "harness.h"
 #include "ranks.h"
 

@@ -138,13 +138,13 @@ def snapshot(canvas: Canvas) -> None:
 
 @picture(
     "memory_map",
-    "The shared memory of a host: a header, and per group a board, stages, mailboxes and channels, with their sizes.",
+    "The shared memory of a host: a header, and per group a control block, stages, mailboxes and channels, with sizes.",
     352,
 )
 def memory_map(canvas: Canvas) -> None:
     canvas.heading("What a group of n ranks has in shared memory")
     rows = (
-        ("board", "1 KiB · n + 8 B · n²", "who is there, what each calls; ≤ 48 bytes of data", False),
+        ("control block", "1 KiB · n + 8 B · n²", "who is there, what each calls; ≤ 48 bytes of data", False),
         ("stages", "128 KiB · n", "messages up to 64 KiB, in one synchronisation", False),
         ("mailboxes", "384 KiB · n", "larger ones in chunks of 64 KiB, 6 slots a rank", True),
         ("channels", "264 KiB each", "send and recv: one for each pair and direction", True),
@@ -156,7 +156,7 @@ def memory_map(canvas: Canvas) -> None:
         canvas.text(374, y + 18, size, anchor="end", size=12)
         canvas.text(26, y + 34, what, size=11, color=GREY)
     canvas.text(14, 246, "Dashed: allocated with the first message that needs it.", size=11, color=GREY)
-    canvas.heading("A rank's line on the board: 64 bytes, one cache line", y=276)
+    canvas.heading("A rank's line of the control block: 64 bytes, one cache line", y=276)
     x = 14.0
     for label, num_bytes, fill in (
         ("seq", 4, SUM),

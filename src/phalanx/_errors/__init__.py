@@ -299,7 +299,7 @@ KINDS: dict[str, type[PhalanxError]] = {
     "system": PhalanxError,
     "refused": PhalanxError,
 }
-"""Every kind of failure and its exception. Three are not in FailureKind of csrc/board/failure.h: the connection to a
+"""Every kind of failure and its exception. Three are not in FailureKind of csrc/control/failure.h: the connection to a
 rank of another host was lost (``rank_lost``), the ranks did not meet in time (``not_met``), or a rank was refused for
 a reason that only `Failure.detail` gives (``refused``)."""
 

@@ -1,6 +1,6 @@
 """Whether this process keeps the large blocks that torch frees: decided once, told in a few words.
 
-The core does it (``csrc/process/keeper.h``): a block of a tensor comes from a pool and goes back to it, so the next
+The core does it (``csrc/process/block_pool.h``): a block of a tensor comes from a pool and goes back to it, so the next
 step finds its pages there. The pool gives back what has lain unused, and everything once a limit of memory comes near.
 """
 
@@ -19,7 +19,7 @@ from phalanx.host.cgroups import cgroup_memory, host_memory, memory_gauges, read
 
 CHOICES = ("auto", "default")
 _LEAST_BYTES = 1 << 30  # of each rank: with less, what is kept would be given back all the time
-_LEAST_SHARE = 8  # less than this part of a limit is too near it, see Room in csrc/process/keeper.cpp
+_LEAST_SHARE = 8  # less than this part of a limit is too near it, see Headroom in csrc/process/block_pool.cpp
 _MORE_MEMORY = "free memory, start fewer ranks, or raise the limit (docker run --memory, srun --mem, limits.memory)"
 _HUGE_PAGES = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; steps may then be faster"
 _ALLOCATING = ("malloc", "posix_memalign", "free")  # whoever replaces one of them replaces all
@@ -143,7 +143,7 @@ def _apply(policy: MemoryPolicy) -> MemoryPolicy:
         ]  # fmt: skip
         try:
             # Addresses alone, and twice as many as there can be memory: free spans lie between blocks.
-            done = _core.keep_blocks(2 * host_memory().limit_bytes, policy.huge_pages, limits)
+            done = _core.start_block_pool(2 * host_memory().limit_bytes, policy.huge_pages, limits)
             why = "" if done else "this torch allocates otherwise"
         except OSError:
             why = "the address space is limited"
@@ -158,7 +158,7 @@ def in_force() -> MemoryPolicy:
         return _in_force or MemoryPolicy(todo="start it with phalanx run, or call phalanx.tune_process()")
     from phalanx import _core
 
-    keeps, why, _, _ = _core.kept()
+    keeps, why, _, _ = _core.block_pool()
     return _in_force if keeps else MemoryPolicy(why=why, todo=_MORE_MEMORY)
 
 

@@ -1,6 +1,6 @@
 """Turns a failure into words: what happened, on which rank, in which operation, and what to do.
 
-**A failure is data until it is raised.** A `Failure` (`phalanx._errors`, ``csrc/board/failure.h``) holds facts and no
+**A failure is data until it is raised.** A `Failure` (`phalanx._errors`, ``csrc/control/failure.h``) holds facts and no
 sentence: kind, rank, operation, the culprits with process and host, where each awaited rank stands, what each rank
 called. The core throws it, the shared failure of a group across hosts is its JSON, a stall report is made of it, and
 the exception carries it. Only this module makes sentences of it, on the rank that raises, so nothing ever parses text

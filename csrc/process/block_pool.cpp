@@ -1,22 +1,18 @@
-#include "process/keeper.h"
+#include "process/block_pool.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <chrono>
 #include <cstdlib>
-#include <cstring>
 #include <ctime>
 #include <mutex>
 #include <optional>
-#include <string_view>
 #include <utility>
 
+#include "memory/text_file.h"
 #include "process/blocks.h"
 #include "process/interpose.h"
 
@@ -33,34 +29,8 @@ constexpr std::uint64_t kFastest = 20ull << 30;       // bytes a second: more th
 constexpr std::uint64_t kInOneLook = 512 << 20;       // what they can fill in the shortest pause
 const char* const kThread = "rank-memory";
 
-/// The beginning of a file of numbers as it is now; empty if it can't be read.
-class Text {
- public:
-  explicit Text(const char* path) {
-    const int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return;
-    length_ = std::max<ssize_t>(read(fd, text_.data(), text_.size() - 1), 0);
-    close(fd);
-  }
-
-  /// The number behind `name`, or the first one without a name; nothing if it is not there.
-  std::optional<std::uint64_t> number(std::string_view name = {}) const {
-    if (length_ == 0) return {};
-    const char* at = text_.data();
-    while (!name.empty() && std::strncmp(at, name.data(), name.size()) != 0) {
-      at = std::strchr(at, '\n');
-      if (!at) return {};
-      ++at;
-    }
-    return std::strtoull(at + name.size(), nullptr, 10);
-  }
-
- private:
-  std::array<char, 8192> text_{};  // ends with 0
-  ssize_t length_ = 0;
-};
-
-struct Room {
+/// What is left below a limit of memory.
+struct Headroom {
   std::uint64_t limit = 0, left = 0;
   /// Whether so little is left that kept memory could be what exceeds the limit.
   bool is_short(std::uint64_t kept) const { return left < std::max(limit / 8, std::min(kept, kInOneLook)); }
@@ -68,27 +38,27 @@ struct Room {
 
 const char* const kHost = "/proc/meminfo";
 
-// Nothing where the kernel does not tell.
-std::optional<Room> room_of(const Limit& limit) {
-  const auto used = Text(limit.used.c_str()).number();
+// Both return nothing where the kernel does not tell.
+std::optional<Headroom> headroom_of(const Limit& limit) {
+  const auto used = number_in(read_text(limit.used));
   if (!used) return {};
-  Room room{limit.bytes, limit.bytes - std::min(*used, limit.bytes)};
+  Headroom room{limit.bytes, limit.bytes - std::min(*used, limit.bytes)};
   if (room.left < limit.bytes / 4)  // near enough to ask how much of that is cache
-    room.left += std::min(Text(limit.stat.c_str()).number(limit.cache + " ").value_or(0), *used);
+    room.left += std::min(number_in(read_text(limit.stat), limit.cache + " ").value_or(0), *used);
   return room;
 }
 
-std::optional<Room> room_of_host() {
-  const Text memory(kHost);
-  const auto total = memory.number("MemTotal:"), left = memory.number("MemAvailable:");
+std::optional<Headroom> headroom_of_host() {
+  const std::string memory = read_text(kHost);
+  const auto total = number_in(memory, "MemTotal:"), left = number_in(memory, "MemAvailable:");
   if (!total || !left) return {};
-  return Room{*total << 10, *left << 10};
+  return Headroom{*total << 10, *left << 10};
 }
 
 /// One for the process, never destroyed: tensors live until its end.
-class Keeper {
+class BlockPool {
  public:
-  Keeper(std::size_t reach, bool huge_pages, std::vector<Limit> limits)
+  BlockPool(std::size_t reach, bool huge_pages, std::vector<Limit> limits)
       : blocks_(reach, huge_pages), limits_(std::move(limits)) {}
 
   bool has(const void* block) const noexcept { return blocks_.has(block); }
@@ -111,12 +81,7 @@ class Keeper {
     if (!keeps_) blocks_.trim();
   }
 
-  void trim() {
-    std::lock_guard lock(mutex_);
-    blocks_.trim();
-  }
-
-  Kept kept() {
+  BlockPoolState state() {
     std::lock_guard lock(mutex_);
     return {keeps_, why_, blocks_.resident(), blocks_.kept()};
   }
@@ -133,15 +98,15 @@ class Keeper {
   /// Look at the limits, stop keeping if one is near, and set what may grow before the next look.
   void look() {
     std::uint64_t least = kFastest;
-    const auto judge = [&](const std::optional<Room>& room, const std::string& file) {
+    const auto check = [&](const std::optional<Headroom>& room, const std::string& file) {
       if (!keeps_) return;
       if (!room) return stop(file + " can't be read");
       least = std::min(least, room->left);
       if (room->is_short(blocks_.kept()))
         stop(std::to_string(room->left >> 20) + " MiB of " + std::to_string(room->limit >> 20) + " MiB were left");
     };
-    judge(room_of_host(), kHost);
-    for (const Limit& limit : limits_) judge(room_of(limit), limit.used);
+    check(headroom_of_host(), kHost);
+    for (const Limit& limit : limits_) check(headroom_of(limit), limit.used);
     budget_ = least / 8;
     pause_ = std::clamp(milliseconds(least * 1000 / kFastest), kShortest, kLongest);
   }
@@ -158,7 +123,7 @@ class Keeper {
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
     const auto run = [](void* self) -> void* {
-      static_cast<Keeper*>(self)->watch();
+      static_cast<BlockPool*>(self)->watch();
       return nullptr;
     };
     if (pthread_create(&thread, nullptr, run, this) == 0) {
@@ -201,11 +166,11 @@ class Keeper {
 };
 
 // Set before anything calls the functions below, and never again.
-Keeper* g_keeper = nullptr;
+BlockPool* g_pool = nullptr;
 
 int allocate(void** block, std::size_t alignment, std::size_t bytes) noexcept {
   if (bytes >= kLeastBytes && alignment <= kUnit) {
-    if (void* taken = g_keeper->take(bytes)) {
+    if (void* taken = g_pool->take(bytes)) {
       *block = taken;
       return 0;
     }
@@ -214,32 +179,28 @@ int allocate(void** block, std::size_t alignment, std::size_t bytes) noexcept {
 }
 
 void release(void* block) noexcept {
-  if (g_keeper->has(block))
-    g_keeper->put(block);
+  if (g_pool->has(block))
+    g_pool->put(block);
   else
     std::free(block);
 }
 
 }  // namespace
 
-bool keep_blocks(std::uint64_t reach, bool huge_pages, std::vector<Limit> limits) {
-  if (g_keeper) return true;
-  g_keeper = new Keeper(reach, huge_pages, std::move(limits));
+bool start_block_pool(std::uint64_t reach, bool huge_pages, std::vector<Limit> limits) {
+  if (g_pool) return true;
+  g_pool = new BlockPool(reach, huge_pages, std::move(limits));
   // torch's library of allocators: what it allocates, it frees.
   const std::array<Replacement, 2> replacements{
       {{"free", reinterpret_cast<void*>(&release)}, {"posix_memalign", reinterpret_cast<void*>(&allocate)}}};
   if (!interpose("libc10.so", replacements)) {
-    delete std::exchange(g_keeper, nullptr);
+    delete std::exchange(g_pool, nullptr);
     return false;
   }
-  pthread_atfork([] { g_keeper->lock(); }, [] { g_keeper->unlock(); }, [] { g_keeper->begin_anew(); });
+  pthread_atfork([] { g_pool->lock(); }, [] { g_pool->unlock(); }, [] { g_pool->begin_anew(); });
   return true;
 }
 
-Kept kept() { return g_keeper ? g_keeper->kept() : Kept{}; }
-
-void trim_kept() {
-  if (g_keeper) g_keeper->trim();
-}
+BlockPoolState block_pool() { return g_pool ? g_pool->state() : BlockPoolState{}; }
 
 }  // namespace phalanx

@@ -1,5 +1,5 @@
 // The wait for peers: asleep, with a look at the world now and then.
-#include "board/board.h"
+#include "control/control_block.h"
 
 #include <chrono>
 #include <string>
@@ -18,7 +18,7 @@ Clock::duration from_seconds(double seconds) {
 
 }  // namespace
 
-Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell) {
+Wait ControlBlock::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell) {
   require_usable(call.op);
   Wait wait;
   wait.call = call;
@@ -33,7 +33,7 @@ Wait Board::begin(const Call& call, std::uint32_t seq, Hooks& hooks, double time
   return wait;
 }
 
-Recorded Board::recorded(EventKind kind, const Call& call, std::uint64_t seq) {
+Recorded ControlBlock::recorded(EventKind kind, const Call& call, std::uint64_t seq) {
   Recorder* const recorder = g_recorder.load(std::memory_order_acquire);
   if (recorder == nullptr) return {};
   // RELAXED: every thread finds the same number.
@@ -44,14 +44,14 @@ Recorded Board::recorded(EventKind kind, const Call& call, std::uint64_t seq) {
 }
 
 /// A peer has ended the group: a call that comes later must fail too, though all data may lie there.
-void Board::come_late(Wait& wait) {
+void ControlBlock::come_late(Wait& wait) {
   // After a mismatch the call goes on as far as its own comparison, which adds this rank's row to the table.
-  const FailureKind kind = Verdict::unpack(header_->verdict.load(std::memory_order_acquire)).kind;
+  const FailureKind kind = GroupFailure::unpack(header_->group_failure.load(std::memory_order_acquire)).kind;
   if ((kind == FailureKind::kCallsDiffer || kind == FailureKind::kSizesDiffer) && wait.seq != 0) return;
-  throw end(*find_verdict(wait, [](int) { return false; }));
+  throw end(*find_group_failure(wait, [](int) { return false; }));
 }
 
-void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
+void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
   if (wait.start == Clock::time_point{}) {
     wait.start = Clock::now();
     wait.next_look = wait.start + kLook / 2;
@@ -77,7 +77,7 @@ void Board::sleep(Wait& wait, const DoneFn& done, const MissingFn& missing) {
 
 /// Run what Python may handle signals in. A handler that raises ends the group: this rank will not come back here.
 template <class Body>
-void Board::handle_signals(const Wait& wait, Body&& body) {
+void ControlBlock::handle_signals(const Wait& wait, Body&& body) {
   try {
     body();
   } catch (...) {
@@ -86,7 +86,7 @@ void Board::handle_signals(const Wait& wait, Body&& body) {
   }
 }
 
-std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
+std::optional<Failure> ControlBlock::look_up(Wait& wait, const MissingFn& missing) {
   if (!wait.announced) announce(wait);  // before the signals: a handler may need to be told what it interrupted
   const auto before = Clock::now();
   handle_signals(wait, [&] { wait.hooks->tick(); });
@@ -99,11 +99,11 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
   if (wait.arriving)
     for (int r = 0; r < config_.size; ++r)
       if (call_differs(r, wait.seq)) mismatch(wait);
-  // The first failure that anybody saw explains the rest: ranks that died of it are victims. A victim has published its
-  // verdict before it dies, so a verdict that was missing at first is there once the victim is seen dead.
-  if (auto verdict = find_verdict(wait, missing)) return verdict;
+  // The first failure that any rank saw explains the rest: ranks that died of it are victims. A victim publishes the group
+  // failure before it dies, so one that was missing at first is there once the victim is seen dead.
+  if (auto told = find_group_failure(wait, missing)) return told;
   if (auto dead = find_dead(wait, missing)) {
-    if (auto verdict = find_verdict(wait, missing)) return verdict;
+    if (auto told = find_group_failure(wait, missing)) return told;
     return dead;
   }
   if (ended()) return failure(FailureKind::kDestroyed, wait);
@@ -115,7 +115,7 @@ std::optional<Failure> Board::look_up(Wait& wait, const MissingFn& missing) {
 
 /// Leave the time out in which a debugger holds a rank, of this group or of another: whoever waits for it is held up, and
 /// so is whoever waits for them.
-void Board::stop_clock(Wait& wait) {
+void ControlBlock::stop_clock(Wait& wait) {
   if (!segment_->is_held()) {
     wait.held_until = {};
     wait.told_of_debugger = false;
@@ -131,7 +131,7 @@ void Board::stop_clock(Wait& wait) {
 }
 
 /// Tell who does not come: soon, and then ever more seldom, for what has been said stays on the screen.
-void Board::report_stall(Wait& wait, const MissingFn& missing) {
+void ControlBlock::report_stall(Wait& wait, const MissingFn& missing) {
   wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));  // as report_due_s() of _wording.py
   wait.has_reported = true;
   const Failure late = timed_out(wait, missing);
@@ -139,7 +139,7 @@ void Board::report_stall(Wait& wait, const MissingFn& missing) {
     handle_signals(wait, [&] { config_.on_stall(late, seconds_since(wait.start)); });
 }
 
-void Board::announce(Wait& wait) {
+void ControlBlock::announce(Wait& wait) {
   wait.announced = true;
   std::string text = op_name(wait.call.op);
   if (wait.seq != 0) text += " #" + std::to_string(number(wait.seq));

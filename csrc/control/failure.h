@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "board/call.h"
+#include "control/call.h"
 
 namespace phalanx {
 
-/// Why a group ended. The number is stored in GroupHeader::verdict, so peers learn it too.
+/// Why a group ended. The number is stored in GroupHeader::group_failure, so peers learn it too.
 enum class FailureKind : std::uint32_t {
   kNone = 0,
   kCallsDiffer,     // ranks called different collectives
@@ -39,8 +39,8 @@ enum class FailureKind : std::uint32_t {
   kSystem,          // a rank was denied what it needs: a thread, a mapping
 };
 
-/// What the board tells the peers of a failure: its kind, who is at fault and who says so, by their ranks in the group.
-struct Verdict {
+/// A failure as the control block tells it to the peers: its kind, who is at fault and who says so, as ranks in the group.
+struct GroupFailure {
   FailureKind kind;
   int subject, reporter;
 
@@ -50,7 +50,7 @@ struct Verdict {
     return static_cast<std::uint64_t>(kind) << 2 * kRankBits | static_cast<std::uint64_t>(reporter) << kRankBits |
            static_cast<std::uint64_t>(subject);
   }
-  static Verdict unpack(std::uint64_t packed) {
+  static GroupFailure unpack(std::uint64_t packed) {
     return {static_cast<FailureKind>(packed >> 2 * kRankBits), static_cast<int>(packed & kRankMask),
             static_cast<int>(packed >> kRankBits & kRankMask)};
   }

@@ -1,7 +1,7 @@
 // A group's control block in shared memory: membership, arrival, liveness, and the wait that watches them all.
 //
 // Every wait ends: by its condition, by a peer's death (its pidfd, looked at every 50 ms), by a mismatch, by the
-// failure that a peer has published on the board, by Ctrl-C, or by the deadline. The first rank that knows publishes
+// failure that a peer has published here, by Ctrl-C, or by the deadline. The first rank that knows publishes
 // the failure with its culprit, so all survivors name the same one although victims die too. It holds the kind, the
 // culprit and the rank that reports it; each rank adds what it sees itself. A group that has ended says so at every
 // later call.
@@ -21,8 +21,8 @@
 #include <string>
 #include <vector>
 
-#include "board/call.h"
-#include "board/failure.h"
+#include "control/call.h"
+#include "control/failure.h"
 #include "memory/layout.h"
 #include "memory/peers.h"
 #include "memory/record.h"
@@ -65,15 +65,15 @@ struct Wait {
   std::function<Awaited()> awaited;  // the message without which this rank can do no other; none: there are others
 };
 
-class Board {
+class ControlBlock {
  public:
   /// Allocate and initialise the control block of a group of `size` ranks; returns its offset in the segment.
   static std::uint64_t create(Segment& segment, int size);
 
-  Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config);
-  Board(const Board&) = delete;
-  Board& operator=(const Board&) = delete;
-  ~Board();
+  ControlBlock(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config);
+  ControlBlock(const ControlBlock&) = delete;
+  ControlBlock& operator=(const ControlBlock&) = delete;
+  ~ControlBlock();
 
   const GroupConfig& config() const { return config_; }
   int rank() const { return config_.rank; }
@@ -137,11 +137,11 @@ class Board {
     return false;
   }
 
-  /// Write on the boards of all groups of this process where this rank waits outside of any; empty: nowhere.
+  /// Write into the control blocks of all groups of this process where this rank waits outside of any; empty: nowhere.
   static void say_on_all(const std::string& text);
 
-  /// Say on the boards of all groups of this process that a debugger holds it, and where; empty: no longer. The clocks of
-  /// peers that wait stand still meanwhile.
+  /// Write into the control blocks of all groups of this process that a debugger holds it, and where; empty: no longer.
+  /// The clocks of waiting peers stand still meanwhile.
   static void hold_on_all(const std::string& text);
 
   /// Record that the group has ended, for this process and for the peers, and return the failure to throw.
@@ -154,11 +154,11 @@ class Board {
   bool forked() const;
   bool ended() const { return ended_.load(std::memory_order_acquire); }
   /// True also if a peer has ended the group and this rank has not met that yet.
-  bool told() const { return ended() || header_->verdict.load(std::memory_order_acquire) != 0; }
+  bool told() const { return ended() || header_->group_failure.load(std::memory_order_acquire) != 0; }
   void require_usable(Op op);
   /// Throw if a peer has ended the group while this operation ran.
   void require_in_order(Wait& wait) {
-    if (header_->verdict.load(std::memory_order_acquire) != 0) come_late(wait);
+    if (header_->group_failure.load(std::memory_order_acquire) != 0) come_late(wait);
   }
   /// Throw in a forked child. Comes before any lock: a thread that the child does not have may hold it there for ever.
   void require_own_process(Op op) const;
@@ -196,7 +196,7 @@ class Board {
   std::optional<Failure> is_dead(int r, const Wait& wait);
   const PeerWatch* watch_of(int r);
   void come_late(Wait& wait);
-  std::optional<Failure> find_verdict(const Wait& wait, const MissingFn& missing);
+  std::optional<Failure> find_group_failure(const Wait& wait, const MissingFn& missing);
   Failure timed_out(const Wait& wait, const MissingFn& missing);
   std::vector<Waiter> circle();
   bool is_on_its_way(int src, int dst);

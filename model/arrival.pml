@@ -14,7 +14,7 @@ active [N] proctype rank() {
   :: seq <= ROUNDS ->
      STORE(LINE(me, seq), DIRTY);
      STORE(LINE(me, seq), seq);
-     MUSTER;
+     ARRIVE;
      assert(EVERY(INTACT));  /* the first byte read */
      assert(EVERY(INTACT));  /* and the last */
      seq++

@@ -3,8 +3,8 @@
 // Deadlock: each rank publishes the rank that its only message in flight is from or to, and a rank that waits follows
 // these around the group. A circle counts only if no message in it is on its way, because what a stopped rank says of
 // itself may be old. Collectives, and threads that may yet send, are never part of a circle. A rank that makes a group
-// alone says so on the boards of its other groups.
-#include "board/board.h"
+// alone says so in the control blocks of its other groups.
+#include "control/control_block.h"
 
 #include <chrono>
 #include <string>
@@ -20,7 +20,7 @@ constexpr auto kMismatchGrace = 300ms;  // how long a mismatch waits for the oth
 
 }  // namespace
 
-Failure Board::failure(FailureKind kind, Op op, std::string site) const {
+Failure ControlBlock::failure(FailureKind kind, Op op, std::string site) const {
   Failure failure;
   failure.kind = kind;
   failure.rank = global(rank());
@@ -31,13 +31,13 @@ Failure Board::failure(FailureKind kind, Op op, std::string site) const {
   return failure;
 }
 
-Failure Board::failure(FailureKind kind, const Wait& wait) const {
+Failure ControlBlock::failure(FailureKind kind, const Wait& wait) const {
   Failure failure = this->failure(kind, wait.call.op, wait.hooks->site());
   failure.seq = number(wait.seq);
   return failure;
 }
 
-Standing Board::stand_of(int r) {
+Standing ControlBlock::stand_of(int r) {
   Standing stand;
   stand.rank = global(r);
   stand.has_joined = members_[r].state.load(std::memory_order_acquire) != MemberState::kAbsent;
@@ -49,14 +49,14 @@ Standing Board::stand_of(int r) {
   return stand;
 }
 
-std::optional<Failure> Board::find_dead(const Wait& wait, const MissingFn& missing) {
+std::optional<Failure> ControlBlock::find_dead(const Wait& wait, const MissingFn& missing) {
   for (int r = 0; r < config_.size; ++r)
     if (r != rank() && (wait.arriving || missing(r)))
       if (auto dead = is_dead(r, wait)) return dead;
   return std::nullopt;
 }
 
-std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
+std::optional<Failure> ControlBlock::is_dead(int r, const Wait& wait) {
   const MemberState state = members_[r].state.load(std::memory_order_acquire);  // pairs with depart()
   const bool departed = state == MemberState::kDeparted || state == MemberState::kFell;
   const PeerWatch* watch = nullptr;
@@ -80,12 +80,12 @@ std::optional<Failure> Board::is_dead(int r, const Wait& wait) {
 }
 
 /// What a peer has met, as this rank's own failure.
-std::optional<Failure> Board::find_verdict(const Wait& wait, const MissingFn& missing) {
-  const std::uint64_t packed = header_->verdict.load(std::memory_order_acquire);
+std::optional<Failure> ControlBlock::find_group_failure(const Wait& wait, const MissingFn& missing) {
+  const std::uint64_t packed = header_->group_failure.load(std::memory_order_acquire);
   if (packed == 0) return std::nullopt;
-  const Verdict verdict = Verdict::unpack(packed);
+  const GroupFailure told = GroupFailure::unpack(packed);
   Failure found;
-  switch (verdict.kind) {
+  switch (told.kind) {
     case FailureKind::kRankMissing:
     case FailureKind::kNoTurn:
       found = timed_out(wait, missing);
@@ -97,19 +97,19 @@ std::optional<Failure> Board::find_verdict(const Wait& wait, const MissingFn& mi
     case FailureKind::kRankLeft:
     case FailureKind::kRankFell:
     case FailureKind::kRankFailed:
-      if (auto dead = is_dead(verdict.subject, wait)) return dead;
+      if (auto dead = is_dead(told.subject, wait)) return dead;
       found = failure(FailureKind::kRankFailed, wait);
-      found.ranks = {global(verdict.subject)};
+      found.ranks = {global(told.subject)};
       break;
     default:
-      found = failure(verdict.kind, wait);
-      found.ranks = {global(verdict.subject)};
+      found = failure(told.kind, wait);
+      found.ranks = {global(told.subject)};
   }
-  found.by = global(verdict.reporter);
+  found.by = global(told.reporter);
   return found;
 }
 
-Failure Board::timed_out(const Wait& wait, const MissingFn& missing) {
+Failure ControlBlock::timed_out(const Wait& wait, const MissingFn& missing) {
   Failure late = failure(FailureKind::kRankMissing, wait);
   late.timeout_s = wait.timeout_s;
   late.ranks.clear();
@@ -125,7 +125,7 @@ Failure Board::timed_out(const Wait& wait, const MissingFn& missing) {
 /// The ranks from this one to itself, each of which waits for a message of the next and can do nothing else meanwhile;
 /// none if there is no such circle. What ranks say of themselves may be old, as of a stopped one: so no edge counts
 /// whose message is on its way.
-std::vector<Waiter> Board::circle() {
+std::vector<Waiter> ControlBlock::circle() {
   std::vector<Waiter> found;
   for (int r = rank(); static_cast<int>(found.size()) < config_.size;) {
     // ACQUIRE makes `site` readable; pairs with look_up().
@@ -142,7 +142,7 @@ std::vector<Waiter> Board::circle() {
 }
 
 /// True if `src` has sent a fragment that `dst` has not taken, or that can't be learned.
-bool Board::is_on_its_way(int src, int dst) {
+bool ControlBlock::is_on_its_way(int src, int dst) {
   const std::uint64_t at = channel(src, dst).load(std::memory_order_acquire);
   if (at == 0 || at == kNoMemory) return false;
   try {
@@ -156,7 +156,7 @@ bool Board::is_on_its_way(int src, int dst) {
   }
 }
 
-void Board::mismatch(Wait& wait, std::optional<SizeDispute> sizes) {
+void ControlBlock::mismatch(Wait& wait, std::optional<SizeDispute> sizes) {
   Failure found = failure(sizes ? FailureKind::kSizesDiffer : FailureKind::kCallsDiffer, wait);
   say_here(found.site);
   members_[rank()].site_seq.store(wait.seq, std::memory_order_release);
@@ -177,7 +177,7 @@ void Board::mismatch(Wait& wait, std::optional<SizeDispute> sizes) {
 }
 
 /// What each rank has called as number `seq`, and where, as far as it has said so.
-std::vector<MadeCall> Board::calls_made(std::uint32_t seq) {
+std::vector<MadeCall> ControlBlock::calls_made(std::uint32_t seq) {
   std::vector<MadeCall> calls;
   for (int r = 0; r < config_.size; ++r) {
     MadeCall& made = calls.emplace_back();
@@ -191,7 +191,7 @@ std::vector<MadeCall> Board::calls_made(std::uint32_t seq) {
   return calls;
 }
 
-Failure Board::end(Failure failure) {
+Failure ControlBlock::end(Failure failure) {
   {
     std::lock_guard lock(ended_mutex_);
     if (!ended()) ended_by_ = std::make_shared<const Failure>(failure);
@@ -212,8 +212,8 @@ Failure Board::end(Failure failure) {
       break;
   }
   std::uint64_t none = 0;
-  const std::uint64_t verdict = Verdict{failure.kind, subject, rank()}.pack();
-  header_->verdict.compare_exchange_strong(none, verdict, std::memory_order_acq_rel);
+  const std::uint64_t packed = GroupFailure{failure.kind, subject, rank()}.pack();
+  header_->group_failure.compare_exchange_strong(none, packed, std::memory_order_acq_rel);
   ring_all();
   return failure;
 }

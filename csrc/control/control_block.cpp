@@ -1,5 +1,5 @@
 // What a group's control block is made of; who is in the group; how a rank leaves it, and how the group ends.
-#include "board/board.h"
+#include "control/control_block.h"
 
 #include <pthread.h>
 
@@ -28,27 +28,27 @@ Offsets offsets_of(std::size_t n) {
   return o;
 }
 
-// Groups of this process: a rank that stands in one group says so on the boards of all, so a peer that waits for it
+// Groups of this process: a rank that waits in one group says so in the control blocks of all, so a peer that waits for it
 // elsewhere can tell its user. Leaked: native threads run while the process destroys what is static.
-struct Boards {
+struct ControlBlocks {
   std::mutex mutex;
-  std::set<Board*> all;
+  std::set<ControlBlock*> all;
 };
-Boards& g_boards = *new Boards;
+ControlBlocks& g_control_blocks = *new ControlBlocks;
 
 // Grows in each forked child: a group belongs to the process that made it. Cheaper to read than getpid().
 std::atomic<int> g_forks{0};
 const int g_fork_handler = pthread_atfork(
-    [] { g_boards.mutex.lock(); },  // no other thread may be in there: the child would find it half done
-    [] { g_boards.mutex.unlock(); },
+    [] { g_control_blocks.mutex.lock(); },  // no other thread may be in there: the child would find it half done
+    [] { g_control_blocks.mutex.unlock(); },
     [] {
       g_forks.fetch_add(1, std::memory_order_relaxed);
-      g_boards.mutex.unlock();
+      g_control_blocks.mutex.unlock();
     });
 
 }  // namespace
 
-std::uint64_t Board::create(Segment& segment, int size) {
+std::uint64_t ControlBlock::create(Segment& segment, int size) {
   const Offsets o = offsets_of(static_cast<std::size_t>(size));
   const std::uint64_t offset = segment.allocate(o.total);
   const Mapping map = segment.map(offset, kPage);
@@ -60,7 +60,7 @@ std::uint64_t Board::create(Segment& segment, int size) {
   return offset;
 }
 
-Board::Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config)
+ControlBlock::ControlBlock(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config)
     : segment_(std::move(segment)),
       offset_(offset),
       config_(std::move(config)),
@@ -86,14 +86,14 @@ Board::Board(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig
   describe_self(self);
   header_->attached.fetch_add(1, std::memory_order_relaxed);  // a count, nothing is published by it
   self.state.store(MemberState::kJoined, std::memory_order_release);  // pairs with watch_of()
-  std::lock_guard lock(g_boards.mutex);
-  g_boards.all.insert(this);
+  std::lock_guard lock(g_control_blocks.mutex);
+  g_control_blocks.all.insert(this);
 }
 
-Board::~Board() {
+ControlBlock::~ControlBlock() {
   {
-    std::lock_guard lock(g_boards.mutex);
-    g_boards.all.erase(this);
+    std::lock_guard lock(g_control_blocks.mutex);
+    g_control_blocks.all.erase(this);
   }
   if (forked()) return;  // a forked child is no rank: it only unmaps
   depart("");
@@ -109,10 +109,10 @@ Board::~Board() {
   segment_->free(offset_, bytes);
 }
 
-bool Board::forked() const { return g_forks.load(std::memory_order_relaxed) != made_after_forks_; }
+bool ControlBlock::forked() const { return g_forks.load(std::memory_order_relaxed) != made_after_forks_; }
 
 /// The watch of rank `r`; none while it has not joined, and none of this rank.
-const PeerWatch* Board::watch_of(int r) {
+const PeerWatch* ControlBlock::watch_of(int r) {
   // ACQUIRE makes the identity readable; pairs with the constructor's store.
   const Member& member = members_[r];
   if (!watches_[r] && member.state.load(std::memory_order_acquire) != MemberState::kAbsent)
@@ -120,7 +120,7 @@ const PeerWatch* Board::watch_of(int r) {
   return watches_[r].get();
 }
 
-void Board::watch_peers() {
+void ControlBlock::watch_peers() {
   static std::atomic<bool> has_warned{false};
   for (int r = 0; r < config_.size; ++r) {
     const PeerWatch* watch = watch_of(r);
@@ -131,17 +131,17 @@ void Board::watch_peers() {
   spins_ = cpus_suffice(members_, static_cast<std::size_t>(config_.size));
 }
 
-bool Board::shares_pids() const {
+bool ControlBlock::shares_pids() const {
   const std::uint64_t own = members_[rank()].pid_namespace;
   return own != 0 &&
          std::all_of(members_, members_ + config_.size, [&](const Member& member) { return member.pid_namespace == own; });
 }
 
-void Board::require_own_process(Op op) const {
+void ControlBlock::require_own_process(Op op) const {
   if (forked()) throw failure(FailureKind::kForked, op, "");
 }
 
-void Board::require_usable(Op op) {
+void ControlBlock::require_usable(Op op) {
   require_own_process(op);
   if (!ended()) return;
   Failure unusable = failure(FailureKind::kUnusable, op, "");
@@ -150,51 +150,51 @@ void Board::require_usable(Op op) {
   throw unusable;
 }
 
-void Board::say_here(const std::string& text) {
-  std::lock_guard lock(g_boards.mutex);
+void ControlBlock::say_here(const std::string& text) {
+  std::lock_guard lock(g_control_blocks.mutex);
   members_[rank()].site.write(text);
 }
 
-/// Write on the boards of all groups of this process where this rank stands.
-void Board::say_everywhere(const std::string& text) {
-  std::lock_guard lock(g_boards.mutex);
-  for (Board* board : g_boards.all)
-    if (!board->forked() && board->segment_ == segment_)
-      board->members_[board->rank()].site.write(text);
+/// Write into the control blocks of all groups of this process where this rank waits.
+void ControlBlock::say_everywhere(const std::string& text) {
+  std::lock_guard lock(g_control_blocks.mutex);
+  for (ControlBlock* control : g_control_blocks.all)
+    if (!control->forked() && control->segment_ == segment_)
+      control->members_[control->rank()].site.write(text);
 }
 
-void Board::say_on_all(const std::string& text) {
-  std::lock_guard lock(g_boards.mutex);
-  for (Board* board : g_boards.all)
-    if (!board->forked() && !board->ended()) board->members_[board->rank()].site.write(text);
+void ControlBlock::say_on_all(const std::string& text) {
+  std::lock_guard lock(g_control_blocks.mutex);
+  for (ControlBlock* control : g_control_blocks.all)
+    if (!control->forked() && !control->ended()) control->members_[control->rank()].site.write(text);
 }
 
-void Board::hold_on_all(const std::string& text) {
-  std::lock_guard lock(g_boards.mutex);
-  for (Board* board : g_boards.all) {
+void ControlBlock::hold_on_all(const std::string& text) {
+  std::lock_guard lock(g_control_blocks.mutex);
+  for (ControlBlock* control : g_control_blocks.all) {
     if (text.empty())
-      board->segment_->let_go();
+      control->segment_->let_go();
     else
-      board->segment_->hold(board->global(board->rank()));
-    if (board->forked()) continue;  // a data loader's worker holds its rank up, but writes on no board of it
-    SharedText& site = board->members_[board->rank()].site;
-    if (!text.empty()) board->said_before_hold_ = site.read();
-    site.write(text.empty() ? board->said_before_hold_ : text);
+      control->segment_->hold(control->global(control->rank()));
+    if (control->forked()) continue;  // a data loader's worker holds its rank up, but writes in none of its control blocks
+    SharedText& site = control->members_[control->rank()].site;
+    if (!text.empty()) control->said_before_hold_ = site.read();
+    site.write(text.empty() ? control->said_before_hold_ : text);
   }
 }
 
-std::shared_ptr<const Failure> Board::ended_by() {
+std::shared_ptr<const Failure> ControlBlock::ended_by() {
   std::lock_guard lock(ended_mutex_);
   return ended_by_;
 }
 
-void Board::abort(const std::string& why) {
+void ControlBlock::abort(const std::string& why) {
   Failure aborted = failure(FailureKind::kAborted, Op::kNone, "");
   aborted.detail = why;
   end(std::move(aborted));
 }
 
-void Board::depart(const std::string& why) {
+void ControlBlock::depart(const std::string& why) {
   {
     std::lock_guard lock(ended_mutex_);  // after what ended the group, if anything did
     ended_.store(true, std::memory_order_release);
@@ -206,7 +206,7 @@ void Board::depart(const std::string& why) {
   ring_all();
 }
 
-void Board::ring_all() {
+void ControlBlock::ring_all() {
   ring(header_->bell);
   for (int r = 0; r < config_.size; ++r) ring(bells_[r]);
 }
