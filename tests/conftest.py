@@ -136,10 +136,10 @@ def _process_name(pid: int) -> str:
 
 def _holdings() -> dict[str, set[str]]:
     """Everything that a test could leave behind, as one set of names per kind."""
-    keepers, alive_fds = workers.servers.known  # what ranks leave becomes the child of a server
-    children = costs.children(os.getpid()) - keepers - {guard.pid}
+    reapers, alive_fds = workers.servers.known  # what ranks leave becomes the child of a server
+    children = costs.children(os.getpid()) - reapers - {guard.pid}
     processes = {child for child in children if "multiprocessing.resource_tracker" not in _process_name(child)}
-    for server in chain.from_iterable(map(costs.children, keepers)):
+    for server in chain.from_iterable(map(costs.children, reapers)):
         processes |= costs.children(server)
     descriptors = set()
     for fd in set(os.listdir("/proc/self/fd")).difference(map(str, {*alive_fds, guard.fd})):

@@ -77,7 +77,7 @@ class Host:
         """
         environ = {**os.environ, **(env or {})}
         # Whoever sees the host open from inside is there when the holder, which closes it first, kills all.
-        checked = ["sh", "-c", f'read word < {wire.DOOR} && [ "$word" = open ] && exec "$@"', "sh", *command]
+        checked = ["sh", "-c", f'read word < {wire.ENTRY_FLAG} && [ "$word" = open ] && exec "$@"', "sh", *command]
         self._started.append(subprocess.Popen([*self._inside(), *checked], env=environ, **options))
         return self._started[-1]
 

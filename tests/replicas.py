@@ -51,9 +51,9 @@ class ReplicaHost:
         self.path = f"/proc/{os.getpid()}/fd/{self.fd}"
         layout.want_replicas(self.fd, num_replicas)
         self.channel, theirs = PacketSocket.pair()
-        with theirs, socket.create_server(("127.0.0.1", port)) as door:
-            self.port = door.getsockname()[1]
-            fds = [theirs.fileno(), door.fileno(), self.fd]
+        with theirs, socket.create_server(("127.0.0.1", port)) as listener:
+            self.port = listener.getsockname()[1]
+            fds = [theirs.fileno(), listener.fileno(), self.fd]
             settings = json.dumps({"run_id": "job", "num_replicas": num_replicas})
             self.process = subprocess.Popen(
                 [sys.executable, "-c", MAIN.format(most_mib, heard_s, pauses_s), *map(str, fds), settings],

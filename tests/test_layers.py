@@ -24,13 +24,13 @@ MOST_FILES, MOST_NAMES = 16, 30  # of a folder; of the package's root, folders i
 
 def unit_of(module: str) -> str:
     unit = module.split(".")[1] if "." in module else "__init__"
-    return "__init__" if unit == "_on_first_use" else unit  # the one function in the front door
+    return "__init__" if unit == "_on_first_use" else unit  # the one function in the package's `__init__`
 
 
 def imports_of(path: Path) -> set[str]:
     """Return the units of phalanx that a file imports anywhere, lazily or for type checking too.
 
-    But not what the package's front door shows to type checkers: it names what stands on every floor.
+    But not what the package's `__init__` shows to type checkers: it names what stands on every floor.
     """
     units = set()
     tree = ast.parse(path.read_text())
@@ -81,7 +81,7 @@ def modules_of(path: Path, modules: Collection[str]) -> set[str]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Not even lazily. The front door is left out: it imports on use alone."""
+    """Not even lazily. The package's `__init__` is left out: it imports on use alone."""
     paths = {path.relative_to(PACKAGE.parent).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
     by_name = {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
     below = {name: modules_of(path, by_name.keys()) - {name, "phalanx"} for name, path in by_name.items()}

@@ -30,7 +30,7 @@ _RECEIVE_BYTES = 64 << 20
 _OWN_DELAY_S = 5e-5  # to wake up twice for a packet; taken from the delay that was asked for
 
 
-DOOR = "/proc/sys/kernel/domainname"  # of this namespace alone, and of no other use: says whether one may enter
+ENTRY_FLAG = "/proc/sys/kernel/domainname"  # of this namespace alone, and of no other use: says whether one may enter
 
 
 def _attr(kind: int, *values: bytes | int | str) -> bytes:
@@ -137,15 +137,15 @@ def kill_all(pid: int) -> None:
         time.sleep(0.001)
 
 
-def _write_door(word: str) -> None:
-    with open(DOOR, "w") as file:
+def _write_entry_flag(word: str) -> None:
+    with open(ENTRY_FLAG, "w") as file:
         file.write(word)
 
 
 def main() -> None:
     name, rate_bit_s, delay_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
     socket.sethostname(name)
-    _write_door("open")
+    _write_entry_flag("open")
     for algorithm in ("cubic", "reno"):  # what hosts usually have; this machine's default may be another
         try:
             with open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as file:
@@ -165,7 +165,7 @@ def main() -> None:
         else:
             sys.stdin.read()
     finally:
-        _write_door("closed")
+        _write_entry_flag("closed")
         kill_all(os.getpid())
 
 

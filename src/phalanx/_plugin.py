@@ -72,9 +72,9 @@ def autoload() -> None:
 
             obey_launcher()
         if environ.get(_env.LAUNCH_VARIABLE):
-            from phalanx.rendezvous import alone
+            from phalanx.rendezvous import solo
 
-            alone.watch()
+            solo.watch()
             if _env.is_rank():
                 from phalanx._torch import shield
                 from phalanx._torch.dynamo import postpone_import
@@ -128,7 +128,7 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx._torch import shield
     from phalanx._torch.dynamo import postpone_import
     from phalanx.backend.groups import create_group
-    from phalanx.rendezvous.alone import wants_others
+    from phalanx.rendezvous.solo import wants_others
 
     shield.watch()
     postpone_import()

@@ -165,7 +165,7 @@ def test_a_job_in_a_container_is_known_by_the_pids_that_it_has_here(tmp_path, ca
 
 def test_what_keeps_a_rank_is_none_itself():
     keeps = (
-        "from phalanx.launch.processes import keeper as k; k._take_name(); import os; os.write(1, b'x'); os.read(0, 1)"
+        "from phalanx.launch.processes import reaper as k; k._take_name(); import os; os.write(1, b'x'); os.read(0, 1)"
     )
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

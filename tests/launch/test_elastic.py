@@ -16,7 +16,7 @@ from phalanx.failure.outcome import Outcome
 from phalanx.host.block_pool import choose
 from phalanx.host.cpus import divide, read_machine
 from phalanx.launch.job import Job
-from phalanx.launch.run.attempts import Course
+from phalanx.launch.run.attempts import RestartPolicy
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -207,22 +207,22 @@ def test_all_ranks_that_fail_again_after_progress_give_way_to_the_number_that_wo
     fd = os.memfd_create("snapshots")
     job = Job(command=("train",), divide=lambda n: divide(n, read_machine(), pin=True), num_local_ranks=8,
               min_local_ranks=1, max_restarts=20, regrow_after_s=5.0)  # fmt: skip
-    course = Course(job, fd)
-    numbers = [course.size.num_ranks]
+    policy = RestartPolicy(job, fd)
+    numbers = [policy.size.num_ranks]
 
     def fail(*, step=None):
         if step is not None:
-            for rank in range(course.size.num_ranks):
-                head = Head(MAGIC, 1, step, 0, course.size.num_ranks, course.size.num_ended, bytes(16))
+            for rank in range(policy.size.num_ranks):
+                head = Head(MAGIC, 1, step, 0, policy.size.num_ranks, policy.size.num_ended, bytes(16))
                 os.pwrite(fd, head.pack(), region_offset(rank, step % 2))
-        course.after_failure(Outcome(rank=0, pid=1, exitcode=1), lived_s=0.5)
-        numbers.append(course.size.num_ranks)
+        policy.after_failure(Outcome(rank=0, pid=1, exitcode=1), lived_s=0.5)
+        numbers.append(policy.size.num_ranks)
 
     for step in (None, None, None, 10, None, None, 11, 12):
         fail(step=step)
     os.close(fd)
     assert numbers == [8, 7, 6, 5, 8, 5, 4, 8, 8]
-    assert not course.is_over
+    assert not policy.is_over
 
 
 TRAIN = """

@@ -318,7 +318,7 @@ def test_an_error_that_a_rank_had_caught_does_not_make_it_a_victim(tmp_path):
     assert "was killed by SIGKILL; exit code 137" in done.stderr
 
 
-def test_a_killed_warden_is_a_failure_like_any_other(tmp_path):
+def test_a_killed_forker_is_a_failure_like_any_other(tmp_path):
     source = """
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if RANK == 0: os.kill(os.getppid(), signal.SIGKILL)

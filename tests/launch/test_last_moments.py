@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from phalanx.launch.processes import warden
+from phalanx.launch.processes import forker
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -52,21 +52,21 @@ def test_a_signal_between_attempts_ends_the_job(tmp_path):
 
 
 def test_a_rank_begins_once_its_supervisor_has_been_told_of_it():
-    """Else a rank that ends at once is taken for one that runs, by whoever asks before its warden has spoken."""
+    """Else a rank that ends at once is taken for one that runs, by whoever asks before its forker has spoken."""
     order, write = os.pipe()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
-        send = warden._send
+        send = forker._send
 
         def send_late(channel, packet):
             if "started" in packet:
-                time.sleep(0.1)  # the warden has no CPU
+                time.sleep(0.1)  # the forker has no CPU
                 os.write(write, b"told ")
             send(channel, packet)
 
-        warden._send = send_late
+        forker._send = send_late
         ours.close()
-        warden.serve(theirs, lambda packet: (os.write(write, b"begun"), os._exit(0)))
+        forker.serve(theirs, lambda packet: (os.write(write, b"begun"), os._exit(0)))
     theirs.close()
     streams = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]
     start = {"start": 0, "environ": {}, "cpus": [], "argument": "", "descriptors": [1024, 1024]}

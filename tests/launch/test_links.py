@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import phalanx
-from phalanx.host.ports import open_door
+from phalanx.host.ports import open_listener
 from phalanx.launch.nodes.links import Links
 from phalanx.launch.nodes.messages import as_line, read_line, read_node, read_state, read_view
 from phalanx.launch.nodes.views import Group, Node, State, View
@@ -28,7 +28,7 @@ __all__ = ["nodes"]  # a fixture
 NODE = Node("a1", "host-a", "10.0.0.1", 29500, 4, 2)
 CAUSE = {
     "rank": 3, "pid": 4, "returncode": 1, "kind": "ValueError", "message": "x", "folder": "f", "host": "h",
-    "is_victim": False, "lines": ["x"], "num_ranks": 2, "is_free": True, "made_room": True,
+    "is_victim": False, "lines": ["x"], "num_ranks": 2, "is_free": True, "preempted": True,
 }  # fmt: skip
 VIEW = View((3, 4), "a1", (NODE,), 5, 2, CAUSE, (Group("b", ("b", "c")),), (("10.0.0.1", 29500),), "b")
 STATE = State(
@@ -113,7 +113,7 @@ def answer_to(said, place):
         return came.decode()
 
 
-def test_strangers_at_the_door_are_told_why_and_disturb_no_job(nodes):
+def test_strangers_at_the_listener_are_told_why_and_disturb_no_job(nodes):
     group = nodes(MEET + LEAVE)
     group.start()
     group.wait_for_rendezvous()
@@ -157,10 +157,10 @@ class Noted:
         self.selector = selectors.DefaultSelector()
         self.links = Links(self.selector, self, silence_s)
         self.told = []
-        door = open_door(0)
-        self.place = ("127.0.0.1", door.getsockname()[1])
+        listener = open_listener(0)
+        self.place = ("127.0.0.1", listener.getsockname()[1])
         self.links.introduce(Node(name, name, *self.place, 1), {})
-        self.links.listen(door)
+        self.links.listen(listener)
 
     def linked(self, node):
         self.told.append(("linked", node.id))
@@ -258,13 +258,13 @@ def test_a_process_that_ends_is_dead_at_once(two):
 def test_a_node_that_is_silent_is_lost_and_not_dead(two):
     a, b = two
     a.links._silence_s = 0.2
-    b.selector.unregister(b.links._door)  # it takes and says nothing
+    b.selector.unregister(b.links._listener)  # it takes and says nothing
     deadline = time.monotonic() + 10
     while a.told[-1] != ("unlinked", "b", False):
         assert time.monotonic() < deadline
         a.links.wait(0.01)
         a.links.lose_silent()
-    b.links._door.close()
+    b.links._listener.close()
 
 
 def test_a_stranger_that_resets_its_connection_disturbs_nobody(two):

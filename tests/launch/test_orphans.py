@@ -49,14 +49,14 @@ def parent_of(pid):
 
 @contextlib.contextmanager
 def job_with_children(folder, *flags, source=WITH_CHILDREN):
-    """Start a job; yield it with the pids of its supervisor, keeper and warden, and of all that its ranks have."""
+    """Start a job; yield it with the pids of its supervisor, reaper and forker, and of all that its ranks have."""
     command = [*PHALANX_RUN, "--nproc-per-node", "2", *flags, write_script(folder, source)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "cwd": folder}
     with subprocess.Popen(command, **options) as job:
         try:
             lines = [job.stdout.readline().split() for _ in range(2)]
-            warden = int(lines[0][3])
-            watchers = {"supervisor": job.pid, "keeper": parent_of(warden), "warden": warden}
+            forker = int(lines[0][3])
+            watchers = {"supervisor": job.pid, "reaper": parent_of(forker), "forker": forker}
             yield job, watchers, [int(pid) for line in lines for pid in line[4:]]
         finally:
             job.kill()
@@ -75,29 +75,29 @@ def ends(pid, limit_s=LIMIT_S):
 @pytest.mark.parametrize(
     ("victims", "flags"),
     [
-        (("supervisor", "warden"), ()),
-        (("supervisor", "warden"), ("--no-preload",)),
-        (("supervisor", "keeper"), ("--no-preload",)),
-        (("keeper", "warden"), ("--no-preload",)),
-        (("keeper",), ("--no-preload",)),
+        (("supervisor", "forker"), ()),
+        (("supervisor", "forker"), ("--no-preload",)),
+        (("supervisor", "reaper"), ("--no-preload",)),
+        (("reaper", "forker"), ("--no-preload",)),
+        (("reaper",), ("--no-preload",)),
     ],
 )
 def test_those_who_watch_a_job_leave_nothing_when_they_are_killed_together(tmp_path, victims, flags):
     with job_with_children(tmp_path, *flags) as (job, watchers, pids):
         assert len(pids) == 8
-        assert parent_of(watchers["keeper"]) == job.pid
+        assert parent_of(watchers["reaper"]) == job.pid
         for victim in victims:
             os.kill(watchers[victim], signal.SIGKILL)
         assert [pid for pid in (*watchers.values(), *pids) if not ends(pid)] == []
         assert job.wait(LIMIT_S) in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
-SLOW_WARDEN = """
+SLOW_FORKER = """
 import os, signal
-from phalanx.launch.processes import keeper
+from phalanx.launch.processes import reaper as reaper
 supervisor, (told, tell) = os.getpid(), os.pipe()
 if os.fork() == 0:
-    keeper.fork_warden(supervisor, tell)
+    reaper.fork_forker(supervisor, tell)
     child = os.posix_spawnp("sleep", ["sleep", "1000"], os.environ, setsid=True)
     print(os.getppid(), os.getpid(), child, flush=True)
 signal.pause()
@@ -115,14 +115,14 @@ def test_what_a_rank_has_started_ends_with_it_while_other_ranks_live(tmp_path, f
         assert all(ends(pid) for pid in pids)
 
 
-def test_a_keeper_lets_the_warden_end_its_ranks_for_a_while_before_it_does_so_itself():
-    """Killed at once, the warden could not do it when the keeper is killed next."""
-    command = [sys.executable, "-c", SLOW_WARDEN]
+def test_a_reaper_lets_the_forker_end_its_ranks_for_a_while_before_it_does_so_itself():
+    """Killed at once, the forker could not do it when the reaper is killed next."""
+    command = [sys.executable, "-c", SLOW_FORKER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
-        keeper, warden, child = map(int, supervisor.stdout.readline().split())
+        reaper, forker, child = map(int, supervisor.stdout.readline().split())
         supervisor.kill()
-        assert not ends(warden, limit_s=0.5)
-        assert [pid for pid in (keeper, warden, child) if not ends(pid)] == []
+        assert not ends(forker, limit_s=0.5)
+        assert [pid for pid in (reaper, forker, child) if not ends(pid)] == []
 
 
 def test_killing_by_the_name_of_the_script_leaves_nothing(tmp_path):
@@ -132,8 +132,8 @@ def test_killing_by_the_name_of_the_script_leaves_nothing(tmp_path):
             with contextlib.suppress(OSError):
                 if str(tmp_path / "train.py").encode() in cmdline.read_bytes():
                     found.append(int(cmdline.parent.name))
-        assert {watchers["supervisor"], watchers["warden"]} < set(found)
-        assert Path(f"/proc/{watchers['keeper']}/comm").read_text() == "rank-keeper\n"
+        assert {watchers["supervisor"], watchers["forker"]} < set(found)
+        assert Path(f"/proc/{watchers['reaper']}/comm").read_text() == "rank-reaper\n"
         for pid in found:
             with contextlib.suppress(ProcessLookupError):  # it has died with its parent
                 os.kill(pid, signal.SIGKILL)
@@ -184,16 +184,16 @@ def test_nothing_that_spawned_ranks_have_started_outlives_the_script(tmp_path, v
     with script_that_spawns(tmp_path, SPAWNS) as script:
         lines = [script.stdout.readline().split() for _ in range(2)]
         server, pids = int(lines[0][1]), [int(pid) for line in lines for pid in line[2:]]
-        keeper = parent_of(server)
+        reaper = parent_of(server)
         assert len(pids) == 8
-        assert parent_of(keeper) == script.pid
+        assert parent_of(reaper) == script.pid
         if "server" in victims:
             os.kill(server, signal.SIGKILL)
         if "script" in victims:
             script.kill()
         if "group" in victims:
             os.killpg(script.pid, signal.SIGKILL)
-        assert [pid for pid in (server, *pids, *[keeper] * (victims != "server")) if not ends(pid)] == []
+        assert [pid for pid in (server, *pids, *[reaper] * (victims != "server")) if not ends(pid)] == []
 
 
 def test_a_daemon_of_a_spawned_rank_outlives_its_rank_and_not_the_script(tmp_path):

@@ -14,17 +14,17 @@ from tests.ports import free_port
 def test_of_two_that_come_at_once_one_gets_the_port():
     port = int(free_port())
     with ports.bound_socket(port) as late:  # has been bound before the other listens, as SO_REUSEADDR allows
-        with ports.open_door(port), pytest.raises(OSError, match="in use") as refused:
+        with ports.open_listener(port), pytest.raises(OSError, match="in use") as refused:
             late.listen()
         assert refused.value.errno == errno.EADDRINUSE
-    with ports.open_door(port), pytest.raises(OSError, match="in use"):
-        ports.open_door(port)
+    with ports.open_listener(port), pytest.raises(OSError, match="in use"):
+        ports.open_listener(port)
 
 
-def test_a_door_is_open_at_once_for_both_families():
-    with ports.open_door(0) as door, socket.create_connection(("127.0.0.1", door.getsockname()[1])):
-        if door.family == socket.AF_INET6:
-            socket.create_connection(("::1", door.getsockname()[1])).close()
+def test_a_listener_is_open_at_once_for_both_families():
+    with ports.open_listener(0) as listener, socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
+        if listener.family == socket.AF_INET6:
+            socket.create_connection(("::1", listener.getsockname()[1])).close()
 
 
 @pytest.mark.parametrize("missing", [errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL])
@@ -37,5 +37,5 @@ def test_a_host_without_ipv6_listens_all_the_same(monkeypatch, missing):
         return bound(family, address)
 
     monkeypatch.setattr(ports, "_bound", without_ipv6)
-    with ports.open_door(0) as door:
-        assert door.family == socket.AF_INET
+    with ports.open_listener(0) as listener:
+        assert listener.family == socket.AF_INET

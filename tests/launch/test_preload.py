@@ -39,7 +39,7 @@ print("FACTS " + json.dumps({
     "mask": repr(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "cwd": os.getcwd(),
     "pythonpath": os.environ.get("PYTHONPATH"),
-    "launch_variables": sorted(k for k in os.environ if k.startswith("PHALANX_WARDEN")),
+    "launch_variables": sorted(k for k in os.environ if k.startswith("PHALANX_FORKER")),
     "sitecustomize": "sitecustomize" in sys.modules,
     "excepthook": sys.excepthook is sys.__excepthook__,
     "streams": [s.encoding + s.errors + str(s.write_through) for s in (sys.stdin, sys.stdout, sys.stderr)],

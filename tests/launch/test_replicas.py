@@ -100,8 +100,8 @@ def test_a_holder_that_is_gone_or_does_not_want_is_passed_over_and_named(new_hos
 
 def test_a_holder_that_has_failed_too_often_is_asked_again(new_host):
     a = new_host("a", pauses_s=0.1)
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        port = door.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     a.follow([("b", port)])
     a.write((1, 1), [b"content"])
     assert a.await_copied((1, 1)).num_replicas == 0
@@ -117,11 +117,11 @@ def test_a_holder_that_has_failed_too_often_is_asked_again(new_host):
 
 def test_what_ranks_write_over_while_it_is_sent_is_never_said_to_be_whole(new_host):
     a = new_host("a")
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        door.settimeout(LIMIT_S)
-        a.follow([("b", door.getsockname()[1])])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LIMIT_S)
+        a.follow([("b", listener.getsockname()[1])])
         a.write((1, 1), [b"content"])
-        with contextlib.closing(Wire(door.accept()[0])) as wire:
+        with contextlib.closing(Wire(listener.accept()[0])) as wire:
             assert wire.hear()["numbers"] == [0]
             wire.tell({"has": False})
             (length,) = PIECE.unpack(wire.receive(PIECE.size))
@@ -231,8 +231,8 @@ def test_a_process_that_is_killed_is_started_again_and_copies_and_the_report_say
     said = []
     events = EventLoop(said.append)
     holder, fd = ReplicaHost("b"), os.memfd_create("snapshots")
-    spared = []
-    replicas = Replicas(events, said.append, fd, "job", 1, spared)
+    keep_list = []
+    replicas = Replicas(events, said.append, fd, "job", 1, keep_list)
     told = [{"id": "b", "host": "b", "address": "127.0.0.1", "port": holder.port}]
     replicas.follow({"me": "a", "holders": told})
     for step in (1, 2):
@@ -248,7 +248,7 @@ def test_a_process_that_is_killed_is_started_again_and_copies_and_the_report_say
         while replicas.pid == first_pid:
             assert time.monotonic() < deadline
             events.wait(1)
-        assert spared == [replicas.pid]
+        assert keep_list == [replicas.pid]
     again = "the process that copies snapshots to other hosts has ended: no new replicas are made until it is started"
     assert said == [f"{again} again, in 0.5 s", f"{again} again, in 1 s"]
     gaps = layout.gaps_in_copying(fd)
@@ -271,9 +271,9 @@ def test_images_beyond_the_address_space_are_no_offer(wire, number):
 def stranger():
     """Yield a socket and the wire at its other end."""
     with (
-        socket.create_server(("127.0.0.1", 0)) as door,
-        socket.create_connection(door.getsockname()) as end,
-        contextlib.closing(Wire(door.accept()[0])) as heard,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as end,
+        contextlib.closing(Wire(listener.accept()[0])) as heard,
     ):
         yield end, heard
 
@@ -311,7 +311,7 @@ def test_a_stranger_that_sends_a_byte_at_a_time_is_left_after_the_same_time(stra
 
 
 class FullDoor:
-    """A door in a process that has no descriptor left, until it is looked at for the third time."""
+    """A listener in a process that has no descriptor left, until it is looked at for the third time."""
 
     def __init__(self):
         self.looks_s = []
@@ -325,14 +325,14 @@ class FullDoor:
 
 def test_a_holder_without_descriptors_does_not_spin():
     receiver = object.__new__(Receiver)
-    receiver._door = FullDoor()
+    receiver._listener = FullDoor()
     with pytest.raises(SystemExit):
         receiver._accept()
-    first_s, second_s, third_s = receiver._door.looks_s
+    first_s, second_s, third_s = receiver._listener.looks_s
     assert min(second_s - first_s, third_s - second_s) >= 0.1
 
 
-def test_a_holder_without_descriptors_takes_what_waits_at_its_door_once_it_has_one(holder, wire):
+def test_a_holder_without_descriptors_takes_what_waits_at_its_listener_once_it_has_one(holder, wire):
     pid = holder.process.pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     taken = set(map(int, os.listdir(f"/proc/{pid}/fd")))
@@ -383,8 +383,8 @@ def test_what_strangers_cost_is_not_what_copies_cost():
 
     @contextlib.contextmanager
     def served():
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            end, heard = socket.create_connection(door.getsockname()), door.accept()[0]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            end, heard = socket.create_connection(listener.getsockname()), listener.accept()[0]
         serving = threading.Thread(target=receiver._serve, args=(Wire(heard),))
         serving.start()
         with contextlib.closing(Wire(end)) as wire:

@@ -52,13 +52,13 @@ def test_nothing_of_a_job_outlives_those_who_stand_for_it(kept_warm, victim):
     kept_warm(HELLO)
     with kept_warm.start("import os, signal\n" + WITH_CHILDREN) as job:
         words = [int(word) for word in job.first_line.split()[3:]]
-        warden, pids = words[0], words[1:]
-        keeper = parent_of(warden)
-        supervisor = parent_of(keeper)
+        forker, pids = words[0], words[1:]
+        reaper = parent_of(forker)
+        supervisor = parent_of(reaper)
         guard = parent_of(supervisor)
         os.kill({"client": job.pid, "guard": guard, "supervisor": supervisor}[victim], signal.SIGKILL)
         assert job.wait(LIMIT_S) == -signal.SIGKILL
-        assert [pid for pid in (guard, supervisor, keeper, warden, *pids) if not ends(pid)] == []
+        assert [pid for pid in (guard, supervisor, reaper, forker, *pids) if not ends(pid)] == []
     assert len(servers()) == 1
 
 

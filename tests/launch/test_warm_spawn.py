@@ -130,13 +130,13 @@ if __name__ == "__main__":
     warm.write(source)
     with subprocess.Popen([sys.executable, "train.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
         server, *pids = map(int, script.stdout.readline().split()[1:])
-        keeper = parent_of(server)
-        guard = parent_of(keeper)
+        reaper = parent_of(server)
+        guard = parent_of(reaper)
         assert [parent_of(guard)] == servers()
         with open(f"/proc/{script.pid}/task/{script.pid}/children") as f:
             (stand_in,) = [pid for pid in map(int, f.read().split()) if "forkserver" in _command_line(pid)]
         os.kill({"script": script.pid, "stand-in": stand_in, "server": server}[victim], signal.SIGKILL)
-        assert [pid for pid in (server, keeper, guard, stand_in, *pids) if not ends(pid)] == []
+        assert [pid for pid in (server, reaper, guard, stand_in, *pids) if not ends(pid)] == []
         script.kill()
     assert len(servers()) == 1
 

@@ -170,9 +170,9 @@ def children_of(pid):
 
 
 @pytest.mark.parametrize(
-    ("sig", "with_warden"), [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGKILL, True)]
+    ("sig", "with_forker"), [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGKILL, True)]
 )
-def test_a_supervisor_ended_at_a_random_moment_leaves_nothing(tmp_path, sig, with_warden):
+def test_a_supervisor_ended_at_a_random_moment_leaves_nothing(tmp_path, sig, with_forker):
     rng = random.Random(int(sig))
     for number in range(NUM_KILLS):
         marker = f"PHALANX_TEST_MARK={os.getpid()}-{number}"
@@ -181,11 +181,11 @@ def test_a_supervisor_ended_at_a_random_moment_leaves_nothing(tmp_path, sig, wit
             job.stdout.readline()  # a rank is up, maybe the first of two
         else:
             time.sleep(rng.random() * 1.5)
-        wardens = [warden for keeper in children_of(job.pid) for warden in children_of(keeper)]
+        forkers = [forker for reaper in children_of(job.pid) for forker in children_of(reaper)]
         job.send_signal(sig)
-        for warden in wardens if with_warden else ():
+        for forker in forkers if with_forker else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(warden, sig)
+                os.kill(forker, sig)
         job.communicate(timeout=LIMIT_S)
         deadline = time.monotonic() + 1.0
         while (left := marked(marker.encode())) and time.monotonic() < deadline:

@@ -98,7 +98,7 @@ def parent_of(pid):
 
 
 def wait_until_ready(folder):
-    """Return when the standby warden in a run of that folder has imported everything."""
+    """Return when the standby forker in a run of that folder has imported everything."""
     deadline = time.monotonic() + LIMIT_S
     while not any("ready" in log.read_text() for log in folder.glob("logs/_small/*/standby.log")):
         assert time.monotonic() < deadline
@@ -106,14 +106,14 @@ def wait_until_ready(folder):
 
 
 @pytest.mark.slow
-def test_a_keeper_holds_nobodys_socket_so_that_each_end_is_noticed_at_once(tmp_path):
+def test_a_reaper_holds_nobodys_socket_so_that_each_end_is_noticed_at_once(tmp_path):
     held = {}
 
     def send(job, line):
         if "processes of the ranks" in line:
             wait_until_ready(tmp_path)
             for pid in family_of(job.pid):
-                if Path(f"/proc/{pid}/comm").read_text() == "rank-keeper\n":
+                if Path(f"/proc/{pid}/comm").read_text() == "rank-reaper\n":
                     held[pid] = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if int(fd.name) > 2]
             job.send_signal(signal.SIGTERM)
 
@@ -140,7 +140,7 @@ def test_a_restart_is_forked_from_a_process_that_has_the_scripts_imports(tmp_pat
     assert [start["resumed_from"] and start["resumed_from"]["source"] for start in starts] == [None, "memory"]
     [modules] = (tmp_path / "logs" / "_small").glob("*/attempt_0/rank_0/modules.json")
     assert any("argparse" in names for _, names in json.loads(modules.read_text())["steps"])
-    assert len(set(parents)) == 2  # the first warden was relieved
+    assert len(set(parents)) == 2  # the first forker was relieved
     assert len(set(kept)) == 1  # and the rank that was not to blame is still its child
     costs = [line for line in printed if "snapshots in memory" in line]
     assert costs

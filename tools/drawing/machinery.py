@@ -35,14 +35,14 @@ def job(canvas: Canvas) -> None:
 
 @picture(
     "launch",
-    "Who starts whom: phalanx run starts the keeper, the keeper the warden, and the warden forks the ranks.",
+    "Who starts whom: phalanx run starts the reaper, the reaper the forker, and the forker forks the ranks.",
     318,
 )
 def launch(canvas: Canvas) -> None:
     boxes = (
         ("phalanx run", "supervisor: signals, screen, logs, restarts; no torch"),
-        ("keeper", "only watches: ends the job if others are killed"),
-        ("warden", "imports torch once, forks the ranks, reaps them"),
+        ("reaper", "only watches: ends the job if others are killed"),
+        ("forker", "imports torch once, forks the ranks, reaps them"),
     )
     for i, (name, role) in enumerate(boxes):
         y = 14 + 62 * i
@@ -63,7 +63,7 @@ def launch(canvas: Canvas) -> None:
         62,
         dashed=True,
         fill=PAPER,
-        label="standby warden:\nready for a restart,\nscript's imports done",
+        label="standby forker:\nready for a restart,\nscript's imports done",
         size=11,
     )
     canvas.lines(

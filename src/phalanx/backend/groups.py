@@ -41,8 +41,8 @@ from phalanx.debugging import attached
 from phalanx.failure.last_words import tell_when_ended
 from phalanx.record import writer
 from phalanx.record.sites import call_site, shown_file
-from phalanx.rendezvous.alone import count_exchanges
 from phalanx.rendezvous.launched import met_in
+from phalanx.rendezvous.solo import count_exchanges
 
 __all__ = ["PhalanxGroup"]
 
@@ -106,7 +106,7 @@ def _serve_monitored_barrier() -> None:
 def _begin() -> None:
     """Do what a process needs before its first group, but not when it imports this package."""
     atexit.register(_end_as_member)
-    attached.listen()  # a rank that was not forked from a warden does so only now
+    attached.listen()  # a rank that was not forked from a forker does so only now
     keep_from_compiler(*CLASSES)
     if HAS_PYTHON_BACKENDS:  # before, some calls of C++ take a way past us
         count_exchanges(num_exchanges)

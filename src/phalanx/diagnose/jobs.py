@@ -29,7 +29,7 @@ from phalanx.host.processes import (
     processes_of,
 )
 from phalanx.host.schedulers import Placement, detect
-from phalanx.launch.processes import keeper
+from phalanx.launch.processes import reaper
 from phalanx.record import box
 from phalanx.record.run_folder import logs_beside
 from phalanx.rendezvous.launched import MEMORY_NAME, read_started
@@ -148,7 +148,7 @@ class NoRank(LookupError):
 def find_jobs() -> list[Job]:
     """Return the jobs of this user on this host, the youngest last."""
     processes = processes_of(os.geteuid())
-    others = {pid for pid, process in processes.items() if pid != os.getpid() and process.name != keeper.NAME}
+    others = {pid for pid, process in processes.items() if pid != os.getpid() and process.name != reaper.NAME}
     pythons = set(filter(is_python, others))
     jobs: list[Job] = []
     taken: set[int] = set()

@@ -16,7 +16,7 @@ from phalanx.failure import last_words as words_file
 from phalanx.failure.last_words import LastWords
 from phalanx.failure.tracebacks import STYLE, TORCH_PREFIX, find_last_block
 from phalanx.failure.victims import is_victim
-from phalanx.record.notes import has_ended_for_restart, has_made_room
+from phalanx.record.notes import has_ended_for_restart, was_preempted
 from phalanx.record.run_folder import LAUNCH_LOG
 
 _MAX_PLAIN_LINES = 5  # of what a rank that raised nothing wrote last: it stands on the screen, too
@@ -100,9 +100,9 @@ class Outcome:
         return 128 - code if code < 0 else code
 
     @property
-    def made_room(self) -> bool:
+    def preempted(self) -> bool:
         """Whether it was asked to end, has saved its state, and can go on from there."""
-        return self.exitcode == PREEMPTED_CODE and has_made_room(self.folder)
+        return self.exitcode == PREEMPTED_CODE and was_preempted(self.folder)
 
     @property
     def ended_for_restart(self) -> bool:

@@ -28,7 +28,7 @@ class ReservedPort:
 def port_problem(port: int) -> str | None:
     """Return why rank 0 could not listen on `port` of this machine, with the owner's name; None if it could."""
     try:
-        open_door(port).close()  # where some kernels let us bind beside a listener, none lets us listen
+        open_listener(port).close()  # where some kernels let us bind beside a listener, none lets us listen
     except PermissionError:
         return f"port {port} needs root"
     except OSError as error:
@@ -59,7 +59,7 @@ def bound_socket(port: int = 0) -> socket.socket:
     return _bound(socket.AF_INET, ("0.0.0.0", port))
 
 
-def open_door(port: int) -> socket.socket:
+def open_listener(port: int) -> socket.socket:
     """Return a socket that listens on a port of all addresses; 0: a free port.
 
     Of two processes that come at once, both may bind, but only one listens.
@@ -67,13 +67,13 @@ def open_door(port: int) -> socket.socket:
     Raises:
         OSError: The port is taken.
     """
-    door = bound_socket(port)
+    listener = bound_socket(port)
     try:
-        door.listen(_BACKLOG)
+        listener.listen(_BACKLOG)
     except OSError:
-        door.close()
+        listener.close()
         raise
-    return door
+    return listener
 
 
 def _bound(family: socket.AddressFamily, address: tuple[str, int]) -> socket.socket:

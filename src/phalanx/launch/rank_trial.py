@@ -59,9 +59,9 @@ def told_file(folder: str, serial: int, rank: int) -> str:
     return os.path.join(folder, f"told_{serial}_{rank}.json")
 
 
-def company_file(folder: str) -> str:
-    """Return the file that a rank leaves if it has started processes which train, as a reason not to measure it."""
-    return os.path.join(folder, "company")
+def multiprocess_file(folder: str) -> str:
+    """Return the file in which a rank says that it trains in several processes, which can't be measured."""
+    return os.path.join(folder, "multiprocess")
 
 
 def variables(folder: str, changes: Mapping[str, Any], first_steps: int = WARM_UP_STEPS) -> dict[str, str]:
@@ -184,7 +184,7 @@ class Trial:
             self._num_samples = 0
             if self._num_steps >= self._first_steps:
                 self._can_fuse = _can_fuse(self._optimizer)
-                self._refuse_company()
+                self._refuse_multiprocess()
                 self._tell(0, self._facts())
                 self._take_turn(1)
             return
@@ -198,18 +198,18 @@ class Trial:
         self._num_samples, self._loading_s = 0, 0.0
         self._began_s = time.perf_counter()
 
-    def _refuse_company(self) -> None:
+    def _refuse_multiprocess(self) -> None:
         """End where another process of this rank takes part already: the turns of one would not be those of both.
 
         Raises:
-            RuntimeError: There is one, and `company_file` now says so.
+            RuntimeError: There is one, and `multiprocess_file` now says so.
         """
         try:
             with open(os.path.join(self._folder, f"rank_{self._rank}"), "x"):
                 pass
         except FileExistsError:
             what = f"takes optimizer steps in several processes of rank {self._rank}"
-            write_whole(company_file(self._folder), what)
+            write_whole(multiprocess_file(self._folder), what)
             raise RuntimeError(f"{what}, which phalanx tune can't measure") from None
 
     @property

@@ -8,14 +8,14 @@ import os
 from phalanx import _env
 from phalanx.wire.files import write_whole
 
-_ROOM_MADE = "made_room"
+_PREEMPTED = "preempted"
 _RESTARTS = "ended_for_restart"
 _CHECKPOINTS = "checkpoints"
 
 
-def has_made_room(rank_folder: str) -> bool:
+def was_preempted(rank_folder: str) -> bool:
     """Return whether the rank of that folder was asked to end and has saved."""
-    return os.path.exists(os.path.join(rank_folder, _ROOM_MADE))
+    return os.path.exists(os.path.join(rank_folder, _PREEMPTED))
 
 
 def has_ended_for_restart(rank_folder: str) -> bool:
@@ -23,9 +23,9 @@ def has_ended_for_restart(rank_folder: str) -> bool:
     return os.path.exists(os.path.join(rank_folder, _RESTARTS))
 
 
-def note_room_made() -> None:
+def note_preempted() -> None:
     """Let the supervisor know that this rank was asked to end and has saved: any program may exit with that code."""
-    _note(_ROOM_MADE)
+    _note(_PREEMPTED)
 
 
 def note_end_for_restart() -> None:

@@ -28,12 +28,12 @@ import torch.distributed as dist
 
 from phalanx import _env
 from phalanx._errors import require_linux
-from phalanx.rendezvous.alone import exchanges_uncounted, wants_others
 from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
 from phalanx.rendezvous.launched import note_meeting
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall
 from phalanx.rendezvous.server import is_taken, open_store, store_of_another
+from phalanx.rendezvous.solo import exchanges_uncounted, wants_others
 
 __all__ = ["meet", "rendezvous"]
 

@@ -116,7 +116,7 @@ class Launch:
         """Note that this process has come far enough for a restart to be worthwhile."""
         self._note("progress", (self.rank,))
 
-    def note_alone(self) -> None:
+    def note_solo(self) -> None:
         """Note that this process has trained without meeting any other."""
         self._note("alone", (self.rank,))
 
@@ -277,7 +277,7 @@ class Notes:
         return bool(self._ranks("progress"))
 
     @property
-    def num_alone(self) -> int:
+    def num_solo(self) -> int:
         """The number of ranks that have noted since `clear` that they trained alone."""
         return len(self._ranks("alone"))
 

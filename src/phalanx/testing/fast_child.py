@@ -19,7 +19,7 @@ from multiprocessing import util as multiprocessing_util
 from typing import Any
 
 from phalanx import _env
-from phalanx.launch.processes.warden import draw_anew
+from phalanx.launch.processes.forker import draw_anew
 from phalanx.launch.spawn.worker import Inherited
 
 _RESOURCES = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))

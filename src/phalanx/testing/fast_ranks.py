@@ -23,7 +23,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx.launch.processes.ahead import relevant
-from phalanx.launch.processes.warden import children_of
+from phalanx.launch.processes.forker import children_of
 from phalanx.launch.spawn.worker import worker_main
 from phalanx.testing.fast_child import Child, Nobody, Preparation, Settings, installed_modules
 from phalanx.wire.sockets import keep_paths_short
@@ -102,14 +102,14 @@ class _Server:
             raise ended
         try:
             status, data = self._forks.connect_to_new_process(fds)
-        except (ConnectionError, FileNotFoundError):  # its keeper has not seen its end yet
+        except (ConnectionError, FileNotFoundError):  # its reaper has not seen its end yet
             raise ended from None
         return status, data
 
     def close(self) -> None:
         """End it, and all that is below it."""
         if self.lives:
-            os.kill(self._forks._forkserver_pid, signal.SIGKILL)  # its keeper: the kernel ends the server then
+            os.kill(self._forks._forkserver_pid, signal.SIGKILL)  # its reaper: the kernel ends the server then
         with contextlib.suppress(OSError, TypeError):
             self._forks._stop()
         self._folder.cleanup()

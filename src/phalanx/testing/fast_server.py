@@ -18,8 +18,8 @@ from typing import Any
 
 from phalanx import _env
 from phalanx.launch.processes.ahead import Imports
-from phalanx.launch.processes.keeper import fork_server
 from phalanx.launch.processes.pages import share_pages
+from phalanx.launch.processes.reaper import fork_server
 from phalanx.testing.fast_child import note_imported_by_server
 
 _DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/render")  # what CUDA, ROCm and oneAPI open, and keep open

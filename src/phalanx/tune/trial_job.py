@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx.launch import rank_trial
-from phalanx.launch.processes.warden import die_with_parent
+from phalanx.launch.processes.forker import die_with_parent
 
 _TAIL_BYTES = 64 << 10  # scripts print hundreds of megabytes, which take seconds to read
 
@@ -47,7 +47,7 @@ class TrialJob:
             self._process = subprocess.Popen(
                 command, env=everything, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us, and then we end it
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # its keeper then ends the ranks
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # its reaper then ends the ranks
             )  # fmt: skip
         self.pid = self._process.pid
 
@@ -79,10 +79,10 @@ class TrialJob:
         return self._process.poll() is not None
 
     @property
-    def company(self) -> str:
+    def multiprocess(self) -> str:
         """Why the job can't take turns: its ranks train in several processes; empty if they do not."""
         try:
-            with open(rank_trial.company_file(self.room)) as file:
+            with open(rank_trial.multiprocess_file(self.room)) as file:
                 return file.read()
         except FileNotFoundError:
             return ""

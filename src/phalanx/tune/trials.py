@@ -197,8 +197,8 @@ class Trial:
             Ended: It never will.
             Failed: A rank has started processes that train.
         """
-        if company := self._job.company:
-            raise Failed(company, self.printed)
+        if problem := self._job.multiprocess:
+            raise Failed(problem, self.printed)
         return self._job.told(serial)
 
     def ask_to_end(self) -> None:

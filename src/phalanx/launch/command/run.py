@@ -33,7 +33,7 @@ def run(job: Job, spare: Spare | None = None) -> int:
     started lives when this returns; signals are held back from then on, since the outcome is decided.
 
     Args:
-        spare: Process that becomes the first warden, of a warm start.
+        spare: Process that becomes the first forker, of a warm start.
     """
     if job.served_port and (problem := port_problem(job.served_port)):
         print(f"phalanx run: {problem}; {port_advice(job.max_nodes)}", file=sys.stderr)
@@ -71,11 +71,11 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
         culprit = run_with_other_nodes(supervisor, job)
     else:
         culprit = run_on_this_node(supervisor, job)
-    if supervisor.has_made_room:
+    if supervisor.was_preempted:
         supervisor.keep_reason("asked the ranks to make room, and all have saved")
         supervisor.say(f"all ranks have saved; exit code {_env.PREEMPTED_CODE}, start again to go on")
         return _env.PREEMPTED_CODE
-    if culprit is None and supervisor.have_trained_alone:
+    if culprit is None and supervisor.have_trained_solo:
         supervisor.say("the ranks made no process group, so each has trained on its own;")
         supervisor.say("use a Trainer, or phalanx.init() and DistributedDataParallel")
     elif culprit is None and supervisor.have_trained_apart:

@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx._env import host_name
 from phalanx._text import named
-from phalanx.host.ports import open_door
+from phalanx.host.ports import open_listener
 from phalanx.launch.command.flag_values import YES
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
 from phalanx.launch.nodes.agreement import Agreement
@@ -56,7 +56,7 @@ class Agent:
 
     Args:
         channel: Channel to the supervisor.
-        job: Settings of the job, as `orders` passes them.
+        job: Settings of the job, as `agent_client` passes them.
     """
 
     def __init__(self, channel: PacketSocket, job: dict[str, Any]) -> None:
@@ -115,19 +115,19 @@ class Agent:
         port = self._endpoint[1]
         # Where several nodes share a host, one of them has the port; elsewhere it is where a lost node is looked for.
         try:
-            door = open_door(port if has_port else 0)
+            listener = open_listener(port if has_port else 0)
             self._is_root = may_lead
         except OSError as error:
             if asked and may_lead:
                 raise OSError(error.errno, f"port {port} of this host: {error.strerror}") from None
-            door = open_door(0)
-        is_at_place = self._turn is not None and door.getsockname()[1] == port
+            listener = open_listener(0)
+        is_at_place = self._turn is not None and listener.getsockname()[1] == port
         address = self._job["local_addr"] or (self._endpoint[0] if is_at_place else "")
         self._me = Node(
             os.urandom(8).hex(),
             host_name(),
             address,
-            door.getsockname()[1],
+            listener.getsockname()[1],
             self._job["num_local_ranks"],
             self._job["node_rank"] if self._is_static else -1,
             self._job["host_label"],
@@ -136,7 +136,7 @@ class Agent:
         self._agreement = Agreement(self._me, self._rules, self, is_root=self._is_root, now_s=time.monotonic())
         if address:
             self._introduce(address)
-        self._links.listen(door)
+        self._links.listen(listener)
         self._joining_s = self._alone_s = time.monotonic()
 
     def _introduce(self, address: str) -> None:
@@ -429,7 +429,7 @@ def _rules(job: dict[str, Any]) -> Rules:
         last_call_s=float(config.get("last_call_timeout", _LAST_CALL_S)),
         has_positions=job["rdzv_backend"] == "static",
         spares=job["spares"],
-        room_s=job["grace_s"],
+        preempted_s=job["grace_s"],
     )
 
 

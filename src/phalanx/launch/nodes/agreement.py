@@ -402,7 +402,7 @@ class Agreement:
             is_counted = self._has_started and cause is not None and not cause.get("is_free")
             restarts = view.restarts + is_counted
             self._attempt.cause = cause if self._has_started else None
-        is_last = cause is not None and (cause["kind"] in (OTHER_SIDE, INTERRUPTED) or cause.get("made_room"))
+        is_last = cause is not None and (cause["kind"] in (OTHER_SIDE, INTERRUPTED) or cause.get("preempted"))
         if is_last or restarts > self._rules.max_restarts:
             self.result = {"cause": cause}
             return

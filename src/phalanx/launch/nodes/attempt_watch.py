@@ -76,7 +76,7 @@ class AttemptWatch:
         """Why the attempt has ended, or has to; None: it did not fail."""
         interruption = next((it.failure for it in self._told.values() if is_interruption(it.failure)), None)
         if self.cause is not None or self._view is None:
-            if self.cause is not None and self.cause.get("made_room"):
+            if self.cause is not None and self.cause.get("preempted"):
                 return self.cause
             return interruption or self.cause  # that one ends the job, whatever failed before
         return cause_of_end(self._view, self._told, self.gone, self._election.why_lost)
@@ -100,18 +100,18 @@ class AttemptWatch:
         return True
 
     def _patience_s(self, cause: Cause, *, is_idle: bool) -> float:
-        """Return how long an attempt goes on after a failure: until its cause shows, or all ranks have made room."""
-        if cause.get("made_room"):
+        """Return how long it goes on after a failure: until its cause shows or all preempted ranks have ended."""
+        if cause.get("preempted"):
             ids, peers = self._view.ids if self._view is not None else (), self._election.peers
             are_idle = is_idle and all(peers[node].state.is_idle for node in ids if node in peers)
-            return 0.0 if are_idle else self._rules.room_s
+            return 0.0 if are_idle else self._rules.preempted_s
         if is_interruption(cause):  # its ranks may save, together with all others
             told = (
                 [is_idle]
                 if self.failure == cause
                 else [it.is_idle for it in self.known.values() if it.failure == cause]
             )
-            return 0.0 if all(told) else self._rules.room_s
+            return 0.0 if all(told) else self._rules.preempted_s
         return CAUSE_S if cause["is_victim"] else 0.0
 
     def _may_grow(self, now_s: float, *, has_newcomers: bool) -> bool:

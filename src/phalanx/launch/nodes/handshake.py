@@ -20,7 +20,7 @@ class Handshake:
     """This node's handshake, to which those of others are compared.
 
     Args:
-        job: Settings of the job, as `orders` has them.
+        job: Settings of the job, as `agent_client` has them.
 
     Attributes:
         told: Facts that this node sends.

@@ -12,7 +12,7 @@ from phalanx.failure.outcome import Outcome
 from phalanx.host.cgroups import count_oom_kills
 from phalanx.launch.environment import Attempt
 from phalanx.launch.job import Job
-from phalanx.launch.nodes.orders import Orders
+from phalanx.launch.nodes.agent_client import AgentClient
 from phalanx.launch.nodes.shared_causes import NODE_LOST, end_of, is_interruption
 from phalanx.launch.run.attempts import give_up_memory, say_failure, words_of_used_restarts
 from phalanx.launch.run.local_size import SharedSize
@@ -29,10 +29,10 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
     """
     num_nodes, num_attempts, num_restarts, failure = 0, 0, 0, None
     size = SharedSize(job, ranks.snapshots_fd)
-    with Orders(ranks, job, size) as orders:
+    with AgentClient(ranks, job, size) as agent:
         ranks.note_state("waiting for other nodes")
         while ranks.received is None:
-            order = orders.next()
+            order = agent.next()
             if order is None:
                 return None
             if "start" in order:
@@ -47,14 +47,14 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                     ranks.recovery.planned(ranks.ends)
                 num_nodes, num_attempts, failure = attempt.num_nodes, attempt.restart_count + 1, None
                 num_restarts = order["restarts"]
-                orders.may_restart = num_restarts < job.max_restarts
-                orders.replicate(order["replicas"])
-                may_keep = orders.may_restart or size.is_trial
+                agent.may_restart = num_restarts < job.max_restarts
+                agent.replicate(order["replicas"])
+                may_keep = agent.may_restart or size.is_trial
                 num_oom_kills = count_oom_kills()
-                culprit = ranks.run_attempt(attempt, until=orders.look, may_keep=may_keep)
-                if culprit is not None and orders.may_restart and count_oom_kills() > num_oom_kills:
+                culprit = ranks.run_attempt(attempt, until=agent.look, may_keep=may_keep)
+                if culprit is not None and agent.may_restart and count_oom_kills() > num_oom_kills:
                     give_up_memory(ranks)
-                orders.report(order["number"], culprit)
+                agent.report(order["number"], culprit)
             elif "restart" in order:
                 failure = order["restart"]
                 _note_failure(ranks, failure, order["sign"])
@@ -69,8 +69,8 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                 return _finish(ranks, job, size, order["finish"], num_restarts)
             else:
                 _say_what_is_awaited(ranks, job, order)
-        if ranks.has_made_room or ranks.received == signal.SIGINT:
-            orders.await_end()
+        if ranks.was_preempted or ranks.received == signal.SIGINT:
+            agent.await_end()
         return None
 
 
@@ -114,12 +114,12 @@ def _finish(
     """Return why the job ends here; None if all went well.
 
     Raises:
-        SystemExit: Another node was lost or got Ctrl-C, or all others have made room; that has been said.
+        SystemExit: Another node was lost or got Ctrl-C, or the job was preempted; the console says which.
     """
     if cause is None:
         return None
-    if cause.get("made_room") and not ranks.has_made_room:
-        ranks.keep_reason("ended with the job, which has made room")
+    if cause.get("preempted") and not ranks.was_preempted:
+        ranks.keep_reason("ended with the job, which was preempted")
         ranks.say(f"the ranks of the job have saved; exit code {PREEMPTED_CODE}, start again to go on")
         raise SystemExit(PREEMPTED_CODE)
     if is_interruption(cause):

@@ -28,7 +28,7 @@ _MOST_STRANGERS = 64  # connections without a handshake
 _BUFFER_BYTES = 1 << 18
 
 
-class Listener(Protocol):
+class LinkOwner(Protocol):
     """Who is told what happens on the links."""
 
     def linked(self, node: Node) -> None:
@@ -94,13 +94,13 @@ class Links:
         own: Places at which this agent itself was found to listen.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, listener: Listener, silence_s: float) -> None:
-        self._selector, self._listener, self._silence_s = selector, listener, silence_s
+    def __init__(self, selector: selectors.BaseSelector, owner: LinkOwner, silence_s: float) -> None:
+        self._selector, self._owner, self._silence_s = selector, owner, silence_s
         self._me: Node | None = None
         self._handshake: dict[str, Any] = {}
         self._links: set[_Link] = set()
         self._peers: dict[str, _Peer] = {}
-        self._door: socket.socket | None = None
+        self._listener: socket.socket | None = None
         self._names = _Names()
         self.own: set[Place] = set()
 
@@ -111,19 +111,19 @@ class Links:
             if not link.is_connecting:
                 self._greet(link)
 
-    def listen(self, door: socket.socket) -> None:
+    def listen(self, listener: socket.socket) -> None:
         """Take connections from a socket that listens."""
-        door.setblocking(False)
-        self._door = door
-        self._selector.register(door, selectors.EVENT_READ, self._accept)
+        listener.setblocking(False)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     # ------------------------------------------------------------ connecting
 
     def _accept(self) -> None:
-        assert self._door is not None
+        assert self._listener is not None
         while True:
             try:
-                end, _ = self._door.accept()
+                end, _ = self._listener.accept()
             except OSError:
                 return
             strangers = [link for link in self._links if not link.peer and link.dialed is None]
@@ -252,12 +252,12 @@ class Links:
     def _take(self, link: _Link, message: dict[str, Any]) -> None:
         if link.peer:
             self._peers[link.peer].heard_s = link.heard_s
-            self._listener.received(link.peer, message)
+            self._owner.received(link.peer, message)
             return
         if "refused" in message:
             self._close(link)
             if link.dialed is not None:  # whoever comes to us has nothing to refuse
-                self._listener.refused(str(message["refused"])[:500])
+                self._owner.refused(str(message["refused"])[:500])
             return
         assert self._me is not None
         node = read_node(message.get("node"))
@@ -265,7 +265,7 @@ class Links:
             if link.dialed is not None:
                 self.own.add(link.dialed)
             self._close(link)
-        elif why := self._listener.problem_with(message):
+        elif why := self._owner.problem_with(message):
             if link.dialed is None:  # whom we have dialed will tell us what is wrong
                 self._queue(link, as_line({"refused": why}))
                 self._close(link)
@@ -281,7 +281,7 @@ class Links:
         if peer is None:
             link.peer = node.id
             self._peers[node.id] = _Peer(node, link)
-            self._listener.linked(node)
+            self._owner.linked(node)
             return
         is_ours_kept = self._me.id < node.id
         if peer.link is not None and (link.dialed is not None) != is_ours_kept:
@@ -308,7 +308,7 @@ class Links:
         for peer in [peer for peer in self._peers.values() if peer.node.place == place and peer.node.id != but]:
             if peer.link is None:
                 del self._peers[peer.node.id]
-                self._listener.unlinked(peer.node.id, has_ended=True, since_s=peer.ended_s)
+                self._owner.unlinked(peer.node.id, has_ended=True, since_s=peer.ended_s)
 
     def redial(self) -> None:
         """Connect anew to nodes whose connection has ended."""
@@ -335,7 +335,7 @@ class Links:
             if peer.link is not None:
                 peer.link.peer = ""
                 self._close(peer.link)
-            self._listener.unlinked(peer.node.id, has_ended=False, since_s=peer.heard_s)
+            self._owner.unlinked(peer.node.id, has_ended=False, since_s=peer.heard_s)
         for link in [link for link in self._links if now_s - link.heard_s >= self._silence_s]:
             self._close(link)
 

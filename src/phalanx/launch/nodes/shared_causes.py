@@ -30,7 +30,7 @@ def cause_of(end: Outcome) -> dict[str, Any]:
         "is_victim": end.is_victim,
         "num_ranks": -1,
         "is_free": False,
-        "made_room": end.made_room,
+        "preempted": end.preempted,
         # Short enough for a packet, also where JSON writes twelve bytes for a character.
         "kind": end.last_words.kind[:200],
         "message": end.last_words.message[:1000],
@@ -72,7 +72,7 @@ def read_cause(told: Any) -> dict[str, Any]:
         "is_victim": told.get("is_victim") is True,
         "num_ranks": num_ranks,
         "is_free": told.get("is_free") is True,
-        "made_room": told.get("made_room") is True,
+        "preempted": told.get("preempted") is True,
         "lines": [str(line)[:300] for line in (lines if isinstance(lines, list) else [])[:_MOST_LINES]],
     }
 
@@ -136,7 +136,7 @@ def cause_of_end(
             causes.append({**loss, "is_victim": True})
     if gone:  # whoever fell victim did so to those
         causes = [cause for cause in causes if not cause["is_victim"]]
-    room = next((cause for cause in causes if cause.get("made_room")), None)
+    room = next((cause for cause in causes if cause.get("preempted")), None)
     if room is not None:  # asked for: whatever came of it is no failure
         return room
     if (interruption := next(filter(is_interruption, causes), None)) is not None:

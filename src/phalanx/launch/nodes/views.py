@@ -172,7 +172,7 @@ class Rules:
         join_s: Seconds that new nodes wait for the ranks to take a snapshot, before all start again without.
         has_positions: Whether nodes have fixed numbers.
         spares: Number of nodes beyond the largest that are to wait.
-        room_s: Seconds for all ranks to end, once some have made room.
+        preempted_s: Seconds for all ranks to end, once some have ended because they were preempted.
     """
 
     min_nodes: int
@@ -183,7 +183,7 @@ class Rules:
     join_s: float = 10.0
     has_positions: bool = False
     spares: int = 0
-    room_s: float = 30.0
+    preempted_s: float = 30.0
 
 
 def seat(old: Sequence[str], present: Sequence[Node], rules: Rules) -> list[Node]:

@@ -110,16 +110,16 @@ class Hidden:
 
     Args:
         imports: Facts about their import.
-        spared: Modules that stay in sight.
+        keep: Modules that stay in sight.
         on_return: Function that is told, on the import of a package, the package and the variables that are not as it
             has read them.
     """
 
     def __init__(
-        self, imports: Imports, spared: Collection[str], on_return: Callable[[str, Sequence[str]], None]
+        self, imports: Imports, keep: Collection[str], on_return: Callable[[str, Sequence[str]], None]
     ) -> None:
         self._imports, self._on_return = imports, on_return
-        packages = set(imports.outer).difference(sys.stdlib_module_names, map(_package_of, spared))
+        packages = set(imports.outer).difference(sys.stdlib_module_names, map(_package_of, keep))
         self._specs: dict[str, ModuleSpec | None] = {}  # of packages that are being brought back
         self._modules: dict[str, dict[str, ModuleType]] = {}  # by package
         for name in [name for name in sys.modules if _package_of(name) in packages]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx import _env
-from phalanx.launch.processes.warden import adopt_orphans, adopts_orphans, children_of, reap
+from phalanx.launch.processes.forker import adopt_orphans, adopts_orphans, children_of, reap
 
 _SCRIPT = f"""
 while read -r line; do last=$line; done

@@ -1,6 +1,6 @@
-"""The process that becomes the keeper and the warden of a warm job.
+"""The process that becomes the reaper and the forker of a warm job.
 
-A rank goes on into its script by returning from the site hook. So the warden is not forked from within the supervisor,
+A rank goes on into its script by returning from the site hook. So the forker is not forked from within the supervisor,
 whose calls it could not leave, but from a process that was forked before the supervisor began.
 """
 
@@ -18,9 +18,9 @@ from phalanx import _env
 from phalanx.host.descriptors import take_streams
 from phalanx.launch.processes import job_packets
 from phalanx.launch.processes.ahead import Imports
+from phalanx.launch.processes.forker import draw_anew, hold_signals, serve, way_into_script
 from phalanx.launch.processes.interpreter import Interpreter, show_command_line
-from phalanx.launch.processes.keeper import fork_warden
-from phalanx.launch.processes.warden import draw_anew, hold_signals, serve, way_into_script
+from phalanx.launch.processes.reaper import fork_forker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Spare:
         self._channel = channel
 
     def adopt(self, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
-        """Have it become the keeper of a warden that runs `command`.
+        """Have it become the reaper of a forker that runs `command`.
 
         Args:
-            fds: Channel of the warden, pipe on which the supervisor is told its pid, descriptor for its output.
+            fds: Channel of the forker, pipe on which the supervisor is told its pid, descriptor for its output.
         """
         job_packets.send(self._channel, list(command), dict(environ), fds=fds)
         self._channel.close()
@@ -79,17 +79,17 @@ def fork_spare(loaded: Loaded, client_pid: int) -> Spare | None:
         return Spare(pid, client_pid, ours)
     ours.close()
     try:
-        _become_warden(theirs, loaded, supervisor_pid)
+        _become_forker(theirs, loaded, supervisor_pid)
     except BaseException as error:
         print(f"the process that was to start the ranks failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
     return None
 
 
-def _become_warden(orders: socket.socket, loaded: Loaded, supervisor_pid: int) -> None:
+def _become_forker(channel: socket.socket, loaded: Loaded, supervisor_pid: int) -> None:
     """Wait for the supervisor's word; return in a rank."""
-    message, fds = job_packets.receive(orders)
-    orders.close()
+    message, fds = job_packets.receive(channel)
+    channel.close()
     if not message:
         os._exit(0)
     command, environ = message
@@ -99,7 +99,7 @@ def _become_warden(orders: socket.socket, loaded: Loaded, supervisor_pid: int) -
     take_streams(output_fd)
     os.close(output_fd)
     hold_signals()
-    fork_warden(supervisor_pid, tell)
+    fork_forker(supervisor_pid, tell)
     os.write(2, loaded.words)
     _env.replace_all(environ)
     forget_all_but(loaded.shared)

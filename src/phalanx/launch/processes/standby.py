@@ -1,4 +1,4 @@
-"""A second warden, prepared while the ranks run: it has imported what their script imports, so a restart is quick.
+"""A second forker, prepared while the ranks run: it has imported what their script imports, so a restart is quick.
 
 The first one knows nothing of the script. Once the ranks train, they tell which modules of the standard library and of
 installed packages they have, and in which environment each was imported; the next attempt is forked from a process that
@@ -12,15 +12,15 @@ import os
 from collections.abc import Mapping, Sequence
 
 from phalanx.launch.job import Job
+from phalanx.launch.processes.forker_client import Forker
 from phalanx.launch.processes.modules import modules_file
-from phalanx.launch.processes.warden_client import Warden
 from phalanx.launch.screen.events import EventLoop
 from phalanx.launch.screen.output import Screen
 from phalanx.launch.screen.ranks import Output
 
 
 class Standby:
-    """At most one warden that gets ready, or is.
+    """At most one forker that gets ready, or is.
 
     Args:
         screen: Screen on which its output would be shown.
@@ -34,7 +34,7 @@ class Standby:
         self._screen = screen
         self._log = log
         self._descriptors = descriptors
-        self._warden: Warden | None = None
+        self._forker: Forker | None = None
         self._is_ready = False  # it has imported everything, and its forks can go on as ranks
         self._environ: Mapping[str, str] = {}  # of its ranks
         self._files: Sequence[str] = ()  # in which its modules are named
@@ -50,7 +50,7 @@ class Standby:
         job = self._job
         if not (job.preload and job.max_restarts) or job.max_nodes > 1 or self._has_relieved:
             return False
-        if self._warden is not None or self._last_folder == rank_folders[0]:
+        if self._forker is not None or self._last_folder == rank_folders[0]:
             return False
         files = list(map(modules_file, rank_folders))
         if all(map(os.path.exists, files)):
@@ -65,7 +65,7 @@ class Standby:
     def _start_importing(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
         # What an import says, the ranks have said.
         self._output = Output(self._screen, b"", self._log, live=False, shown=False)
-        warden = Warden(
+        forker = Forker(
             self._job.command,
             environ,
             preload=True,
@@ -76,13 +76,13 @@ class Standby:
             left_out=self._left_out,
         )
         self._output.hand_over()
-        self._warden, self._environ, self._files, self._is_ready = warden, environ, files, False
+        self._forker, self._environ, self._files, self._is_ready = forker, environ, files, False
         self._events.watch_output(self._output)
-        self._events.watch(warden.channel.fileno(), self._hear)
+        self._events.watch(forker.channel.fileno(), self._hear)
 
     def _hear(self) -> None:
-        assert self._warden is not None
-        for packet in self._warden.channel.receive():
+        assert self._forker is not None
+        for packet in self._forker.channel.receive():
             self._is_ready = packet.get("can_go_on", False)
             with contextlib.suppress(OSError), open(self._log, "a") as file:
                 file.write(f"{'ready' if self._is_ready else 'of no use'}: {packet}\n")
@@ -92,29 +92,29 @@ class Standby:
                     self._left_out = (*self._left_out, *unfit)
                     self._start(self._environ, self._files)
                 return
-        if not self._warden.channel.alive:
+        if not self._forker.channel.alive:
             self.drop()
 
     def drop(self) -> None:
         """End it, if there is one."""
-        if self._warden is not None:
-            warden, self._warden = self._warden, None
-            self._events.unwatch(warden.channel.fileno())
-            warden.kill()
-            warden.status()
-            warden.channel.close()
+        if self._forker is not None:
+            forker, self._forker = self._forker, None
+            self._events.unwatch(forker.channel.fileno())
+            forker.kill()
+            forker.status()
+            forker.channel.close()
             self._events.close_output(self._output)
 
     def start_over(self) -> None:
-        """The warden that the job uses is a new one: what it had is of no use, and it may be relieved again."""
+        """The forker that the job uses is a new one: what it had is of no use, and it may be relieved again."""
         self.drop()
         self._has_relieved = False
 
-    def hand_over(self, environ: Mapping[str, str]) -> tuple[Warden, Output] | None:
-        """Return the warden, no longer watched, if it is ready and its ranks have that environment."""
-        warden = self._warden
-        if warden is None or not (self._is_ready and warden.channel.alive and self._environ == environ):
+    def hand_over(self, environ: Mapping[str, str]) -> tuple[Forker, Output] | None:
+        """Return the forker, no longer watched, if it is ready and its ranks have that environment."""
+        forker = self._forker
+        if forker is None or not (self._is_ready and forker.channel.alive and self._environ == environ):
             return None
-        self._events.unwatch(warden.channel.fileno())
-        self._warden, self._has_relieved = None, True
-        return warden, self._output
+        self._events.unwatch(forker.channel.fileno())
+        self._forker, self._has_relieved = None, True
+        return forker, self._output

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.checkpoint.memory.layout import note_replicator_ended, want_replicas
 from phalanx.host.ports import bound_socket
-from phalanx.launch.processes.warden import die_with_parent, hold_signals
+from phalanx.launch.processes.forker import die_with_parent, hold_signals
 from phalanx.launch.screen.events import EventLoop
 from phalanx.wire.packets import PacketSocket
 
@@ -37,7 +37,7 @@ class Replicas:
         say: Function that shows a line.
         snapshots_fd: Memory of the snapshots.
         num_replicas: Number of other nodes that are to have each of them.
-        spared: Children of the supervisor that are nobody's rank; the process is added.
+        keep_list: Children of the supervisor that are nobody's rank; the process is added.
 
     Attributes:
         pid: Process that copies.
@@ -51,15 +51,15 @@ class Replicas:
         snapshots_fd: int,
         run_id: str,
         num_replicas: int,
-        spared: list[int],
+        keep_list: list[int],
     ) -> None:
-        self._events, self._say, self._fd, self._spared = events, say, snapshots_fd, spared
+        self._events, self._say, self._fd, self._keep_list = events, say, snapshots_fd, keep_list
         self._settings: str = json.dumps({"run_id": run_id, "num_replicas": num_replicas})
         self._view: Mapping[str, Any] | None = None
         self._pause_s = _FIRST_PAUSE_S
         want_replicas(snapshots_fd, num_replicas)
-        self._door: socket.socket = bound_socket()  # kept open: other nodes know its port
-        self.port: int = self._door.getsockname()[1]
+        self._listener: socket.socket = bound_socket()  # kept open: other nodes know its port
+        self.port: int = self._listener.getsockname()[1]
         self._start(0.0)
 
     def _start(self, pause_s: float) -> None:
@@ -73,13 +73,13 @@ class Replicas:
                     hold_signals()
                     os.setpgid(0, 0)
                     time.sleep(pause_s)
-                    fds = [theirs.fileno(), self._door.fileno(), self._fd]
+                    fds = [theirs.fileno(), self._listener.fileno(), self._fd]
                     for fd in fds:
                         os.set_inheritable(fd, True)
                     os.execv(sys.executable, [sys.executable, "-c", _RUN, *map(str, fds), self._settings])
                 finally:
                     os._exit(1)
-        self._spared.append(self.pid)
+        self._keep_list.append(self.pid)
         self._events.watch(self._channel.fileno(), self._hear)
         if self._view is not None:
             self._channel.send(self._view)
@@ -110,9 +110,9 @@ class Replicas:
             os.kill(self.pid, 9)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
-        self._spared.remove(self.pid)
+        self._keep_list.remove(self.pid)
 
     def close(self) -> None:
         """End the process."""
         self._end()
-        self._door.close()
+        self._listener.close()

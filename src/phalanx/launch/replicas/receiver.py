@@ -38,24 +38,24 @@ class Receiver:
     """Takes what other hosts send.
 
     Args:
-        door: Bound socket.
+        listener: Bound socket.
         snapshots_fd: Memory in which it is kept.
         run_id: Name of the job.
 
     Attributes:
-        spent_s: Processor time that keeping has cost; what strangers say to the door costs nothing.
+        spent_s: Processor time that keeping has cost; what strangers say to the listener costs nothing.
     """
 
-    def __init__(self, door: socket.socket, snapshots_fd: int, run_id: str) -> None:
+    def __init__(self, listener: socket.socket, snapshots_fd: int, run_id: str) -> None:
         self._me = ""
         self._is_known = threading.Event()  # whether `_me` is
         self.spent_s: float = 0.0
-        self._fd, self._run_id, self._door = snapshots_fd, run_id, door
+        self._fd, self._run_id, self._listener = snapshots_fd, run_id, listener
         self._lock = threading.Lock()
         self._receiving: dict[int, Wire] = {}  # by offset
         self._lengths: dict[int, int] = {}  # of the regions that have memory, by offset
-        door.listen(16)
-        door.setblocking(True)
+        listener.listen(16)
+        listener.setblocking(True)
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -71,14 +71,14 @@ class Receiver:
     def _accept(self) -> None:
         while True:
             try:
-                end, _ = self._door.accept()
+                end, _ = self._listener.accept()
                 if threading.active_count() > _MOST_HOSTS:
                     end.close()
                     continue
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 threading.Thread(target=self._serve, args=(Wire(end),), daemon=True).start()
             except OSError:
-                time.sleep(_AGAIN_S)  # no descriptor may be left: who comes waits at the door
+                time.sleep(_AGAIN_S)  # no descriptor may be left: who comes waits at the listener
 
     def _serve(self, wire: Wire) -> None:
         with contextlib.closing(wire), contextlib.suppress(OSError, ValueError, TypeError, KeyError):

@@ -55,17 +55,17 @@ class Replicator:
 
     Args:
         channel: Channel to the supervisor.
-        door: Socket on which other nodes come.
+        listener: Socket on which other nodes come.
         snapshots_fd: Memory of the snapshots.
         run_id: Name of the job.
         num_replicas: Number of other nodes that are to have each snapshot.
     """
 
     def __init__(
-        self, channel: PacketSocket, door: socket.socket, snapshots_fd: int, run_id: str, num_replicas: int
+        self, channel: PacketSocket, listener: socket.socket, snapshots_fd: int, run_id: str, num_replicas: int
     ) -> None:
         self._channel, self._fd, self._run_id, self._num_replicas = channel, snapshots_fd, run_id, num_replicas
-        self._receiver = Receiver(door, snapshots_fd, run_id)
+        self._receiver = Receiver(listener, snapshots_fd, run_id)
         self._holders: list[dict[str, Any]] = []
         self._wires: dict[str, Wire] = {}
         self._num_failures: dict[str, int] = {}  # one after the other, by holder
@@ -156,7 +156,7 @@ class Replicator:
             self._channel.send({"say": "replicas of this host's snapshots: they are kept again"})
 
     def _spent_s(self) -> float:
-        """Return the processor time of copying and keeping; what strangers say to the door costs no replica."""
+        """Return the processor time of copying and keeping; what strangers say to the listener costs no replica."""
         return time.thread_time() + self._receiver.spent_s
 
     def _note_failure(self, holder: Mapping[str, Any], error: str) -> None:
@@ -231,7 +231,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(19)
     channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
-    door = socket.socket(fileno=int(sys.argv[2]))
+    listener = socket.socket(fileno=int(sys.argv[2]))
     settings = json.loads(sys.argv[4])
-    Replicator(channel, door, int(sys.argv[3]), settings["run_id"], settings["num_replicas"]).run()
+    Replicator(channel, listener, int(sys.argv[3]), settings["run_id"], settings["num_replicas"]).run()
     os._exit(0)

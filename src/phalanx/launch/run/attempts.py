@@ -28,8 +28,8 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
     Raises:
         SystemExit: The port was taken meanwhile; that has been said.
     """
-    course = Course(job, ranks.snapshots_fd)
-    size = course.size
+    policy = RestartPolicy(job, ranks.snapshots_fd)
+    size = policy.size
     while True:
         num_oom_kills = count_oom_kills()
         with contextlib.closing(_reserve_port(ranks, job)) as reserved:
@@ -43,21 +43,21 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
                 restart_count=size.num_ended,
                 max_restarts=job.max_restarts,
             )
-            regrow = (lambda: course.is_time_to_regrow(time.monotonic() - ranks.began_s)) if size.may_regrow else None
-            culprit = ranks.run_attempt(attempt, until=regrow, may_keep=course.may_restart)
+            regrow = (lambda: policy.is_time_to_regrow(time.monotonic() - ranks.began_s)) if size.may_regrow else None
+            culprit = ranks.run_attempt(attempt, until=regrow, may_keep=policy.may_restart)
         if ranks.received is not None:
             return None
         if culprit is None:
-            if not course.is_regrowing:
+            if not policy.is_regrowing:
                 return None
-            ranks.say(course.regrow())
+            ranks.say(policy.regrow())
             ranks.recovery.planned(ranks.ends)
             continue
-        if culprit.made_room:
+        if culprit.preempted:
             return culprit
         ends = [] if ranks.has_progress else ranks.ends
-        steps = course.after_failure(culprit, lived_s=culprit.when_s - ranks.began_s, ends=ends)
-        if course.is_over:
+        steps = policy.after_failure(culprit, lived_s=culprit.when_s - ranks.began_s, ends=ends)
+        if policy.is_over:
             for step in steps:
                 ranks.say(step)
             return culprit
@@ -92,7 +92,7 @@ def say_failure(ranks: Supervisor, culprit: Outcome) -> None:
     ranks.say(brief_report(culprit))
 
 
-class Course:
+class RestartPolicy:
     """Follows the failures of a job on one node, and chooses the end.
 
     Attributes:

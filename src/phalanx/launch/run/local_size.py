@@ -142,7 +142,7 @@ class SharedSize:
         Args:
             may_leave: Whether this node may leave the job; if not, the job ends anyway.
         """
-        if culprit.is_victim or culprit.made_room:
+        if culprit.is_victim or culprit.preempted:
             return {}
         then = copy.copy(self._now)
         why = then.after_failure(culprit, lived_s=lived_s)

@@ -10,7 +10,7 @@ from phalanx._text import named, signal_name
 from phalanx.failure.outcome import find_culprit
 from phalanx.launch.deadlines import CAUSE_S, KILL_S, LATE_S, SAME_S, STOP_S
 from phalanx.launch.job import Job
-from phalanx.launch.processes.wardens import Wardens
+from phalanx.launch.processes.forkers import Forkers
 from phalanx.launch.run.survivors import Survivors
 from phalanx.launch.screen.events import EventLoop
 from phalanx.launch.screen.ranks import Rank
@@ -33,14 +33,14 @@ class Shutdown:
         job: Job,
         ranks: Sequence[Rank],
         events: EventLoop,
-        wardens: Wardens,
+        forkers: Forkers,
         survivors: Survivors,
         *,
         say: Callable[[str], None],
         on_end: Callable[[], None],
     ) -> None:
         self._job, self._ranks, self._events = job, ranks, events
-        self._wardens, self._survivors, self._say, self._on_end = wardens, survivors, say, on_end
+        self._forkers, self._survivors, self._say, self._on_end = forkers, survivors, say, on_end
         self.by: int | None = None
         self._first_failure_s: float | None = None
         self._may_keep = False
@@ -80,7 +80,7 @@ class Shutdown:
         give_up_s = self._first_failure_s + CAUSE_S
         if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
             awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
-        if culprit.made_room or culprit.ended_for_restart:  # and so will the others
+        if culprit.preempted or culprit.ended_for_restart:  # and so will the others
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
             self._events.deadline = give_up_s
@@ -123,18 +123,18 @@ class Shutdown:
         self._stopping = []
         wait_s = KILL_S if sig == signal.SIGKILL else self._job.grace_s
         self._events.deadline = time.monotonic() + wait_s
-        self._wardens.end(sig, [rank.pid for rank in living if rank.pid])
+        self._forkers.end(sig, [rank.pid for rank in living if rank.pid])
 
     def catch_up(self, pid: int) -> None:
         """End a rank that has been forked after the others were told to."""
         if self.by is not None:
-            self._wardens.end(self.by, [pid])
+            self._forkers.end(self.by, [pid])
 
     def refuse(self, rank: Rank) -> None:
         """End a rank that was to be kept and can't be."""
         if rank in self._stopping:
             self._stopping.remove(rank)
-            self._wardens.end(signal.SIGTERM, [rank.pid])
+            self._forkers.end(signal.SIGTERM, [rank.pid])
 
     def postpone(self, stopped_s: float) -> None:
         """Give the ranks the time back in which they were stopped."""
@@ -158,7 +158,7 @@ class Shutdown:
         elif self._stopping:  # those that were only told to end have their time
             self._stopping, self._events.deadline = [], time.monotonic() + self._job.grace_s
         elif self.by == signal.SIGKILL:
-            self._wardens.kill()
+            self._forkers.kill()
             self.end(signal.SIGKILL)
         else:
             self.end(signal.SIGKILL, running or None)
@@ -189,7 +189,7 @@ class Shutdown:
         if self.by == signal.SIGINT:
             lost = [rank.pid for rank in self._ranks if rank.end is None and rank.stderr.lost_interrupt()]
             if lost:
-                self._wardens.end(signal.SIGINT, lost)
+                self._forkers.end(signal.SIGINT, lost)
 
     def has_ended(self) -> None:
         """Take in that all ranks that were told to end have ended."""

@@ -1,6 +1,6 @@
 """Start the ranks, watch them and obey signals; `console` shows what they print, `shutdown` ends them.
 
-The loop (see `events`) wakes for output, for a signal, for news of a rank from the warden, or for the end of a grace
+The loop (see `events`) wakes for output, for a signal, for news of a rank from the forker, or for the end of a grace
 period.
 """
 
@@ -22,8 +22,8 @@ from phalanx.host.descriptors import raise_descriptor_limit
 from phalanx.launch.deadlines import IMPORT_S
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.job import Job
-from phalanx.launch.processes.warden import adopt_orphans
-from phalanx.launch.processes.wardens import Serving, Wardens
+from phalanx.launch.processes.forker import adopt_orphans
+from phalanx.launch.processes.forkers import Forkers, Serving
 from phalanx.launch.run.recovery import Recovery
 from phalanx.launch.run.shutdown import Shutdown
 from phalanx.launch.run.survivors import Survivors
@@ -36,7 +36,7 @@ from phalanx.launch.screen.stragglers import StragglerWatch
 from phalanx.record.clocks import save_clocks
 from phalanx.record.ends import End, save_ends, save_reason
 from phalanx.record.memory import BoxMemory
-from phalanx.record.notes import has_made_room, words_of_checkpoints
+from phalanx.record.notes import was_preempted, words_of_checkpoints
 from phalanx.record.run_folder import RunFolder
 from phalanx.rendezvous.launched import Notes
 
@@ -49,7 +49,7 @@ _LOOK_S = 0.2  # between questions whether the attempt is to end
 
 
 class Supervisor:
-    """Owns the warden, the ranks' streams and this process's signals."""
+    """Owns the forker, the ranks' streams and this process's signals."""
 
     def __init__(self, job: Job, folder: RunFolder, spare: Spare | None = None) -> None:
         self._job = job
@@ -74,7 +74,7 @@ class Supervisor:
         self.recovery = Recovery(Path(folder.path), self.say, agrees=job.max_nodes > 1)
 
     def __enter__(self) -> Supervisor:
-        adopt_orphans()  # of a warden that is killed
+        adopt_orphans()  # of a forker that is killed
         self._descriptors = raise_descriptor_limit()
         self.events.catch((*self._job.signals, *_HARMLESS))
         self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
@@ -85,15 +85,15 @@ class Supervisor:
         self._keyboard = Keyboard(self.events, shown, self._terminal_pid)
         is_on = self._job.keeps and self._job.max_restarts > 0
         self._survivors = Survivors(self.events, self._rank_waits, self._rank_refuses, is_on=is_on)
-        self._wardens = Wardens(
+        self._forkers = Forkers(
             self._job, self._folder, self.events, self._console.err, self._descriptors,
             on_start=self._rank_started, on_end=self._rank_ended, on_loss=self._lose_ranks,
         )  # fmt: skip
         self._shutdown = Shutdown(
-            self._job, self._ranks, self.events, self._wardens, self._survivors,
+            self._job, self._ranks, self.events, self._forkers, self._survivors,
             say=self.say, on_end=self.recovery.told_to_end,
         )  # fmt: skip
-        self._wardens.start(self._shared_environment(self._job.num_local_ranks), self._spare)
+        self._forkers.start(self._shared_environment(self._job.num_local_ranks), self._spare)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see Keyboard
         return self
 
@@ -115,16 +115,16 @@ class Supervisor:
         self._notes.note_state(state, left_s)
 
     @property
-    def spared(self) -> list[int]:
+    def keep_list(self) -> list[int]:
         """Children of this process that are nobody's rank."""
-        return self._wardens.spared
+        return self._forkers.keep_list
 
     def _wants_standby(self) -> bool:
-        return self._shutdown.by is None and self._wardens.prepare_standby([rank.folder for rank in self._ranks])
+        return self._shutdown.by is None and self._forkers.prepare_standby([rank.folder for rank in self._ranks])
 
     def __exit__(self, *_: object) -> None:
         self.events.hold_signals()  # until this process has ended, none may change its exit code
-        self._wardens.close()
+        self._forkers.close()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
         self._console.close()
@@ -138,9 +138,9 @@ class Supervisor:
     # ------------------------------------------------------------ attempts
 
     @property
-    def has_made_room(self) -> bool:
+    def was_preempted(self) -> bool:
         """Whether every rank of the last attempt has saved because it was asked to end, and can go on."""
-        return bool(self._ranks) and all(rank.end is not None and rank.end.made_room for rank in self._ranks)
+        return bool(self._ranks) and all(rank.end is not None and rank.end.preempted for rank in self._ranks)
 
     @property
     def is_killing(self) -> bool:
@@ -164,25 +164,25 @@ class Supervisor:
         self._await_ends()
         self._shutdown.begin(may_keep=may_keep)
         self.began_s = time.monotonic()
-        self._warden_failure: Outcome | None = None
+        self._forker_failure: Outcome | None = None
         self._refusals.clear()
         if not self._start_attempt(attempt, may_keep=may_keep):
             return None
         self.began_s = time.monotonic()
         self._watch_attempt(until)
-        return self._warden_failure or find_culprit(self.ends)
+        return self._forker_failure or find_culprit(self.ends)
 
     def _start_attempt(self, attempt: Attempt, *, may_keep: bool) -> bool:
         """Give kept processes their new places, and fork the other ranks; return whether we were not told to end."""
         environ = self._shared_environment(attempt.num_local_ranks)
-        if not self._wardens.serves(environ) or attempt.num_local_ranks != len(self._ranks):
+        if not self._forkers.serves(environ) or attempt.num_local_ranks != len(self._ranks):
             self.dismiss_survivors()
-        if not self._wardens.serves(environ):
-            self._wardens.replace(environ)
-        self._wardens.relieve()
+        if not self._forkers.serves(environ):
+            self._forkers.replace(environ)
+        self._forkers.relieve()
         kept = self._open_ranks(attempt)
         self.recovery.begin(self._boxes.places(len(self._ranks)))
-        self._await_warden()
+        self._await_forker()
         if self.received is not None or self._shutdown.by is not None:
             self._drop_unstarted()
             return False
@@ -201,17 +201,17 @@ class Supervisor:
                 self._survivors.place(rank.pid, environ)
             else:
                 self._start_rank(rank, local_rank, environ, shares[local_rank])
-            self.wait(0)  # the warden tells of each start: with hundreds, what nobody reads would block it, and us
+            self.wait(0)  # the forker tells of each start: with hundreds, what nobody reads would block it, and us
         return True
 
-    def _await_warden(self) -> None:
+    def _await_forker(self) -> None:
         """Return when ranks can be forked, or need not be: another node may have ended the attempt."""
         said_at_s: float | None = time.monotonic() + IMPORT_S
-        while self.received is None and self._shutdown.by is None and not self._wardens.is_ready:
+        while self.received is None and self._shutdown.by is None and not self._forkers.is_ready:
             self.wait(None if said_at_s is None else max(0.0, said_at_s - time.monotonic()))
             if said_at_s is not None and time.monotonic() >= said_at_s:
                 said_at_s = None
-                self.say(f"no rank can start yet: process {self._wardens.pid} is still importing torch, or is stopped")
+                self.say(f"no rank can start yet: process {self._forkers.pid} is still importing torch, or is stopped")
 
     def _drop_unstarted(self) -> None:
         for rank in self._ranks:
@@ -263,9 +263,9 @@ class Supervisor:
         return self._notes.has_progress
 
     @property
-    def have_trained_alone(self) -> bool:
+    def have_trained_solo(self) -> bool:
         """Whether several ranks have trained in the last attempt, each without meeting any other."""
-        return self._notes.num_alone == len(self._ranks) > 1
+        return self._notes.num_solo == len(self._ranks) > 1
 
     @property
     def have_trained_apart(self) -> bool:
@@ -286,7 +286,7 @@ class Supervisor:
     def _has_obeyed(self, end: Outcome) -> bool:
         """Whether a rank ended because it was told to, and not by a SIGKILL that is none of ours."""
         by_another = end.exitcode == -signal.SIGKILL and self._shutdown.by != signal.SIGKILL
-        return end.ended_by_us and (not by_another or self._warden_failure is not None)
+        return end.ended_by_us and (not by_another or self._forker_failure is not None)
 
     def keep_reason(self, reason: str) -> None:
         """Keep what ends this run, if it is no rank, for whoever asks when it has ended."""
@@ -321,7 +321,7 @@ class Supervisor:
     def _start_rank(self, rank: Rank, local_rank: int, environ: dict[str, str], share: Share) -> None:
         job = self._job
         stdin = self._keyboard.stdin_of(rank) if local_rank == 0 else os.open(os.devnull, os.O_RDONLY)
-        self._wardens.start_rank(
+        self._forkers.start_rank(
             rank.rank,
             environ,
             (stdin, rank.stdout.rank_fd, rank.stderr.rank_fd),
@@ -378,8 +378,8 @@ class Supervisor:
         self._shutdown.refuse(rank)
 
     def _lose_ranks(self, serving: Serving) -> None:
-        """A warden has gone, and its ranks with it."""
-        is_current = self._wardens.is_current(serving)
+        """A forker has gone, and its ranks with it."""
+        is_current = self._forkers.is_current(serving)
         living = [
             rank
             for rank in self._ranks
@@ -390,10 +390,10 @@ class Supervisor:
             rank.record_end(signal.SIGKILL, is_reported=self.received is None)
         if living or not self._ranks:
             serving.output.drain(drops_last_words=True)
-            self._warden_failure = Outcome(
+            self._forker_failure = Outcome(
                 rank=-1,
-                pid=serving.warden.pid,
-                exitcode=os.waitstatus_to_exitcode(serving.warden.status()),
+                pid=serving.forker.pid,
+                exitcode=os.waitstatus_to_exitcode(serving.forker.status()),
                 last_words=read_stderr(serving.output.tail),
                 folder=self._folder.path,
                 when_s=time.monotonic(),
@@ -424,7 +424,7 @@ class Supervisor:
                 for output in (output for rank in self._ranks for output in rank.outputs):
                     output.resize()
             elif sig in _ONLY_FORWARDED:  # to ranks alone: what they have started would mostly die of it
-                self._wardens.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.is_running])
+                self._forkers.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.is_running])
             elif sig == signal.SIGTERM and self.drain is not None:
                 drain, self.drain = self.drain, None
                 drain()
@@ -472,12 +472,12 @@ class Supervisor:
 
     def _signal_all(self, sig: int) -> None:
         living = [rank.pid for rank in self._ranks if rank.pid and rank.end is None]
-        self._wardens.signal(sig, living, groups=True)
+        self._forkers.signal(sig, living, groups=True)
 
     def _say_kill(self, sig: int) -> None:
         living = [rank for rank in self._ranks if rank.end is None]
         if living and self._shutdown.by != signal.SIGKILL:
-            has_saved = any(has_made_room(rank.folder) for rank in self._ranks)
+            has_saved = any(was_preempted(rank.folder) for rank in self._ranks)
             saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
             saved = next(filter(None, (words_of_checkpoints(rank.folder) for rank in self._ranks)), saved)
             again = " again" if sig == self.received else ""

@@ -177,7 +177,7 @@ class Rank:
         self.folder = folder
         self.stdout = stdout
         self.stderr = stderr
-        self.pid = pid  # 0 until the warden has forked it
+        self.pid = pid  # 0 until the forker has forked it
         self.asked_to_end = False
         self.was_killed = False  # by us
         self.end: Outcome | None = None
@@ -198,7 +198,7 @@ class Rank:
         return self.end is None and self.pause is not None
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, as the kernel knows before the warden tells."""
+        """Return whether the process has ended, as the kernel knows before the forker tells."""
         if self.end is not None:
             return True
         if not self.pid:

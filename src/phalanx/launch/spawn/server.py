@@ -1,4 +1,4 @@
-"""Imported first by the fork server of `phalanx.spawn`, and nowhere else: puts a keeper between it and its parent.
+"""Imported first by the fork server of `phalanx.spawn`, and nowhere else: puts a reaper between it and its parent.
 
 Where a warm start is asked for, the server is a fork of a warm process, which comes here again; this process then only
 stands for it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-from phalanx.launch.processes.keeper import fork_server
+from phalanx.launch.processes.reaper import fork_server
 from phalanx.launch.warm import client
 
 if client.is_asked_for():

@@ -25,8 +25,8 @@ from phalanx._torch import replace
 from phalanx.failure.last_words import LastWords, text_of
 from phalanx.host.block_pool import MemoryPolicy, obey_launcher, of_rank
 from phalanx.launch.environment import Attempt, rank_environment
+from phalanx.launch.processes.forker import die_with_parent, draw_anew
 from phalanx.launch.processes.guard import guard
-from phalanx.launch.processes.warden import die_with_parent, draw_anew
 
 
 @dataclasses.dataclass

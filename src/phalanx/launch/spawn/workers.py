@@ -31,14 +31,14 @@ from phalanx.host.ports import ReservedPort
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
 from phalanx.launch.processes.ahead import relevant
+from phalanx.launch.processes.forker import RANK_MODULES, children_of
 from phalanx.launch.processes.guard import Orphans, guard
-from phalanx.launch.processes.warden import RANK_MODULES, children_of
 from phalanx.launch.spawn.worker import Assignment, Function, Inherited, dumps, worker_main
 from phalanx.record.memory import BoxMemory
 from phalanx.rendezvous.launched import Notes
 from phalanx.wire.sockets import keep_paths_short
 
-# What every rank needs, imported once in the server, under its keeper. None of it may start a thread there.
+# What every rank needs, imported once in the server, under its reaper. None of it may start a thread there.
 _PRELOAD = ("phalanx.launch.spawn.server", *RANK_MODULES, "phalanx.launch.spawn.worker")
 # What this process has imported, its ranks need soon: torch._dynamo by the first optimizer, and slow.
 _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
@@ -83,14 +83,14 @@ class _Servers:
     def _end_one(self) -> bool:
         """End the least recently used of those below which nothing runs; return whether there is one.
 
-        One that a warm process has forked stays: it is not below its keeper here, and shares its memory.
+        One that a warm process has forked stays: it is not below its reaper here, and shares its memory.
         """
         for key, state in self._states.items():
-            keeper = state["_forkserver_pid"]
-            below = children_of(keeper)
+            reaper = state["_forkserver_pid"]
+            below = children_of(reaper)
             if below and not any(map(children_of, below)):
-                os.kill(keeper, signal.SIGKILL)  # and the kernel kills the server
-                os.waitpid(keeper, 0)
+                os.kill(reaper, signal.SIGKILL)  # and the kernel kills the server
+                os.waitpid(reaper, 0)
                 os.close(state["_forkserver_alive_fd"])
                 with contextlib.suppress(OSError, TypeError):  # an abstract one is no file
                     os.unlink(state["_forkserver_address"])

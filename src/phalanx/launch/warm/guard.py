@@ -25,9 +25,9 @@ from phalanx._text import signal_name
 from phalanx.launch.command.plan import Plan, make_plan
 from phalanx.launch.command.run import run
 from phalanx.launch.processes import job_packets
+from phalanx.launch.processes.forker import die_with_parent
 from phalanx.launch.processes.interpreter import show_command_line
 from phalanx.launch.processes.spare import Loaded, forget_all_but, fork_spare
-from phalanx.launch.processes.warden import die_with_parent
 from phalanx.launch.warm import facts
 from phalanx.launch.warm.client import interpreter_options
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from phalanx import _env
 from phalanx.launch.processes.ahead import Imports
-from phalanx.launch.processes.warden import SETTINGS_VARIABLE, import_shared
+from phalanx.launch.processes.forker import SETTINGS_VARIABLE, import_shared
 
 
 def serve_warm(loaded_before: Collection[str]) -> None:

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from phalanx.launch.processes import job_packets
 from phalanx.launch.processes.ahead import Imports
+from phalanx.launch.processes.forker import has_threads_or_devices
 from phalanx.launch.processes.interpreter import Interpreter
 from phalanx.launch.processes.spare import Loaded
-from phalanx.launch.processes.warden import has_threads_or_devices
 from phalanx.launch.warm import facts
 from phalanx.launch.warm.guard import STAY_S, guard
 from phalanx.wire import places

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 from phalanx import _env
 from phalanx.host.descriptors import take_streams
 from phalanx.launch.processes import job_packets
-from phalanx.launch.processes.warden import SETTINGS_VARIABLE, die_with_parent
-from phalanx.launch.processes.warden_client import with_hook
+from phalanx.launch.processes.forker import SETTINGS_VARIABLE, die_with_parent
+from phalanx.launch.processes.forker_client import with_hook
 from phalanx.launch.warm import client, facts
 from phalanx.wire import places
 from phalanx.wire.peer import peer_of

@@ -20,8 +20,8 @@ import pytest
 from phalanx import _env
 from phalanx.failure.outcome import Outcome, find_culprit
 from phalanx.failure.report import first_true_failure, heads
+from phalanx.launch.processes.forker import RANK_MODULES
 from phalanx.launch.processes.pages import fork_cheaply
-from phalanx.launch.processes.warden import RANK_MODULES
 from phalanx.launch.spawn.workers import Workers
 from phalanx.testing.plugin import shown
 from phalanx.testing.plugin.marks import Options, checked_sizes

@@ -17,7 +17,7 @@ from typing import NoReturn
 from phalanx import _env
 from phalanx._text import signal_name
 from phalanx._torch import shield
-from phalanx.record.notes import note_room_made, words_on_disk
+from phalanx.record.notes import note_preempted, words_on_disk
 from phalanx.train.report.run_log import RunLog
 from phalanx.wire.rank_group import RankGroup
 
@@ -106,7 +106,7 @@ def leave(
         note = 'start again with resume="auto" to go on' if begins_anew else "start again to go on"
     run_log.say(f"{why}: {saved} after step {step}{note and f'; {note}'}")
     run_log.report()
-    note_room_made()
+    note_preempted()
     raise SystemExit(_exit_code(number))
 
 

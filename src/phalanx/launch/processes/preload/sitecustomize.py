@@ -1,7 +1,7 @@
 """Found first on PYTHONPATH by the interpreter that ``phalanx run`` has started on the user's script.
 
 Python imports this module at start, before it opens the script. Here torch is imported once, and here the process stays
-as the warden; each rank is a fork that comes back from :func:`serve_preloaded` and goes on as ``python script.py``
+as the forker; each rank is a fork that comes back from :func:`serve_preloaded` and goes on as ``python script.py``
 would: the interpreter itself runs the script, so ``__main__``, ``sys.argv``, ``sys.path`` and tracebacks are its own. A
 warm process stays here for jobs to come, started on no script at all.
 """
@@ -27,7 +27,7 @@ try:
     if "PHALANX_WARM_SERVER" in os.environ:
         from phalanx.launch.warm.loader import serve_warm as serve
     else:
-        from phalanx.launch.processes.warden import serve_preloaded as serve
+        from phalanx.launch.processes.forker import serve_preloaded as serve
 except BaseException as error:  # site would go on, and the script would run here, alone
     print(f"can't load phalanx from {_PACKAGES}: {error!r}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -13,7 +13,7 @@ __all__ = ["nodes"]  # a fixture
 ELASTIC = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=60")
 # As the ranks of a Trainer do, all end when any of them was asked to; saving takes some of them longer.
 TRAIN = """
-from phalanx.record.notes import note_end_for_restart, note_room_made
+from phalanx.record.notes import note_end_for_restart, note_preempted
 signal.signal(signal.SIGTERM, lambda *_: open("asked", "w").close())
 signal.signal(signal.SIGINT, lambda *_: open("asked", "w").close())
 print("training", os.environ["WORLD_SIZE"], flush=True)
@@ -21,7 +21,7 @@ while not os.path.exists("asked"): time.sleep(0.02)
 """
 MAKE_ROOM = """
 if SLOW: time.sleep(1.0)
-note_room_made()
+note_preempted()
 sys.exit(75)
 """
 END_FOR_RESTART = """

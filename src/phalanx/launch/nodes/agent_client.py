@@ -19,7 +19,7 @@ from phalanx.launch.job import Job
 from phalanx.launch.nodes.agent import RUN_AGENT
 from phalanx.launch.nodes.handshake import script_of
 from phalanx.launch.nodes.shared_causes import cause_of
-from phalanx.launch.processes.warden import die_with_parent, hold_signals
+from phalanx.launch.processes.forker import die_with_parent, hold_signals
 from phalanx.launch.replicas.process import Replicas
 from phalanx.launch.run.local_size import SharedSize, is_ahead, newest_steps
 from phalanx.launch.run.supervisor import Supervisor
@@ -29,7 +29,7 @@ _OTHERS_S = 0.5  # for other nodes to tell that they are leaving, too
 _LOOK_S = 1.0  # between looks whether the agent has asked anything
 
 
-class Orders:
+class AgentClient:
     """The agent's process, and what it has ordered and we have not done yet.
 
     Attributes:
@@ -56,11 +56,11 @@ class Orders:
         self._goes = False  # its ranks have ended for it to leave
         self._old_attempt = 0  # whose snapshots are older than the attempt after which it leaves; 0: there are none
 
-    def __enter__(self) -> Orders:
+    def __enter__(self) -> AgentClient:
         ranks, job = self._ranks, self._job
         if job.num_replicas and job.max_restarts:
             self._replicas = Replicas(
-                ranks.events, ranks.say, ranks.snapshots_fd, job.run_id, job.num_replicas, ranks.spared
+                ranks.events, ranks.say, ranks.snapshots_fd, job.run_id, job.num_replicas, ranks.keep_list
             )
         self._channel, theirs = PacketSocket.pair()
         supervisor_pid = os.getpid()
@@ -80,7 +80,7 @@ class Orders:
         if self._job.drains:
             self._ranks.drain = lambda: self._leave("SIGTERM")
         self._ranks.announce_interrupt = lambda: self._channel.send({"interrupted": True})
-        self._ranks.spared.append(self._pid)
+        self._ranks.keep_list.append(self._pid)
         self._ranks.events.watch(self._channel.fileno(), self._take)
         return self
 
@@ -159,7 +159,7 @@ class Orders:
         if culprit is not None and culprit.ended_for_restart:  # the other nodes know of it, or will in a moment
             self._stopped, culprit = True, None
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
-        if self._ranks.received == signal.SIGINT and not self._ranks.has_made_room:
+        if self._ranks.received == signal.SIGINT and not self._ranks.was_preempted:
             self._how = "interrupted"
         cause = None
         if culprit is not None:

@@ -1,4 +1,4 @@
-"""The wardens of a job: the one that forks ranks now, its standby, and those relieved while ranks of theirs live on."""
+"""The forkers of a job: the one that forks ranks now, its standby, and those relieved while ranks of theirs live on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from phalanx.launch.job import Job
+from phalanx.launch.processes.forker_client import Forker
 from phalanx.launch.processes.standby import Standby
-from phalanx.launch.processes.warden_client import Warden
 from phalanx.launch.screen.events import EventLoop
 from phalanx.launch.screen.output import Screen
 from phalanx.launch.screen.ranks import Output
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class Serving:
-    """A warden, what it prints, and the processes that it has forked and that live."""
+    """A forker, what it prints, and the processes that it has forked and that live."""
 
-    warden: Warden
+    forker: Forker
     output: Output
     is_ready: bool = False
     pids: set[int] = dataclasses.field(default_factory=set)
 
 
-class Wardens:
+class Forkers:
     """Owns every process that forks ranks.
 
     Args:
-        screen: Screen for what a warden prints.
+        screen: Screen for what a forker prints.
         descriptors: Limits that ranks keep.
         on_start: Function to call with the rank and the pid of a process that was forked.
         on_end: Function to call with the pid and the wait status of one that has ended.
-        on_loss: Function to call with a warden that has ended, and its processes with it.
+        on_loss: Function to call with a forker that has ended, and its processes with it.
 
     Attributes:
-        environ: Environment of the warden in use, which is what its ranks have in common.
-        spared: Children of this process that are nobody's rank.
+        environ: Environment of the forker in use, which is what its ranks have in common.
+        keep_list: Children of this process that are nobody's rank.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Wardens:
         self._relieved: list[Serving] = []
         self._current: Serving
         self.environ: Mapping[str, str] = {}
-        self.spared: list[int] = []
+        self.keep_list: list[int] = []
 
     def start(self, environ: Mapping[str, str], spare: Spare | None = None) -> None:
-        """Start the warden of the first attempt."""
+        """Start the forker of the first attempt."""
         self.environ = environ
         log = os.path.join(self._folder.path, LAUNCH_LOG)
         output = Output(self._screen, b"phalanx run: ", log, live=False, shown=True)
-        warden = Warden(
+        forker = Forker(
             self._job.command,
             environ,
             preload=self._job.preload,
@@ -83,18 +83,18 @@ class Wardens:
         )
         output.hand_over()
         self._events.watch_output(output)
-        self._serve(Serving(warden, output))
+        self._serve(Serving(forker, output))
 
     def _serve(self, serving: Serving) -> None:
         self._current = serving
-        self._events.watch(serving.warden.channel.fileno(), partial(self._hear, serving))
+        self._events.watch(serving.forker.channel.fileno(), partial(self._hear, serving))
 
     def serves(self, environ: Mapping[str, str]) -> bool:
-        """Return whether the warden in use lives and can fork ranks with this environment."""
-        return self._current.warden.channel.alive and self.environ == environ
+        """Return whether the forker in use lives and can fork ranks with this environment."""
+        return self._current.forker.channel.alive and self.environ == environ
 
     def replace(self, environ: Mapping[str, str]) -> None:
-        """Start another warden in the place of all."""
+        """Start another forker in the place of all."""
         self._standby.start_over()
         for serving in (*self._relieved, self._current):
             self._end(serving)
@@ -102,11 +102,11 @@ class Wardens:
         self.start(environ)
 
     def relieve(self) -> None:
-        """Put the standby in the place of the warden, if it is ready; between attempts."""
+        """Put the standby in the place of the forker, if it is ready; between attempts."""
         for serving in [one for one in self._relieved if not one.pids]:
             self._relieved.remove(serving)
             self._end(serving)
-        self._current.warden.go_on()
+        self._current.forker.go_on()
         ready = self._standby.hand_over(self.environ)
         if ready is None:
             return
@@ -123,19 +123,19 @@ class Wardens:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the warden in use can fork ranks, or has ended, so that there is nothing to wait for."""
-        return self._current.is_ready or not self._current.warden.channel.alive
+        """Whether the forker in use can fork ranks, or has ended, so that there is nothing to wait for."""
+        return self._current.is_ready or not self._current.forker.channel.alive
 
     @property
     def pid(self) -> int:
-        """Process id of the warden in use."""
-        return self._current.warden.pid
+        """Process id of the forker in use."""
+        return self._current.forker.pid
 
     def start_rank(
         self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str
     ) -> None:
-        """Have the warden in use fork a rank."""
-        self._current.warden.start_rank(rank, environ, fds, cpus, argument)
+        """Have the forker in use fork a rank."""
+        self._current.forker.start_rank(rank, environ, fds, cpus, argument)
 
     def end(self, sig: int, pids: Sequence[int]) -> None:
         """Tell ranks to end by `sig`; the ended are left out.
@@ -150,36 +150,36 @@ class Wardens:
         """Send `sig` to ranks, and with `groups` also to what they have started; the ended are left out."""
         for serving in (*self._relieved, self._current):
             if own := [pid for pid in pids if pid in serving.pids]:
-                serving.warden.signal(sig, own, groups=groups)
+                serving.forker.signal(sig, own, groups=groups)
             else:
-                serving.warden.go_on()  # it may be about to fork one of them
+                serving.forker.go_on()  # it may be about to fork one of them
 
     def kill(self) -> None:
         """End all of them at once, and so all ranks."""
         for serving in (*self._relieved, self._current):
-            serving.warden.kill()
+            serving.forker.kill()
 
     def close(self) -> None:
-        """End every warden and every process under them; return when all are gone."""
+        """End every forker and every process under them; return when all are gone."""
         self._standby.drop()
         for serving in (*self._relieved, self._current):
             self._end(serving)
 
     def is_current(self, serving: Serving) -> bool:
-        """Return whether ranks that are asked for now are forked by this warden."""
+        """Return whether ranks that are asked for now are forked by this forker."""
         return serving is self._current
 
     def _end(self, serving: Serving) -> None:
-        if serving.warden.channel.alive:
-            self._events.unwatch(serving.warden.channel.fileno())
+        if serving.forker.channel.alive:
+            self._events.unwatch(serving.forker.channel.fileno())
         if not serving.is_ready:
-            serving.warden.kill()
-        others = {one.warden.keeper_pid for one in (*self._relieved, self._current) if one is not serving}
-        serving.warden.close([*self.spared, *others])
+            serving.forker.kill()
+        others = {one.forker.reaper_pid for one in (*self._relieved, self._current) if one is not serving}
+        serving.forker.close([*self.keep_list, *others])
         self._events.close_output(serving.output)
 
     def _hear(self, serving: Serving) -> None:
-        for packet in serving.warden.channel.receive():
+        for packet in serving.forker.channel.receive():
             if "ready" in packet:
                 serving.is_ready = True
             elif "started" in packet:
@@ -188,7 +188,7 @@ class Wardens:
             else:
                 serving.pids.discard(packet["ended"])
                 self._on_end(packet["ended"], packet["status"])
-        if not serving.warden.channel.alive:
-            self._events.unwatch(serving.warden.channel.fileno())
+        if not serving.forker.channel.alive:
+            self._events.unwatch(serving.forker.channel.fileno())
             self._on_loss(serving)
             serving.pids.clear()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.launch.processes.warden import children_of
+from phalanx.launch.processes.forker import children_of
 from tests.launch.jobs import LIMIT_S, run_job
 from tests.launch.test_nodes import nodes
 
@@ -28,30 +28,30 @@ def start_one(group, *flags):
     return job
 
 
-def warden_of(job):
+def forker_of(job):
     """Return the process that forks a launcher's ranks, as soon as it is there."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         for child in children_of(job.pid):
             with open(f"/proc/{child}/comm") as file:
-                is_keeper = file.read() == "rank-keeper\n"
-            if is_keeper and (wardens := children_of(child)):
-                return wardens[0]
-    raise AssertionError("no warden")
+                is_reaper = file.read() == "rank-reaper\n"
+            if is_reaper and (forkers := children_of(child)):
+                return forkers[0]
+    raise AssertionError("no forker")
 
 
 @pytest.mark.parametrize("while_it", ["imports torch", "starts a rank", "waits"])
-def test_a_node_whose_warden_is_stopped_goes_on_at_once_when_another_is_lost(nodes, while_it):
+def test_a_node_whose_forker_is_stopped_goes_on_at_once_when_another_is_lost(nodes, while_it):
     group = nodes(TRAIN)
     job = start_one(group, *([] if while_it == "imports torch" else ["--no-preload"]))
-    warden = warden_of(job)
+    forker = forker_of(job)
     other = start_one(group, "--no-preload")
     while while_it == "starts a rank" and not select.select([other.stdout], [], [], 0)[0]:
-        os.kill(warden, signal.SIGSTOP)
+        os.kill(forker, signal.SIGSTOP)
     assert "training 2" in other.stdout.readline()
     if while_it == "waits":
         assert "training 2" in job.stdout.readline()
-    os.kill(warden, signal.SIGSTOP)
+    os.kill(forker, signal.SIGSTOP)
     other.kill()
     (code, out, err), _ = group.finish()
     assert (code, out.count("training 1")) == (0, 1), err

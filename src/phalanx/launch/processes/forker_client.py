@@ -1,4 +1,4 @@
-"""The supervisor's hold on its warden: start it, have it start and signal ranks, hear of their ends."""
+"""The supervisor's hold on its forker: start it, have it start and signal ranks, hear of their ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from phalanx import _env
 from phalanx.host.descriptors import take_streams
 from phalanx.launch.deadlines import KILL_S
-from phalanx.launch.processes import warden
-from phalanx.launch.processes.keeper import fork_warden
+from phalanx.launch.processes import forker
+from phalanx.launch.processes.reaper import fork_forker
 from phalanx.wire.packets import PacketSocket
 
 if TYPE_CHECKING:
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preload")
 
 
-class Warden:
+class Forker:
     """The process that is the parent of all ranks; owns the channel to it and its exit status.
 
-    Between it and this process stands its keeper, which leaves nothing of the ranks if both are killed.
+    Between it and this process stands its reaper, which leaves nothing of the ranks if both are killed.
 
     Args:
         command: Command of a rank.
-        environ: Environment of the warden, and of all ranks.
+        environ: Environment of the forker, and of all ranks.
         preload: Whether `command` is a Python interpreter to be stopped in the site hook and forked there.
-        output_fd: Descriptor for the warden's own output, such as a warning of ``import torch``.
+        output_fd: Descriptor for the forker's own output, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
         settings: Variables that are set while torch is imported, with `preload`.
         modules_files: Files of ranks that name modules to import beside torch, with `preload`, see `ahead.replay`.
         left_out: Packages that are not imported all the same.
-        spare: Process that becomes the keeper and the warden and has imported torch, with `preload`.
+        spare: Process that becomes the reaper and the forker and has imported torch, with `preload`.
 
     Attributes:
-        pid: Process id of the warden.
-        keeper_pid: Process id of its parent, which is a child of this process.
+        pid: Process id of the forker.
+        reaper_pid: Process id of its parent, which is a child of this process.
     """
 
     def __init__(
@@ -67,27 +67,27 @@ class Warden:
         told, tell = os.pipe()
         if spare is not None:
             spare.adopt(command, environ, (theirs.fileno(), tell, output_fd))
-        self.keeper_pid: int = os.fork() if spare is None else spare.pid
-        if self.keeper_pid == 0:
+        self.reaper_pid: int = os.fork() if spare is None else spare.pid
+        if self.reaper_pid == 0:
             try:
                 os.setpgid(0, 0)  # Ctrl-C at the terminal is ours to pass on
                 self.channel.close()
                 os.close(told)
                 _forget_handlers()
                 take_streams(output_fd)
-                warden.hold_signals()
-                fork_warden(supervisor_pid, tell)
+                forker.hold_signals()
+                fork_forker(supervisor_pid, tell)
                 if preload:
                     _execute_preloading(command, environ, theirs, settings, [modules_files, left_out])
                 _env.replace_all(environ)
-                warden.serve(theirs, warden.execute(command))
+                forker.serve(theirs, forker.execute(command))
             except BaseException as error:
                 print(f"the process that was to start the ranks failed: {error!r}", file=sys.stderr, flush=True)
             finally:
                 os._exit(1)
         theirs.close()
         os.close(tell)
-        self.pid: int = int(os.read(told, 32) or self.keeper_pid)
+        self.pid: int = int(os.read(told, 32) or self.reaper_pid)
         os.close(told)
 
     def start_rank(
@@ -120,19 +120,19 @@ class Warden:
     def status(self) -> int:
         """Return its wait status once it has ended, or is about to: its channel has closed."""
         if self._status is None:
-            self._status = warden.reap(self.keeper_pid, KILL_S)  # it ends as the warden has ended
+            self._status = forker.reap(self.reaper_pid, KILL_S)  # it ends as the forker has ended
         return signal.SIGKILL if self._status is None else self._status
 
-    def close(self, spared: Collection[int] = ()) -> None:
-        """End the warden and every process under it; return when all are gone.
+    def close(self, keep: Collection[int] = ()) -> None:
+        """End the forker and every process under it; return when all are gone.
 
         Args:
-            spared: Children of this process that stay.
+            keep: Children of this process that stay.
         """
         self.channel.close()
         self.go_on()
         self.status()
-        warden.end_children(spared)  # of a warden that was killed
+        forker.end_children(keep)  # of a forker that was killed
 
     def kill(self) -> None:
         """End it at once: before it has started a rank, it may be busy importing."""
@@ -154,14 +154,14 @@ def _execute_preloading(
     environ: Mapping[str, str],
     channel: socket.socket,
     settings: Mapping[str, str],
-    orders: Sequence[Sequence[str]],
+    modules: Sequence[Sequence[str]],
 ) -> None:
     os.set_inheritable(channel.fileno(), True)
     hooked = {
         **with_hook(environ),
-        warden.FD_VARIABLE: str(channel.fileno()),
-        warden.SETTINGS_VARIABLE: json.dumps(dict(settings)),
-        warden.MODULES_VARIABLE: json.dumps(orders),
+        forker.FD_VARIABLE: str(channel.fileno()),
+        forker.SETTINGS_VARIABLE: json.dumps(dict(settings)),
+        forker.MODULES_VARIABLE: json.dumps(modules),
     }
     os.execvpe(command[0], list(command), hooked)
 

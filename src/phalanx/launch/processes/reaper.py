@@ -1,8 +1,8 @@
 """The parent of what forks ranks: it kills all that they have started once those that it watches are gone.
 
-Of the supervisor, the keeper and the warden, whoever is left ends the job: each is a subreaper, so every process under
-the warden has a living ancestor that kills it. The fork server of `phalanx.spawn` has a keeper too, which outlives the
-process that spawns. The keeper does nothing else, and ``pkill`` with the name of the job, of the script or of Python
+Of the supervisor, the reaper and the forker, whoever is left ends the job: each is a subreaper, so every process under
+the forker has a living ancestor that kills it. The fork server of `phalanx.spawn` has a reaper too, which outlives the
+process that spawns. The reaper does nothing else, and ``pkill`` with the name of the job, of the script or of Python
 does not find it.
 """
 
@@ -17,32 +17,32 @@ from typing import NoReturn
 
 from phalanx.host.proc_stat import stat_fields
 from phalanx.launch.processes.endings import end_like
-from phalanx.launch.processes.warden import adopt_orphans, children_of, die_with_parent, end_children, hold_signals
+from phalanx.launch.processes.forker import adopt_orphans, children_of, die_with_parent, end_children, hold_signals
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-NAME = "rank-keeper"
-"""Name that a keeper takes, instead of Python's."""
-_WARDEN_S = 6.0  # more than a warden takes to end its children, or to import what ranks share
+NAME = "rank-reaper"
+"""Name that a reaper takes, instead of Python's."""
+_FORKER_S = 6.0  # more than a forker takes to end its children, or to import what ranks share
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
 
-def fork_warden(supervisor_pid: int, told: int) -> None:
-    """Return in the warden, a child of this process; this process becomes its keeper and does not return.
+def fork_forker(supervisor_pid: int, told: int) -> None:
+    """Return in the forker, a child of this process; this process becomes its reaper and does not return.
 
     Args:
-        told: Pipe on which the supervisor is told the warden's pid.
+        told: Pipe on which the supervisor is told the forker's pid.
     """
-    supervisor, warden_pid = _fork_below(supervisor_pid)
-    if warden_pid == 0:
+    supervisor, forker_pid = _fork_below(supervisor_pid)
+    if forker_pid == 0:
         os.write(told, b"%d" % os.getpid())  # before it prints anything: the supervisor reads that later
         os.close(told)
         return
     _close_all_but(supervisor)
-    _keep(supervisor, warden_pid, patience_s=_WARDEN_S)
+    _keep(supervisor, forker_pid, patience_s=_FORKER_S)
 
 
 def fork_server() -> None:
-    """Return in the fork server, a child of this process; this process becomes its keeper and does not return.
+    """Return in the fork server, a child of this process; this process becomes its reaper and does not return.
 
     The server adopts what ranks leave behind, and reaps it when it ends. Nobody ends it while the process that spawns
     lives: a daemon of a rank may outlive its rank.
@@ -67,7 +67,7 @@ def _close_all_but(descriptor: int) -> None:
 
 def _fork_below(parent_pid: int) -> tuple[int, int]:
     """Become a subreaper and fork; return a pidfd of the parent and what ``os.fork`` returned."""
-    keeper_pid = os.getpid()
+    reaper_pid = os.getpid()
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:  # it ended before the line above
         os._exit(128 + signal.SIGKILL)
@@ -75,7 +75,7 @@ def _fork_below(parent_pid: int) -> tuple[int, int]:
     adopt_orphans()
     pid = os.fork()
     if pid == 0:
-        die_with_parent(keeper_pid)
+        die_with_parent(reaper_pid)
         os.close(parent)
     return parent, pid
 
@@ -90,7 +90,7 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
     _take_name()
     child = os.pidfd_open(pid)
     select.select([parent, child], [], [])
-    if children_of(pid):  # a second warden, which imports, has none
+    if children_of(pid):  # a second forker, which imports, has none
         select.select([child], [], [], patience_s)
     os.kill(pid, signal.SIGKILL)  # the kernel then kills the ranks, and makes us the parent of the rest
     # It stays a zombie until we end, so that its pid is nobody else's while the supervisor may kill it.

@@ -148,7 +148,7 @@ def _tell(launch: Launch, pid: int, training: _Training) -> None:
     if os.getpid() != pid or not training.has_begun:
         return
     if not (_wants_others or _has_group()):
-        launch.note_alone()
+        launch.note_solo()
     elif training.was_apart():
         launch.note_apart()
 

@@ -11,7 +11,7 @@ from torch.distributed import _functional_collectives as functional
 
 import phalanx
 from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
-from phalanx.rendezvous import alone
+from phalanx.rendezvous import solo
 
 
 def make_optimizer(model):
@@ -132,7 +132,7 @@ TOGETHER = {
 
 
 def was_apart(program):
-    before, training = torch.optim.Optimizer.profile_hook_step, alone._Training()
+    before, training = torch.optim.Optimizer.profile_hook_step, solo._Training()
     training.watch()
     try:
         program()
@@ -145,7 +145,7 @@ def find_all(rank, world_size):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {name: was_apart(program) for name, program in (APART | TOGETHER).items()}
-        alone._note_group(dist.new_group(backend="gloo"))
+        solo._note_group(dist.new_group(backend="gloo"))
         dist.barrier()  # Gloo fails on a rank that still connects when another ends
         return found | {"beside a group of Gloo": was_apart(train)}
 

@@ -3,10 +3,10 @@
 One process, one thread, no output of its own: what it forks is as clean as a new process. It
 is told what to do over a socket by the supervisor, which owns the terminal; when that socket closes, however the
 supervisor ended, it kills the ranks and all that they have started, and goes. It is a child subreaper, and so is each
-rank: a process whose parent has died becomes the child of its rank, and when that has died, of the warden, which ends
+rank: a process whose parent has died becomes the child of its rank, and when that has died, of the forker, which ends
 it. So no daemon of a rank escapes, nor outlives it.
 
-Two kinds of warden differ in what a rank does after the fork. One executes the command. The other is the command
+Two kinds of forker differ in what a rank does after the fork. One executes the command. The other is the command
 itself, stopped in :mod:`phalanx.launch.processes.preload.sitecustomize` with torch imported: its forks just go on.
 """
 
@@ -37,12 +37,12 @@ from phalanx.host.block_pool import obey_launcher
 from phalanx.host.proc_stat import stat_fields
 from phalanx.launch import rank_trial
 from phalanx.launch.processes.ahead import Hidden, Imports, begin_log, replay
-from phalanx.rendezvous import alone
+from phalanx.rendezvous import solo
 from phalanx.wire.packets import MAX_PACKET_BYTES
 
-FD_VARIABLE = "PHALANX_WARDEN_FD"
-MODULES_VARIABLE = "PHALANX_WARDEN_MODULES"
-SETTINGS_VARIABLE = "PHALANX_WARDEN_SETTINGS"
+FD_VARIABLE = "PHALANX_FORKER_FD"
+MODULES_VARIABLE = "PHALANX_FORKER_MODULES"
+SETTINGS_VARIABLE = "PHALANX_FORKER_SETTINGS"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _CHILDREN_S = 5.0  # for killed children to end
@@ -90,14 +90,14 @@ def adopts_orphans() -> bool:
     return bool(value.value)
 
 
-def end_children(spared: Collection[int] = ()) -> None:
+def end_children(keep: Collection[int] = ()) -> None:
     """Kill every child of this process, and theirs, and theirs; return when none is left, or at the limit.
 
     Args:
-        spared: Children that stay.
+        keep: Children that stay.
     """
     deadline = time.monotonic() + _CHILDREN_S
-    while (pids := set(children_of(os.getpid())).difference(spared)) and time.monotonic() < deadline:
+    while (pids := set(children_of(os.getpid())).difference(keep)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ def _parent_of(pid: int) -> int:
     return 0
 
 
-# ---------------------------------------------------------------- the warden's side
+# ---------------------------------------------------------------- the forker's side
 
 
 def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
@@ -148,21 +148,21 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
     from ``os.waitpid``.
     """
     adopt_orphans()
-    warden_pid, keeper = os.getpid(), os.pidfd_open(os.getppid())
-    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on we have something to do when supervisor and keeper end
+    forker_pid, reaper = os.getpid(), os.pidfd_open(os.getppid())
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on we have something to do when supervisor and reaper end
     living: dict[int, int] = {}  # pidfd of each rank, by its pid
     _send(channel, {"ready": True, **hello})
     while True:
         poll = select.poll()
-        for fd in (channel.fileno(), keeper, *living.values()):
+        for fd in (channel.fileno(), reaper, *living.values()):
             poll.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll()}
         for pid in [pid for pid, fd in living.items() if fd in ready]:
             _bury(channel, living, pid)
-        if not ready & {channel.fileno(), keeper}:
+        if not ready & {channel.fileno(), reaper}:
             continue
         data, fds = b"", list[int]()
-        if keeper not in ready:
+        if reaper not in ready:
             data, fds, _, _ = socket.recv_fds(channel, MAX_PACKET_BYTES, 3)
         if not data:
             end_children()
@@ -172,9 +172,9 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
             ours, its = socket.socketpair()
             pid = os.fork()
             if pid == 0:
-                for fd in (channel.detach(), keeper, ours.detach(), *living.values()):
+                for fd in (channel.detach(), reaper, ours.detach(), *living.values()):
                     os.close(fd)
-                _become_rank(packet, fds, warden_pid)
+                _become_rank(packet, fds, forker_pid)
                 its.shutdown(socket.SHUT_WR)
                 its.recv(1)  # nothing, once the supervisor has been told of it: it may end at once
                 its.close()
@@ -214,9 +214,9 @@ def _send(channel: socket.socket, packet: Mapping[str, object]) -> None:
         channel.send(json.dumps(packet).encode())
 
 
-def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], warden_pid: int) -> None:
+def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], forker_pid: int) -> None:
     """Make the forked process a rank: session, streams, CPUs, environment."""
-    die_with_parent(warden_pid)
+    die_with_parent(forker_pid)
     adopt_orphans()  # so that it is known whose daemons they are
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SUPERVISORS_SIGNALS)
     os.setsid()  # of its own, or opening /dev/tty would find a terminal whose foreground it can't have, and stop
@@ -262,23 +262,26 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
         loaded_before: Modules that Python itself loads at start.
     """
     channel = socket.socket(fileno=int(_env.take(FD_VARIABLE)))
-    orders = json.loads(_env.take(MODULES_VARIABLE))
+    modules = json.loads(_env.take(MODULES_VARIABLE))
     settings = json.loads(_env.take(SETTINGS_VARIABLE))
     try:
-        _prepare_and_serve(channel, orders, settings, loaded_before)
+        _prepare_and_serve(channel, modules, settings, loaded_before)
     except BaseException as error:  # site would go on, and the script would run here
         print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
 def _prepare_and_serve(
-    channel: socket.socket, orders: Sequence[Sequence[str]], settings: Mapping[str, str], loaded_before: Collection[str]
+    channel: socket.socket,
+    modules: Sequence[Sequence[str]],
+    settings: Mapping[str, str],
+    loaded_before: Collection[str],
 ) -> None:
     gc.disable()  # what an import leaves is not worth looking for: a sixth of the time
     imports = Imports()
     trouble = import_shared(imports, settings)
     unfit = set[str]()
-    modules_files, left_out = orders
+    modules_files, left_out = modules
     if modules_files and not trouble:
         unfit = replay([_read_json(path) for path in modules_files], imports, left_out)
         atexit.register(gc.unfreeze)  # of a rank: libraries report as leaked what the collector can't reach at its end
@@ -337,7 +340,7 @@ def _hides_modules_of_the_script(command: Sequence[str], loaded_before: Collecti
 
 
 def _leave_libraries_alone() -> None:
-    """Have this process end without the destructors of the libraries that it shares with the warden.
+    """Have this process end without the destructors of the libraries that it shares with the forker.
 
     torch's alone take longer than the rest of the interpreter's end, and free what the kernel frees anyway. Those of
     libraries that the script loads run before. A preloaded library, such as a profiler, may have waited for the end.
@@ -350,7 +353,7 @@ def _leave_libraries_alone() -> None:
 def _watch_torch() -> None:
     from phalanx._torch import shield
     from phalanx._torch.dynamo import postpone_import
-    from phalanx.record import gloo  # loads the core, which the warden does without
+    from phalanx.record import gloo  # loads the core, which the forker does without
 
     gloo.watch()
     shield.watch()
@@ -373,7 +376,7 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
     _leave_libraries_alone()
     if "torch" in sys.modules:
         obey_launcher()
-        alone.watch()
+        solo.watch()
         _watch_torch()
         rank_trial.begin()
     attached.listen()
