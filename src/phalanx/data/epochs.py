@@ -1,4 +1,11 @@
-"""Notices that a loop forgets `set_epoch`, and warns."""
+"""Notices that a loop forgets `set_epoch`, and warns.
+
+A forgotten `set_epoch` is silent and costs accuracy: every epoch has one order. A loop of torch's loader, torch's
+sampler and our model passes through nothing of ours when an epoch begins, and what it does pass through, the forward
+pass, can't tell a repeated order from one that is meant. So two methods of torch's `DistributedSampler` are wrapped
+once a phalanx DistributedDataParallel is made. The wrappers look at three attributes per epoch, on rank 0 alone; a
+script that trains without it is not touched. Evaluation data, and a loader that is only looked at, are no repetition.
+"""
 
 from __future__ import annotations
 

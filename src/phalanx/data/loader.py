@@ -1,4 +1,8 @@
-"""`DataLoader`: torch's, of this rank's part of the data."""
+"""`DataLoader`: torch's, of this rank's part of the data.
+
+What a loader draws when it begins (torch's seed for workers, drawn even without any) the run before the interruption
+has drawn already, so resuming draws it separately.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""`DistributedSampler`: torch's, with epochs that advance, evaluation without padding and exact resumption."""
+"""`DistributedSampler`: torch's, with epochs that advance, evaluation without padding and exact resumption.
+
+The order is torch's, a permutation drawn from seed + epoch and dealt out in turns, so a script that changes one import
+trains on the same samples. Where ranks stand is one number, the place in that order, so any number of ranks can
+continue from it. A rank may have taken its last sample while another has one more; that the epoch is over is known by
+a rank that has asked for more and got nothing. Whatever is derived from what is left of an epoch, such as padding, is
+counted from the epoch's beginning, because an interruption must not show.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""`shard_iterable`: divides a stream among ranks and their workers."""
+"""`shard_iterable`: divides a stream among ranks and their workers.
+
+A stream has no workers by default, and ranks take turns at it. Every worker yields a whole ``IterableDataset``, and
+nobody can know whether one divides itself. torch's rule for streams holds for workers that the user asks for. For
+ranks, taking turns loses no item of a stream that does not divide itself, and a warning names ``is_own_part`` for one
+that does. A `Partition` is as often a split of all ranks as one rank's own, so there the loader asks.
+"""
 
 from __future__ import annotations
 

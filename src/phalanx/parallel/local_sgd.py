@@ -1,8 +1,13 @@
 """LocalSGD: hosts train by themselves and synchronize every so many steps, over a link too slow for every gradient.
 
-A window is the steps between two synchronizations. At its end, each host's pseudo-gradient, the parameters at the
-window's start minus those at its end, is averaged over the hosts. An outer optimizer steps along it from the common
-start, and its result is the start of the next window.
+A window is the steps between two synchronizations. `LocalSGD` keeps the flat parameters with which the window began.
+At its end, each host's pseudo-gradient, the parameters at the window's start minus those at its end, is averaged over
+the hosts. An outer optimizer steps along it from the common start, on every rank alike, and its result is the start of
+the next window. So only the averaged pseudo-gradient must cross, ranks keep the same bits, and the residual that bf16
+leaves of a rail's piece stays with that rail.
+
+Between synchronizations ranks differ, so `state_dict` then has a name of the rank's own, by which a checkpoint saves
+each rank whole.
 """
 
 from __future__ import annotations

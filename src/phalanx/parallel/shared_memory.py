@@ -1,4 +1,8 @@
-"""Memory that all ranks of one host read and write, whatever the backend."""
+"""Memory that all ranks of one host read and write, whatever the backend.
+
+It is an unnamed memfd that the other ranks open through ``/proc/<pid>/fd``, rather than a part of the backend's
+segment, so it works with any backend. A nonce proves the mapping.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""ZeroRedundancyOptimizer: every rank keeps and steps its shard of the optimizer's state (ZeRO stage 1)."""
+"""ZeroRedundancyOptimizer: every rank keeps and steps its shard of the optimizer's state (ZeRO stage 1).
+
+Sharing the parameters between ranks is an option rather than the rule: code that writes to parameters in place on
+every rank would do so several times. For a snapshot the state is gathered, so it is alike on all ranks and on every
+host.
+"""
 
 from __future__ import annotations
 

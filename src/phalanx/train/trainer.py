@@ -1,4 +1,22 @@
-"""`Trainer`: the loop that trains one model on all ranks, and resumes where it was stopped."""
+"""`Trainer`: the loop that trains one model on all ranks, and resumes where it was stopped.
+
+The path of a step: `Trainer.fit` -> `Feed.steps` -> `Stepper.backward` (forward and backward of this rank's parts,
+gradients averaged) -> `Consensus` (do the ranks obey a signal, stop, or differ?) -> `Stepper.optimize` -> `Snapshots`
+-> log, `RunSaver`.
+
+**Mistakes are found before the first step** as far as they can be: `arguments` and `Settings` check in the
+constructor, so that a class in place of an object is an error on every rank alike; `resume/preflight` checks when
+`fit` begins.
+
+**A rank dies.** Its peers raise `RankFailed` and leave at once. The supervisor starts the ranks anew from the standby
+process, and they load the newest step of which every rank has a whole snapshot, and continue from there. Ranks that
+survive keep their process (`phalanx.session.survival`): `_join` makes what belongs to the group, in the constructor
+and again for each new group, with the same collectives in the same order, so that kept and new processes meet there.
+`resume/relocation` says when that is impossible.
+
+**Evaluation runs under** `no_grad`, not `inference_mode`: a model may keep a tensor that it made during an evaluation,
+such as a table of positions, and a tensor made in inference mode can never take part in training.
+"""
 
 from __future__ import annotations
 

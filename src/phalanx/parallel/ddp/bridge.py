@@ -1,4 +1,10 @@
-"""Communication hooks for the link between hosts: `bridge_hook`, and bf16 with error feedback to use with it."""
+"""Communication hooks for the link between hosts: `bridge_hook`, and bf16 with error feedback to use with it.
+
+`bridge_hook` adds up a bucket on each host first, then sends it over rails (see `phalanx.parallel.hosts`). The bucket
+is cut between gradients, because PowerSGD needs whole matrices. One bucket crosses while backward makes the next, and
+never two: the rounds of PowerSGD come from callbacks, and those of two buckets would meet in a different order on each
+rank.
+"""
 
 # No `from __future__ import annotations`: torch's DistributedDataParallel compares a hook's annotations with types.
 

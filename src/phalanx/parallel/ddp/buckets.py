@@ -1,4 +1,9 @@
-"""Buckets of a model's gradients, each kind averaged in the way that suits it."""
+"""Buckets of a model's gradients, each kind averaged in the way that suits it.
+
+On other backends than phalanx, or where a communication hook is set, gradients of one dtype and device are copied into
+flat buckets of 25 MB in the reverse order of the parameters. The first pass counts how often each gradient arrives.
+From the second pass on, a bucket starts as soon as it is complete, in a fixed order, while backward runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,33 @@
-"""CoalescedBucket: gradients that are averaged where they lie, each whole or in the range that a rank needs."""
+"""CoalescedBucket: gradients that are averaged where they lie, each whole or in the range that a rank needs.
+
+One call of the core stages chunks, sums them in rank order, scales them and writes them back in one pass, and adds up
+the sum of squares on the way if `grad_norm()` was ever asked for. One more small piece carries, for each parameter,
+whether this rank had a gradient.
+
+**Only the range that a rank steps.** Where the optimizer's step is divided, the large gradients are reduce-scattered:
+each rank has the means of the range that it steps, and the rest keeps its own gradient. That happens only in the
+trainer's own backward pass, and only if nothing on any rank looks at gradients (an optimizer's hook, a wrapper of its
+step, `grad_norm()`) or steps a parameter whole. The small gradients come first and carry the question, so one rank's
+hook gives all ranks all means.
+
+**No buckets in shared memory, no overlap on the thread that computes.** The first plan was to let gradients go into
+buckets in the segment, reduced as soon as all ranks have them. With the MLP 784-1024-10 on two cores and a step
+without communication as 1, copying gradients into any buffer as they come costs 0.12 of a step before a byte is
+exchanged (0.05 for 17 M parameters); averaging them in place costs 0.07 to 0.10 in all. The staging slots of a
+pipelined all_reduce stay in the second-level cache; a bucket does not. Overlap gains nothing where the cores that
+would reduce are those that compute: meeting once at the end costs 0.03 to 0.05, and meeting at every bucket costs that
+again each time.
+
+**What averaging costs** on two cores (``python -m bench.ddp --rounds 5``, which tells how much of it is waiting):
+
+- The MLP has 3.3 MB of gradients and a step of 2.4 ms. Averaging takes 0.45 ms when nothing else runs, and 0.6 to 0.75
+  ms at the end of a backward pass, where neither gradients nor code are in the first caches and the ranks wait 0.01 to
+  0.14 ms for each other. Hooks and the wrapper add 0.1 to 0.2 ms. A local average of two such messages takes 0.24 ms.
+  Nearly all of these gradients belong to the first layer, which comes last, so there is nothing to overlap with.
+- 17 M parameters have 68 MB of gradients, which pass through memory. Averaging takes 12 to 13 ms, a local average of
+  two such messages 9.7 ms, and ``t.add_(t)`` of one 6.1 ms. Averaging only what a rank steps takes 8.5 instead of 12.4
+  ms.
+"""
 
 from __future__ import annotations
 

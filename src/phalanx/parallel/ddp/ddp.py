@@ -1,4 +1,24 @@
-"""DistributedDataParallel: one model on every rank, with gradients averaged while backward runs."""
+"""DistributedDataParallel: one model on every rank, with gradients averaged while backward runs.
+
+`forward` hangs a hook on the tensors of the model's output. It fires when backward reaches them and asks autograd for
+a callback at the end of this backward pass, whatever checkpoints nest in it. Hooks on the parameters note which of
+them got a gradient. Then `reducer` averages, in one of two ways:
+
+- On the phalanx backend and CPU nothing happens until the pass has ended; then one call of the core averages all
+  gradients where autograd left them (`coalesced`).
+- On other backends gradients go into flat buckets, which are averaged while backward runs (`buckets`).
+
+A parameter without a gradient counts as zeros where another rank has one, and is left alone where none has; the
+message that averages carries that. So no graph is searched for unused parameters, nothing hangs and nothing raises.
+
+**Parameters added to a wrapped model** are not averaged, since ranks would have to agree about them; a warning names
+them. torch's hooks on the registration of parameters and modules count additions to wrapped models, so a forward pass
+compares only two numbers.
+
+**Frozen parameters.** Every rank freezes alike, but not every rank has accumulated alike. So a parameter that was
+frozen stays in the buckets for one more averaged pass, whether or not this rank has a gradient of it, and is left
+alone afterwards.
+"""
 
 from __future__ import annotations
 

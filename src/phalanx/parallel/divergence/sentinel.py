@@ -1,4 +1,19 @@
-"""`Sentinel`: compares the ranks' copies of a model while it trains, a slice at a time, in messages that go anyway."""
+"""`Sentinel`: compares the ranks' copies of a model while it trains, a slice at a time, in messages that go anyway.
+
+The message in which ranks agree after a step carries two more numbers: a fingerprint of the next slice of parameters
+and optimizer state, and its negative. If the maxima of both add up to 0, all ranks have the same, and every rank knows
+at once. Otherwise the ranks compare everything (see `check`). Averaged gradients have the same bits on all ranks, so a
+difference stays where it began: the named tensor is the one that was hit.
+
+- Slices come round in ``compare_every`` steps, even while the number of steps between two messages changes: a slice is
+  as long as the steps since the last one ask for, continues into the next cycle, and a cycle is planned one such gap
+  shorter (a quarter of the interval at most). The time that slices took on the slowest rank travels in the same
+  message, so all ranks choose the same slices, at 0.5 % of the time.
+- State that a divided step shares is left out: there is one copy of it. Buffers are left out, since each forward pass
+  sets them to those of rank 0. Where ranks have different instruction sets or numbers of threads nothing is compared,
+  since elementwise kernels round differently there.
+- A difference that a moving average has rounded away before its slice came is not found; by then nothing is wrong.
+"""
 
 from __future__ import annotations
 

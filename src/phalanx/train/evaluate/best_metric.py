@@ -1,4 +1,10 @@
-"""Which evaluation was the best."""
+"""Which evaluation was the best.
+
+That is never guessed. ``mode`` says whether a lower ``monitor`` is better; None derives it from words of the name that
+leave no doubt, and any other name is refused when the Trainer is made, since the wrong guess keeps the worst
+checkpoint and stops a run that improves. The best metric, retention, the report and ReduceLROnPlateau take it from
+this one setting, and each checkpoint with a metric says which way it counts, for ``load(step="best")``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A model over data of which each sample counts once, divided among the ranks."""
+"""A model over data of which each sample counts once, divided among the ranks.
+
+Metrics with a state combine the ranks themselves, as torchmetrics do in ``compute``; one whose values differ between
+the ranks does not, and is refused. An evaluation that only ``stop`` or ``max_steps`` brings about, in the middle of an
+epoch, restores the random numbers that it draws: the run that continues has no such evaluation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Batches to evaluate, divided among the ranks: of a dataset, of a loader that all have alike, or each rank's own."""
+"""Batches to evaluate, divided among the ranks: of a dataset, of a loader that all have alike, or each rank's own.
+
+Wherever possible it is known which indices are in which batch, so sizes are exact whatever a batch looks like. Of a
+dataset each rank has a part. The batches of a torch loader that all ranks have alike are dealt out in turns: its
+sampler draws from a fixed seed, and the ranks compare the result. Of a loader that divides, each rank has its own
+batches. Only for a stream or a list of batches must the first tensor's length tell.
+"""
 
 from __future__ import annotations
 

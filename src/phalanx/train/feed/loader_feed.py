@@ -1,4 +1,13 @@
-"""`LoaderFeed`: takes a loader of this rank's batches as it is."""
+"""`LoaderFeed`: takes a loader of this rank's batches as it is.
+
+With loaders of the user's own, ranks gather before each step how many samples each one's batch has: batches weigh by
+that, an epoch is as long as the longest loader, and a rank that has run out takes part with a batch that weighs
+nothing.
+
+What a loader draws (its base seed, the order of a shuffling sampler) comes from generators of its own, seeded by the
+epoch, so that resuming draws no number more than continuing. In workers each sample is seeded by itself: its
+augmentation does not depend on what the worker loaded before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,20 @@
-"""How many processes of each rank load a dataset, found out while the first batches are loaded without any."""
+"""How many processes of each rank load a dataset, found out while the first batches are loaded without any.
+
+As many as load a batch in the time of a step; none where loading takes less than 3 % of a step or less than the 2 ms
+that a batch takes from one process to another; and where loading computes rather than waits, no more than the rank has
+CPUs beside its threads. Time in which it waits for a CPU counts as computing. All ranks decide from the same numbers.
+
+With a given number of processes each sample is seeded by itself, so the samples must be the same here. A batch that is
+seen to draw random numbers is loaded once more with seeds, and so are all after it, in this process and in those that
+are chosen. Seeding every sample instead took 0.24 ms each with a torch for GPUs, and the digits trained at a sixth of
+the speed. Looking copies all generators' states twice a batch, 0.12 ms with NumPy's, so a `TensorDataset` and its
+subsets, which can't draw, are not looked at.
+
+A rank that may fork such processes later loads from a copy of the dataset, and of the datasets within, that shares
+everything else: many datasets open a file when they are first asked for a sample, and processes that inherit an open
+file move one position together and read each other's samples. Where the dataset itself holds one (see `shareable`), no
+processes are started.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""What a run shows while it goes: one progress bar or plain lines, metrics of all ranks, where the time went."""
+"""What a run shows while it goes: one progress bar or plain lines, metrics of all ranks, where the time went.
+
+The exchange is what our DistributedDataParallel spends on averaging at the end of backward, and what ranks spend on
+agreeing. On phalanx it is one call, so timing it costs nothing. The core tells how long a rank waited in it until all
+had come, which it notices anyway: that is the ``wait``. Between hosts the wait is part of the exchange. torch's
+wrappers overlap both with backward, so there they stay in backward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A run folder belongs to one job at a time."""
+"""A run folder belongs to one job at a time.
+
+Rank 0 holds a lock on ``.lock``, which ends with its process however that ends. The file names its holder for the
+message. A restart of a job whose first attempt was let in is never refused, whatever a script draws at random: the
+file says which job that was, by the place of its logs. `phalanx.checkpoint.disk.claim` does the work.
+"""
 
 from __future__ import annotations
 

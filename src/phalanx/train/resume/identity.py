@@ -1,8 +1,25 @@
 """What makes a run the one that its folder holds: told in its checkpoints, compared when it is started again.
 
-A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts are what the script gave: they are taken when
-the trainer is made, before a scheduler or a checkpoint has changed anything. Settings that may change from one start to
-the next are no facts: how long to train, the number of ranks, how a batch is cut into passes, when to save and to log.
+A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts are what the script gave: classes and
+hyperparameters of optimizer and scheduler, the model's names, shapes and dtypes, the classes of its modules and
+torch's own settings of them, what a loss module was made with, the data's length, settings that shape the result. They
+are taken when the trainer is made, before a scheduler or a checkpoint has changed anything, and rank 0's count on all
+ranks. They are the first entry that a checkpoint restores, so another run is refused before anything is touched.
+
+- **No facts** are settings that may change from one start to the next: ``max_epochs`` and ``max_steps`` (where the
+  length shapes the result, the scheduler knows it), the number of ranks, ``micro_batch_size``, ``num_workers``,
+  ``patience``, what is saved and logged and where. Samples are not compared, because augmentation makes new ones.
+- **A fact that only one side knows** is no difference, or each new version of torch would make one. Modules are
+  compared if both sides have the same torch; they count as the same inside a wrapper or with `SyncBatchNorm`. A
+  callback with a state that the checkpoint lacks is a difference.
+- **Functions** of a `LambdaLR` count with the numbers that they read and their defaults, not with texts, clock
+  readings or their process. A lambda, and a loss that is a local function, count with their compiled code under the
+  same Python, because their names say nothing; so does a function that makes the schedule, because what it makes
+  depends on the length, which is no fact. Other functions count by name: one more line of logging in a training step
+  makes no other run.
+- **By force**, hyperparameters are given again after loading, and a new scheduler is stepped to where the run is, the
+  only way to get any class of it there. The same is done where a schedule comes from a function and the length of the
+  run is not the checkpoint's.
 """
 
 from __future__ import annotations

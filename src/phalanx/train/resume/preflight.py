@@ -1,4 +1,10 @@
-"""What would end a run later and can be known before its first step: a schedule that is too short, a closed folder."""
+"""What would end a run later and can be known before its first step: a schedule that is too short, a closed folder.
+
+A schedule, alone or inside a SequentialLR or ChainedScheduler, must reach the end of the run, and every rank must be
+able to create a checkpoint in the folder. One batch of a validation dataset is rehearsed, since nobody knows in
+advance what an ``evaluation_step`` returns. What the user's code raises there is left to the evaluation itself,
+because some models have to train first.
+"""
 
 from __future__ import annotations
 

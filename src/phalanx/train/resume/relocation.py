@@ -1,4 +1,12 @@
-"""Whether a trainer's process can be given another place in the job, beside processes that are started anew."""
+"""Whether a trainer's process can be given another place in the job, beside processes that are started anew.
+
+A new process runs the script from the top, and a kept one repeats only what the trainer does when it joins. So they
+can't meet where the script has made the group by hand, made other groups, wrapped the model itself, or called a
+collective between the constructor and `fit` (the group counts them); where a callback has attributes that no
+checkpoint holds (they begin anew in a new process, and the copies of the model might diverge); or where a loader of
+the script divides the data among the previous ranks. The script may have called `phalanx.init`: a new process calls it
+too, a kept one repeats it with the same arguments, and the script's session object is given the new place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Gradients whose bits do not depend on the number of ranks: a fixed tree of additions over virtual shards."""
+"""Gradients whose bits do not depend on the number of ranks: a fixed tree of additions over virtual shards.
+
+With ``deterministic="world"`` the batch is cut into V shards, a power of two. Each shard has its own backward pass and
+its own random numbers. Gradients are added pairwise in a binary tree, its upper levels over an all_gather of the
+ranks' sums, so for every power of two W the tree is the same. More threads would add in a different order within a
+shard, so torch gets one thread. Running statistics depend on which rank sees what: models with them are refused.
+"""
 
 from __future__ import annotations
 

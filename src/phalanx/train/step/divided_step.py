@@ -1,4 +1,10 @@
-"""`DividedStep`: an optimizer's step, divided among the ranks where a trial of the first steps shows that it pays."""
+"""`DividedStep`: an optimizer's step, divided among the ranks where a trial of the first steps shows that it pays.
+
+The first five steps are plain, the next five divided, and then all ranks do what was faster on the slowest of them,
+averaging included. An optimizer with hooks is not divided; hooks that are added later are called around the divided
+step, with whole parameters. torch's fused Adam, AdamW and Adagrad are faster still but round differently, so the user
+has to ask for ``fused=True``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,21 @@
-"""Losses and weights that are not finite: noticed where ranks meet anyway, explained, and never saved."""
+"""Losses and weights that are not finite: noticed where ranks meet anyway, explained, and never saved.
+
+- **Losses.** On the CPU each pass looks at its loss, which is free. On a device, which must not be waited for, losses
+  are looked at when they are logged. The rank that finds a bad one searches for its origin at once, alone (see
+  `nan_origin`), and tells the others where ranks meet anyway: after a step, at the log, at a snapshot or a save. All
+  raise the same `NonFinite`. What was found first counts, since the averaged gradient spoils all ranks' weights in the
+  same step.
+- **States.** Before each snapshot and each save the parameters under training and the saved buffers are added up,
+  which reads them once. A state that is not finite is never kept, whatever ``on_nan`` says, and each epoch reports
+  what was left out. Parameters and buffers that were not finite when `fit` began are meant to be so, and so is -inf in
+  a buffer (masks).
+- **Gradients.** A bad gradient that nobody looks at shows in the next loss or save, so the message names the steps in
+  which it may have come. The gradient of the first small parameter is added up in each step, because whatever a
+  backward pass spoils, it also spoils in the modules before. If it is not finite, each rank computes its batch again
+  on a copy of the model with hooks on the modules' gradients; the ranks where one of them is bad are named.
+- **fp16.** A loss or gradient that makes the scaler skip a step is no error; 36 bad losses in a row are, or a scale
+  below 2^-20.
+"""
 
 from __future__ import annotations
 

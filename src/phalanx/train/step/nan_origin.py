@@ -1,4 +1,9 @@
-"""Where what is not finite began: in which tensor, and in which module's forward or backward pass."""
+"""Where what is not finite began: in which tensor, and in which module's forward or backward pass.
+
+The search looks at the batch, at the parameters, and then at the modules' outputs by computing the batch again. The
+second pass starts from what the first one has left in buffers and counters, since a copy before each pass would cost;
+if it is finite, the message says so instead of acquitting the modules.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What a trainer minimizes, and what it evaluates beside that."""
+"""What a trainer minimizes, and what it evaluates beside that.
+
+A batch that is a dictionary becomes ``(inputs, targets)`` too: the entry named targets, target, labels or label, and
+the rest as keyword arguments. Passing everything to the model would suit models that compute their own loss, but
+neither a loss function nor metrics of outputs and targets; such models have a ``training_step``.
+"""
 
 from __future__ import annotations
 

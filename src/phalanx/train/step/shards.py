@@ -1,4 +1,13 @@
-"""`Shards`: an optimizer's step in blocks that fit into the caches, divided among a host's ranks; the same bits."""
+"""`Shards`: an optimizer's step in blocks that fit into the caches, divided among a host's ranks; the same bits.
+
+Each large parameter is cut into a range per rank, and a range into blocks of 65,536 elements, which the optimizer
+takes for parameters while it steps: its later passes over a block find it in the caches. Cuts lie at multiples of 128
+elements, and only optimizers that treat each element by itself are divided, so no bit changes.
+
+The state lies in memory that the ranks of the host share; the parameters are each rank's own, brought round by one
+all_gather each. So every rank has the whole state at any time, and checkpoints, snapshots and callbacks need not know.
+Parameters are not shared because callbacks and models may write to them.
+"""
 
 from __future__ import annotations
 

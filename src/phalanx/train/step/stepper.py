@@ -1,4 +1,10 @@
-"""`Stepper`: the gradients of a global batch, averaged over all ranks, and the optimizer's step with them."""
+"""`Stepper`: the gradients of a global batch, averaged over all ranks, and the optimizer's step with them.
+
+A global batch is a range of the epoch's order, a pure function of (seed, epoch). Rank r of W takes the r-th of W
+pieces of it, in parts that fit one forward pass. A part's loss is weighted by its share of the batch, so that
+averaging over the ranks gives the mean over the samples, also where ranks have different numbers of them. One number,
+the place in the order, lets any number of ranks continue with the same batches.
+"""
 
 from __future__ import annotations
 
