@@ -1,4 +1,19 @@
-"""`load`: restores the newest whole checkpoint, from memory or from disk, on any number of ranks."""
+"""`load`: restores the newest whole checkpoint, from memory or from disk, on any number of ranks.
+
+Rank 0 names the candidates, newest first. The ranks share the hashing of all files, and only what every rank has found
+whole is touched. A hash says that nobody changed a file by accident, not who wrote it. So before a checkpoint is
+accepted, its header must tile its data, and the rank's tree is unpacked once on trial, with tensors that take no
+memory: each tensor is in one place of the tree, and its blocks cover it exactly once, which the signs of their corners
+tell in linear time. Whatever raises there is damage: it goes into one warning, and the next candidate is tried. What
+does not fit the user's state is an error.
+
+Each rank then maps the files and copies the blocks that it needs into the existing tensors: shards saved by four ranks
+go into those of three.
+
+**Memory or disk.** A snapshot is taken if it is not older than what is on disk, and of the same folder. Of several
+hosts, all say which images they hold, and the newest attempt and step of which they have everything between them is
+loaded (see `memory.holdings` and `memory.fetching`). Where memory is too short, the disk is read.
+"""
 
 from __future__ import annotations
 

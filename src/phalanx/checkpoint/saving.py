@@ -1,4 +1,25 @@
-"""`save`: copies the state, lets training go on, and writes and publishes in the background."""
+"""`save`: copies the state, lets training go on, and writes and publishes in the background.
+
+1. **Agree.** All ranks say what they save, what is wrong with it, and a number made of names, shapes, dtypes and every
+   bit of each large tensor. Whatever one rank can't do is an error on all, and nothing has been copied yet. Rank 0 has
+   checked that the disk has room, and has made ``.step-00000100-1f9c03aa.part/``.
+2. **Stage.** The rank's part is copied into memory that it keeps for this purpose (huge pages, touched once), laid out
+   as the file will be. `save` returns; it has blocked training for about as long as a memcpy.
+3. **Write,** in the background: one thread hashes, another writes past the page cache (O_DIRECT), syncs, and leaves a
+   signature, ``rank_00001.safetensors.json``, with size and SHA-256.
+4. **Publish.** The rank that finds all signatures, and takes the first of them away, writes ``manifest.json`` with
+   them and a checksum of its own, syncs, and renames the folder to ``step-00000100``; then ``latest``. A step that is
+   saved again is exchanged with the old one at once (RENAME_EXCHANGE). In the background no rank waits for another, so
+   nothing hangs there.
+
+A rank that can't write first renames the folder and then removes it, so that no other rank still writes into it; it
+prints a line, and all ranks raise at the next `save` or `wait`. The last save is finished before the interpreter ends.
+What a killed save has left is swept by the next job's first save.
+
+**Why SHA-256.** A CRC finds what a disk does by itself; SHA-256 also finds what a copy, a merge or a hand did, and it
+is the sum that ``sha256sum`` and every registry speak. On processors with instructions for it, it costs a thread and
+no time: the background work is about as fast as torch.save with fsync (``make bench-checkpoint``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The side of a rank in ``phalanx attach``: a signal opens pdb, which talks to the terminal that the command lends."""
+"""The side of a rank in ``phalanx attach``: a signal opens pdb, which talks to the terminal that the command lends.
+
+Python 3.14 can be told to run code (PEP 768), earlier ones can't, and a signal works on all of them. Its handler is
+set after the fork, before the script, and only where nobody has set one. The command notes the socket at which it
+lends its terminal in the launcher's notes, which ranks read through ``/proc``, and sends the signal; the kernel tells
+who connects. The prompt opens within the handler, since the next line of the script may be long in coming. A debugger
+is not lent across containers: the socket by which a rank would answer may lie in another file system.
+"""
 
 from __future__ import annotations
 

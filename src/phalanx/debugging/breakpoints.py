@@ -1,4 +1,14 @@
-"""`phalanx.breakpoint`: every rank stops at a line of the script, and one of them has the debugger."""
+"""`phalanx.breakpoint`: every rank stops at a line of the script, and one of them has the debugger.
+
+Ranks meet in the default group's store, under the line and how often it was reached, so a condition that keeps a rank
+from one line does not confuse the next. The rank with the debugger goes on into pdb, and the others wait for its word,
+whatever the backend. It gives the word when the prompt is left for the first time, so that a step over a collective
+finds them there.
+
+``SystemExit`` ends a thread alone, so ``quit`` in a thread ends the process. A rank is held until the last of its
+threads is let go. A forked worker of a data loader would share its rank's connection to the store, which two processes
+can't use, so it meets nobody.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""pdb in one rank. While its prompt is open, the clocks of the ranks that wait for this one stand still."""
+"""pdb in one rank. While its prompt is open, the clocks of the ranks that wait for this one stand still.
+
+A rank at a prompt locks a byte of the job's shared memory through an open file of its own (OFD locks: all ranks share
+the file that was handed over). A rank that waits in any group of that memory looks every 50 ms whether anybody holds
+one, and leaves that time out of its deadline. Groups need not know each other, and the kernel drops the lock with its
+process, which a flag in memory would survive. Gloo's waits and other hosts know nothing of it. A forked worker of a
+loader holds its rank's byte through an open file of its own.
+"""
 
 from __future__ import annotations
 

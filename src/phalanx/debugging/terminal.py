@@ -1,4 +1,11 @@
-"""The terminal on which a rank's debugger talks: its own, or one that another process lends over a socket."""
+"""The terminal on which a rank's debugger talks: its own, or one that another process lends over a socket.
+
+Under ``phalanx run`` a rank asks the supervisor for the terminal, over a socket in a folder that only this user can
+enter; what is typed then goes there and not to the first rank. So it does not matter which streams of the rank are
+shown. Several debuggers take turns: one that lets its program run for a line might keep the one that asks next
+waiting, so it says so and the terminal moves on. Elsewhere a rank's own stdin counts, if it is a terminal and reading
+would not stop the process; a lock on the terminal makes the turns there.
+"""
 
 from __future__ import annotations
 

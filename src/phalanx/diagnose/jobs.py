@@ -1,7 +1,12 @@
 """Which processes of this host are ranks of which job, whoever started them.
 
 Three sources, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black boxes that
-processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them.
+processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them. A launcher is known by its
+program: ``vim torchrun`` is none. torchrun without ranks is a job that starts. A process that is no rank is a job of
+its own whose rank has the number -1, so that stacks of any Python can be asked for.
+
+A job in a container is seen from its host, where its processes have other numbers: what its launcher notes and what a
+box says of its process is translated by ``NSpid``, or ranks would be taken for the host's processes of these numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,13 @@
 """Python stacks of running processes, also of stopped ones, read from outside by py-spy: whoever holds the GIL.
 
-A process is not halted for it, and is never asked: py-spy reads its memory. Only native frames need a halt, of
-milliseconds.
+A process is not halted for it, and is never asked: py-spy reads its memory without ptrace (``--nonblocking``), which
+takes 20 ms, works on stopped processes and interrupts no system call of the job. A stack that was torn because the
+process ran is read again.
+
+Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So they are read only of
+culprits that sleep in native code with the GIL, and only if every thread of the process is in a system call that the
+kernel restarts after a halt: recv with a time limit, accept, epoll_wait, semop and others end with EINTR. For other
+culprits a line says what to type.
 """
 
 from __future__ import annotations

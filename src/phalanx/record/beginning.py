@@ -1,4 +1,12 @@
-"""How a rank began, from its black box: which checkpoint it loaded, its first step, and what that does once more."""
+"""How a rank began, from its black box: which checkpoint it loaded, its first step, and what that does once more.
+
+Repeated steps are those since the last that the attempt had loaded or saved. A script that catches the error and loads
+by itself has taken its steps back once, and these do not count again. Steps have numbers in the run under a Trainer
+alone; a loop by hand is told by the checkpoint that it loaded.
+
+A failure note is written when an operation fails: a first step or collective behind which no other began before the
+note has failed. It is no progress, so the line of a recovery does not name it.
+"""
 
 from __future__ import annotations
 

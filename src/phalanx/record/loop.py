@@ -1,4 +1,8 @@
-"""`Loop`: the steps and phases of a training loop by hand, as its model and its loader see them."""
+"""`Loop`: the steps and phases of a training loop by hand, as its model and its loader see them.
+
+The first forward pass after an averaged backward pass begins a step. Optimizers are not hooked: a global hook would
+break ``torch.compile(fullgraph=True)`` around a step.
+"""
 
 from __future__ import annotations
 

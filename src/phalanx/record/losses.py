@@ -1,4 +1,9 @@
-"""Losses of ranks and hosts, and how their jobs went on: kept beside the boxes of the attempts that they ended."""
+"""Losses of ranks and hosts, and how their jobs went on: kept beside the boxes of the attempts that they ended.
+
+Each launcher keeps those that it saw, as soon as it knows of one and again with its phases, so that a loss after which
+no step was done is known as well. They are merged when a Trainer's report is written: two are the same if they are of
+the same rank or node, at times that clocks of hosts may differ by.
+"""
 
 from __future__ import annotations
 

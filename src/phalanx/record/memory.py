@@ -1,4 +1,10 @@
-"""`BoxMemory`: memory for the boxes of ranks, held by the process that starts them and outliving them."""
+"""`BoxMemory`: memory for the boxes of ranks, held by the process that starts them and outliving them.
+
+Each rank writes a ring of 8,192 events, one cache line each, into 640 KiB of a memfd that ranks open through
+``/proc``. The supervisor saves it after each attempt. Under torchrun, mpirun or by hand a rank's box lies in a memfd
+of its own, which ends with the rank: nobody is there to hold it, and a file in ``/dev/shm`` or ``/tmp`` would need
+somebody to clean it up. Whoever may read ``/proc/PID/fd`` can read a box.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
 """How long each rank computed before each collective, from the black boxes of all ranks of a host or of several.
 
-A *stage* begins when a rank leaves a collective and ends when it arrives at the next one, so it is made of a rank's own
-time: waiting for others is in none. Only durations by a rank's own clock are compared, never times of two hosts.
-Collectives that overlap on any rank (started asynchronously, waited for later) are one: a stage then ends with the last
-arrival.
+A *stage* begins when a rank leaves a collective and ends when it arrives at the next one, so it is made of a rank's
+own time: waiting for others is in none. Only durations by a rank's own clock are compared, never times of two hosts.
+Comparing arrivals instead would blame a rank that is woken late for what the scheduler did, and would need one clock
+for all hosts.
+
+Collectives that overlap on any rank (started asynchronously, waited for later) are one: a stage then ends with the
+last arrival. Without steps in the record, a step ends with the collective before which ranks compute the most: buckets
+of gradients come in a burst, and one bucket's excess is no step's.
 """
 
 from __future__ import annotations

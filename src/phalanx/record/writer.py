@@ -1,6 +1,12 @@
 """The side of a rank: where its box lies, and the events that Python writes.
 
-Every function may be called at any time: where nothing is recorded, nothing happens.
+The core records collectives of its groups and messages that had to wait; a group of several hosts tells its core not
+to, and records each of its own. Everything else goes through this module. A Trainer tells its steps and phases, and
+while it does (`telling`), models and loaders don't. An event that an error leaves open stays open in the box, which
+shows where it was.
+
+Every function may be called at any time: without memory, descriptors or ``/proc``, nothing is recorded and nothing
+happens. A forked child forgets its parent's box.
 """
 
 from __future__ import annotations

@@ -1,4 +1,18 @@
-"""The search of ``phalanx tune``: which setup is the fastest, as far as turns can tell it from noise."""
+"""The search of ``phalanx tune``: which setup is the fastest, as far as turns can tell it from noise.
+
+First ranks x threads, with plain python as the row that all others are compared with; then each further change alone,
+over the best so far; then everything together that gained something.
+
+- What is compared is the time from one optimizer step to the next, without the slowest tenth, where an evaluation or a
+  new epoch lies, and the samples that loaders have handed out. Ratios are taken round by round, every second round
+  backwards.
+- A race ends when the differences are clear, or too small to matter; setups far behind drop out. A change counts only
+  if it gains more than twice the standard error of its ratio, and more than 1 %.
+- A turn may take a quarter of what is left of the search, 10 s at least, and a start four times as long as another
+  job's. A job that fails or hangs is a line of the table, and the others go on.
+- Where a script keeps the batches that it has loaded, a step counts as many samples as one did in the beginning; where
+  none was loaded for it, all speeds are in steps.
+"""
 
 from __future__ import annotations
 

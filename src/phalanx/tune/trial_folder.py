@@ -1,4 +1,7 @@
-"""The folder of a search: gone when the search ends, and swept by the next one if it was killed."""
+"""The folder of a search: gone when the search ends, and swept by the next one if it was killed.
+
+It is locked as long as the search lives; the next search removes those that are not.
+"""
 
 from __future__ import annotations
 

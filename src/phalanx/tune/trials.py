@@ -1,4 +1,12 @@
-"""The jobs of ``phalanx tune``: each is the user's script under ``phalanx run``, and steps when it is asked to."""
+"""The jobs of ``phalanx tune``: each is the user's script under ``phalanx run``, and steps when it is asked to.
+
+The script is started as often as there are settings that a running process can't change (ranks, memory, settings of a
+Trainer), and these jobs stay alive side by side. A hook on the optimizer's step holds each of them until it is asked
+to step, so jobs take turns of 0.3 s, other load on the machine slows all of them alike, and a script is imported once.
+Threads and the optimizer's fused form change from turn to turn within a job. A Trainer in a trial has no end, saves
+nothing and follows no schedule; any other script that is over is started again. The kernel kills the supervisor of a
+job when the tuner ends (PDEATHSIG), and its reaper then ends the ranks.
+"""
 
 from __future__ import annotations
 

@@ -2,11 +2,20 @@
 
 One snapshot is always whole on all hosts, so that any of them may be lost at any moment:
 
-- A snapshot is **safe** when all hosts have copied their parts of it. It is not overwritten before the next one is.
-- Another is being **copied**, and not overwritten either.
+- A snapshot is **safe** when all hosts have copied their parts of it. It is not overwritten before the next one is
+  safe. The ranks learn it in the collective that a snapshot takes anyway: each brings whether its host still copies.
+- Another is being **copied**, and not overwritten either, by ranks or by the hosts that hold copies.
 - While that takes its time, newer ones are written to a third region. They serve where ranks fail and no host does.
+  Ranks that load such a newer one, which may exist only where it was taken, keep the safe one as well until a newer
+  copy is done.
 
-Where every host has the whole state, nothing is copied, and each snapshot is safe at once.
+As many hosts may be lost as there are replicas; ``tests/checkpoint/test_replica_rules.py`` plays it. Where every host
+has the whole state, nothing is copied, and each snapshot is safe at once.
+
+**Three regions, not two.** With two, a slow copy leaves the ranks a choice between overwriting the safe snapshot,
+which a lost host may then need, and taking none meanwhile, although a rank fails more often than a host. The third
+region is allocated when a copy is late for the first time. If there is no memory for it, snapshots are left out until
+the copy is done, and the newest that is not being copied is overwritten.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""A tree that becomes the user's state again, modules, optimizers and tensors in place; why something does not fit."""
+"""A tree that becomes the user's state again, modules, optimizers and tensors in place; why something does not fit.
+
+What the user passes himself comes back as it was saved, or is refused: containers in the tree carry the name of their
+class, a tensor that shared the memory of another one carries its name, and a tensor of the user's is filled only if it
+holds every value. What an object's ``load_state_dict`` gets is more lenient, since that is the object's own business:
+casts as torch does, dicts for mappings.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Runs the first steps of a script, and looks into its ranks' black boxes until there is something to say."""
+"""Runs the first steps of a script, and looks into its ranks' black boxes until there is something to say.
+
+``phalanx check`` adds no checks of its own to a rank: black boxes hold what was called, and the core compares anyway.
+The job is started as ``phalanx tune`` starts one, with ranks that stop at an optimizer step, and the boxes are read
+from the supervisor's memory. If all ranks are in a call and no event comes for two seconds, that is a stall without
+doubt. A rank that is in no call counts as stalled only if it has not computed for some seconds either, because eight
+ranks on two cores may take long for an honest step. A trial that hangs is examined like ``phalanx why`` examines a
+job, before it is ended: a box tells the last call of a rank, and only its stack where it is now.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Watches jobs: each look returns what their ranks are doing, and what they use."""
+"""Watches jobs: each look returns what their ranks are doing, and what they use.
+
+It looks once a second, beside the job and on its CPUs, so it must cost little. Each look reads ``/proc/PID/stat`` and
+what is new in each box, through a `Tail` that decodes only steps and what has not ended: 1,000 events take 0.4 ms, and
+2.5 ms if all are decoded. Everything else is a `Seldom`, which has a share of a CPU instead of a period: looking for
+jobs (8 ms among 160 processes), looking for the box of a rank that had none, and PSS, for which the kernel walks all
+pages of a rank under its lock (8 to 20 ms where torch is imported), one rank at a time. nvidia-smi runs beside it and
+is never waited for, except by ``--once`` and ``--json``. A single picture takes two looks half a second apart, because
+rates are differences.
+"""
 
 from __future__ import annotations
 

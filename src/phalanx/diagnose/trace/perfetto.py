@@ -1,7 +1,14 @@
 """All ranks of a job on one clock, in the trace event format that ui.perfetto.dev and chrome://tracing open.
 
-A rank is a process of the trace; its threads are threads. Collectives, messages, steps and phases are slices, notes are
-instants. A flow leads from the rank that came last to a collective to each rank that waited for it.
+A rank is a process of the trace; its threads are threads. Collectives, messages, steps and phases are slices, notes
+are instants. A flow leads from the rank that came last to a collective to each rank that waited for it. What several
+hosts record of one collective are pieces of their own, no meeting of all. So an arrow joins two hosts only between
+pieces that overlap and belong to the same call, and only if the later rank came later than all of the other host by
+more than the error of the clocks.
+
+The documented JSON rather than Perfetto's protobuf: browsers read it, tests check it, and 24,000 slices are half a
+megabyte when compressed. A trace of a running job begins with what the ring still holds: of a job that hangs, nothing
+else is worth seeing.
 
 Format: "Trace Event Format", the Chromium project; JSON Object Format with events X, M, i, s and f.
 """

@@ -1,4 +1,17 @@
-"""What one rank is doing: read from its stacks, its black box and the kernel, as facts without words."""
+"""What one rank is doing: read from its stacks, its black box and the kernel, as facts without words.
+
+- **Since when** comes from the scheduler's last run of the thread (``se.exec_start``), which any user may read. A halt
+  starts it anew, so it is a lower bound ("for at least") unless the rank's last operation ended just before. For a
+  thread that polls or computes it is nearly zero; there the end of the last operation in the box tells more. Nothing
+  is remembered between two looks, which would need a place that outlives the command. The clock is that of one CPU,
+  which stands still while a hypervisor takes the CPU away, so the clocks of two CPUs can be seconds apart: the asking
+  thread moves for a moment to the CPU where the other last ran, and reads that clock there.
+- **Which thread** of a rank trains is told by its black box; where a main thread only waits for another's end, by the
+  stacks.
+- **A thread that sleeps with the GIL** is told by py-spy's flag and the thread's state. Locks, ``input()`` and
+  ``Work.wait()`` leave no Python frame: they are told by the line of the source and the system call.
+- **What a rank "had not begun"** it may have called: an asynchronous operation is recorded by the thread that runs it.
+"""
 
 from __future__ import annotations
 

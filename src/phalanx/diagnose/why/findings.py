@@ -1,4 +1,9 @@
-"""From what each rank does to whom the others wait for: a typed finding, which `wording` puts into a sentence."""
+"""From what each rank does to whom the others wait for: a typed finding, which `wording` puts into a sentence.
+
+On phalanx, numbers tell who has not called: a rank is late if the last collective of the group in its box has a lower
+one. Elsewhere only stacks can be compared, and where all wait in calls that do not fit, fewer ranks are named rather
+than more. A run that has ended gives the same findings out of saved boxes and error files (`past`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
 """What torch's Flight Recorder has kept of a rank's collectives, where phalanx records none: on NCCL.
 
 A thread of NCCL's process group writes it to a file when something comes through a pipe that the job was told to open
-(``TORCH_NCCL_DEBUG_INFO_PIPE_FILE``), so a rank that hangs answers, too. The file is a pickle of plain values.
+(``TORCH_NCCL_DEBUG_INFO_PIPE_FILE``), so a rank that hangs answers, too. It looks at the pipe once a second, so the
+answer takes up to 1.3 s, of which reading stacks takes a part anyway. The file is a pickle of plain values, unpickled
+without classes. Its entries become a box, with numbers, groups and lines, and all that follows is the same. The order
+of operations in flight is taken for the order in which they end, as in one stream.
+
+Tested with torch's own entries of Gloo and an imitated pipe, not with NCCL itself.
 """
 
 from __future__ import annotations

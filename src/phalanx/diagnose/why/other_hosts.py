@@ -1,4 +1,10 @@
-"""What the ranks of a job on other hosts are doing, asked of ``phalanx run`` there through the one here."""
+"""What the ranks of a job on other hosts are doing, asked of ``phalanx run`` there through the one here.
+
+Which hosts have answered is told apart from which ranks were reported: while a job starts, a host answers before it
+has forked all of its ranks. The agent that passes a question on says last how many hosts were silent. Another host's
+JSON may be anything, so it becomes the dataclass that was sent (`read_as`), with bounded sizes and 64-bit numbers, or
+is left out as a whole; no reader checks a type of its own.
+"""
 
 from __future__ import annotations
 

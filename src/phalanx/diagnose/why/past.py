@@ -1,4 +1,7 @@
-"""Why a job that has ended did so: from the black boxes, error files and logs that its run left."""
+"""Why a job that has ended did so: from the black boxes, error files and logs that its run left.
+
+A run that Ctrl-C ended is shown where it stood: an interrupt that each rank was told of is no cause.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``phalanx why``: why a job does not go on, in one sentence, and what shows it."""
+"""``phalanx why``: why a job does not go on, in one sentence, and what shows it.
+
+The exit code is 2 where there is no such job, and 1 where it has no rank that can be asked. A job that is starting is
+an answer, so `why` and `top` exit with 0 for it.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,16 @@
 
 The line of a loss is also kept beside the black boxes.
 
-The supervisor tells when ranks are told to end and when they are started; the rest is read from the black box of this
-host's first rank, which does nothing for it.
+Its marks are on one host's clock: the first sign, when the loss was known here, the end of the last rank, the start of
+the next attempt, and, from the box of the host's first rank, the begin and end of ``checkpoint.load`` and of the first
+step. One rank is enough, since a step needs all of them. Times of other hosts are never compared: each launcher tells
+its own. For a node, the sign is the end of its connection, or the last that was heard of it.
+
+The ranks contribute one phase and one note in ``checkpoint.load``. The supervisor looks 20 times a second for a minute
+after a restart, then once a second, and not at all once the line is printed. The box of the previous attempt, which
+tells how many steps are repeated, is read only when a step has ended: before that, the cores belong to the starting
+ranks. If a rank has done more than 8,192 events between two looks, its first step is lost, and the phase is called
+``first collective seen``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Where a run's numbers go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file, or an object of the
-user's own.
+"""Where a run's numbers go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, CSV or an object of the user's.
 
-metrics.jsonl is written first and remains the truth; a logger gets the same numbers, on rank 0 alone. It may draw no
-random number that the training would miss. After its first failure it is left out, since the next call may wait for a
-network as long; the failure is reported once and does not change the training. It has 10 s to close, because a job
-that must end has little time. What a resumption repeats is kept from loggers that continue the run that they had;
-TensorBoard is told to forget it instead.
+metrics.jsonl is written first and remains the truth; a logger gets the same numbers, on rank 0 alone. The random state
+is restored after each call, because a run's bits do not depend on who watches. After its first failure a logger is
+left out, since the next call may wait for a network as long; the failure is reported once and does not change the
+training. It has 10 s to close, because a job that must end has little time. What a resumption repeats is kept from
+loggers that continue the run that they had; TensorBoard is told to forget it instead.
 """
 
 from __future__ import annotations
