@@ -26,7 +26,7 @@ from phalanx.tune.trials import Setup, Trials
 _NEAR = 0.95  # of the best
 _LEAST_NEAR, _MOST_S = 0.9, 60
 _STARTS_WITHIN_S = 300.0
-_OF_TRAINER = {"channels_last": True, "num_workers": "auto"}
+_OF_TRAINER = {"channels_last": True, "num_workers": 2}
 
 
 def every_setup(with_trainer: bool) -> list[Setup]:

@@ -37,10 +37,10 @@ def newest(checkpoints: list[Checkpoint]) -> int:
 
 def trained(model: nn.Module, data: TensorDataset) -> dict[str, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = phalanx.Trainer(model, optimizer, nn.functional.mse_loss, max_epochs=2, loggers="csv")
+    trainer = phalanx.Trainer(model, optimizer, nn.functional.mse_loss, max_epochs=2, loggers="tensorboard")
     phalanx.Trainer(
         model, optimizer, nn.functional.mse_loss, max_steps=100, folder=Path("runs"), precision="bf16", clip_norm=1,
-        num_workers="auto", mode="min", patience=3, min_delta=1e-3, deterministic=None,
+        num_workers=0, mode="min", patience=3, min_delta=1e-3, deterministic=None,
     )  # fmt: skip
     trainer.settings.max_epochs = 3
     values: dict[str, float] = trainer.fit(data, data)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import random
 import shutil
 import sys
@@ -82,9 +80,9 @@ def train_twice(folder, given, steps=10):
 
 def programs(rank, world_size, folder):
     warnings.simplefilter("ignore")  # TensorBoard's
-    sys.modules.update(wandb=FakeWandb(), mlflow=FakeMlflow())
+    sys.modules.update(wandb=FakeWandb())
     run_log.CLOSE_S = 0.2
-    names = ("objects", "files", "services", "plain", "missing")
+    names = ("objects", "files", "wandb", "plain", "missing")
     return {name: globals()[f"with_{name}"](f"{folder}/{name}") for name in names}
 
 
@@ -95,19 +93,18 @@ def with_objects(folder):
 
 
 def with_files(folder):
-    train_twice(folder, lambda: ["csv", "tensorboard"])
+    train_twice(folder, lambda: ["tensorboard"])
 
 
-def with_services(folder):
-    train_twice(folder, lambda: ("wandb", "mlflow"))
-    runs = [(run.given, run.logged, run.num_finished) for run in sys.modules["wandb"].runs]
-    return runs, sys.modules["mlflow"].told
+def with_wandb(folder):
+    train_twice(folder, lambda: "wandb")
+    return [(run.given, run.logged, run.num_finished) for run in sys.modules["wandb"].runs]
 
 
 def with_plain(folder):
     """The same training with and without a logger that draws random numbers when it begins."""
     loggers._KINDS["drawing"] = Drawing
-    Drawing.needs = ("", "", "")
+    Drawing.needs = ("random", "random", "")
     first, second = (state_of(train(f"{folder}/{given}", given)[0].model) for given in ("drawing", ()))
     return all(torch.equal(first[name], second[name]) for name in first)
 
@@ -137,38 +134,12 @@ class FakeWandb(types.ModuleType):
         return run
 
 
-class FakeMlflow(types.ModuleType):
-    """What the trainer uses of mlflow: one client that writes down what it is told."""
-
-    def __init__(self):
-        super().__init__("mlflow")
-        self.told = []
-        entities = types.ModuleType("mlflow.entities")
-        entities.Metric = lambda key, value, time_ms, step: (step, key)
-        sys.modules["mlflow.entities"] = entities
-
-    def MlflowClient(self):
-        return self
-
-    def active_run(self):
-        return None
-
-    def create_run(self, experiment, run_name):
-        self.told.append(("create", experiment, run_name))
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="run-1"))
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *given, **named: self.told.append((name, *given, *named.values()))
-
-
 @pytest.fixture(scope="module")
 def results(run_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("loggers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))  # without a key of wandb
-        for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
+        for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
             patch.delenv(name, raising=False)
         return folder, run_ranks(programs, 2, str(folder))
 
@@ -195,14 +166,10 @@ def test_a_logger_that_fails_or_hangs_is_named_once_and_training_goes_on(results
     assert "epoch 2, step 14" in said
 
 
-def test_csv_and_tensorboard_have_each_step_once_after_a_resumption(results):
+def test_tensorboard_has_each_step_once_after_a_resumption(results):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = results[0] / "files"
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == STEPS
-    assert [row["step"] for row in rows if row["validation/loss"]] == ["7", "14"]
     losses = {r["step"]: r["loss"] for r in read_metrics(folder) if r["kind"] == "step"}
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss")] == STEPS
@@ -212,27 +179,14 @@ def test_csv_and_tensorboard_have_each_step_once_after_a_resumption(results):
 
 def test_wandb_is_offline_without_a_key_and_goes_on_in_the_same_run_without_repeating_steps(results):
     folder, (first, second) = results
-    (begun, logged, num_finished), (resumed, logged_later, num_finished_later) = first["services"][0]
+    (begun, logged, num_finished), (resumed, logged_later, num_finished_later) = first["wandb"]
     assert (begun["mode"], begun["id"], begun["config"]["max_epochs"]) == ("offline", None, 2)
     assert (resumed["id"], resumed["resume"]) == ("new", "allow")
-    assert begun["dir"] == str(folder / "services")
+    assert begun["dir"] == str(folder / "wandb")
     assert [step for step, names in logged + logged_later if "loss" in names] == STEPS
     assert num_finished == num_finished_later == 1
-    assert second["services"][0] == []
-
-
-def test_mlflow_goes_on_in_the_same_run_without_repeating_steps(results):
-    folder, (first, second) = results
-    told = first["services"][1]
-    assert told[0] == ("create", "0", "services")
-    assert [call for call in told if call[0] == "create"] == told[:1]
-    assert ("log_param", "run-1", "max_epochs", 2) in told
-    assert ("update_run", "run-1", "RUNNING") in told
-    logged = [metric for name, _, *batch in told if name == "log_batch" for metric in batch[0]]
-    assert [step for step, key in logged if key == "loss"] == STEPS
-    assert sum(call[0] == "set_terminated" for call in told) == 2
-    assert second["services"][1] == []
-    assert json.loads((folder / "services" / "loggers.json").read_text()) == {"wandb": "new", "mlflow": "run-1"}
+    assert second["wandb"] == []
+    assert (folder / "wandb" / "wandb.id").read_text() == "new"
 
 
 def test_a_logger_that_draws_random_numbers_does_not_change_the_training(results):
@@ -249,9 +203,9 @@ def test_a_missing_package_is_named_on_every_rank_with_the_line_that_installs_it
     ("given", "error", "message"),
     [
         ("tensorbord", ValueError, r"no logger is named 'tensorbord', did you mean tensorboard\?$"),
-        ("xyz", ValueError, "no logger is named 'xyz'; there are .*csv"),
+        ("xyz", ValueError, "no logger is named 'xyz'; there are tensorboard, wandb$"),
         ([loggers.Loggers], TypeError, r"a logger is the class Loggers itself; right: Loggers\(\.\.\.\)$"),
-        (["csv", object()], TypeError, r"a logger has log\(metrics, step\) and close\(\)"),
+        (["wandb", object()], TypeError, r"a logger has log\(metrics, step\) and close\(\)"),
     ],
 )
 def test_what_is_no_logger_is_refused_before_training_begins(given, error, message):

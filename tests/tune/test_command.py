@@ -265,7 +265,7 @@ TRAINER = """
         optimizer = torch.optim.Adam(model.parameters())
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=16)
         trainer = phalanx.Trainer(model, optimizer, nn.functional.cross_entropy, scheduler=schedule,
-                                  max_epochs={epochs}, global_batch_size=4, loggers="csv")
+                                  max_epochs={epochs}, global_batch_size=4, loggers=())
         trainer.fit(Slow())
 """
 
@@ -277,17 +277,17 @@ def test_a_trainer_is_measured_for_as_long_as_it_takes_and_offers_its_settings(t
     assert done.returncode == 0, done.stderr
     table = found(tmp_path)
     steps = {step["name"]: step for step in table["steps"]}
-    assert steps["Trainer(num_workers='auto')"]["taken"]  # what a step costs is loading
+    assert steps["Trainer(num_workers=8)"]["taken"]  # what a step costs is loading
     assert "Adam(fused=True)" in steps
-    assert ["num_workers", "auto"] in table["best"]["changes"]
-    assert "and in train.py: Trainer(..., num_workers='auto'" in done.stdout
+    assert ["num_workers", 8] in table["best"]["changes"]
+    assert "and in train.py: Trainer(..., num_workers=8" in done.stdout
     assert [path.name for path in (tmp_path / "logs" / "train").iterdir()] == ["tuned.json"]
 
 
 def test_samples_are_counted_that_a_trainer_loads_without_workers(tmp_path):
     write(
         tmp_path,
-        TRAINER.replace("time.sleep(0.01)", "pass").replace("loggers=", "num_workers='auto', loggers="),
+        TRAINER.replace("time.sleep(0.01)", "pass").replace("loggers=", "num_workers=0, loggers="),
         epochs=1,
     )
     done = tune(tmp_path, "--seconds", "5", "--json", "found.json", "--nproc-per-node", "2", "train.py")

@@ -72,6 +72,13 @@ def test_a_stream_is_not_offered_processes_each_of_which_would_yield_it_whole(ha
     assert names == ([] if has_stream else ["DataLoader(num_workers=2)"])
 
 
+@pytest.mark.parametrize(("loading_share", "num_workers"), [(0.06, 1), (0.5, 2), (0.79, 5), (0.97, 8), (1, 8)])
+def test_as_many_loading_processes_are_offered_as_keep_up_with_the_steps(loading_share, num_workers):
+    facts = {"can_fuse": False, "trainer": None, "has_stream": False}
+    [offer] = offers(ONE, facts, loading_share, ["auto"])
+    assert dict(offer.setup.changes) == {"num_workers": num_workers}
+
+
 @pytest.mark.parametrize(("cores", "ranks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_ranks_to_try_reach_from_one_to_one_for_each_core(cores, ranks):
     machine = Machine(cores=tuple((cpu,) for cpu in range(cores)), numa_nodes=(0,) * cores)

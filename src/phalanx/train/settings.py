@@ -41,7 +41,7 @@ _LEAST = {  # of whole numbers
     "keep_last": 1, "log_every": 1, "virtual_shards": 1, "num_workers": 0, "snapshot_every": 0, "compare_every": 0,
     "seed": 0,
 }  # fmt: skip
-_CAN_BE_AUTO = ("num_workers", "snapshot_every", "compare_every")
+_CAN_BE_AUTO = ("snapshot_every", "compare_every")
 ENDS = ("max_epochs", "max_steps")
 """Settings that may change once the Trainer is made, to train longer."""
 
@@ -55,7 +55,7 @@ class GivenSettings(TypedDict, total=False):
     micro_batch_size: int | None
     on_resize: Literal["keep", "scale"]
     seed: int
-    num_workers: int | Literal["auto"]
+    num_workers: int
     drop_last: bool
     precision: Literal["fp32", "bf16", "fp16"]
     channels_last: bool
@@ -90,9 +90,8 @@ class Settings:
         micro_batch_size: Largest number of samples in one forward pass of a rank; None: unlimited.
         on_resize: Global batch after the number of ranks has changed: "keep" its size, or "scale" it with the ranks.
         seed: Seed for shuffling and for the data-loading workers; `seed_everything` is for the rest, such as dropout.
-        num_workers: Number of data-loading processes of each rank; "auto": as many as keep the steps from waiting, as
-            the first batches show. The samples are the same with any number but 0, where augmentation draws from the
-            rank's own random numbers.
+        num_workers: Number of data-loading processes of each rank; ``phalanx tune`` tells whether more are faster. The
+            samples are the same with any number but 0, where augmentation draws from the rank's own random numbers.
         drop_last: Whether samples at the end of an epoch that do not fill a global batch are left out.
         precision: Precision of forward and loss, through torch.autocast: "fp32", "bf16" or "fp16" (with a gradient
             scaler).
@@ -145,7 +144,7 @@ class Settings:
     micro_batch_size: int | None = None
     on_resize: Literal["keep", "scale"] = "keep"
     seed: int = 0
-    num_workers: int | Literal["auto"] = 0
+    num_workers: int = 0
     drop_last: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     channels_last: bool = False

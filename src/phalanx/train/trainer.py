@@ -114,8 +114,8 @@ class Trainer:
             ``on_fit_end``, each called with the trainer on every rank; `stop` ends the training. Those with
             ``state_dict`` and ``load_state_dict`` are part of the checkpoints.
         loggers: Loggers that get the numbers of metrics.jsonl on rank 0: "tensorboard", "wandb" (offline, unless a key
-            or WANDB_MODE is set), "mlflow", "csv", or objects with ``log(metrics, step)`` and ``close()``. A logger
-            that fails is named once, and training goes on without it.
+            or WANDB_MODE is set), or objects with ``log(metrics, step)`` and ``close()``. If a logger fails, the run
+            says so once and trains on without it.
 
     Attributes:
         model: Model in its wrapper.
@@ -454,7 +454,6 @@ class Trainer:
         if validation_data is not None:
             # A run that goes on here has no such evaluation in the middle of an epoch, nor what it draws at random.
             with contextlib.nullcontext() if has_ended else random_state_kept():
-                self._evaluator.num_workers = max(self._evaluator.num_workers, self._feed.num_workers)
                 self.evaluation = self.evaluate(validation_data)
                 is_best = has_ended and self._best_metric.update(self.evaluation, self.step)
                 self._run_log.record_evaluation(self.step, self.epoch, self.evaluation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from phalanx.launch import rank_trial
 from phalanx.tune.trials import Setup
 
 _LEAST_LOADING = 0.05  # share of a step that waits for the loader, from which on workers are tried
-_WORKERS = 2  # of a loader without a Trainer, which would find out how many it needs
+_HEADROOM, _MOST_WORKERS = 1.25, 8  # workers share CPUs, and do not all take equally long
 _COMPILING_S = 60.0
 _OF_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # flags of processors that multiply in it
 
@@ -51,8 +52,7 @@ def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories
     if facts["trainer"] is not None:
         found += _of_trainer(base, facts, loading_share)
     elif loading_share > _LEAST_LOADING and not facts["has_stream"]:  # every worker would yield a whole stream
-        setup = _with(base, num_workers=_WORKERS)
-        found.append(Offer(name=f"DataLoader(num_workers={_WORKERS})", setup=setup))
+        found.append(_of_workers("DataLoader", base, loading_share))
     for memory in memories:
         if memory != base.memory:
             found.append(Offer(name=f"--memory {memory}", setup=dataclasses.replace(base, memory=memory)))
@@ -62,7 +62,7 @@ def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories
 def _of_trainer(base: Setup, facts: Mapping[str, Any], loading_share: float) -> list[Offer]:
     found = []
     if loading_share > _LEAST_LOADING:
-        found.append(Offer(name="Trainer(num_workers='auto')", setup=_with(base, num_workers="auto")))
+        found.append(_of_workers("Trainer", base, loading_share))
     if facts["has_convolutions"]:
         found.append(Offer(name="Trainer(channels_last=True)", setup=_with(base, channels_last=True)))
     if any(flag in read("/proc", "cpuinfo").split() for flag in _OF_BF16):
@@ -72,6 +72,13 @@ def _of_trainer(base: Setup, facts: Mapping[str, Any], loading_share: float) -> 
         setup = _with(base, **{rank_trial.COMPILE: True})
         found.append(Offer(name="model.compile()", setup=setup, needs_s=_COMPILING_S))
     return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]  # what the script has set
+
+
+def _of_workers(maker: str, base: Setup, loading_share: float) -> Offer:
+    """Return the offer of as many data-loading processes for each rank as load a batch in the rest of a step."""
+    needed = _MOST_WORKERS if loading_share >= 1 else math.ceil(_HEADROOM * loading_share / (1 - loading_share))
+    num_workers = min(needed, _MOST_WORKERS)
+    return Offer(name=f"{maker}(num_workers={num_workers})", setup=_with(base, num_workers=num_workers))
 
 
 def _with(base: Setup, **changes: Any) -> Setup:

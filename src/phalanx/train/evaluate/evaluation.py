@@ -23,7 +23,6 @@ from phalanx.record import writer
 from phalanx.train.arguments import refuse_reserved
 from phalanx.train.evaluate.evaluation_data import Counted, Own, Planned, plan
 from phalanx.train.feed.feed import Collate, is_dataset
-from phalanx.train.feed.worker_trial import untouched
 from phalanx.train.settings import Settings
 from phalanx.train.step.memory_format import lay_out_batch
 from phalanx.train.step.objective import Objective, outputs_of
@@ -34,11 +33,7 @@ _NO_SAMPLES = "Trainer.{}: the data has no samples"
 
 
 class Evaluator:
-    """Evaluates a model, in evaluation mode, without gradients.
-
-    Attributes:
-        num_workers: Number of processes of each rank that load a dataset.
-    """
+    """Evaluates a model, in evaluation mode, without gradients."""
 
     def __init__(
         self,
@@ -64,10 +59,8 @@ class Evaluator:
         self._channels_last = settings.channels_last
         batch_size = settings.micro_batch_size or -(-settings.global_batch_size // ranks.world_size)
         self._batch_size, self._collate_fn = batch_size, collate_fn
-        self._is_auto = settings.num_workers == "auto"
-        self.num_workers: int = 0 if settings.num_workers == "auto" else settings.num_workers
+        self._num_workers = settings.num_workers
         self._data: Any = None
-        self._how: Any = None
         self._plan: Planned | Own | None = None
         self._keeps_loader = False
 
@@ -199,11 +192,9 @@ class Evaluator:
             yield lay_out_batch(batch) if self._channels_last else batch, size
 
     def _plan_for(self, data: Any) -> Planned | Own:
-        how = self._batch_size, self.num_workers, self._collate_fn
-        if self._data is not data or self._how != how or self._plan is None:
-            may_fork = self._is_auto and not self.num_workers
-            loaded = untouched(data) if may_fork else data
-            self._data, self._how, self._plan = data, how, plan(loaded, self._ranks, *how)
+        if self._data is not data or self._plan is None:
+            planned = plan(data, self._ranks, self._batch_size, self._num_workers, self._collate_fn)
+            self._data, self._plan = data, planned
         return self._plan
 
 

@@ -23,7 +23,7 @@ from phalanx.data.random_state import random_state_kept
 from phalanx.data.seeds import seed_process
 from phalanx.train.feed.feed import Collate, is_dataset
 from phalanx.train.feed.loader_feed import is_divided
-from phalanx.train.feed.worker_trial import untouched
+from phalanx.train.feed.untouched import untouched
 from phalanx.wire.rank_group import RankGroup
 
 Counted = tuple[Any, int]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils import data as torch_data
 
-from phalanx._errors import warn_caller
-from phalanx._text import counted, one_line
+from phalanx._text import counted
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
 from phalanx.train.feed.feed import Collate, Step, whatever
-from phalanx.train.feed.worker_trial import WholeBatches, WorkerTrial, never_draws, untouched
-from phalanx.wire.rank_group import RankGroup
+from phalanx.train.feed.untouched import untouched
 
 
 class DatasetFeed:
@@ -28,10 +25,9 @@ class DatasetFeed:
         self,
         dataset: torch_data.Dataset[Any],
         batches: GlobalBatches,
-        num_workers: int | Literal["auto"],
+        num_workers: int,
         seed: int,
         *,
-        ranks: RankGroup | None = None,
         collate_fn: Collate | None = None,
         seeds_samples: bool = False,
         without_effect: Sequence[str] = (),
@@ -42,45 +38,17 @@ class DatasetFeed:
         self._without_effect = without_effect
         self._filler: Any = None
         self._collate = collate_fn or torch_data.default_collate
-        self._generator = torch.Generator()  # of the loader alone: resuming draws no number more than going on
-        self._seeded = _SeededSamples(dataset, seed) if seeds_samples or num_workers != 0 else None
-        self._trial = WorkerTrial(ranks or RankGroup()) if num_workers == "auto" else None
-        self.num_workers: int = 0 if num_workers == "auto" else num_workers
-        self._loader: Iterable[Any] = self._without_workers() if self._trial else self._with_workers(self.num_workers)
-
-    def _with_workers(self, num_workers: int, *, is_chosen: bool = False) -> torch_data.DataLoader[Any]:
-        """Return a loader with so many processes; if the number was `is_chosen` here, it loads as in the trial."""
-        samples = self._dataset if self._seeded is None else self._seeded
-        return torch_data.DataLoader(
-            self._seeded_where_drawn(self._dataset) if is_chosen else samples,
-            batch_sampler=_FilledParts(self._batches, with_epoch=self._seeded is not None),
+        self._generator = torch.Generator()  # the loader's own: a resumed run draws as many numbers as a whole one
+        is_seeded = seeds_samples or num_workers > 0
+        self._loader: Iterable[Any] = torch_data.DataLoader(
+            _SeededSamples(dataset, seed) if is_seeded else dataset,
+            batch_sampler=_FilledParts(batches, with_epoch=is_seeded),
             num_workers=num_workers,
-            collate_fn=_as_it_is if is_chosen else self._collate,
+            collate_fn=self._collate,
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=self._generator,
         )
-
-    def _without_workers(self) -> Iterable[Any]:
-        return self._seeded_where_drawn(untouched(self._dataset) if self._trial else self._dataset)
-
-    def _seeded_where_drawn(self, dataset: Any) -> WholeBatches:
-        samples = _SeededSamples(dataset, self._seed)
-        parts = _FilledParts(self._batches, with_epoch=True)
-        return WholeBatches(
-            parts, samples.plain, samples.__getitem__, self._collate, never_draws=never_draws(dataset, self._collate)
-        )
-
-    def _begin_workers(self, num_workers: int) -> Iterator[Any]:
-        """Go on with so many workers, or without any where they can't be started."""
-        loader = self._with_workers(num_workers, is_chosen=True)
-        try:
-            filled = iter(loader)
-        except Exception as error:  # a dataset that can't be pickled, for workers that are spawned
-            warn_caller(f'Trainer: num_workers="auto" would start {num_workers} and can\'t: {one_line(error)}')
-            return iter(self._loader)
-        self._loader, self.num_workers = loader, num_workers
-        return filled
 
     @property
     def num_steps(self) -> int:
@@ -126,16 +94,9 @@ class DatasetFeed:
 
     def steps(self) -> Iterator[Step]:
         self._generator.manual_seed(derive_seed(self._seed, "workers", self._batches.epoch))
-        if self._trial is not None:
-            self._loader = self._without_workers()  # of the dataset as it is now
         filled = iter(self._loader)
         for num_samples, sizes in self._batches.sizes():
-            if self._trial is not None and self._trial.is_over:
-                num_workers, self._trial = self._trial.num_workers(self._dataset), None
-                self._loader = self._without_workers()
-                filled = self._begin_workers(num_workers) if num_workers else filled
-            with self._trial.loading() if self._trial else contextlib.nullcontext():
-                parts = [(next(filled) if size else self._fill(), size) for size in sizes]
+            parts = [(next(filled) if size else self._fill(), size) for size in sizes]
             yield parts, num_samples
             del parts
 
@@ -155,10 +116,6 @@ class DatasetFeed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._batches.load_state_dict(state)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 class _FilledParts:
@@ -183,10 +140,6 @@ class _SeededSamples(torch_data.Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self._dataset)
-
-    def plain(self, key: tuple[int, int]) -> Any:
-        """Return a sample that draws no random numbers."""
-        return self._dataset[key[1]]
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key

@@ -25,10 +25,7 @@ class Feed(Protocol):
         num_left: Number of steps that this epoch still has; None if unknown.
         is_at_start: Whether nothing of the epoch was trained on.
         is_at_end: Whether all of it was, as far as is known.
-        num_workers: Number of data-loading processes that the feed has, for each rank.
     """
-
-    num_workers: int
 
     @property
     def num_steps(self) -> int | None: ...

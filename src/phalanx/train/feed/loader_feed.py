@@ -27,7 +27,7 @@ from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed
 from phalanx.train.feed.feed import Step, is_dataset, whatever
-from phalanx.train.feed.worker_trial import untouched
+from phalanx.train.feed.untouched import untouched
 from phalanx.wire.rank_group import RankGroup
 
 _UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # instead of a batch's number of samples
@@ -46,8 +46,6 @@ class LoaderFeed:
         seed: Seed for samplers that have no generator of their own.
         without_effect: Names of settings that were given and change nothing here.
     """
-
-    num_workers = 0  # of the trainer's own
 
     def __init__(
         self, loader: Any, seed: int, *, ranks: RankGroup | None = None, without_effect: Sequence[str] = ()

@@ -95,7 +95,7 @@ def _open_dataset(
         if "global_batch_size" in given:
             without_effect = _check_size_of_batches(batch_sampler, s.global_batch_size)
     return DatasetFeed(
-        dataset, batches, s.num_workers, s.seed, ranks=ranks,
+        dataset, batches, s.num_workers, s.seed,
         collate_fn=collate_fn, seeds_samples=s.deterministic is not None, without_effect=without_effect,
     )  # fmt: skip
 

@@ -1,23 +1,22 @@
-"""Where a run's numbers go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, CSV or an object of the user's.
+"""Where a run's numbers go besides metrics.jsonl: TensorBoard, Weights & Biases, or an object of the script's own.
 
-metrics.jsonl is written first and remains the truth; a logger gets the same numbers, on rank 0 alone. The random state
-is restored after each call, because a run's bits do not depend on who watches. After its first failure a logger is
-left out, since the next call may wait for a network as long; the failure is reported once and does not change the
-training. It has 10 s to close, because a job that must end has little time. What a resumption repeats is kept from
-loggers that continue the run that they had; TensorBoard is told to forget it instead.
+metrics.jsonl is written first and remains the record of the run; a logger gets the same numbers, on rank 0 only. The
+random state is restored after a logger begins, because a run's bits must not depend on who watches. After its first
+failure a logger is left out, since the next call may wait for a network as long; the run says so once and trains on. It
+has 10 s to close, because a job that must end has little time. Steps that a resumption repeats are not sent again to
+Weights & Biases, which continues its run; TensorBoard is told to forget them instead. MLflow and CSV files were
+loggers,
+too: MLflow takes an object of two methods, and the run's folder has a CSV file anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import importlib
-import json
 import netrc
 import os
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,21 +25,21 @@ from typing import Any, Protocol
 from phalanx import _env
 from phalanx._text import one_line
 from phalanx.data.random_state import random_state_kept
-from phalanx.train.report.metrics import numbers_of, write_csv
+from phalanx.train.report.metrics import numbers_of
 from phalanx.wire.files import write_whole
 from phalanx.wire.rank_group import RankGroup
 
-IDS = "loggers.json"
-"""In the run's folder: under which ids the run is known elsewhere."""
+WANDB_ID = "wandb.id"
+"""File in the run's folder that holds the run's id at Weights & Biases."""
 CLOSE_S = 10.0
-"""How long each logger may take to close: less than the time that a scheduler gives to a job that makes room."""
+"""Time that each logger may take to close: less than a scheduler grants to a job that it preempts."""
 _CONNECT_S = 20.0
 
 
 class Logger(Protocol):
     """Interface of a `Trainer`'s logger, which is called on rank 0 only.
 
-    A run that resumes from an earlier step repeats the steps after it, so `log` may get a step again.
+    A run that resumes from an earlier step repeats the steps after it, so `log` may get the same step twice.
     """
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -48,13 +47,13 @@ class Logger(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is left. It is called once, at the end of `fit`, unless the process is killed."""
+        """Write out everything. Called once, at the end of `fit`, unless the process is killed."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a logger is told about the run.
+    """Facts about the run, for a logger that begins.
 
     Attributes:
         folder: Folder of the run.
@@ -67,25 +66,6 @@ class Run:
     settings: Mapping[str, Any]
     resumed_step: int
     attempt: int
-
-    @property
-    def name(self) -> str:
-        return os.path.basename(os.path.abspath(self.folder))
-
-    def known_id(self, logger: str) -> str | None:
-        """Return the id that `remember` was given for this logger by an earlier attempt."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            found = json.loads(Path(self.folder, IDS).read_text(encoding="utf-8")).get(logger)
-            return found if isinstance(found, str) else None
-        return None
-
-    def remember(self, logger: str, run_id: str) -> None:
-        path = Path(self.folder, IDS)
-        known: Any = {}
-        with contextlib.suppress(OSError, ValueError):
-            known = json.loads(path.read_text(encoding="utf-8"))
-        known = {**(known if isinstance(known, dict) else {}), logger: run_id}
-        write_whole(path, json.dumps(known))
 
 
 class Loggers:
@@ -124,8 +104,7 @@ class Loggers:
         for name in (one for one in self._given if isinstance(one, str)):
             module, needed, package = _KINDS[name].needs
             try:
-                if module:
-                    getattr(importlib.import_module(module), needed)  # a folder named wandb can be imported, too
+                getattr(importlib.import_module(module), needed)  # a folder named wandb can be imported, too
             except Exception as error:
                 return (
                     f"Trainer: loggers={name!r} needs a package that rank 0 can't import: pip install {package} "
@@ -224,18 +203,19 @@ class _Wandb:
         if wandb.run is not None:  # the script has begun it, and ends it
             self._run, self._is_ours, self.is_continued = wandb.run, False, False
             return
-        known = run.known_id("wandb")
+        id_file = Path(run.folder, WANDB_ID)
+        known = id_file.read_text(encoding="utf-8") if id_file.exists() else None
         self._is_ours, self.is_continued = True, known is not None
         self._run = wandb.init(
             dir=run.folder,
-            name=run.name,
+            name=os.path.basename(os.path.abspath(run.folder)),
             id=known,
             resume="allow" if known else None,
             config=dict(run.settings),
             mode=None if _is_wandb_configured() else "offline",
             settings=wandb.Settings(console="off", init_timeout=_CONNECT_S),
         )
-        run.remember("wandb", self._run.id)
+        write_whole(id_file, self._run.id)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self._run.log(metrics, step=step)
@@ -256,74 +236,4 @@ def _is_wandb_configured() -> bool:
     return False
 
 
-class _Mlflow:
-    needs = "mlflow", "MlflowClient", "mlflow"
-
-    def __init__(self, run: Run) -> None:
-        import mlflow
-
-        self._client = mlflow.MlflowClient()
-        active = mlflow.active_run()
-        self._is_ours = active is None  # else the script has begun it, and ends it
-        known = run.known_id("mlflow")
-        self.is_continued = self._is_ours and known is not None
-        if active is not None:
-            self._id: str = active.info.run_id
-        elif known is not None:
-            self._id = known
-            self._client.update_run(known, status="RUNNING")
-        else:
-            self._id = self._client.create_run(self._experiment(), run_name=run.name).info.run_id
-            run.remember("mlflow", self._id)
-            for name, value in run.settings.items():
-                self._client.log_param(self._id, name, value)
-
-    def _experiment(self) -> str:
-        environ = _env.environment()
-        if name := environ.get("MLFLOW_EXPERIMENT_NAME"):
-            found = self._client.get_experiment_by_name(name)
-            return found.experiment_id if found else self._client.create_experiment(name)
-        return environ.get("MLFLOW_EXPERIMENT_ID") or "0"
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        from mlflow.entities import Metric
-
-        now_ms = int(time.time() * 1000)
-        legal = {name: value for name, value in metrics.items() if name.isprintable()}
-        self._client.log_batch(self._id, [Metric(name, value, now_ms, step) for name, value in legal.items()])
-
-    def close(self) -> None:
-        if self._is_ours:
-            self._client.set_terminated(self._id)
-
-
-class _Csv:
-    """Keeps FOLDER/metrics.csv up to date: appends steps, and writes it anew when there are other columns."""
-
-    needs = "", "", ""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._write_anew()
-
-    def _write_anew(self) -> None:
-        path = write_csv(self._run.folder)
-        with path.open(newline="", encoding="utf-8") as file:
-            self._columns = next(csv.reader(file), [])
-        self._file = path.open("a", newline="", encoding="utf-8", buffering=1)
-        self._step = -1
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        if step == self._step or not metrics.keys() <= set(self._columns):
-            self._file.close()
-            self._write_anew()
-        else:
-            row = {"time": time.time(), "attempt": self._run.attempt, "step": step, **metrics}
-            csv.DictWriter(self._file, self._columns).writerow(row)
-        self._step = step
-
-    def close(self) -> None:
-        self._file.close()
-
-
-_KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow, "csv": _Csv}
+_KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb}

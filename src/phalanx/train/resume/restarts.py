@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from phalanx import _env
 from phalanx.checkpoint.memory.snapshots import memory
 from phalanx.session.survival import may_outlive
-from phalanx.train.report.loggers import IDS
+from phalanx.train.report.loggers import WANDB_ID
 from phalanx.wire.rank_group import RankGroup
 
 _trained: dict[str, weakref.ref[object]] = {}  # who trained last in a folder
@@ -75,7 +75,7 @@ def set_aside(folder: str, ranks: RankGroup) -> str:
     """
     moved = []
     if ranks.rank == 0:
-        moved = _set_aside([os.path.join(folder, name) for name in ("checkpoints", "metrics.jsonl", IDS)])
+        moved = _set_aside([os.path.join(folder, name) for name in ("checkpoints", "metrics.jsonl", WANDB_ID)])
     ranks.gather(None)
     names = " and ".join(map(os.path.basename, moved))
     return f'resume="never": the run that was in {folder} is kept there as {names}' if moved else ""
