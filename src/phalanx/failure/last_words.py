@@ -1,7 +1,13 @@
 """The last words of a rank that an exception ends: facts, in the file that torch's launchers name for it.
 
-The file has the format of torch's ``@record``, so torchrun can read it, and holds further facts by which `phalanx run`
-judges. The rank writes it; its launcher reads it and trusts nothing in it unchecked.
+A rank knows best what ended it. So a hook before `sys.excepthook`, set when a phalanx group is made or `phalanx.init`
+is called, writes ``error.json`` in the format of torch's ``@record``, which torchrun can read, with class, message,
+the user's line, ``is_victim`` and the `Failure` beside it. Whatever was raised in the handling of a victim's error is
+a victim's, and so is the `RuntimeError` that native code makes of an error in a future's callback.
+
+The launcher trusts nothing in the file unchecked: it must be whole, not too large, of the expected form and of the
+rank's own process. Of a rank that has left none (a foreign program, a crash, another excepthook, `sys.exit`), the
+traceback on stderr is read, and texts of other engines tell a victim (`victims`).
 """
 
 from __future__ import annotations

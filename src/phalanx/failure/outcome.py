@@ -1,4 +1,9 @@
-"""How a rank ended, and which of several that failed was the cause."""
+"""How a rank ended, and which of several that failed was the cause.
+
+The first rank to fail is often a victim: a peer's death closes its sockets before the peer is seen to end. So victims
+count last, a signal counts before an exit code, then time: one order for ``phalanx run``, `phalanx.spawn` and
+`run_ranks`. If only victims have failed, the others have up to 3 s to end or to say why before they are ended.
+"""
 
 from __future__ import annotations
 

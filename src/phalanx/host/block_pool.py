@@ -1,7 +1,10 @@
 """Whether this process keeps the large blocks that torch frees: decided once, told in a few words.
 
-The core does it (``csrc/process/block_pool.h``): a block of a tensor comes from a pool and goes back to it, so the next
-step finds its pages there. The pool gives back what has lain unused, and everything once a limit of memory comes near.
+The core does it (``csrc/process/blocks.h`` has the reasons and numbers): a block of a tensor comes from a pool and
+goes back to it, so the next step finds its pages there. The pool gives back what has lain unused, and everything once
+a limit of memory comes near. What is not known is not used: a limit or a usage that exists and can't be read counts as
+near, when the launcher decides and while a rank runs. After a kill for want of memory, the launcher's next attempt
+keeps nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""The environment that a rank finds: torchrun's contract, variable by variable."""
+"""The environment that a rank finds: torchrun's contract, variable by variable.
+
+Threads of OpenMP sleep while they wait only where ranks are crowded, that is, have more threads than there are CPUs or
+than a quota pays for. libgomp, which torch's wheels bring, spins for 3 ms, and less only where the threads of its own
+process are too many; it can't know the other ranks. Two ranks of two threads on two cores then take 1.5 to 2 times as
+long. Alone on its cores a rank is faster when its threads spin, so there nothing is set. The policy is read when the
+library is loaded: it is in the forker's environment, and in that of the server of `phalanx.spawn`, where the first
+call decides.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,16 @@
 """What a script sets in its environment before it imports torch, as far as its source tells.
 
-torch reads variables when it is imported. Where ranks are forked from a process that has imported it, it must have read
-what each rank would have read; where that can't be known, ranks import it themselves. Nothing is executed here.
+torch reads variables when it is imported. Where ranks are forked from a process that has imported it, it must have
+read what each rank would have read; where that can't be known, ranks import it themselves, and the first line of the
+job says so. Nothing is executed here.
 
 Understood is ``os.environ["NAME"] = "value"``, and ``setdefault`` and ``update`` with literals, each as a statement of
-its own. Whatever else mentions the environment for more than reading, or what may change it unseen, is a doubt: code
-that is not in the source (``exec``, ``importlib``), and packages that are not known here.
+its own, up to the first import of torch. Whatever else mentions the environment for more than reading, or may change
+it unseen, is a doubt: code that is not in the source (``exec``, ``importlib``), and packages that are not known here.
+The reader knows what it understands, not what to beware of: a false doubt costs seconds, a missed one would be a wrong
+run.
+
+Executing the rank anew at its import of torch would need no reader, but would run twice whatever the head does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,16 @@
-"""Which rank this process is, and the store in which it meets the others: what `phalanx.init` finds out first."""
+"""Which rank this process is, and the store in which it meets the others: what `phalanx.init` finds out first.
+
+torch's ``env://`` knows RANK alone. The plugin puts this reader of schedulers before it, so mpirun and srun work
+without `phalanx.init`.
+
+- **mpirun on one host:** ranks meet through a file named after their launcher (the nearest ancestor without a rank, by
+  pid and start time). A port derived from a job's number could be anybody's.
+- **mpirun across hosts:** by MASTER_ADDR, because MPI does not say where rank 0 is, or by a broadcast of MPI's where
+  mpi4py is the bridge.
+- **Slurm:** the port is derived from job and step, because its tasks don't necessarily share a folder.
+- **Ranks set by hand** tell each other their hosts (boot, network namespace) in the store before `phalanx.init`
+  chooses a backend. Guessing from MASTER_ADDR, ranks came to different numbers of hosts, and so to different backends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,25 @@
-"""Outliving the failure of another rank: this process leaves its groups, waits, and is given a place in new ones."""
+"""Outliving the failure of another rank: this process leaves its groups, waits, and is given a place in new ones.
+
+- **A function that is called again,** not an iterator, because a generator can't catch what the body of a loop raises.
+  What is outside the function is kept; inside is what belongs to the groups: the group, the wrapper, `load`. Wrappers
+  of ours and torch's take their hooks off the parameters when nothing refers to them, so the frames of the exception
+  are cleared before anything else.
+- **State in place.** `load` restores into the existing objects, and drops gradients of the step that was cut off. A
+  kept process does not have the initial values of a new one, so a process is kept only if everything that it has
+  loaded could be loaded again.
+- **Meeting new processes.** A process that is forked runs the script from the top. Kept ones can meet it only at the
+  first group of the script: after a group before the call, or at a second call, the process is started anew. Letting a
+  new process skip what the others did together would need a log of it.
+- **Without peers.** A solo rank has no collective that could raise. It looks where it would meet others, at a
+  Trainer's step or at a snapshot (`wire.rank_group.call_when_alone`).
+
+**Compared.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and leaves a
+step out when it fails. Taken from it: the group is made anew under the objects that use it, and state is healed in
+place. Not taken: its wrappers of groups, optimizers and collectives, which a program has to be written for, and steps
+of fewer ranks, whose results depend on who was there. torch 2.15's `shrink_group` and `reconfigure` belong to single
+backends (NCCL), keep what the failed rank has left behind in the others, and can't take in a new rank. Destroying the
+group and making it again does all of that, on every backend and torch.
+"""
 
 from __future__ import annotations
 

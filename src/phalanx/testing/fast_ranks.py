@@ -1,9 +1,19 @@
 """Processes that tests start by spawn or forkserver, forked from a server that has imported their packages.
 
 ``pytest --fast-ranks`` needs no change of the tests: multiprocessing pickles the same process object for each of its
-methods, and a fork of a process that was started afresh has seen nothing of the test's either. The server has imported
-what the test process has imported of installed packages, and learns what its children import further. Where a fork
-could not be the same as a new process, there is a new process, and a line says why.
+methods, so a server of ours can stand behind both, under the same reaper as `phalanx.spawn`. Three things make a fork
+the same as a new process:
+
+- What a child inherits by exec is sent along, and obeyed before anything of the test is unpickled (`fast_child`).
+- What can't be sent chooses the server: what the interpreter and torch read, the CPUs, and what packages have read
+  while the server imported them. From a variable's third value on, the modules that read it are left to each process,
+  as torch's exam gives each test a folder of its own.
+- The server imports only installed packages, afresh, so it has nothing of the test's. Before each fork it imports what
+  children have imported meanwhile.
+
+A package that leaves a thread ends the server (OpenBLAS's threads end before a fork, so they are counted after one),
+and the next one does without it. A child runs its exit functions, and is not finalized. Where a fork could not be the
+same as a new process, there is a new process, and a line says why.
 """
 
 from __future__ import annotations

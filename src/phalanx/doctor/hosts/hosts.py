@@ -1,6 +1,11 @@
 """The hosts of a job meet, probe each other and try Gloo; host 0 gathers the results.
 
-This runs in the process that has torch. Every wait has a deadline; missing hosts are named, and the others go on.
+This runs in the process that has torch. Host 0 decides who is there; whoever has come is measured, whether or not all
+have. Every wait has a deadline in seconds (``--timeout``); missing hosts are named, and the others go on.
+
+Gloo is tried as a job would find it, and where that fails, over the interface towards host 0, which tells the usual
+fault (a host's own name that leads to loopback) from a closed network. Where one host's Gloo fails at once, another's
+waits for five times its timeout, so the tries are abandoned by what the hosts tell each other in the store.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The flags of ``phalanx run`` on a command line: with the environment and the scheduler, they come to settings.
 
-The parser leaves out what is not given, so that each value is known with where it came from.
+The flags are a table of our own (`flags`), which argparse reads. A flag that is not given leaves nothing behind, so
+``--dry-run`` can tell where each value came from; the script and its arguments are the rest. All commands share one
+parser, `_command_line`, which costs 1.6 ms of a start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,13 @@
 """Launchers of one user on one machine: they meet in a folder, and the one that comes last says if cores are short.
 
-Each takes all cores that it may use, since it can't know how long the others go on. Threads of OpenMP spin while they
-wait, so two jobs with more threads than cores take many times as long, not twice.
+Each takes all cores that it may use, and only says what to set: the number of ranks and threads decides the result, to
+the bit, the job that runs can't change its own, and nobody knows who ends first. On two cores a step of a small model
+with two threads took 0.29 ms alone, 7 and 14 ms in two jobs at once, 0.98 ms in both with OMP_NUM_THREADS=1, and 1.7
+ms with threads that sleep while they wait. If only the second job has one thread, only that one is fast. Two ranks in
+each of two jobs took 1.7 ms, where one job took 0.58 ms.
+
+Each launcher holds a file in its user's folder under a record lock, which ends with its process and is inherited by
+none.
 """
 
 from __future__ import annotations

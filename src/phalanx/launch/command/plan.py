@@ -1,4 +1,15 @@
-"""From the flags, the scheduler and the machine to the job: every number found, every contradiction said up front."""
+"""From the flags, the scheduler and the machine to the job: every number found, every contradiction said up front.
+
+``--nproc-per-node`` is ``auto``, where torchrun starts one rank. ``cpu`` is every usable CPU as in torchrun; ``auto``
+counts physical cores, since two ranks on one core gain nothing, and GPUs only if the installed torch is one for GPUs.
+On one node the rendezvous flags change nothing but the port and the run's id: no store of an agent is needed there.
+
+No pinning under a cgroup quota shorter than the CPUs, nor when the user asks for more threads than a rank's CPUs:
+other processes run there too, and a pinned rank could not step aside.
+
+Inter-op threads and malloc arenas are left alone. torch starts the former when something asks for them, and lets a
+script set their number once: a launcher that did so would make the script's own call an error.
+"""
 
 from __future__ import annotations
 

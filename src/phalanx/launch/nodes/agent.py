@@ -1,6 +1,12 @@
 """One node's seat among several: it agrees with the other nodes, and has its supervisor start and stop ranks.
 
-Runs as a process of its own: whatever the supervisor does, the other nodes hear from this one. It dies with it.
+A process of its own with one thread and without torch: whatever the supervisor does, the other nodes hear from this
+one. It dies with it. ``--master-port`` is where nodes look for the job; ranks meet on a port that the node of rank 0
+holds for that attempt. Questions of ``phalanx why`` go the same way (`questions`).
+
+TORCHELASTIC_RESTART_COUNT counts every attempt, as on one node. Failures and lost nodes count against
+``--max-restarts``, new nodes do not. A node that joins waits until a snapshot is whole, since the others would lose
+their steps otherwise.
 """
 
 from __future__ import annotations

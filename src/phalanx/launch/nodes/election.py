@@ -1,11 +1,13 @@
 """Who leads, as one node sees it: which nodes it can talk to, which of their answers count, and whom it follows.
 
-- A leader needs the votes of more than half of a group of nodes, or of half of them with the group's leader, and a node
-  gives one vote in a term.
+- A leader needs the votes of more than half of a group of nodes, or of half of them with the group's leader, and a
+  node gives one vote in a term.
 - A vote lasts as long as its giver's answers are fresh, which is shorter than the time after which the others call it
-  lost; over a new link only what answers us is fresh.
-- A node is dead when its system refuses connections to its port; the first living node in the order may count its
-  vote, unless its last answer was too old: then it may have voted for others.
+  lost. Over a new link only an echo over that link is fresh, so a node that hears from another for the first time
+  answers at once.
+- A node is dead when its kernel refuses connections to its port. The first living node in the order may then count its
+  vote, but only while the dead node's last answer is younger than 0.9 of the time of silence: after that it may have
+  voted for others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""What nodes tell each other of their job when they meet, and whether both can be of the same."""
+"""What nodes tell each other of their job when they meet, and whether both can be of the same.
+
+Each node dials all places of the list; the first that is a host's own gives it a turn. A node whose turn comes later
+waits 5 s for each place before it. If two begin all the same, they are two jobs, and the younger yields. A scheduler's
+list is cut to four places, because each of N nodes connects to every one.
+
+Scripts that differ between nodes are reported, not refused: a script on a shared folder is edited while a job runs,
+and a host that comes back then must be let in.
+"""
 
 from __future__ import annotations
 

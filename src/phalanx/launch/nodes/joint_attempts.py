@@ -1,4 +1,37 @@
-"""A job on several nodes: the supervisor of each obeys an agent, which agrees with those of the others."""
+"""A job on several nodes: the supervisor of each obeys an agent, which agrees with those of the others.
+
+**How many ranks.** Each node has a `LocalSize` of its own. The node of the rank that was the cause shrinks. The leader
+chooses the cause, so the node can't know when its rank has failed, and the leader knows neither a node's MIN nor its
+progress and patience. So a failure carries what would follow if it is the cause: the number of ranks, and whether it
+costs a restart. Nothing has to be asked. The node makes the choice on a copy of its `LocalSize` (`SharedSize`), and
+adopts the copy once the next view says the same. A victim of another failure offers nothing.
+
+- ``State.num_ranks`` is the number with which a node would continue, and its view says that number unless it wants
+  more. The wish comes from its supervisor, when the wait is over and a snapshot has just been taken; the leader then
+  waits for its next snapshot, as for nodes that join, but without a limit. Each attempt that ends for another reason
+  takes wishes along: where another node's failure ends the attempt, all ranks start again anyway, so a node that has
+  made progress with fewer ranks asks for MAX before it says that its ranks have ended. A failure of that trial costs
+  no restart either.
+- **A node below MIN** offers 0 ranks, and leaves once it hears that its failure was the cause: from the leader's
+  ``State.cause``, or from the next view, which is without it. It does not leave earlier: a script that catches every
+  error and exits, or a library that aborts when a peer has gone, looks like a cause of its own, and the node would be
+  lost for another node's rank.
+
+**Endings that are not failures.**
+
+- **A planned restart** is announced in the memory of one host. Ranks of a Trainer that are told to end agree on
+  whether one of them knows of it; otherwise some would save and others would not. Such a rank leaves a note in the
+  folder of its logs, since it may end before its own launcher is told: by that note its exit code 75 is no failure. It
+  ends by an exception (`PlannedRestart`) that a kept process outlives like that of a failed peer, so a host that
+  leaves or joins costs the others no new process.
+- **A preempted job** is preempted on all nodes, whichever was asked. The cause that nodes agree on says it, comes
+  before any other and ends the job without a restart. The leader waits until all ranks have ended, as long as
+  ``--shutdown-timeout`` says. The node that was asked stays until it hears of the end: its early exit would count as a
+  loss, and would stop ranks that still save.
+- **Ctrl-C on one node** ends the job on all. Its launcher tells its agent at once and stays until it hears of the end.
+  That cause comes after preemption and before any other; the leader waits until that node's ranks have ended, since
+  they may save.
+"""
 
 from __future__ import annotations
 

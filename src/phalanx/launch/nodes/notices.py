@@ -1,6 +1,12 @@
 """Notices that this host is about to be taken away: a file that appears, or a provider's metadata service.
 
-A thread asks, since a name or a file system may take its time to answer. Nothing depends on the wall clock.
+Two threads ask, one for each kind, since a name or a file system may hang. Nothing depends on the wall clock.
+
+**A file that was there before is no notice.** A host that was drained is started again by the same command, with the
+file of its last notice still in place; if that counted, it would leave for ever. So only a change since the start is a
+notice, and a line names what was left over. The provider's own answer counts whenever it says so, since it speaks of
+this machine. Where no other node stays, a notice becomes a SIGTERM to the ranks, because snapshots in memory go with
+the last host.
 """
 
 from __future__ import annotations

@@ -2,8 +2,12 @@
 
 What a module reads of the environment while it is imported, it has read before the script ran. So the process that
 imports ahead notes which package has read what; a rank that is forked from it hides the packages, and compares when
-the script comes to import one. Where a library in native code reads, nobody can note it: of torch, whatever
-`READ_BY_TORCH` names counts as read. No torch.
+the script comes to import one. A difference, which only the import of an installed package can cause, is reported with
+the name of the variable. Where a library in native code reads, nobody can note it: of torch, whatever `READ_BY_TORCH`
+names counts as read. No torch.
+
+Variables of ours that ``import torch`` obeys (``PHALANX_REPLACE``) are unset while the forker or a fork server
+imports, and obeyed in the rank: at its import of torch, or before the function of `phalanx.spawn`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,21 @@
 """The parent of the ranks: forks them, hears of their end, and lets nothing outlive the supervisor.
 
-One process, one thread, no output of its own: what it forks is as clean as a new process. It
-is told what to do over a socket by the supervisor, which owns the terminal; when that socket closes, however the
-supervisor ended, it kills the ranks and all that they have started, and goes. It is a child subreaper, and so is each
-rank: a process whose parent has died becomes the child of its rank, and when that has died, of the forker, which ends
-it. So no daemon of a rank escapes, nor outlives it.
+One process, one thread, no output of its own: what it forks is as clean as a new process. It takes requests over a
+socket from the supervisor. When that socket closes, however the supervisor ended, it kills the ranks and all that they
+have started, and exits. It is a child subreaper, and so is each rank: a process whose parent has died becomes the
+child of its rank, and when that has died, of the forker, which ends it. So no daemon of a rank escapes, nor outlives
+it, and the forker ends what a dead rank has started before it reports the rank's end, while other ranks live on.
 
-Two kinds of forker differ in what a rank does after the fork. One executes the command. The other is the command
-itself, stopped in :mod:`phalanx.launch.processes.preload.sitecustomize` with torch imported: its forks just go on.
+**Ranks are forked inside the user's own interpreter.** The forker is ``python train.py`` itself, stopped before the
+script is opened: a ``sitecustomize`` of ours is first on ``PYTHONPATH``, imports torch, and serves the supervisor's
+requests. A rank is a fork that returns from that hook; the interpreter then goes on and runs the script. Running the
+script with `runpy` from a server was the alternative: tracebacks then show its frames, ``__main__`` is a stand-in that
+multiprocessing's spawn and pickle do not find, and ``-m``, zip files and folders each need an imitation of their own.
+
+**When ranks execute the command instead:** with ``--no-preload`` and ``--no-python``; where the user has OpenMP bind
+threads to CPUs (``OMP_PLACES`` and the like), because it chooses them when torch is imported, for all ranks alike;
+where a thread or a device came up before the fork, since something else that Python loads at start may do that; and
+where the script's folder has a namesake of a module that torch needs, such as its own ``json.py``.
 """
 
 from __future__ import annotations

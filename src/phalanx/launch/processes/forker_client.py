@@ -1,4 +1,10 @@
-"""The supervisor's hold on its forker: start it, have it start and signal ranks, hear of their ends."""
+"""The supervisor's hold on its forker: start it, have it start and signal ranks, hear of their ends.
+
+A stopped forker (``pkill -STOP -f train.py``) can neither start nor end ranks, and the whole job would wait for it as
+long as for ranks that do not end. So whatever the supervisor asks of it comes with a SIGCONT. An attempt that ends
+before the forker has imported torch starts no ranks at all. What is still missing is reported after 5 s, with the
+awaited rank, and by the other nodes after 2 s, with its host.
+"""
 
 from __future__ import annotations
 

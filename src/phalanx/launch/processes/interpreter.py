@@ -1,9 +1,10 @@
 """What this interpreter goes on to run once its start has ended: another script or module than it was started on.
 
-A warm process is Python stopped in the site hook, where the script has not been opened yet. Which script that is stands
-in CPython's ``PyConfig``, and is replaced there by the calls that embedders use, so ``__main__``, ``sys.path`` and
-tracebacks are made by the interpreter itself. Where the members lie in that structure differs between versions: they
-are found by their contents, and read back by name after each change.
+A warm process is Python stopped in the site hook, where the script has not been opened yet. Which script that is
+stands in CPython's ``PyConfig``, and is replaced there by the calls that embedders use, so ``__main__``, ``sys.path``
+and tracebacks are made by the interpreter itself; `runpy` would show in every traceback. Where the members lie in that
+structure differs between versions: they are found by their contents, and read back by name after each change. A Python
+in which that fails gets no warm start.
 
 Source: PEP 587; ``pymain_run_python`` in CPython's ``Modules/main.c``; PR_SET_MM_MAP in prctl(2).
 """

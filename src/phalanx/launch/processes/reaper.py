@@ -1,9 +1,20 @@
 """The parent of what forks ranks: it kills all that they have started once those that it watches are gone.
 
-Of the supervisor, the reaper and the forker, whoever is left ends the job: each is a subreaper, so every process under
-the forker has a living ancestor that kills it. The fork server of `phalanx.spawn` has a reaper too, which outlives the
-process that spawns. The reaper does nothing else, and ``pkill`` with the name of the job, of the script or of Python
-does not find it.
+Of the supervisor, the reaper and the forker, whoever is left when others are killed ends the job: it learns of their
+end from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each is a subreaper and each rank leads
+a session, so every process under the forker has a living ancestor that kills it. When the supervisor is gone, the
+forker has six seconds to end the ranks by itself before the reaper kills it: if it were killed at once, nobody would
+be left if the reaper were killed in the next millisecond.
+
+The reaper does nothing else. It has a name and a command line of its own, because people kill a job by name (``pkill
+-9 -f train.py``), and would otherwise kill all three at once. If all three are killed, what ranks have started is
+left, unless a cgroup is killed.
+
+The fork server of `phalanx.spawn` has a reaper too: the first module that it imports forks it, and the process that
+multiprocessing started stays as its parent. The server serves the calls of a script, so only the end of the script,
+however it comes, ends what ranks have left. Reaper and server lead a process group of their own, because ``timeout
+-k`` and shells kill by group. The server has multiprocessing's loop and can't do what a forker does: a kill of the
+reaper alone ends the ranks, and leaves their daemons.
 """
 
 from __future__ import annotations

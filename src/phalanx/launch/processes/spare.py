@@ -1,7 +1,8 @@
 """The process that becomes the reaper and the forker of a warm job.
 
 A rank goes on into its script by returning from the site hook. So the forker is not forked from within the supervisor,
-whose calls it could not leave, but from a process that was forked before the supervisor began.
+whose calls it could not leave, but from a process that was forked before the supervisor began, and that turns into
+reaper and forker when the supervisor asks.
 """
 
 from __future__ import annotations

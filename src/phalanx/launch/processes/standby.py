@@ -1,8 +1,10 @@
 """A second forker, prepared while the ranks run: it has imported what their script imports, so a restart is quick.
 
-The first one knows nothing of the script. Once the ranks train, they tell which modules of the standard library and of
-installed packages they have, and in which environment each was imported; the next attempt is forked from a process that
-has them too. Packages that have read what differs between ranks or attempts are left to the ranks.
+The first forker knows nothing of the script. When restarts are allowed and rank 0 trains, the ranks tell which modules
+of the standard library and of installed packages they have, and in which environment each was imported; the next
+attempt is forked from a process that has them too. Modules of the user's own folder are never imported ahead, and
+packages that have read what differs between ranks or attempts are left to the ranks. The standby takes some seconds of
+one core, once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""On which other nodes each node's snapshots are kept."""
+"""On which other nodes each node's snapshots are kept.
+
+The next failure domain in the view's order (``--host-label``, else each host is one), there the node with the same
+number within its domain: where domains are equally large, each node holds for one other. One that refuses, for want of
+memory, is passed over. So is one that does not say within 5 s that it has heard an offer: making room may take longer,
+but the kernel alone also accepts connections for a process that is stopped or not yet started again. It is asked again
+after pauses that double, and a snapshot is left with fewer replicas once every holder has failed three times, or
+refused.
+"""
 
 from __future__ import annotations
 

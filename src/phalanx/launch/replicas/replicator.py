@@ -1,16 +1,27 @@
 """Copies this host's snapshots to other hosts' memory, and keeps theirs in this one's. Imports no torch.
 
-One thread sends; one for each host that sends to us receives. The protocol, over TCP: an **offer** (a line of JSON)
-says which images are to come and which snapshot must not be overwritten for them. The holder says at once that it has
-heard it, and when it has made room, that the images may come, or why not. The images follow in pieces, each with its
-length before it and answered by a byte. At the end the sender looks whether the ranks have left the images alone
-meanwhile, and only then has the holder say that they are whole.
+A process for each host at the lowest priority, started by the supervisor: the agent's heartbeats may not wait, and the
+ranks' group is busy with training. One thread sends; one for each host that sends to us receives. It sends images from
+the memfd with `sendfile`, and the other host's replicator receives them into its own.
 
-A holder that fails is asked again after a pause, which doubles each time; meanwhile the next one is asked.
+The protocol, over TCP: an **offer** (a line of JSON) says which images are to come and which snapshot must not be
+overwritten for them. The holder says at once that it has heard it, and when it has made room, that the images may
+come, or why not. The images follow in pieces, each with its length before it and answered by a byte. `sendfile` lends
+pages, and what a rank writes there is sent until it has been answered. So at the end the sender checks that the ranks
+have left the images alone, and only then has the holder write the heads that say that they are whole.
 
-Training goes first. Each piece is answered before the next is sent and is small enough to take a few milliseconds,
-which is as long as a message of the ranks may have to wait behind it; between pieces the link is left alone for as
-long again. Copying also rests until the time that it has cost the processors is a small share of all.
+**Training goes first.** A piece is as long as takes 4 ms (8 KiB at least) and is answered before the next is sent, so
+a message of the ranks waits behind one piece, whatever the kernel's queues; between pieces the link is left alone for
+as long again. A limit of the rate (SO_MAX_PACING_RATE) would need a number that nobody knows. Between copies it rests
+until its time on the processors is 1 % of all; the training loses some three times as much, as the kernel's work for
+the link and colder caches are not in that time.
+
+**Its death.** The supervisor starts it again after a pause that doubles; the new process pauses itself, so the
+supervisor needs no timer. The supervisor keeps the listener open, so the port that other nodes know stays. Ranks go on
+wanting replicas: the safe snapshot then stays until a newer one has been copied, which a host that is lost in the
+pause needs.
+
+`phalanx.checkpoint.memory.slots` has the rules for which snapshot may be overwritten.
 """
 
 from __future__ import annotations

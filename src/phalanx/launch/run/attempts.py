@@ -1,4 +1,18 @@
-"""One attempt after another on one node: on which port, what ends it, and when there is no further one."""
+"""One attempt after another on one node: on which port, what ends it, and when there is no further one.
+
+**Ports.** The supervisor binds rank 0's port without listening and holds it as long as the attempt lasts. Rank 0 can
+listen on it (both sides have SO_REUSEADDR), and the kernel gives it to nobody else. Each attempt has a new store, on a
+new port unless one was named, so an address of an earlier attempt can't be read.
+
+**A mistake of the script is not tried again.** That is an exception that every rank raised at the same line within 10
+s, with no snapshot and no sign of training. The ranks get half a second to raise what the first one has raised. A sign
+of training is a Trainer's step, a checkpoint of a rank, or more than 32 collectives in one group, which is more than
+comparing models and sending their weights takes. Ranks note it in the launcher's memory when they save and when they
+leave.
+
+TORCHELASTIC_RESTART_COUNT counts every restart, because ranks tell the snapshots of one attempt from those of another
+by it.
+"""
 
 from __future__ import annotations
 

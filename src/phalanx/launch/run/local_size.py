@@ -1,7 +1,22 @@
 """With how many ranks a node takes part in each attempt.
 
-With ``--nproc-per-node MIN:MAX`` a node goes on with fewer ranks when some can't come back, and takes them back. What
-counts as progress is a newer snapshot in the supervisor's memory, whole on every rank of the node.
+With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't come back, and takes them back.
+What counts is progress: a newer snapshot, whole on every rank of the node, in the supervisor's memory.
+
+- **Shrinking.** An attempt that fails within 10 s and without progress is followed by one with a rank fewer. At MIN
+  the job ends, because the same start would fail again.
+- **Growing.** An attempt with fewer ranks that made progress is followed by MAX. After ``--regrow-after`` seconds, at
+  the moment when the next snapshot is whole, the supervisor ends the ranks as at the end of a job and starts MAX: no
+  more than the step under way is lost. A job without snapshots, or in which a rank has already finished, is left
+  alone.
+- **Not the job's fault.** That restart was our idea, so neither it nor the way back counts against ``--max-restarts``;
+  each time that MAX makes no progress, the wait doubles.
+- **Threads** and CPUs are divided anew. If the number of threads changes, so does the forker, because torch sized its
+  pools when it was imported: such a restart takes one more import of torch.
+
+On several nodes, each applies these rules for itself, see `nodes.joint_attempts`. Progress is then a snapshot with a
+newer attempt than any image that was here before. A newer step will not do: a snapshot of the previous attempt may
+reach its replica only now, and would count for an attempt that made none.
 """
 
 from __future__ import annotations

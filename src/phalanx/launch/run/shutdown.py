@@ -1,4 +1,19 @@
-"""How the ranks of an attempt are ended: when, by which signal, after which time by SIGKILL, and who is kept."""
+"""How the ranks of an attempt are ended: when, by which signal, after which time by SIGKILL, and who is kept.
+
+**Who is told to end.** The supervisor signals ranks, and not what they have started: torch takes the death of a
+loader's worker for a failure of the rank, which then saves nothing, and a logger's process is needed until the rank
+has said its last. SIGKILL goes to whole groups. With ``--no-python`` every signal does, because a wrapper may pass
+nothing on. How workers survive a signal that somebody else sends to every process is explained in
+`phalanx._torch.shield`.
+
+**Preemption.** A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). The supervisor
+gives the others their time, restarts nothing, and exits with 75 itself.
+
+**The reader is gone.** If the reader of the output ends (``phalanx run train.py | head``, a killed ``tee``), the job
+ends as by a signal: SIGTERM to the ranks, their grace period, exit code 141. Continuing unseen would surprise whoever
+closed the output, and killing at once would lose what a Trainer can save. After Ctrl-C, which ends the reader too, it
+changes nothing.
+"""
 
 from __future__ import annotations
 

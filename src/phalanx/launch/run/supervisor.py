@@ -1,7 +1,29 @@
 """Start the ranks, watch them and obey signals; `console` shows what they print, `shutdown` ends them.
 
-The loop (see `events`) wakes for output, for a signal, for news of a rank from the forker, or for the end of a grace
-period.
+``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. It forks the forker at once and, while torch is being
+imported there, is ready for output and signals within 0.1 s. The loop (see `events`) wakes for output, for a signal,
+for news of a rank from the forker, or for the end of a grace period.
+
+**Why supervisor and forker are two processes.** The supervisor handles signals, owns the terminal and imports nothing
+heavy. The forker has torch in memory, and no handlers, no threads and no output, so its forks are as clean as new
+processes. `reaper` says who ends what when one of them is killed.
+
+**Signals to everybody.** A service manager, or Slurm without cgroups, sends its signal to every process of a job. So
+the forker, and the agent where there are several nodes, keep blocked what the supervisor obeys, also across the
+execution of the script's interpreter, and each rank unblocks it after the fork. Once all ranks have ended, which the
+kernel knows before the forker tells, the outcome is decided: a signal that arrives then only keeps the ranks from
+being started again, and the supervisor blocks all signals until it has ended. Handlers would not do: Python gives them
+up while the interpreter ends. SIGUSR1 and SIGUSR2 are passed on to the ranks; torchrun dies of them.
+
+**A lost Ctrl-C.** Python prints a KeyboardInterrupt that is raised in a callback, of an import for instance, and
+continues. The supervisor recognises that on the rank's stderr, does not show it, and sends SIGINT again. While the
+command itself is imported, SIGINT has its default action.
+
+**Ctrl-Z.** The launcher stops its ranks with SIGSTOP, groups and all, and then itself as its shell expects. On SIGCONT
+(``fg``, ``bg``, ``kill -CONT``) they go on, and its own deadlines move by the time in which it was stopped. With a
+warm start the shell stops the client. On several nodes Ctrl-Z only prints that it does nothing, since the others would
+take the node for lost. Ranks leave the stopped time out of the waits of collectives within a host; torch's store,
+waits across hosts and `monitored_barrier` count it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,20 @@
-"""Ranks whose processes outlive the failure of another rank: told to stop, heard when they wait, given a new place."""
+"""Ranks whose processes outlive the failure of another rank: told to stop, heard when they wait, given a new place.
+
+A rank that has asked for it (`phalanx.resilient`, or a Trainer) holds a connection to the supervisor. When an attempt
+is over, it is told to stop, and a thread of it aborts every process group. Its present or next collective raises, the
+stack unwinds, all groups are destroyed, and the rank reports that it waits; to the supervisor that is an end with
+`LastWords` like any other. The next attempt sends it its environment and forks the other ranks. On several nodes the
+order "stop" does the same, and the agreement knows nothing of it. `phalanx.session.survival` is the side of the rank.
+
+- **Who does not stop** within 2 s, by coming to a collective, is ended and forked anew. No signal interrupts it: an
+  exception in the middle of a loader or of native code leaves a state that nobody has thought of.
+- **Forkers.** A kept process is the child of the forker that forked it. The standby forks the others; the relieved
+  forker stays until its last rank has ended.
+- **Boxes and logs.** The streams stay, and go into the folder of the new attempt from there on. The box is saved and
+  its pages are freed rather than truncated: the mapping of a kept rank must not lose its pages.
+- **Fallbacks,** each reported in a line: another number of local ranks, a kernel that killed for want of memory, a
+  process that can't be kept.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
 """What the ranks print, on one terminal or in one pipe, without mixing it up.
 
-Lines of all ranks go out whole, each behind ``[rank N]``. On a terminal rank 0
-prints live instead, character by character, so that its progress bar moves; a
-line of another rank is slipped in above it. While a debugger's prompt is open,
-rank 0 is such another rank.
+Lines of all ranks go out whole, each behind ``[rank N]``. On a terminal rank 0 prints live instead, character by
+character, so that its progress bar moves; a line of another rank is slipped in above it. While a debugger's prompt is
+open, rank 0 is such another rank.
+
+Rank 0 writes to a pseudo-terminal when we are on a terminal; all others write to pipes. The pseudo-terminal is
+narrower than the screen by the prefix, and a COLUMNS that is wider is emptied for the rank, since a bar that wraps is
+not rewritten in place. The Trainer's bar is rich's, which wraps what goes to stderr and moves it to stdout; under
+``phalanx run`` warnings bypass it, or those of rank 0 would differ from the others'.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""One rank as the supervisor sees it: a process, two streams, and where they go."""
+"""One rank as the supervisor sees it: a process, two streams, and where they go.
+
+From the beginning of a traceback on, a rank's stderr is held back until the rank ends, and then belongs to the report
+of the failure, or until it has evidently gone on: 5 s, or 30 s behind torch's prefix, which only an uncaught exception
+has. The logs have everything at once. Logs that can't be written end no job: training needs another disk, and this one
+may be full because of the logs.
+"""
 
 from __future__ import annotations
 

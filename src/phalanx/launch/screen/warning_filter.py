@@ -1,4 +1,7 @@
-"""Warnings that every rank prints alike, shown once for all of them."""
+"""Warnings that every rank prints alike, shown once for all of them.
+
+A warning waits half a second for the same one of other ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`phalanx.spawn`: a function on several ranks of this machine, from a script, a notebook or a test."""
+"""`phalanx.spawn`: a function on several ranks of this machine, from a script, a notebook or a test.
+
+Each rank imports the script, as with torch's: top-level code such as a seed takes effect there. What a notebook's cell
+or ``python -c`` defines travels by value (cloudpickle).
+"""
 
 from __future__ import annotations
 

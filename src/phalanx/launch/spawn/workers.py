@@ -1,8 +1,10 @@
 """The side of the parent in `phalanx.spawn`: start the ranks, hear from them, signal them, end them.
 
 Ranks are forked from a server process that has imported torch and that ends with this process, so that a group of two
-starts in a tenth of a second. What torch reads of the environment while it is imported, a server has read: ranks with
-other settings have another server.
+starts in a tenth of a second. What torch reads of the environment while it is imported, a server has read, so there is
+a server for each set of such variables, at most four; the longest unused one ends first, if nothing runs below it.
+What the launcher sets by itself (threads, how these wait) makes no other server, since the number of threads is also
+set in the rank.
 """
 
 from __future__ import annotations

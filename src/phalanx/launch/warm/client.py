@@ -1,7 +1,17 @@
 """The side of ``phalanx run --warm``: hands the job over, stands for it at the terminal, and ends as it ends.
 
-The job is forked elsewhere, but its streams, its folder, its environment and its open files are those of this process,
-which passes signals on. Imported before anything else of a command, so it imports next to nothing itself.
+The job is forked elsewhere, but its streams, its folder, its umask, its environment and its open files (SCM_RIGHTS)
+are those of this process, which passes signals on and ends by the wait status that it is told. It is imported before
+anything else of a command, so it imports next to nothing itself.
+
+The warm process greets first and only then is told what is wanted. The client's open files follow once the fork that
+is to have them says "go"; that fork says "began" when it has them. Descriptors in the queue of a stopped process would
+keep pipes open for good. Until "began" the client starts the job cold if anything fails; afterwards nothing needs the
+warm process. With "began" comes a pidfd of the supervisor, which the client keeps: by it, ``phalanx why PID`` finds
+the job of a client.
+
+The job has the terminal's descriptors but is in another session, which may read what the shell should. So the
+supervisor checks in ``/proc`` that the client is in the foreground before it reads what is typed.
 """
 
 from __future__ import annotations

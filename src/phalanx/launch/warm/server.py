@@ -1,7 +1,13 @@
 """The warm process: Python stopped in its site hook with torch imported, which forks a job for each client that asks.
 
 It has no threads, and nothing of a job. It ends when nobody has needed it for a while, when what it was made of has
-changed, and when it is told to; jobs that run go on.
+changed, and when it is told to; running jobs continue.
+
+Its socket exists before it has imported torch, made by whoever starts it, so the second of two jobs that come at once
+waits in its backlog and starts none. The mode of the socket says whether torch has been imported, and so whether to
+wait two seconds or two minutes for the handshake. The process listens again itself, so the kernel tells clients its
+pid, also while it imports or is stuck. The fork server of `phalanx.spawn` can be a fork of it, too, under the same
+reaper.
 """
 
 from __future__ import annotations

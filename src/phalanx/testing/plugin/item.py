@@ -1,4 +1,14 @@
-"""The side of the test's process: forks the ranks that run a marked test, and makes of their ends the test's own."""
+"""The side of the test's process: forks the ranks that run a marked test, and makes of their ends the test's own.
+
+Ranks are forked from pytest's own process, by `Workers` like all functions on ranks. So a test may be a local
+function, and what its fixtures have computed is shared until somebody writes. The test's own ``runtest`` runs on each
+rank; only what it raised comes back, as pytest shows it there, since frames and rewritten asserts can't travel.
+Fixtures that ask for ``rank`` are left out of the parent's setup and computed on the ranks.
+
+A fork copies one thread, so CUDA, a default process group and whatever else can't be forked is refused in words;
+`run_ranks` with its fork server is the way for those. If pytest is killed, the kernel ends its ranks, and a shell that
+waits for that (`launch.processes.guard`) ends what these have started.
+"""
 
 from __future__ import annotations
 
