@@ -15,7 +15,8 @@ import pytest
 
 from phalanx.diagnose.jobs import find_job
 from phalanx.diagnose.why import flight
-from phalanx.diagnose.why.answer import examine
+from phalanx.diagnose.why.evidence import gather
+from phalanx.diagnose.why.findings import conclude
 from phalanx.diagnose.why.wording import sentence
 from phalanx.host.processes import process_of
 
@@ -71,11 +72,12 @@ def job(tmp_path):
 
 def test_the_rank_that_has_not_called_is_named_though_none_waits_in_a_call(job, monkeypatch):
     monkeypatch.setattr(flight, "ANSWERS_S", 60.0)
-    answer = examine(job)
-    assert (answer.finding.kind, answer.finding.culprits) == ("absent", (1,))
-    call = answer.finding.call
+    evidence = gather(job)
+    finding = conclude(evidence)
+    assert (finding.kind, finding.culprits) == ("absent", (1,))
+    call = finding.call
     assert (call.op, call.group, call.seq, call.site) == ("all_reduce", "default", 3, f"train.py:{CALL}")
-    said = sentence(answer.finding, [one.doing for one in answer.seen])
+    said = sentence(finding, evidence.doings)
     assert said.startswith("rank 1 has not called all_reduce #3"), said
     assert f"read_image at train.py:{LINE}" in said
 

@@ -14,7 +14,7 @@ import pytest
 from phalanx import cli
 from phalanx.diagnose import commands, jobs
 from phalanx.diagnose.attach import main as attach
-from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, find_job, find_jobs
+from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, find_job, find_jobs
 from phalanx.host.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
 from phalanx.rendezvous.launched import Launch, Notes, read_started
@@ -108,6 +108,21 @@ def test_torchrun_that_has_no_ranks_yet_is_a_job_that_starts(tmp_path, capsys):
 def test_a_launcher_is_known_by_its_program_and_not_by_another_word(monkeypatch, words, launcher):
     monkeypatch.setattr(commands, "command_of", lambda _: list(words))
     assert commands.launcher_of(1) == launcher
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["-m", "pytest", "-q", "tests/test_job.py"], "test_job.py"),
+        (["/venv/bin/pytest", "tests/test_job.py::test_it[1-2]"], "test_job.py"),
+        (["-m", "pytest", "-c", "pytest.ini", "tests"], "pytest"),
+        (["-m", "package.train", "--data", "clean.py"], "package.train"),
+        (["-c", "print()"], "-c"),
+        ([], ""),
+    ],
+)
+def test_a_job_is_named_after_its_script_and_that_of_pytest_after_the_test_file(words, name):
+    assert commands.script_name(words) == name
 
 
 @pytest.mark.parametrize("wanted", ["0", str(2**31), str(2**70), "9" * 5000])
@@ -296,7 +311,7 @@ def test_a_path_means_that_file_alone(twins, tmp_path, monkeypatch, written):
     monkeypatch.chdir(tmp_path / "run_2" if written.startswith("./") else tmp_path / "run_1")
     assert [rank.pid for rank in find_job(written.format(tmp_path)).ranks] == [twins[1].pid]
     (tmp_path / "twin.py").touch()
-    with pytest.raises(NoJob, match=r"no job '.*/twin\.py' of this user is running on this host"):
+    with pytest.raises(LookupError, match=r"no job '.*/twin\.py' of this user is running on this host"):
         find_job(f"{tmp_path}/twin.py")
 
 

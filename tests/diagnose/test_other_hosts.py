@@ -19,8 +19,8 @@ import pytest
 from phalanx.diagnose.jobs import Job, find_job
 from phalanx.diagnose.stacks import find_py_spy
 from phalanx.diagnose.why.activity import Activity, Call
-from phalanx.diagnose.why.answer import Heard
-from phalanx.diagnose.why.other_hosts import OtherHosts
+from phalanx.diagnose.why.evidence import Elsewhere
+from phalanx.diagnose.why.other_hosts import OtherHosts, RankEvidence
 from phalanx.host.ports import ReservedPort
 from phalanx.launch.nodes.questions import socket_of
 
@@ -68,16 +68,16 @@ def test_a_rank_that_is_missing_on_another_host_is_named_with_its_line_there(tmp
         assert re.search(rf"^rank 3 \({there}\): has been in <module> at stuck\.py:6", said, re.MULTILINE), said
         assert " on host " not in why(jobs[1].pid).splitlines()[0]
         heard = OtherHosts(find_job(str(jobs[0].pid))).answers()
-        assert ([one.doing.rank for one in heard.seen], heard.are_all) == ([2, 3], True)
+        assert ([one.doing.rank for one in heard.seen], heard.is_complete) == ([2, 3], True)
         for job in jobs:
             job.terminate()
         for job in jobs:
             job.communicate(timeout=60)
 
 
-@pytest.mark.parametrize("said", [b"", b"\xff\n[]\n{}\n", b'{"host": 3, "seen": [{"rank": "x"}]}\n', b"[" * 100_000])
+@pytest.mark.parametrize("said", [b"", b"\xff\n[]\n{}\n", b'{"host": 3, "ranks": [{"doing": "x"}]}\n', b"[" * 100_000])
 def test_what_no_agent_would_answer_is_left_out(said):
-    assert answers_to(said) == Heard()
+    assert answers_to(said) == Elsewhere()
 
 
 WAITING = Activity(2, 7, Call("all_reduce", "train.py:3", seq=4, since_s=1.5), "asleep", progress={"default": 4})
@@ -92,20 +92,22 @@ WAITING = Activity(2, 7, Call("all_reduce", "train.py:3", seq=4, since_s=1.5), "
     ids=lambda wrong: next(iter(wrong)),
 )  # fmt: skip
 def test_a_host_that_answers_with_values_of_wrong_types_is_left_out(wrong):
-    facts = {**dataclasses.asdict(WAITING), "threads": [], "problem": ""}
-    said = [json.dumps({"host": "hb", "seen": [one]}).encode() for one in (facts, facts | wrong)]
+    facts = dataclasses.asdict(RankEvidence(WAITING, (), ""))
+    is_of_rank = wrong.keys() <= facts.keys()
+    wrong = facts | (wrong if is_of_rank else {"doing": facts["doing"] | wrong})
+    said = [json.dumps({"host": "hb", "ranks": [one]}).encode() for one in (facts, wrong)]
     (seen,) = answers_to(said[0]).seen
     assert seen.doing == dataclasses.replace(WAITING, host="hb")
-    assert answers_to(said[1]) == Heard()
+    assert answers_to(said[1]) == Elsewhere()
 
 
 @pytest.mark.parametrize("num_silent", [0, 1])
 def test_it_is_known_which_hosts_have_answered_also_without_a_rank_and_whether_all_have(num_silent):
-    said = b'{"host": "hb", "seen": []}\n{"num_silent": %d}\n' % num_silent
-    assert answers_to(said) == Heard(hosts=("hb",), are_all=num_silent == 0)
+    said = b'{"host": "hb", "ranks": []}\n{"num_silent": %d}\n' % num_silent
+    assert answers_to(said) == Elsewhere(hosts=("hb",), is_complete=num_silent == 0)
 
 
-def answers_to(said: bytes) -> Heard:
+def answers_to(said: bytes) -> Elsewhere:
     """Return what is heard of other hosts if their agent says this."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(socket_of(os.getpid()))
@@ -124,4 +126,4 @@ def answers_to(said: bytes) -> Heard:
 
 
 def test_without_an_agent_there_are_no_other_answers():
-    assert OtherHosts(Job("train.py", "phalanx run", os.getpid(), 4, ())).answers() == Heard()
+    assert OtherHosts(Job("train.py", "phalanx run", os.getpid(), 4, ())).answers() == Elsewhere()

@@ -16,7 +16,9 @@ import pytest
 
 from phalanx import cli
 from phalanx.diagnose.stacks import find_py_spy
-from phalanx.diagnose.why.past import examine_run, last_run_of, record_of
+from phalanx.diagnose.subject import Run, last_run_of, record_of
+from phalanx.diagnose.why.findings import conclude
+from phalanx.diagnose.why.past import evidence_of
 from phalanx.diagnose.why.why import main
 from phalanx.diagnose.why.wording import sentence
 from tests.diagnose.asked import asked
@@ -344,10 +346,10 @@ def test_a_copy_of_a_box_in_the_place_of_another_is_named_for_that_rank(tmp_path
         (folder / f"attempt_0/rank_{rank}").mkdir(parents=True)
     shutil.copy(boxes / "rank_0.box", boxes / "rank_2.box")
     shutil.copy(boxes / "rank_0.box", boxes / "rank_0 (copy).box")
-    answer = examine_run(folder)
-    assert "rank 0 last called all_reduce #60" in sentence_of(answer)
+    evidence = left_by(folder)
+    assert "rank 0 last called all_reduce #60" in sentence_of(evidence)
     problem = f"{boxes / 'rank_2.box'} holds the black box of rank 0, as rank_0.box does: delete the copy"
-    assert answer.seen[2].look.box_problem == problem
+    assert evidence.seen[2].look.box_problem == problem
 
 
 def test_of_a_trainer_s_records_no_more_is_read_than_up_to_its_last_start(tmp_path):
@@ -387,7 +389,7 @@ def test_a_run_in_which_every_file_is_damaged_is_told_without_them(tmp_path):
     os.mkfifo(folder / "attempt_0/rank_0/stderr.log")
     (folder / "blackbox/attempt_0/rank_1.box").unlink()
     (folder / "blackbox/attempt_0/rank_1.box").symlink_to("/dev/zero")
-    answer = sentence_of(examine_run(folder))
+    answer = sentence_of(left_by(folder))
     assert "rank 0 last called all_reduce #60 of group 'world' at train.py:31" in answer
     assert "rank 1 left a record that can't be read" in answer
 
@@ -406,26 +408,30 @@ def damaged_run(folder):
 
 def test_of_files_that_are_too_large_to_be_ours_the_beginning_alone_is_read(tmp_path, monkeypatch, capsys):
     boxes = damaged_run(tmp_path / "logs/job/20260101-000000-1")
-    answer = examine_run(boxes.parents[1])
-    assert [one.look.box is not None for one in answer.seen] == [True, True, False]
-    assert answer.seen[2].look.box_problem == f"{boxes / 'rank_2.box'} can't be read: it is larger than a black box"
+    evidence = left_by(boxes.parents[1])
+    assert [one.look.box is not None for one in evidence.seen] == [True, True, False]
+    assert evidence.seen[2].look.box_problem == f"{boxes / 'rank_2.box'} can't be read: it is larger than a black box"
     monkeypatch.chdir(tmp_path)
     assert cli.main(["trace", str(boxes)]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("trace.json.gz: 2 ranks, ")
-    assert said.err == f"phalanx trace: {answer.seen[2].look.box_problem}; the trace lacks it\n"
+    assert said.err == f"phalanx trace: {evidence.seen[2].look.box_problem}; the trace lacks it\n"
 
 
 def test_a_box_tells_its_rank_and_not_the_name_of_its_file(tmp_path):
     boxes = damaged_run(tmp_path / "logs/job/20260101-000000-1")
-    before = examine_run(boxes.parents[1])
+    before = left_by(boxes.parents[1])
     (boxes / "rank_0.box").rename(boxes / "rank_7.box")
     (boxes / "rank_1.box").rename(boxes / "rank_0.box")
-    assert [one.look.box for one in examine_run(boxes.parents[1]).seen] == [one.look.box for one in before.seen]
+    assert [one.look.box for one in left_by(boxes.parents[1]).seen] == [one.look.box for one in before.seen]
 
 
-def sentence_of(answer):
-    return sentence(answer.finding, [one.doing for one in answer.seen])
+def left_by(folder):
+    return evidence_of(Run(folder, is_newest=False))
+
+
+def sentence_of(evidence):
+    return sentence(conclude(evidence), evidence.doings)
 
 
 def test_where_no_job_runs_the_youngest_run_is_told_or_nothing_is_there(tmp_path):

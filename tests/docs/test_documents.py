@@ -15,7 +15,7 @@ from phalanx.diagnose.top.rank import RankView
 from phalanx.diagnose.top.top import as_json as top_document
 from phalanx.diagnose.top.watch import JobView
 from phalanx.diagnose.why.activity import Activity, Call, Look
-from phalanx.diagnose.why.answer import Answer, RankSeen
+from phalanx.diagnose.why.evidence import Evidence, RankSeen
 from phalanx.diagnose.why.findings import find
 from phalanx.diagnose.why.why import as_json as why_document
 from phalanx.record.losses import Loss
@@ -39,8 +39,8 @@ def why_fields() -> set[str]:
     threads = (Thread(7, "main", is_active=True, owns_gil=False, frames=(frame,)),)
     doing = Activity(0, 7, call, frame=frame, other=frame, last=call, was_in=call)
     seen = (RankSeen(doing, Look(7, None, Stacks(threads))),)
-    answer = Answer(Job("train.py", "torchrun", 1, 1, ()), find([doing]), seen, losses=(Loss(rank=1, how="exit"),))
-    return fields(json.loads(why_document(answer)))
+    evidence = Evidence(Job("train.py", "torchrun", 1, 1, ()), seen, losses=(Loss(rank=1, how="exit"),))
+    return fields(json.loads(why_document(evidence, find([doing]))))
 
 
 def top_fields() -> set[str]:

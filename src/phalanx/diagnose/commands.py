@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 from collections.abc import Sequence
 
 from phalanx._errors import printable
-from phalanx.host.processes import command_of
+from phalanx.host.processes import command_of, working_folder
 
+_PYTESTS = ("pytest", "py.test")
 BY_HAND = "by hand"
 """Launcher of a job that a person has started, from a shell or the like."""
 _STARTERS = {
@@ -48,20 +49,28 @@ def program_of(pid: int) -> list[str]:
 def script_name(words: Sequence[str]) -> str:
     """Return the script or the module in a command line of Python or of a launcher; empty if there is none."""
     words = [printable(word) for word in words]
-    for number, word in enumerate(words):
-        if word.endswith(".py"):
-            return os.path.basename(word)
-        if word == "-m" and number + 1 < len(words):
-            return words[number + 1]
-        if word == "-c":
+    program = ""
+    for word, following in itertools.pairwise([*words, ""]):
+        if (script := _script_in(word)) is not None:
+            return os.path.basename(script)
+        if word == "-m" and following in _PYTESTS:  # which runs a script, too
+            program = following
+        elif word == "-m" and following:
+            return following
+        elif word == "-c" and not program:
             return "-c"
-    return os.path.basename(words[0]) if words else ""
+    return program or (os.path.basename(words[0]) if words else "")
 
 
 def script_path(words: Sequence[str], pid: int) -> str:
     """Return the path of the script in a command line of a process; empty if there is none, or it can't be found."""
-    named = next((word for word in words if word.endswith(".py")), "")
-    with contextlib.suppress(OSError):
-        path = os.path.realpath(os.path.join(os.readlink(f"/proc/{pid}/cwd"), named))
-        return path if named and os.path.isfile(path) else ""
-    return ""
+    named = next(filter(None, map(_script_in, words)), "")
+    folder = working_folder(pid)
+    path = os.path.realpath(os.path.join(folder, named))
+    return path if named and folder and os.path.isfile(path) else ""
+
+
+def _script_in(word: str) -> str | None:
+    """Return the script that a word names, also as pytest names a test of it (``test_job.py::test_it``)."""
+    script = word.partition("::")[0]
+    return script if script.endswith(".py") else None

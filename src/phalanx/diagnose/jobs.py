@@ -32,6 +32,7 @@ from phalanx.host.processes import (
     off_limits,
     process_of,
     processes_of,
+    working_folder,
 )
 from phalanx.host.schedulers import Placement, detect
 from phalanx.launch.processes import reaper
@@ -109,12 +110,12 @@ class Job:
     @property
     def cwd(self) -> str:
         """Folder in which it runs; empty if that is unknown."""
-        return _folder_of(self.ranks[0].pid if self.ranks else self.launcher_pid)
+        return printable(working_folder(self.ranks[0].pid if self.ranks else self.launcher_pid))
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether it runs in another folder than this process."""
-        return self.cwd not in ("", _folder_of(os.getpid()))
+        return self.cwd not in ("", printable(working_folder(os.getpid())))
 
     @property
     def is_of_this_host(self) -> bool:
@@ -130,20 +131,17 @@ class Job:
         return {self.launcher_pid, *(rank.pid for rank in self.ranks)} - {0}
 
 
-class NoJob(LookupError):
-    """There is no such job."""
-
-
-class SeveralJobs(LookupError):
-    """Several jobs are meant.
+@dataclasses.dataclass(frozen=True)
+class Matches:
+    """The running jobs that fit what a user has typed.
 
     Attributes:
-        jobs: These.
+        jobs: These; one if the user can mean no other.
+        problem: Why not exactly one fits, with the jobs to choose from; empty if one does.
     """
 
-    def __init__(self, message: str, jobs: Sequence[Job]) -> None:
-        super().__init__(message)
-        self.jobs: tuple[Job, ...] = tuple(jobs)
+    jobs: tuple[Job, ...]
+    problem: str = ""
 
 
 class NoRank(LookupError):
@@ -167,18 +165,29 @@ def find_jobs() -> list[Job]:
 
 
 def find_job(wanted: str, has_notes: bool = False) -> Job:
-    """Return the job that a user means: by the pid of any of its processes, its name or path, or its run's folder.
+    """Return the one job that fits what a user has typed; see `match_jobs`.
+
+    Raises:
+        LookupError: There is none, or there are several; the message lists them.
+        NoRank: It is another user's, of a launcher whose pid is asked for.
+    """
+    found = match_jobs(wanted, has_notes)
+    if found.problem:
+        raise LookupError(found.problem)
+    return found.jobs[0]
+
+
+def match_jobs(wanted: str, has_notes: bool = False) -> Matches:
+    """Return the jobs that fit: by the pid of any of their processes, their name or path, or the folder of their run.
 
     A process that is no rank of any job is one by itself, of the launcher `NO_JOB`. Among several jobs, the one of the
     current folder is meant if there is just one. A path with a slash means that file alone.
 
     Args:
-        wanted: Job as the user has typed it; empty: the job that runs.
+        wanted: Job as the user has typed it; empty: any job.
         has_notes: Whether it must be a job of a launcher of ours, unless a pid is asked for.
 
     Raises:
-        NoJob: There is none; the message says which there are.
-        SeveralJobs: There are several.
         NoRank: It is another user's, of a launcher whose pid is asked for.
     """
     jobs = find_jobs()
@@ -187,20 +196,20 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
     jobs = [job for job in jobs if job.notes or not has_notes]
     found = [job for job in jobs if not wanted or _is_named(job, wanted)]
     found = found or [job for job in jobs if wanted and _is_in_or_beside(job.folder, wanted)]
-    own_folder = _folder_of(os.getpid())
+    own_folder = printable(working_folder(os.getpid()))
     here = found
     if len(found) > 1:
         here = [job for job in found if job.cwd == own_folder or (wanted and job.script == os.path.realpath(wanted))]
     if len(here) == 1:
-        return here[0]
+        return Matches((here[0],))
     name = f" {wanted!r}" * bool(wanted)
     whose = "that phalanx has started for this user" if has_notes else "of this user"
     if found:
         several = f"several jobs{name} {whose} are running on this host"
         example = f"{'--job ' * has_notes}{found[-1].launcher_pid or found[-1].ranks[0].pid}"
-        raise SeveralJobs(f"{several}; name one by its pid, such as {example}:{_table(found)}", found)
+        return Matches(tuple(found), f"{several}; name one by its pid, such as {example}:{_table(found)}")
     others = f"; these are:{_table(jobs)}" if jobs else ""
-    raise NoJob(f"no job{name} {whose} is running on this host{others}")
+    return Matches((), f"no job{name} {whose} is running on this host{others}")
 
 
 def _is_named(job: Job, wanted: str) -> bool:
@@ -212,34 +221,33 @@ def _is_named(job: Job, wanted: str) -> bool:
     return os.path.isfile(wanted) and printable(os.path.basename(wanted)) == job.name
 
 
-def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Job:
+def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
     """Return the job to which a process belongs; a job of its own if it belongs to none."""
     for job in jobs:
         if pid in job.pids:
-            return job
+            return Matches((job,))
     for job in jobs:  # but of one that has trained alone: it may be a notebook, which starts what it likes
         if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
-            return job
+            return Matches((job,))
     process = process_of(pid)
     if process is None or process.is_kernel:
-        raise NoJob(f"{pid} is a thread of the kernel" if process else f"there is no process {wanted}")
+        return Matches((), f"{pid} is a thread of the kernel" if process else f"there is no process {wanted}")
     launcher, name = launcher_of(pid), script_name(command_of(pid)) or process.name
     if launcher != BY_HAND:  # mpirun starts ranks through a daemon
         processes = processes_of(os.geteuid())
         stand_ins = awaited_by(pid)  # of a warm start
         for job in jobs:
             if job.launcher_pid in stand_ins or any(_is_below(one, {pid}, processes) for one in job.pids):
-                return job
+                return Matches((job,))
         name = script_name(program_of(pid)[1:]) or name
         if why_not := off_limits(pid):
             raise NoRank(f"{name} ({launcher}, pid {pid}) {why_not}")
-        return Job(name, launcher, pid, 0, (), state=_STARTING)
+        return Matches((Job(name, launcher, pid, 0, (), state=_STARTING),))
     number, world_size = _place_of(pid)
-    is_rank = number != NO_RANK
     rank = _rank(number, pid, {pid: process})
-    if is_rank:
-        return Job(name, BY_HAND, 0, world_size, (rank,))
-    return Job(name if is_python(pid) and name != "-c" else process.name, NO_JOB, pid, 0, (rank,))
+    if number != NO_RANK:
+        return Matches((Job(name, BY_HAND, 0, world_size, (rank,)),))
+    return Matches((Job(name if is_python(pid) and name != "-c" else process.name, NO_JOB, pid, 0, (rank,)),))
 
 
 def _place_of(pid: int) -> tuple[int, int]:
@@ -251,13 +259,6 @@ def _place_of(pid: int) -> tuple[int, int]:
         if is_python(pid) and (place := detect(environment_of(pid))) is not None:
             return place.rank, place.world_size
     return NO_RANK, 0
-
-
-def _folder_of(pid: int) -> str:
-    """Return the current folder of a process; empty if it is unknown."""
-    with contextlib.suppress(OSError):
-        return printable(os.readlink(f"/proc/{pid}/cwd"))
-    return ""
 
 
 def _table(jobs: Sequence[Job]) -> str:
@@ -300,13 +301,10 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
     return job
 
 
-def runs_in(folder: str) -> str:
-    """Return the pid by which `find_job` knows the youngest job that runs in a run's folder, or in one of a script's.
-
-    It is empty if there is none.
-    """
-    pids = [job.launcher_pid for job in find_jobs() if job.launcher_pid and _is_in_or_beside(job.folder, folder)]
-    return str(pids[-1]) if pids else ""
+def running_in(folder: str) -> Job | None:
+    """Return the youngest job that runs in a run's folder, or in one of a script's; None if there is none."""
+    jobs = [job for job in find_jobs() if job.launcher_pid and _is_in_or_beside(job.folder, folder)]
+    return jobs[-1] if jobs else None
 
 
 def _is_in(folder: str, wanted: str) -> bool:

@@ -11,8 +11,8 @@ from phalanx._errors import printable
 from phalanx._text import broken, complain
 from phalanx.diagnose.jobs import NoRank, find_ranks, told_where
 from phalanx.diagnose.why.activity import Look
-from phalanx.diagnose.why.answer import RankSeen, look_at
 from phalanx.diagnose.why.clauses import clause, ranks
+from phalanx.diagnose.why.evidence import RankSeen, look_at
 from phalanx.diagnose.why.wording import thread_lines
 from phalanx.wire.files import write_regular
 

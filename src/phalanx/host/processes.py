@@ -91,6 +91,13 @@ def environment_of(pid: int) -> dict[str, str]:
     return {name: value for name, is_pair, value in pairs if is_pair}
 
 
+def working_folder(pid: int) -> str:
+    """Return the current folder of a process; empty if it has ended, or this user may not know."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/cwd")
+    return ""
+
+
 def is_python(pid: int) -> bool:
     """Whether a process runs a Python interpreter under its usual name."""
     with contextlib.suppress(OSError):

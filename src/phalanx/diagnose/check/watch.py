@@ -19,8 +19,9 @@ from phalanx import _env
 from phalanx.diagnose.check.calls import Record
 from phalanx.diagnose.check.verdict import End
 from phalanx.diagnose.jobs import find_ranks
-from phalanx.diagnose.why.answer import examine
-from phalanx.diagnose.why.wording import sentence
+from phalanx.diagnose.why.evidence import gather
+from phalanx.diagnose.why.findings import conclude
+from phalanx.diagnose.why.wording import answer
 from phalanx.host.processes import process_of
 from phalanx.launch import rank_trial
 from phalanx.record.box import Box, boxes_held_by, load_boxes
@@ -82,8 +83,8 @@ class Watch:
     def _ask(self) -> str:
         """Return what ``phalanx why`` says of the job now; empty if no rank runs."""
         with contextlib.suppress(LookupError, OSError):
-            found = examine(find_ranks(str(self._job.pid)))
-            return sentence(found.finding, [one.doing for one in found.seen])
+            evidence = gather(find_ranks(str(self._job.pid)))
+            return answer(evidence, conclude(evidence))
         return ""
 
     def _least_calls(self, record: Record) -> int:

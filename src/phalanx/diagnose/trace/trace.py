@@ -13,9 +13,9 @@ from typing import Any
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._text import broken, complain, counted, in_units
-from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoJob, NoRank, SeveralJobs, find_job, runs_in, told_where
+from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, NoRank, running_in, told_where
+from phalanx.diagnose.subject import Run, newest_run, record_of, subject_of
 from phalanx.diagnose.trace.perfetto import merged, write_trace
-from phalanx.diagnose.why.past import last_run_of, newest_run, own_run, record_of
 from phalanx.host.processes import off_limits
 from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks
@@ -115,28 +115,21 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[
         return _named("".join(what), seconds)
     if len(folders) < len(what):
         raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is no folder of a run")
-    if len(what) == 1 and (running := runs_in(str(folders[0]))):
-        return _of_job(find_job(running), seconds)
+    if len(what) == 1 and (running := running_in(str(folders[0]))) is not None:
+        return _of_job(running, seconds)
     return _saved(folders, seconds)
 
 
 def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
     """Return the boxes of a running job that a user names, else of the last run of that script in this folder."""
-    try:
-        job = find_job(wanted)
-        is_meant = wanted.isdecimal() or job.script == os.path.realpath(wanted)
-        own = None if is_meant else own_run(wanted, [job])
-    except (NoJob, SeveralJobs) as error:
-        own = last_run_of(wanted) if isinstance(error, NoJob) else own_run(wanted, error.jobs)
-        if own is None:
-            raise
-    if own is None:
-        if where := told_where(job, wanted):
-            _say(where)
-        return _of_job(job, seconds)
-    saved = _saved([own], seconds)
-    _say(f"no {wanted or 'job'} is running; this is the last run here, {own}")
-    return saved
+    subject = subject_of(wanted)
+    if isinstance(subject, Run):
+        saved = _saved([subject.folder], seconds)
+        _say(f"no {wanted or 'job'} is running; this is the last run here, {subject.folder}")
+        return saved
+    if where := told_where(subject, wanted):
+        _say(where)
+    return _of_job(subject, seconds)
 
 
 def _of_job(job: Job, seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:

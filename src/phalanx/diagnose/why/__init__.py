@@ -1,4 +1,5 @@
-"""``phalanx why``: evidence of each rank, findings about them all, one sentence.
+"""``phalanx why``: evidence about each rank, a finding about them all, one sentence.
 
-Start with `activity`, what one rank does, then `findings`, then `wording`. `past` has the same of a job that has ended.
+Start with `evidence`, then `findings`, then `wording`. `activity` is what one rank does; `past` gathers the
+evidence about a job that has ended, `other_hosts` that of other hosts.
 """

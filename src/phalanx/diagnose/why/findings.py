@@ -1,4 +1,4 @@
-"""From what each rank does to whom the others wait for: a typed finding, which `wording` puts into a sentence.
+"""From evidence to whom the others wait for: a typed finding, which `wording` puts into a sentence.
 
 On phalanx, numbers tell who has not called: a rank is late if the last collective of the group in its box has a lower
 one. Elsewhere only stacks can be compared, and where all wait in calls that do not fit, fewer ranks are named rather
@@ -11,9 +11,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from phalanx.diagnose.why.activity import Activity, Call
+from phalanx.diagnose.why.evidence import Evidence
 
 WORLD = "default"
 """Name of the group of all ranks."""
+_FAILED = ("raised", "killed", "exited")  # by themselves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,40 @@ class Finding:
     since_s: float | None = None
     since_is_least: bool = False
     is_over: bool = False
+
+
+def conclude(evidence: Evidence) -> Finding:
+    """Return why the job does not go on, or why it ended."""
+    job, doings = evidence.job, evidence.doings
+    if job.has_ended:
+        found = dataclasses.replace(find(doings, job.world_size), is_over=True, hosts=evidence.hosts)
+        return _by_cause(found, doings)
+    if not job.ranks:
+        return Finding("starting")
+    found = find(doings, job.world_size)
+    if found.kind == "elsewhere" and evidence.has_all_hosts:
+        return dataclasses.replace(found, hosts=tuple(sorted({*evidence.hosts})))
+    is_joining = found.call is not None and found.call.op == "init_process_group"
+    if found.kind == "elsewhere" and is_joining and job.is_of_this_host:
+        ages = [rank.process.age_s for rank in job.ranks if rank.process is not None]
+        return dataclasses.replace(found, alone_s=max(ages, default=None))
+    return found
+
+
+def _by_cause(found: Finding, doings: Sequence[Activity]) -> Finding:
+    """Return the finding about a job that has ended, with the ranks that failed by themselves as the culprits."""
+    if doings and all(doing.how == "returned" for doing in doings):
+        return Finding("done", tuple(doing.rank for doing in doings), is_over=True)
+    how = {(doing.how, doing.detail) for doing in doings}
+    if len(doings) > 1 and len(how) == 1 and doings[0].how == "killed":  # all at once: what hung is the question
+        hung = find([dataclasses.replace(doing, call=doing.was_in) for doing in doings])
+        if hung.kind not in ("apart", "elsewhere", "together"):
+            return dataclasses.replace(hung, is_over=True, hosts=found.hosts)
+    failed = tuple(doing.rank for doing in doings if doing.how in _FAILED)
+    if not failed:
+        return found
+    waiters = tuple(doing.rank for doing in doings if doing.call is not None)
+    return dataclasses.replace(found, kind="fell", culprits=failed, waiters=waiters, since_s=None)
 
 
 def find(activities: Sequence[Activity], world_size: int = 0) -> Finding:

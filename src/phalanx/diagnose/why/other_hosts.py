@@ -1,33 +1,65 @@
-"""What the ranks of a job on other hosts are doing, asked of ``phalanx run`` there through the one here.
+"""Evidence from the other hosts of a job: the side that asks for it, and the side that gathers it.
 
-Which hosts have answered is told apart from which ranks were reported: while a job starts, a host answers before it
-has forked all of its ranks. The agent that passes a question on says last how many hosts were silent. Another host's
-JSON may be anything, so it becomes the dataclass that was sent (`read_as`), with bounded sizes and 64-bit numbers, or
-is left out as a whole; no reader checks a type of its own.
+The launchers of a job pass the question on to each other. Each runs this module, which looks at the ranks of its host
+and prints them as one `HostEvidence`. Which hosts have answered is told apart from which ranks were reported: while a
+job starts, a host answers before it has forked all of its ranks. The agent that passes a question on says last how many
+hosts were silent. Another host's JSON may be anything, so it becomes the dataclass that was sent (`read_as`), with
+bounded sizes and 64-bit numbers, or is left out as a whole; no reader checks a type of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import socket
+import sys
 import time
-from typing import Any
 
+from phalanx import _env
 from phalanx._errors.facts import read_as
-from phalanx.diagnose.jobs import Job
+from phalanx.diagnose.jobs import Job, find_job
 from phalanx.diagnose.stacks import Stacks, Thread
 from phalanx.diagnose.why.activity import Activity, Look
-from phalanx.diagnose.why.answer import Heard, RankSeen
+from phalanx.diagnose.why.evidence import Elsewhere, RankSeen, gather, with_native
+from phalanx.diagnose.why.findings import conclude
 from phalanx.launch.nodes.questions import ANSWER_S, is_trusted, socket_of
 from phalanx.wire.files import parse_json
 
-_TIME_S = ANSWER_S + 0.5  # for its way, too
+_TIME_S = ANSWER_S + 0.5  # including the way there and back
+_NATIVE_S = 0.7
 _MOST_BYTES = 64 << 20
 
 
+@dataclasses.dataclass(frozen=True)
+class RankEvidence:
+    """What one host tells another of a rank."""
+
+    doing: Activity
+    threads: tuple[Thread, ...]
+    problem: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HostEvidence:
+    """What one host tells another of its ranks."""
+
+    host: str
+    ranks: tuple[RankEvidence, ...]
+
+    def seen(self) -> list[RankSeen]:
+        """Return the ranks as this host sees those of its own."""
+        return [
+            RankSeen(
+                dataclasses.replace(one.doing, host=self.host[:80]),
+                Look(one.doing.pid, None, Stacks(one.threads, one.problem)),
+            )
+            for one in self.ranks
+        ]
+
+
 class OtherHosts:
-    """A question that is under way to the other hosts of a job, if somebody here passes it on."""
+    """A question that is under way to the other hosts of a job, if its launcher passes it on."""
 
     def __init__(self, job: Job) -> None:
         self._deadline = time.monotonic() + _TIME_S
@@ -45,38 +77,39 @@ class OtherHosts:
                 if self._asked is None:
                     asked.close()
 
-    def answers(self) -> Heard:
-        """Return what other hosts tell until the time is up; what can't be understood is left out."""
+    def answers(self) -> Elsewhere:
+        """Return the evidence that other hosts send until the time is up, without what can't be understood."""
         if self._asked is None:
-            return Heard()
-        said = b""
+            return Elsewhere()
+        received = b""
         with self._asked, contextlib.suppress(OSError):
-            while len(said) < _MOST_BYTES:
+            while len(received) < _MOST_BYTES:
                 self._asked.settimeout(max(self._deadline - time.monotonic(), 0.01))
                 if not (more := self._asked.recv(1 << 16)):
                     break
-                said += more
-        seen: list[RankSeen] = []
-        hosts: list[str] = []
-        are_all = False
-        for line in said.splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                told = parse_json(line)
-                if "num_silent" in told:  # the last word of whoever has passed the question on
-                    are_all = told["num_silent"] == 0
-                    continue
-                host = str(told["host"])[:80]
-                seen += [_read(host, one) for one in told["seen"]]
-                hosts.append(host)
-        return Heard(tuple(seen), tuple(hosts), are_all)
+                received += more
+        found: list[HostEvidence] = []
+        is_complete = False
+        for line in received.splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                message = parse_json(line)
+                if isinstance(message, dict) and "num_silent" in message:  # the launcher's last line
+                    is_complete = message["num_silent"] == 0
+                else:
+                    found.append(read_as(message, HostEvidence))
+        seen = tuple(rank for evidence in found for rank in evidence.seen())
+        return Elsewhere(seen, tuple(evidence.host for evidence in found), is_complete)
 
 
-def _read(host: str, facts: dict[str, Any]) -> RankSeen:
-    """Return a rank as another host wrote it with `why.as_json`.
+def main() -> None:
+    """Print the evidence of this host about the job to which a process belongs, for a launcher that passes it on."""
+    evidence = gather(find_job(sys.argv[1]))
+    evidence = with_native(evidence, conclude(evidence).culprits, _NATIVE_S)
+    ranks = [
+        RankEvidence(one.doing, one.native or one.look.stacks.threads, one.look.stacks.problem) for one in evidence.seen
+    ]
+    print(json.dumps(dataclasses.asdict(HostEvidence(_env.host_name(), tuple(ranks)))))
 
-    Raises:
-        ValueError: It did not.
-    """
-    doing = dataclasses.replace(read_as(facts, Activity), host=host)
-    stacks = Stacks(read_as(facts["threads"], tuple[Thread, ...]), read_as(facts["problem"], str))
-    return RankSeen(doing, Look(doing.pid, None, stacks))
+
+if __name__ == "__main__":
+    main()

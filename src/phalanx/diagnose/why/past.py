@@ -1,4 +1,4 @@
-"""Why a job that has ended did so: from the black boxes, error files and logs that its run left.
+"""Evidence about a job that has ended: the black boxes, error files and logs that its run left.
 
 A run that Ctrl-C ended is shown where it stood: an interrupt that each rank was told of is no cause.
 """
@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
-import time
-from collections.abc import Iterator, Sequence
-from io import FileIO
+from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx._errors import printable
 from phalanx._text import signal_name
 from phalanx.diagnose.jobs import Job
 from phalanx.diagnose.stacks import Frame, Stacks
+from phalanx.diagnose.subject import Run, is_run
 from phalanx.diagnose.why.activity import Call, Look, activity_of, call_of
-from phalanx.diagnose.why.answer import Answer, RankSeen, left_record
-from phalanx.diagnose.why.findings import Finding, find
+from phalanx.diagnose.why.evidence import Evidence, RankSeen
 from phalanx.failure.last_words import LastWords, owner_of
 from phalanx.failure.outcome import last_words_in
 from phalanx.failure.victims import is_victim
@@ -29,7 +26,6 @@ from phalanx.record.box import ANSWER, SUFFIX, Box, load_boxes
 from phalanx.record.clocks import load_clocks
 from phalanx.record.ends import End, load_ends, load_reason
 from phalanx.record.losses import load_losses
-from phalanx.record.run_folder import logs_beside, logs_of, name_of
 from phalanx.wire.files import open_regular, read_json
 
 _INTERRUPT = KeyboardInterrupt.__name__
@@ -37,131 +33,33 @@ _FRAME = re.compile(r'^\s*(?:\| )?File "(.+)", line \d+, in (\S+)')
 _C10D = "torch/distributed/distributed_c10d.py"
 _TAIL_BYTES = 256 << 10
 _MOST_DIGITS = 18  # of a rank in the name of a file
-_FALLEN = ("raised", "killed", "exited")  # by themselves
 _ENDED_BY_OTHERS = ("silent", "interrupted")
 # Operations of which nobody has the result before all have come.
 _OF_ALL = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
-def newest_run(of_script: Path | None = None) -> Path | None:
-    """Return the folder of the youngest run; None if there is none.
+def evidence_of(run: Run) -> Evidence:
+    """Return what a run has left, of its last attempt of which anything is known.
 
-    Args:
-        of_script: Folder of the runs of one script, or of several scripts, such as ``logs``; None: that one.
-    """
-    above = Path(logs_of("")) if of_script is None else of_script
-    if not os.path.isdir(above):  # also where the name is too long for a path
-        return None
-    return max(filter(is_run, [*above.glob("*"), *above.glob("*/*")]), key=lambda path: path.name, default=None)
-
-
-def last_run_of(wanted: str) -> Path | None:
-    """Return the youngest run of what a user means, which is a script, or a folder with runs; None if there is none.
-
-    Args:
-        wanted: Script or folder as the user has typed it; empty: any script.
-    """
-    if not wanted or os.path.isdir(wanted):
-        return newest_run(Path(wanted) if wanted else None)
-    here, beside = (Path(logs_of(name_of([wanted]), folder)) for folder in ("", os.path.dirname(wanted)))
-    return newest_run(beside if os.path.isdir(beside) else here)
-
-
-def own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
-    """Return the last run here of a script that has the name of jobs, if all of them are elsewhere; None: none."""
-    if not wanted or not all(job.is_elsewhere for job in jobs):
-        return None
-    own = last_run_of(wanted)
-    is_theirs = own is not None and os.path.realpath(own) in [os.path.realpath(job.folder) for job in jobs]
-    return None if is_theirs else own
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run of ``phalanx run``."""
-    if not os.path.isdir(path):  # also where the name is too long for a path
-        return False
-    return any(map(os.path.isdir, path.glob("attempt_*/rank_*"))) or bool(load_reason(path / "blackbox"))
-
-
-def ended_ago_s(folder: Path) -> float:
-    """Return for how many seconds nobody has written to what a run has left."""
-    left = [folder, *folder.glob("launch.log"), *folder.glob("blackbox/attempt_*/*"), *folder.glob("attempt_*/*/*")]
-    return max(time.time() - max(path.lstat().st_mtime for path in left), 0.0)
-
-
-def record_of(folder: Path) -> Path:
-    """Return the folder of a run, or of several, that a Trainer's folder stands for; else `folder`.
-
-    Its last start names the run. Before there is one, and where no Trainer trains, the script has the folder's name.
-
-    Raises:
-        LookupError: It is not here: the job ran in another file system.
-    """
-    if is_run(folder):
-        return folder
-    if (launch := _launch_of_run(folder)) is not None:
-        return launch
-    beside = Path(logs_beside(str(folder)))
-    return beside if newest_run(folder) is None and os.path.isdir(beside) else folder
-
-
-def _launch_of_run(folder: Path) -> Path | None:
-    """Return the launcher's folder of the job that trained last in a Trainer's folder, as far as that is known.
-
-    Raises:
-        LookupError: It is not here: the job ran in another file system.
-    """
-    logs = host = ""
-    with contextlib.suppress(OSError), open_regular(folder / "metrics.jsonl") as file:
-        for line in _lines_backwards(file):
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                if b'"start"' in line and (told := json.loads(line))["kind"] == "start":
-                    logs, host = str(told["origin"]["logs"]), str(told["origin"]["hosts"])
-                    break
-    if not logs:
-        return None
-    found = Path(os.path.normpath(folder / logs))
-    if not is_run(found):
-        raise LookupError(
-            f"the job that trained in {folder} ran on {printable(host)}; ask there: it left no record here"
-        )
-    return found
-
-
-def _lines_backwards(file: FileIO) -> Iterator[bytes]:
-    """Yield the lines of a file from its end on, reading no more of it than is asked for; huge ones are cut."""
-    at, line = file.seek(0, os.SEEK_END), b""
-    while at > 0:
-        begin = max(at - _TAIL_BYTES, 0)
-        line, *lines = (os.pread(file.fileno(), at - begin, begin) + line[:_TAIL_BYTES]).split(b"\n")
-        yield from reversed(lines)
-        at = begin
-    yield line
-
-
-def examine_newest(run: Path) -> Answer:
-    """Return why a run ended; if it left no record, that of one beside it that ran at the same time, if there is any.
-
-    On several hosts, each launcher has a folder of its own, and one that was killed saves nothing.
-    """
-    answer = examine_run(run)
-    if left_record(answer.seen):
-        return answer
-    for other in sorted(filter(is_run, run.parent.glob("*")), key=lambda path: path.name, reverse=True):
-        boxes = max((path.stat().st_mtime for path in other.glob("blackbox/attempt_*")), default=0.0)
-        if other != run and boxes >= run.stat().st_ctime:
-            found = examine_run(other)
-            note = f"{run}, which began last, left no record; this one ran at the same time"
-            return dataclasses.replace(found, ended_by="; ".join(filter(None, (found.ended_by, note))))
-    return answer
-
-
-def examine_run(folder: Path) -> Answer:
-    """Return why the last attempt of a run ended of which anything is known.
+    On several hosts, each launcher has a folder of its own, and one that was killed saves nothing. So if the newest run
+    has left no record, the evidence is that of one beside it that ran at the same time, if there is any.
 
     Raises:
         LookupError: The folder is none of a run, or no rank was started.
     """
+    evidence = _evidence_in(run.folder)
+    if evidence.has_record or not run.is_newest:
+        return evidence
+    for other in sorted(filter(is_run, run.folder.parent.glob("*")), key=lambda path: path.name, reverse=True):
+        boxes = max((path.stat().st_mtime for path in other.glob("blackbox/attempt_*")), default=0.0)
+        if other != run.folder and boxes >= run.folder.stat().st_ctime:
+            found = _evidence_in(other)
+            note = f"{run.folder}, which began last, left no record; this one ran at the same time"
+            return dataclasses.replace(found, ended_by="; ".join(filter(None, (found.ended_by, note))))
+    return evidence
+
+
+def _evidence_in(folder: Path) -> Evidence:
     attempts = _numbered(folder, "attempt_*")
     reason = load_reason(folder / "blackbox")
     if not attempts:
@@ -171,21 +69,22 @@ def examine_run(folder: Path) -> Answer:
     for logs in reversed(attempts):
         boxes = folder / "blackbox" / logs.name
         before, seen = seen, _with_waits(_ranks(logs, boxes))
-        if left_record(seen):
+        if has_record := any(one.doing.how != "unrecorded" for one in seen):
             break
         seen = before or seen
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
-    found = dataclasses.replace(
-        find([one.doing for one in seen], world_size), is_over=True, hosts=_other_hosts(boxes, seen)
-    )
-    job = Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder))
     known = logs.name.rpartition("_")[2]
-    has_record = left_record(seen)
     note = f"its last attempt left no record, so this is attempt {known}" * (has_record and logs != attempts[-1])
     is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # folders, which are made before
     lacks = "it could not be written, as on a full disk" * is_unwritten
-    ended_by = "; ".join(filter(None, (lacks, reason, note)))
-    return Answer(job, _by_cause(found, seen), seen, _asked(seen), ended_by, tuple(load_losses(folder)))
+    return Evidence(
+        Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder)),
+        seen,
+        hosts=_other_hosts(boxes, seen),
+        asked=_asked(seen),
+        ended_by="; ".join(filter(None, (lacks, reason, note))),
+        losses=tuple(load_losses(folder)),
+    )
 
 
 def _other_hosts(boxes: Path, seen: Sequence[RankSeen]) -> tuple[str, ...]:
@@ -342,22 +241,6 @@ def _asked(seen: Sequence[RankSeen]) -> str:
     notes = [event for one in seen if one.look.box for event in one.look.box.events if event.kind == "note"]
     answers = [note for note in notes if note.text.startswith(ANSWER)]
     return max(answers, key=lambda note: note.begun_ns).text.removeprefix(ANSWER) if answers else ""
-
-
-def _by_cause(found: Finding, seen: Sequence[RankSeen]) -> Finding:
-    """Return the finding with the ranks that failed by themselves as the culprits, if there are any."""
-    if seen and all(one.doing.how == "returned" for one in seen):
-        return Finding("done", tuple(one.doing.rank for one in seen), is_over=True)
-    how = {(one.doing.how, one.doing.detail) for one in seen}
-    if len(seen) > 1 and len(how) == 1 and seen[0].doing.how == "killed":  # all at once: what hung is the question
-        hung = find([dataclasses.replace(one.doing, call=one.doing.was_in) for one in seen])
-        if hung.kind not in ("apart", "elsewhere", "together"):
-            return dataclasses.replace(hung, is_over=True, hosts=found.hosts)
-    fallen = tuple(one.doing.rank for one in seen if one.doing.how in _FALLEN)
-    if not fallen:
-        return found
-    waiters = tuple(one.doing.rank for one in seen if one.doing.call is not None)
-    return dataclasses.replace(found, kind="fell", culprits=fallen, waiters=waiters, since_s=None)
 
 
 def _numbered(folder: Path, pattern: str) -> list[Path]:

@@ -1,13 +1,13 @@
 """``phalanx why``: why a job does not go on, in one sentence, and what shows it.
 
+Three stages with values between them: evidence (`evidence`, `past`), a finding (`findings`), a sentence (`wording`).
+
 The exit code is 2 where there is no such job, and 1 where it has no rank that can be asked. A job that is starting is
 an answer, so `why` and `top` exit with 0 for it.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -20,20 +20,19 @@ from pathlib import Path
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
 from phalanx._text import broken, complain, duration, enumerated, listed, plural
-from phalanx.diagnose.jobs import NO_JOB, Job, NoJob, SeveralJobs, find_job, find_jobs, runs_in
+from phalanx.diagnose.subject import Run, ended_ago_s, subject_of
 from phalanx.diagnose.why import workers
 from phalanx.diagnose.why.activity import activity_of
-from phalanx.diagnose.why.answer import Answer, RankSeen, examine, group_alike, halt_ends, left_record, needs_native
 from phalanx.diagnose.why.clauses import clause, ranks
-from phalanx.diagnose.why.findings import Finding
+from phalanx.diagnose.why.evidence import Evidence, RankSeen, gather, group_alike, with_native
+from phalanx.diagnose.why.findings import Finding, conclude
 from phalanx.diagnose.why.other_hosts import OtherHosts
-from phalanx.diagnose.why.past import ended_ago_s, examine_newest, examine_run, is_run, last_run_of, own_run, record_of
-from phalanx.diagnose.why.wording import caution, sentence, thread_lines, words_of_loss
-from phalanx.host.processes import command_of, off_limits
+from phalanx.diagnose.why.past import evidence_of
+from phalanx.diagnose.why.wording import answer, caution, thread_lines, why_no_record, words_of_loss
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
-_BEGINS_S = 1.0
+_TIME_S = 1.7  # of the two seconds within which a running job is answered, without the start and the printing
 _LONG_AGO_S = 60.0  # another job of that name may have run since
 _PASSED_OVER = ("phalanx", "torch")  # who waits in an operation of these is told so
 
@@ -56,7 +55,6 @@ def main(args: Sequence[str]) -> int:
         "Trainer's (default: the one job, or the last run)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # another host asks: ask it not again
     parser.add_argument(
         "--brief",
         action="store_true",
@@ -64,7 +62,7 @@ def main(args: Sequence[str]) -> int:
     )
     try:
         given = parser.parse_args(args)
-        answer = _answer(given.job, given.here)
+        evidence, finding = _examine(given.job)
     except UsageError as error:
         return parser.refuse(error)
     except (LookupError, OSError) as error:
@@ -72,103 +70,48 @@ def main(args: Sequence[str]) -> int:
         complain(printable(f"phalanx why: {words}", keep="\n"))
         return 2
     if given.brief:
-        return _brief(answer)
-    print(
-        as_json(answer)
-        if given.json
-        else "\n".join(cropped(broken(map(printable, lines_of(answer, not os.path.isdir(given.job))))))
-    )
+        print("\n".join(broken([printable(answer(evidence, finding))])))
+        return 0 if _tells_more(evidence, finding) else 1
+    if given.json:
+        print(as_json(evidence, finding))
+    else:
+        is_by_name = not os.path.isdir(given.job)
+        print("\n".join(cropped(broken(map(printable, lines_of(evidence, finding, is_by_name))))))
     return 0
 
 
-def _brief(answer: Answer) -> int:
-    """Print the sentence; return 1 if it says no more than a rank knows that asks by itself."""
-    seen = [one.look.stacks.threads for one in answer.seen if one.doing.rank in answer.finding.culprits]
-    tells_more = any(seen) or answer.finding.kind in ("elsewhere", "starting") or answer.job.has_ended
-    print("\n".join(broken([printable(_sentence(answer))])))
-    return 0 if tells_more else 1
-
-
-def _sentence(answer: Answer) -> str:
-    if answer.finding.kind == "starting":
-        return answer.job.waits
-    if answer.job.launcher == NO_JOB:
-        (one,) = answer.seen
-        is_none = off_limits(one.doing.pid) or "is no rank of a job"
-        return f"process {one.doing.pid} ({answer.job.name}) {is_none}; it {clause(one.doing)}"
-    said = sentence(answer.finding, [one.doing for one in answer.seen])
-    return said if _has_record(answer) else f"{said}: {_why_no_record(answer)}"
-
-
-def _has_record(answer: Answer) -> bool:
-    return not answer.job.has_ended or left_record(answer.seen)
-
-
-def _why_no_record(answer: Answer) -> str:
-    return answer.ended_by or "phalanx run itself was probably killed"
-
-
-def _answer(wanted: str, is_asked_by_other: bool) -> Answer:
-    """Return the answer about a running job, else about a run that has ended.
-
-    Args:
-        is_asked_by_other: Whether another host asks, so that only this one is looked at.
+def _examine(wanted: str) -> tuple[Evidence, Finding]:
+    """Return the evidence about what a user asks for, and the finding.
 
     Raises:
-        LookupError: There is neither.
+        LookupError: There is no such job or run.
     """
-    if os.path.isdir(wanted) and not is_run(Path(wanted)):
-        # A job that starts has not told of itself in the Trainer's folder yet.
-        wanted = runs_in(wanted) or str(record_of(Path(wanted)))
-    try:
-        job = find_job(wanted)
-        is_meant = wanted.isdecimal() or job.script == os.path.realpath(wanted)
-        own = None if is_meant else own_run(wanted, [job])
-        return _examine(job, is_asked_by_other) if own is None else examine_run(own)
-    except SeveralJobs as error:
-        own = own_run(wanted, error.jobs)
-        if own is None:
-            raise
-        return examine_run(own)
-    except NoJob:
-        folder = Path(wanted)
-        if wanted and is_run(folder):
-            return examine_run(folder)
-        last = last_run_of(wanted)
-        if last is None or (not wanted and find_jobs()):
-            raise
-        if (begun := _begins(last, wanted)) is not None:
-            return _examine(begun, is_asked_by_other)
-        return examine_newest(last)
+    deadline_s = time.monotonic() + _TIME_S
+    subject = subject_of(wanted)
+    if isinstance(subject, Run):
+        evidence = evidence_of(subject)
+        return evidence, conclude(evidence)
+    evidence = gather(subject, OtherHosts(subject).answers)
+    finding = conclude(evidence)
+    return with_native(evidence, finding.culprits, max(deadline_s - time.monotonic(), 0.0)), finding
 
 
-def _begins(run: Path, wanted: str) -> Job | None:
-    """Return the job of a run whose launcher has made its folder and is about to tell of itself; None: it has ended."""
-    pid = run.name.rpartition("-")[2]
-    deadline_s = time.monotonic() + _BEGINS_S
-    while pid.isdecimal() and "run" in command_of(int(pid)) and time.monotonic() < deadline_s:
-        with contextlib.suppress(NoJob):
-            return find_job(wanted)
-        time.sleep(0.02)
-    return None
+def _tells_more(evidence: Evidence, finding: Finding) -> bool:
+    """Whether the answer says more than a rank knows that asks by itself."""
+    seen = any(one.look.stacks.threads for one in evidence.seen if one.doing.rank in finding.culprits)
+    return seen or finding.kind in ("elsewhere", "starting") or evidence.job.has_ended
 
 
-def _examine(job: Job, is_asked_by_other: bool) -> Answer:
-    if not job.ranks:
-        return Answer(job, Finding("starting"), ())
-    return examine(job) if is_asked_by_other else examine(job, others=OtherHosts(job).answers)
-
-
-def as_json(answer: Answer) -> str:
+def as_json(evidence: Evidence, finding: Finding) -> str:
     """Return the answer as JSON."""
     document = {
-        "sentence": _sentence(answer),
-        "ended_by": answer.ended_by,
-        "asked": answer.asked,
-        "losses": [dataclasses.asdict(loss) for loss in answer.losses],
-        **dataclasses.asdict(answer.finding),
+        "sentence": answer(evidence, finding),
+        "ended_by": evidence.ended_by,
+        "asked": evidence.asked,
+        "losses": [dataclasses.asdict(loss) for loss in evidence.losses],
+        **dataclasses.asdict(finding),
         "job": {
-            name: getattr(answer.job, name) for name in ("name", "launcher", "launcher_pid", "world_size", "folder")
+            name: getattr(evidence.job, name) for name in ("name", "launcher", "launcher_pid", "world_size", "folder")
         },
         "ranks": [
             {
@@ -176,42 +119,42 @@ def as_json(answer: Answer) -> str:
                 "threads": [dataclasses.asdict(thread) for thread in one.native or one.look.stacks.threads],
                 "problem": one.look.stacks.problem,
             }
-            for one in answer.seen
+            for one in evidence.seen
         ],
     }
     return json.dumps(document, indent=2)
 
 
-def lines_of(answer: Answer, is_by_name: bool = False) -> Iterator[str]:
+def lines_of(evidence: Evidence, finding: Finding, is_by_name: bool = False) -> Iterator[str]:
     """Yield the answer, then what shows it: whoever is different first.
 
     Args:
         is_by_name: Whether no folder of a run was asked about, so that another job of that name may be meant.
     """
-    has_record = _has_record(answer)
-    if answer.job.has_ended:
-        ago_s = ended_ago_s(Path(answer.job.folder))
+    job = evidence.job
+    if job.has_ended:
+        ago_s = ended_ago_s(Path(job.folder))
         ago = f", {duration(ago_s)} ago" * (ago_s >= _LONG_AGO_S)
-        if has_record:
-            yield f"{answer.job.folder} has ended{ago}{answer.ended_by and f': {answer.ended_by}'}. When it did:"
-            yield _sentence(answer)
+        if evidence.has_record:
+            yield f"{job.folder} has ended{ago}{evidence.ended_by and f': {evidence.ended_by}'}. When it did:"
+            yield answer(evidence, finding)
         else:
-            head = f"{answer.job.folder} has ended{ago}{',' * bool(ago)} without a record: {_why_no_record(answer)}"
-            yield f"{head}. Its logs are in {answer.job.folder}."
+            head = f"{job.folder} has ended{ago}{',' * bool(ago)} without a record: {why_no_record(evidence)}"
+            yield f"{head}. Its logs are in {job.folder}."
         if ago and is_by_name:
             yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
     else:
-        if words := caution(answer.finding):  # first, for what follows is then probably no trouble
+        if words := caution(finding):  # first, because what follows is then probably no trouble
             yield words
-        yield _sentence(answer)
-    if not answer.job.has_ended and answer.job.is_elsewhere:
-        yield f"It runs in {answer.job.cwd}."
-    if answer.asked:
-        yield f"While it ran: {answer.asked}"
-    yield from map(words_of_loss, answer.losses)
-    for group in group_alike(answer.seen, answer.finding.culprits) if has_record else ():
+        yield answer(evidence, finding)
+        if job.is_elsewhere:
+            yield f"It runs in {job.cwd}."
+    if evidence.asked:
+        yield f"While it ran: {evidence.asked}"
+    yield from map(words_of_loss, evidence.losses)
+    for group in group_alike(evidence.seen, finding.culprits) if evidence.has_record else ():
         yield ""
-        yield from _group(group, answer.finding.culprits)
+        yield from _group(group, finding.culprits)
 
 
 def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
@@ -228,9 +171,9 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     yield from thread_lines(
         first.native or first.look.stacks.threads, first.doing.pid, _MOST_FRAMES, without=_passed_over(first)
     )
-    is_puzzling = needs_native(first) or (first.doing.how == "asleep" and not first.doing.within)
+    is_puzzling = first.needs_native or (first.doing.how == "asleep" and not first.doing.within)
     if is_puzzling and first.doing.rank in culprits and not first.doing.host and not first.native:
-        early = f", which would end its {call} early" if (call := halt_ends(first)) else ""
+        early = f", which would end its {call} early" if (call := first.interruptible_call) else ""
         yield f"  native frames: phalanx stacks --native {first.doing.pid}{early}"
     yield from _helpers(first)
     for problem in dict.fromkeys(filter(None, (first.look.stacks.problem, first.look.box_problem))):

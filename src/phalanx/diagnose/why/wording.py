@@ -8,17 +8,38 @@ from collections.abc import Collection, Iterator, Sequence
 
 from phalanx._text import columns, counted, duration, enumerated, plural, shortened
 from phalanx.debugging import AT_BREAKPOINT
+from phalanx.diagnose.jobs import NO_JOB
 from phalanx.diagnose.stacks import Thread
 from phalanx.diagnose.why.activity import Activity, Call
 from phalanx.diagnose.why.clauses import MOMENT_S, NAMES, NO_TIME_S, call_text, clause, ranks
+from phalanx.diagnose.why.evidence import Evidence
 from phalanx.diagnose.why.findings import Finding
+from phalanx.host.processes import off_limits
 from phalanx.record.losses import Loss, sign_of, who_of, words_of
 
 _SAME_CALLS = "all ranks of a group must make the same calls in the same order"
 
 
+def answer(evidence: Evidence, finding: Finding) -> str:
+    """Return the answer in one sentence, with what the evidence lacks."""
+    job = evidence.job
+    if finding.kind == "starting":
+        return job.waits
+    if job.launcher == NO_JOB:
+        (one,) = evidence.seen
+        is_none = off_limits(one.doing.pid) or "is no rank of a job"
+        return f"process {one.doing.pid} ({job.name}) {is_none}; it {clause(one.doing)}"
+    said = sentence(finding, evidence.doings)
+    return said if evidence.has_record else f"{said}: {why_no_record(evidence)}"
+
+
+def why_no_record(evidence: Evidence) -> str:
+    """Return why a run has left no record."""
+    return evidence.ended_by or "phalanx run itself was probably killed"
+
+
 def sentence(finding: Finding, activities: Sequence[Activity]) -> str:
-    """Return the answer in one sentence."""
+    """Return a finding about ranks in one sentence."""
     killed = ""
     if finding.is_over and finding.kind != "fell" and activities and all(one.how == "killed" for one in activities):
         killed = f"{ranks([one.rank for one in activities])} were killed by {activities[0].detail}: "

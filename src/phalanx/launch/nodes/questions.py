@@ -1,7 +1,7 @@
 """Passes the question why a job does not go on to its other hosts: agents hear it from a user, and from each other.
 
-A user's ``phalanx why`` connects to a socket of its host's agent, which asks the agents of the other nodes. Each looks
-at its own ranks and answers.
+A user's ``phalanx why`` connects to a socket of its host's agent, which asks the agents of the other nodes. Each starts
+a process that gathers the evidence about its ranks, and passes that on as it is.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import sys
 import time
 from typing import Any, Protocol
 
-from phalanx import _env
 from phalanx.wire.peer import peer_of
 
 ANSWER_S = 3.0
 """Within which the other nodes answer."""
 _MOST_BYTES = 1 << 20
 _MOST_AT_ONCE = 8
+_GATHER = "phalanx.diagnose.why.other_hosts"
 
 
 class Wire(Protocol):
@@ -52,7 +52,7 @@ class _Look:
         self.peer, self.number = peer, number
         self.ends_s = time.monotonic() + ANSWER_S
         self.said = bytearray()
-        command = [sys.executable, "-m", "phalanx", "why", "--json", "--here", str(supervisor_pid)]
+        command = [sys.executable, "-m", _GATHER, str(supervisor_pid)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
@@ -118,10 +118,9 @@ class Questions:
             if more := os.read(look.pipe.fileno(), 1 << 16):
                 look.said += more
                 return
-            with contextlib.suppress(ValueError, KeyError):  # whoever has asked hears no more than nothing
-                said = {"host": _env.host_name(), "seen": json.loads(look.said)["ranks"]}
-                if len(look.said) < _MOST_BYTES:
-                    self._wire.tell(look.peer, {"answers": look.number, "said": said})
+            if len(look.said) < _MOST_BYTES:
+                with contextlib.suppress(ValueError):  # it has failed, and the node that asked hears nothing
+                    self._wire.tell(look.peer, {"answers": look.number, "said": json.loads(look.said)})
             self._end(look)
 
     def _end(self, look: _Look) -> None:

@@ -113,14 +113,15 @@ def why(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the sentence of ``phalanx why`` about ranks that hang; none if it tells nothing."""
     with contextlib.suppress(Exception):  # the failure is told anyway
         from phalanx.diagnose.jobs import find_job
-        from phalanx.diagnose.why.answer import examine
-        from phalanx.diagnose.why.wording import sentence
+        from phalanx.diagnose.why.evidence import gather
+        from phalanx.diagnose.why.findings import conclude
+        from phalanx.diagnose.why.wording import answer
 
         pids = {outcome.rank: outcome.pid for outcome in outcomes if outcome.exitcode is None}
-        answer = examine(find_job(str(next(iter(pids.values())))))
-        if not any(pids.get(one.doing.rank) == one.look.pid for one in answer.seen if not one.look.has_ended):
+        evidence = gather(find_job(str(next(iter(pids.values())))))
+        if not any(pids.get(one.doing.rank) == one.look.pid for one in evidence.seen if not one.look.has_ended):
             return []  # they have not begun yet, or ended meanwhile
-        return [sentence(answer.finding, [one.doing for one in answer.seen])]
+        return [answer(evidence, conclude(evidence))]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Looks at all processes of a job at once, and finds whom it waits for."""
+"""Evidence about a job: all its processes, looked at at once."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ from phalanx.diagnose.jobs import NO_RANK, Job
 from phalanx.diagnose.stacks import Stacks, Thread, read_stacks
 from phalanx.diagnose.why import flight
 from phalanx.diagnose.why.activity import HAS_ENDED, Activity, Call, Look, activity_of, has_collectives
-from phalanx.diagnose.why.findings import Finding, find
 from phalanx.host.kernel import call_ended_by_a_halt, stand_of
 from phalanx.host.processes import Process, is_python, off_limits, process_of
 from phalanx.record.box import Box, box_of_process
 from phalanx.record.losses import Loss, load_losses
 
-TIME_S = 2.0
-"""Within which a question about a running job is answered."""
 _STACKS_S = 1.0
-_RESERVE_S = 0.3  # of `TIME_S`, to start and to print
 
 
 @dataclasses.dataclass(frozen=True)
 class RankSeen:
-    """A rank and the processes below it, as they were seen.
+    """What was seen of a rank and of the processes below it.
 
     Attributes:
-        native: Threads of the rank with their native frames, where Python's alone do not tell; else none.
+        native: Threads of the rank with their native frames, if these were read; else none.
     """
 
     doing: Activity
@@ -37,93 +33,98 @@ class RankSeen:
     helpers: tuple[Look, ...] = ()
     native: tuple[Thread, ...] = ()
 
+    @property
+    def needs_native(self) -> bool:
+        """Whether its Python frames do not tell what it does: native code sleeps with the lock of all threads."""
+        return bool(self.look.stacks.threads) and self.doing.how in ("gil", "starved")
+
+    @property
+    def interruptible_call(self) -> str:
+        """System call that might fail if the rank was halted to read native frames; empty if none would."""
+        return call_ended_by_a_halt(self.doing.pid)
+
 
 @dataclasses.dataclass(frozen=True)
-class Heard:
-    """What other hosts of a job have answered.
+class Elsewhere:
+    """Evidence from the other hosts of a job.
 
     Attributes:
         seen: Their ranks.
         hosts: Names of those that have answered, also without a rank.
-        are_all: Whether no host is left that has not.
+        is_complete: Whether all of them have answered.
     """
 
     seen: tuple[RankSeen, ...] = ()
     hosts: tuple[str, ...] = ()
-    are_all: bool = False
-
-
-def left_record(seen: Iterable[RankSeen]) -> bool:
-    """Whether anything is known of what a rank of a job that has ended did."""
-    return any(one.doing.how != "unrecorded" for one in seen)
+    is_complete: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """Why a job does not go on, and what shows it.
+class Evidence:
+    """All that is known of a job: what its ranks do, or did when it ended.
 
     Attributes:
         job: The job; ranks that `seen` lacks are on hosts that have not answered.
         seen: The ranks of this host, and of others that have answered; lowest first.
+        hosts: The other hosts: of a running job those that have answered, of one that has ended those that are known.
+        has_all_hosts: Whether every other host of a running job has answered.
         asked: Answer that a rank got while the job still ran; empty if none asked, or the job runs.
         ended_by: End of ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if a rank did, or it runs.
         losses: Losses of ranks and hosts after which the job was to go on, as far as its run has kept them.
     """
 
     job: Job
-    finding: Finding
-    seen: tuple[RankSeen, ...]
+    seen: tuple[RankSeen, ...] = ()
+    hosts: tuple[str, ...] = ()
+    has_all_hosts: bool = False
     asked: str = ""
     ended_by: str = ""
     losses: tuple[Loss, ...] = ()
 
+    @property
+    def doings(self) -> list[Activity]:
+        """What each rank does."""
+        return [one.doing for one in self.seen]
 
-def examine(job: Job, timeout_s: float = TIME_S, others: Callable[[], Heard] = Heard) -> Answer:
-    """Return why a running job does not go on.
+    @property
+    def has_record(self) -> bool:
+        """Whether anything is known of what any rank does, or did before the job ended."""
+        return not self.job.has_ended or any(doing.how != "unrecorded" for doing in self.doings)
+
+
+def gather(job: Job, others: Callable[[], Elsewhere] = Elsewhere) -> Evidence:
+    """Return what the ranks of a running job do.
 
     Args:
-        others: Function that returns what other hosts have answered, called when this one has been looked at.
+        others: Function that returns the evidence from other hosts, called once this one has been looked at.
     """
-    deadline = time.monotonic() + timeout_s - _RESERVE_S
-    seen = look_at(job, min(_STACKS_S, timeout_s - _RESERVE_S))
+    seen = look_at(job)
     here = {one.doing.rank for one in seen}
-    heard = others()
-    elsewhere = [one for one in heard.seen if one.doing.rank not in here]
-    seen = tuple(sorted([*seen, *elsewhere], key=lambda one: one.doing.rank))
-    finding = find([one.doing for one in seen], job.world_size)
-    if finding.kind == "elsewhere" and heard.are_all:
-        finding = dataclasses.replace(finding, hosts=tuple(sorted({*heard.hosts})))
-    elif finding.kind == "elsewhere" and _joins(finding) and job.is_of_this_host:
-        ages = [rank.process.age_s for rank in job.ranks if rank.process is not None]
-        finding = dataclasses.replace(finding, alone_s=max(ages, default=None))
-    culprits = [one for one in seen if one.doing.rank in finding.culprits and not one.doing.host]
-    puzzling = [one.doing.pid for one in culprits if needs_native(one) and not halt_ends(one)]
-    native = read_stacks(puzzling, max(deadline - time.monotonic(), 0.0), native=True)
-    return Answer(
-        job=job,
-        finding=finding,
-        seen=tuple(
-            dataclasses.replace(one, native=native[one.doing.pid].threads)
-            if one.doing.pid in native and not one.doing.host
-            else one
-            for one in seen
-        ),
+    elsewhere = others()
+    seen += tuple(one for one in elsewhere.seen if one.doing.rank not in here)
+    return Evidence(
+        job,
+        seen=tuple(sorted(seen, key=lambda one: one.doing.rank)),
+        hosts=elsewhere.hosts,
+        has_all_hosts=elsewhere.is_complete,
         losses=tuple(load_losses(Path(job.folder))) if job.folder else (),
     )
 
 
-def _joins(finding: Finding) -> bool:
-    return finding.call is not None and finding.call.op == "init_process_group"
+def with_native(evidence: Evidence, ranks: Sequence[int], timeout_s: float) -> Evidence:
+    """Return the evidence with native frames of those ranks of this host that need them, and can be halted."""
+    pids = [
+        one.doing.pid
+        for one in evidence.seen
+        if one.doing.rank in ranks and not one.doing.host and one.needs_native and not one.interruptible_call
+    ]
+    stacks = read_stacks(pids, timeout_s, native=True)
 
+    def completed(one: RankSeen) -> RankSeen:
+        is_read = one.doing.pid in stacks and not one.doing.host
+        return dataclasses.replace(one, native=stacks[one.doing.pid].threads) if is_read else one
 
-def needs_native(one: RankSeen) -> bool:
-    """Whether the frames of Python do not tell what a rank does: native code sleeps with the lock of all threads."""
-    return bool(one.look.stacks.threads) and one.doing.how in ("gil", "starved")
-
-
-def halt_ends(one: RankSeen) -> str:
-    """Return the system call that might fail if the rank was halted to read native frames."""
-    return call_ended_by_a_halt(one.doing.pid)
+    return dataclasses.replace(evidence, seen=tuple(map(completed, evidence.seen)))
 
 
 def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> tuple[RankSeen, ...]:

@@ -1,0 +1,172 @@
+"""What a user asks about: a job that runs, or a run that has ended, by whatever the user has typed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+from phalanx._errors import printable
+from phalanx.diagnose.jobs import Job, match_jobs, running_in
+from phalanx.host.processes import command_of
+from phalanx.record.ends import load_reason
+from phalanx.record.run_folder import logs_beside, logs_of, name_of
+from phalanx.wire.files import open_regular
+
+_BEGINS_S = 1.0
+_TAIL_BYTES = 256 << 10
+
+
+class Run(NamedTuple):
+    """A run of ``phalanx run`` that has ended.
+
+    Attributes:
+        is_newest: Whether it is the newest of several that fit, rather than the one that was named.
+    """
+
+    folder: Path
+    is_newest: bool
+
+
+def subject_of(wanted: str) -> Job | Run:
+    """Return the running job that a user means, else the run that has ended.
+
+    A job that runs in another folder gives way to a run of that name in this one.
+
+    Args:
+        wanted: Script, module, pid or folder as the user has typed it; empty: the one job, or the last run.
+
+    Raises:
+        LookupError: Nothing fits, or several jobs do.
+    """
+    if os.path.isdir(wanted) and not is_run(Path(wanted)):
+        # A job that has just started is not yet named in the Trainer's folder.
+        if (running := running_in(wanted)) is not None:
+            return running
+        wanted = str(record_of(Path(wanted)))
+    found = match_jobs(wanted)
+    job = None if found.problem else found.jobs[0]
+    if job is not None and (wanted.isdecimal() or job.script == os.path.realpath(wanted)):
+        return job
+    if (own := _own_run(wanted, found.jobs)) is not None:
+        return Run(own, is_newest=False)
+    if job is None and not found.jobs:
+        if wanted and is_run(Path(wanted)):
+            return Run(Path(wanted), is_newest=False)
+        if (last := last_run_of(wanted)) is not None:
+            return _beginning(last, wanted) or Run(last, is_newest=True)
+    if job is None:
+        raise LookupError(found.problem)
+    return job
+
+
+def _beginning(run: Path, wanted: str) -> Job | None:
+    """Return the job of a run whose launcher has made its folder but not yet its notes; None: it has ended."""
+    pid = run.name.rpartition("-")[2]
+    deadline_s = time.monotonic() + _BEGINS_S
+    while pid.isdecimal() and "run" in command_of(int(pid)) and time.monotonic() < deadline_s:
+        if not (found := match_jobs(wanted)).problem:
+            return found.jobs[0]
+        time.sleep(0.02)
+    return None
+
+
+def newest_run(of_script: Path | None = None) -> Path | None:
+    """Return the folder of the youngest run; None if there is none.
+
+    Args:
+        of_script: Folder of the runs of one script, or of several scripts, such as ``logs``; None: that one.
+    """
+    above = Path(logs_of("")) if of_script is None else of_script
+    if not os.path.isdir(above):  # also where the name is too long for a path
+        return None
+    return max(filter(is_run, [*above.glob("*"), *above.glob("*/*")]), key=lambda path: path.name, default=None)
+
+
+def last_run_of(wanted: str) -> Path | None:
+    """Return the youngest run of what a user means, which is a script, or a folder with runs; None if there is none.
+
+    Args:
+        wanted: Script or folder as the user has typed it; empty: any script.
+    """
+    if not wanted or os.path.isdir(wanted):
+        return newest_run(Path(wanted) if wanted else None)
+    here, beside = (Path(logs_of(name_of([wanted]), folder)) for folder in ("", os.path.dirname(wanted)))
+    return newest_run(beside if os.path.isdir(beside) else here)
+
+
+def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
+    """Return the last run here of a script if jobs of its name run, all of them in other folders; else None."""
+    if not wanted or not jobs or not all(job.is_elsewhere for job in jobs):
+        return None
+    own = last_run_of(wanted)
+    is_theirs = own is not None and os.path.realpath(own) in [os.path.realpath(job.folder) for job in jobs]
+    return None if is_theirs else own
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run of ``phalanx run``."""
+    if not os.path.isdir(path):  # also where the name is too long for a path
+        return False
+    return any(map(os.path.isdir, path.glob("attempt_*/rank_*"))) or bool(load_reason(path / "blackbox"))
+
+
+def ended_ago_s(folder: Path) -> float:
+    """Return for how many seconds nobody has written to what a run has left."""
+    left = [folder, *folder.glob("launch.log"), *folder.glob("blackbox/attempt_*/*"), *folder.glob("attempt_*/*/*")]
+    return max(time.time() - max(path.lstat().st_mtime for path in left), 0.0)
+
+
+def record_of(folder: Path) -> Path:
+    """Return the folder of a run, or of several, that a Trainer's folder stands for; else `folder`.
+
+    Its last start names the run. Before there is one, and where no Trainer trains, the script has the folder's name.
+
+    Raises:
+        LookupError: It is not here: the job ran in another file system.
+    """
+    if is_run(folder):
+        return folder
+    if (launch := _launch_of_run(folder)) is not None:
+        return launch
+    beside = Path(logs_beside(str(folder)))
+    return beside if newest_run(folder) is None and os.path.isdir(beside) else folder
+
+
+def _launch_of_run(folder: Path) -> Path | None:
+    """Return the launcher's folder of the job that trained last in a Trainer's folder, as far as that is known.
+
+    Raises:
+        LookupError: It is not here: the job ran in another file system.
+    """
+    logs = host = ""
+    with contextlib.suppress(OSError), open_regular(folder / "metrics.jsonl") as file:
+        for line in _lines_backwards(file):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                if b'"start"' in line and (told := json.loads(line))["kind"] == "start":
+                    logs, host = str(told["origin"]["logs"]), str(told["origin"]["hosts"])
+                    break
+    if not logs:
+        return None
+    found = Path(os.path.normpath(folder / logs))
+    if not is_run(found):
+        raise LookupError(
+            f"the job that trained in {folder} ran on {printable(host)}; ask there: it left no record here"
+        )
+    return found
+
+
+def _lines_backwards(file: FileIO) -> Iterator[bytes]:
+    """Yield the lines of a file from its end on, reading no more of it than is asked for; huge ones are cut."""
+    at, line = file.seek(0, os.SEEK_END), b""
+    while at > 0:
+        begin = max(at - _TAIL_BYTES, 0)
+        line, *lines = (os.pread(file.fileno(), at - begin, begin) + line[:_TAIL_BYTES]).split(b"\n")
+        yield from reversed(lines)
+        at = begin
+    yield line
