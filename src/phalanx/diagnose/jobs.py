@@ -137,7 +137,7 @@ class Matches:
 
     Attributes:
         jobs: These; one if the user can mean no other.
-        problem: Why not exactly one fits, with the jobs to choose from; empty if one does.
+        problem: Reason why no single one is meant, with the jobs to choose from; empty if one is.
     """
 
     jobs: tuple[Job, ...]
