@@ -39,7 +39,7 @@ class Watch:
         self._do, self.num_divided = do, 0
 
     def on_step(self, trainer):
-        self.num_divided += trainer._stepper._divided._shards is not None
+        self.num_divided += trainer._attempt.stepper._divided._shards is not None
         self._do(trainer)
 
 

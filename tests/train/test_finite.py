@@ -183,7 +183,7 @@ def skipped_steps(folder):
     once[1].register_forward_hook(lambda _, inputs, output: output * math.inf if next(calls) == 2 else output)
     skips, _ = train(f"{folder}/once", model=once, precision="fp16", max_epochs=1)
     saved = saved_steps(f"{folder}/once")
-    return trainer._stepper.scaler.get_scale() < 65536.0, trainer.step, never, overflown, (skips.step, saved)
+    return trainer._attempt.stepper.scaler.get_scale() < 65536.0, trainer.step, never, overflown, (skips.step, saved)
 
 
 def warned(folder):

@@ -92,7 +92,7 @@ def train_with_fsdp(folder):
 
 def train_clipped(folder):
     ours = train(folder, clip_norm=0.05)[0]
-    return state_of(ours.model), float(ours._stepper.grad_norm)
+    return state_of(ours.model), float(ours._attempt.stepper.grad_norm)
 
 
 def resume_in_mid_epoch(folder):
@@ -138,7 +138,7 @@ def train_in_half_precision(folder):
     results = {}
     for precision in ("bf16", "fp16"):
         trainer, _ = train(f"{folder}/{precision}", precision=precision, clip_norm=1.0, max_epochs=6)
-        results[precision] = trainer.evaluate(make_data())["loss"], trainer._stepper.scaler.state_dict()
+        results[precision] = trainer.evaluate(make_data())["loss"], trainer._attempt.stepper.scaler.state_dict()
     return results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from phalanx._torch.tensors import is_one_range
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+_ALIGN_ELEMS = 64
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -23,6 +25,19 @@ def shaped(buffer: Tensor, like: Tensor) -> Tensor:
     if is_one_range(like):
         return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset())
     return buffer.view(like.shape)
+
+
+def laid_out_like(like: Tensor, values: Tensor) -> Tensor:
+    """Return values of the shape of `like` in its memory layout: themselves if they have it, else a copy."""
+    if values.stride() == like.stride():
+        return values
+    return torch.empty_like(like, dtype=values.dtype).copy_(values)
+
+
+def packed(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where tensors of these numbers of elements begin in one buffer, each aligned, and the buffer's length."""
+    *begins, length = itertools.accumulate((-(-size // _ALIGN_ELEMS) * _ALIGN_ELEMS for size in sizes), initial=0)
+    return begins, length
 
 
 def num_reals(tensor: Tensor) -> int:

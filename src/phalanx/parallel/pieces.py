@@ -8,20 +8,20 @@ whole ones.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from phalanx.parallel.layout import flat, shaped
+from phalanx.parallel.layout import flat, laid_out_like, packed, shaped
 from phalanx.parallel.shared_memory import shared_tensor
 
 # Kernels treat the last elements of a tensor otherwise than full vectors, with other rounding: shards are cut where
 # vectors end, at any width and element size.
 CUT_ELEMS = 128
-_ALIGN_ELEMS = 64
 ELEMENTWISE = {
     optim.SGD,
     optim.Adam,
@@ -69,7 +69,7 @@ class Piece:
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """Copy this piece of a tensor that has the parameter's shape, in whatever layout."""
-        return self.of(torch.empty_like(self.parameter, dtype=tensor.dtype).copy_(tensor)).clone()
+        return self.of(laid_out_like(self.parameter, tensor)).clone()
 
     def gradient(self) -> Tensor | None:
         """Return this piece of the parameter's gradient; None without a gradient.
@@ -85,9 +85,17 @@ class Piece:
                 f"rank {dist.get_rank()}: ZeroRedundancyOptimizer: step() takes dense gradients, got a sparse one; "
                 "make the embedding with sparse=False"
             )
-        if grad.stride() != self.parameter.stride():
-            grad = torch.empty_like(self.parameter).copy_(grad)
-        return self.of(grad)
+        return self.of(laid_out_like(self.parameter, grad))
+
+
+def elementwise(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Return the tensors in a parameter's optimizer state that have an element for each of its own.
+
+    The number of steps is none of them, even if the parameter has a single element.
+    """
+    return {
+        name: v for name, v in values.items() if isinstance(v, Tensor) and name != "step" and v.shape == parameter.shape
+    }
 
 
 @torch.no_grad()
@@ -107,8 +115,7 @@ def move_into_buffer(
     Raises:
         RuntimeError: The ranks cannot share memory.
     """
-    sizes = [-(-p.numel() // _ALIGN_ELEMS) * _ALIGN_ELEMS for p in parameters]
-    *begins, num_elems = itertools.accumulate(sizes, initial=0)
+    begins, num_elems = packed([p.numel() for p in parameters])
     first = parameters[0]
     if share:
         buffer = shared_tensor(num_elems, first.dtype, group)

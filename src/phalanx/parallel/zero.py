@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from phalanx.parallel.broadcasts import broadcast_each
 from phalanx.parallel.layout import by_kind
-from phalanx.parallel.pieces import CUT_ELEMS, ELEMENTWISE, Piece, cut_into_pieces, cuts, move_into_buffer
+from phalanx.parallel.pieces import CUT_ELEMS, ELEMENTWISE, Piece, cut_into_pieces, cuts, elementwise, move_into_buffer
 from phalanx.wire.rank_group import RankGroup, group_or_world
 
 
@@ -265,10 +265,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     def _collect_state(self) -> dict[str, Any]:
         own: dict[int, dict[str, Any]] = {}  # by parameter; tensors that are cut with it are sent afterwards
         for piece, shard in self._own.items():
-            own[self._index_of[piece.parameter]] = {
-                name: (value.dtype if _is_elementwise(name, value, shard.shape) else value)
-                for name, value in self.optim.state.get(shard, {}).items()
-            }
+            values = self.optim.state.get(shard, {})
+            dtypes = {name: value.dtype for name, value in elementwise(values, shard).items()}
+            own[self._index_of[piece.parameter]] = {**values, **dtypes}
         every = RankGroup(self.process_group).gather(own)
         state: dict[int, dict[str, Any]] = {}
         for piece in self._pieces:
@@ -313,9 +312,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         for piece, shard in self._own.items():
             values = state_dict["state"].get(saved_keys[self._index_of[piece.parameter]])
             if values is not None:
-                inner["state"][numbers[id(shard)]] = {
-                    name: _part_of_saved(name, value, piece) for name, value in values.items()
-                }
+                parts = {name: piece.copy_of(v) for name, v in elementwise(values, piece.parameter).items()}
+                others = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.items() if n not in parts}
+                inner["state"][numbers[id(shard)]] = {**others, **parts}
         self.optim.load_state_dict(inner)
 
 
@@ -327,14 +326,3 @@ class _Shadow(JoinHook):
 
     def main_hook(self) -> None:
         self._optimizer.step()
-
-
-def _is_elementwise(name: str, value: Any, shape: torch.Size) -> bool:
-    """Return whether an entry of an optimizer's state has an element for each of a tensor of that shape."""
-    return isinstance(value, Tensor) and name != "step" and value.shape == shape
-
-
-def _part_of_saved(name: str, value: Any, piece: Piece) -> Any:
-    if _is_elementwise(name, value, piece.parameter.shape):
-        return piece.copy_of(value)
-    return value.clone() if isinstance(value, Tensor) else value

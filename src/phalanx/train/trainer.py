@@ -10,9 +10,9 @@ constructor, so that a class in place of an object is an error on every rank ali
 
 **A rank dies.** Its peers raise `RankFailed` and leave at once. The supervisor starts the ranks anew from the standby
 process, and they load the newest step of which every rank has a whole snapshot, and continue from there. Ranks that
-survive keep their process (`phalanx.session.survival`): `_join` makes what belongs to the group, in the constructor
-and again for each new group, with the same collectives in the same order, so that kept and new processes meet there.
-`resume/relocation` says when that is impossible.
+survive keep their process (`phalanx.session.survival`): an `_Attempt` is all that belongs to one group. The constructor
+makes the first one, and `fit` another for each new group, with the same collectives in the same order, so that kept and
+new processes meet there. `resume/relocation` says when that is impossible.
 
 **Evaluation runs under** `no_grad`, not `inference_mode`: a model may keep a tensor that it made during an evaluation,
 such as a table of positions, and a tensor made in inference mode can never take part in training.
@@ -203,6 +203,7 @@ class Trainer:
         self._given_model, self._given_loggers = model, loggers
         self._objective, self._has_callbacks, self._collate_fn = objective, has_callbacks, collate_fn
         self._relocation = Relocation()
+        self._attempt: _Attempt | None = None
         self._join()
         self.folder: str = restarts.run_folder(s.folder)
         self.checkpoints: str = os.path.join(self.folder, "checkpoints")
@@ -235,22 +236,6 @@ class Trainer:
     def _change(self, name: str, value: Any) -> None:
         """Set an attribute that a script is refused, since more than the attribute must change."""
         super().__setattr__(name, value)
-
-    def _join(self) -> None:
-        """Join the job, and make what belongs to its process group; again if the group is another one now."""
-        s = self.settings
-        self.session: session.Session = self._relocation.join()
-        self._ranks = RankGroup()
-        self._loggers = Loggers(self._given_loggers, self._ranks)
-        self.device: torch.device = self.session.device
-        self._change("model", wrap(self._given_model, self.device, self.session.world_size))
-        in_steps = self.scheduler if s.scheduler_interval == "step" else None
-        divides = "never" if self._has_callbacks and s.divide_optimizer == "auto" else s.divide_optimizer
-        self._stepper = Stepper(
-            self.model, self.optimizer, in_steps, self._objective, self._ranks, self.session, s, divides
-        )
-        self._evaluator = Evaluator(self.model, self._objective, self._ranks, self.device, s, self._collate_fn)
-        self._relocation.note_joined()
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -286,23 +271,14 @@ class Trainer:
                 Ctrl-C without a launcher.
         """
 
-        def run() -> dict[str, float]:
-            if self._relocation.is_lost:
-                self._join()
-            try:
-                with FolderLock(self.folder, self._ranks) as self._lock, writer.telling():
-                    return self._fit(data, validation_data, batch_sampler)
-            finally:
-                self.__dict__.pop("_consensus", None)
-
-        why_not = self._relocation.why_not_kept(self._given_model, self.optimizer, self._loggers, data)
+        why_not = self._relocation.why_not_kept(self._given_model, self.optimizer, self._in_group.loggers, data)
         try:
             with Survivor(
-                lambda: why_not or why_not_set_back(self.callbacks) or why_not_loadable(), self._leave_group
+                lambda: why_not or why_not_set_back(self.callbacks) or why_not_loadable(), self._leave
             ) as survivor:
-                return survivor.outlive(run)
+                return survivor.outlive(lambda: self._in_group.fit(data, validation_data, batch_sampler))
         except (NonFinite, ReplicaMismatch):
-            self._run_log.report()
+            self._in_group.run_log.report()
             raise
         except RankFailed:
             restarts.leave_if_restarted()
@@ -318,301 +294,28 @@ class Trainer:
         Raises:
             RuntimeError: `fit` is not running.
         """
-        if not hasattr(self, "_consensus"):
+        if self._attempt is None or not self._attempt.is_training:
             raise RuntimeError("Trainer.stop: fit() is not running; call it in a callback or in the training step")
-        self._consensus.wants_stop = not rank_trial.is_on()  # which ends when it has been measured
+        self._attempt.consensus.wants_stop = not rank_trial.is_on()  # which ends when it has been measured
 
-    def _leave_group(self) -> None:
-        """Drop what belongs to a process group that has failed, and leave the model and the optimizer as they are."""
-        self._relocation.is_lost = True
+    @property
+    def _in_group(self) -> _Attempt:
+        """The attempt in the present process group; joins the job again if the last group has failed."""
+        return self._attempt or self._join()
+
+    def _join(self) -> _Attempt:
+        self._attempt = attempt = _Attempt(self, self._relocation.join())
+        self.session: session.Session = attempt.session
+        self.device: torch.device = attempt.session.device
+        self._change("model", attempt.model)
+        self._relocation.note_joined()
+        return attempt
+
+    def _leave(self) -> None:
+        """Drop what belongs to a process group that has failed, and keep the model and the optimizer as they are."""
         leave_wrapper(self.model)
         self._change("model", self.module)
-        for name in ("_stepper", "_evaluator", "_guard", "_snapshots", "_saver", "_run_log", "_feed"):
-            self.__dict__.pop(name, None)
-
-    def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
-        s = self.settings
-        refuse_differences(self._facts, s, evaluates=validation_data is not None, ranks=self._ranks)
-        check_callbacks(self.callbacks)  # a script may have added some
-        check_fit(
-            data, validation_data, batch_sampler, s, self._given,
-            is_plateau=self._is_plateau, needs_pairs=self._objective.is_split and self._collate_fn is None,
-        )  # fmt: skip
-        self._feed = open_feed(
-            data, s, self._batch_size(), self._ranks, given=self._given,
-            collate_fn=self._collate_fn, batch_sampler=batch_sampler,
-        )  # fmt: skip
-        begins_anew = s.resume == "never" and self._lock.is_first and not self._ranks.largest(self._has_fitted)
-        self._set_aside = restarts.set_aside(self.folder, self._ranks) if begins_anew else ""
-        self._is_again = self._has_fitted
-        loaded = self._take_up(data)
-        self._has_fitted = True
-        if not self._is_over():
-            refuse_unwritable(self.checkpoints, self._ranks)
-        with (
-            self._until_signal() as self._preemption,
-            self._begin(loaded) as self._run_log,
-            self._stepper,
-            contextlib.closing(self._feed),
-            self._evaluator.keeping_loader(),
-        ):
-            if validation_data is not None and not self._is_over():
-                self._evaluator.rehearse(validation_data, s.monitor)
-            self._call("on_fit_start")
-            self._consensus.agree_to_stop()
-            while not (self._is_over() or self._consensus.stops):
-                has_ended = self._train_epoch()
-                self._after_epoch(validation_data, has_ended=has_ended)
-            self._end()
-        return self.evaluation
-
-    def _train_epoch(self) -> bool:
-        """Train to the end of the epoch, or to `max_steps`; return whether the epoch has ended."""
-        self.model.train()
-        self._feed.begin_epoch(self.epoch)
-        has_ended, is_empty = True, self._feed.is_at_start
-        self._run_log.begin_epoch(self.step + 1, is_whole=is_empty)
-        is_at_last = self.step == self.settings.max_steps  # of a snapshot: what follows the steps may be missing
-        for parts, num_samples in self._in_step(iter(()) if is_at_last else self._feed.steps()):
-            loss = self._stepper.backward(parts, num_samples, self.step + 1, self.epoch)
-            del parts  # the next batch takes its memory, which is in the caches
-            if self._consensus.is_due(self.step):  # here, where ranks have just met
-                self._consensus.agree(self.step)
-            self._stepper.optimize(self.step + 1, self.epoch)
-            self.step += 1
-            self._feed.advance()
-            self._after_step(loss, num_samples)
-            is_empty = False
-            if self.step == self.settings.max_steps:
-                break
-        if self.step == self.settings.max_steps or self._consensus.stops:
-            has_ended, is_empty = self._feed.is_at_end, False
-        self._lacks_end = False
-        if is_empty:
-            raise ValueError(
-                "Trainer: the data yields no step: fewer samples than a batch, an empty loader, or an iterator "
-                "that an earlier epoch has used up; pass the loader itself, or a list of batches"
-            )
-        if self._run_log.has_news:
-            self._log()
-        return has_ended
-
-    def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
-        """Yield steps while every rank has one; let all obey a signal that any has got."""
-        clock = self._run_log.clock
-        while True:
-            if self._consensus.signal:
-                self._make_room(self._consensus.signal)
-            if self._consensus.stops:
-                return
-            clock.restart()
-            clock.step = self.step + 1
-            clock.begin("data")
-            step = next(steps, None)
-            clock.lap("data")
-            step = self._feed.together(step)
-            if step is None:
-                return
-            clock.lap("wait")
-            event = writer.begin_step(clock.step, step[1], self._run_log.num_steps)
-            try:
-                yield step
-            finally:
-                writer.end(event)
-            del step
-
-    def _after_step(self, loss: Tensor, num_samples: int) -> None:
-        s, run_log = self.settings, self._run_log
-        self._lock.check()
-        run_log.count(loss, num_samples)
-        self._call("on_step")  # before its state is kept
-        run_log.clock.lap("callbacks")
-        if self._asks_in_steps:
-            self._consensus.agree_to_stop()
-            run_log.clock.lap("wait")
-        self._snapshots.after_step(self.step)
-        run_log.clock.lap("snapshot")
-        if self.step == self._first_step:
-            note_modules()
-        if self.step % s.log_every == 0:
-            self._log()
-        if s.save_every and self.step % s.save_every == 0:
-            self._save()
-
-    def _log(self) -> None:
-        lr = self.optimizer.param_groups[0]["lr"]
-        by_rank = self._run_log.log(self.step, self.epoch, lr, self._stepper.grad_norm, self._stepper.named)
-        self._consensus.adapt(self.step, min(map(sum, by_rank)))
-        if news := self._snapshots.adapt(by_rank):
-            self._run_log.say(news)
-        self._guard.look_at_scale(self._stepper.scaler, self.step, self.epoch)
-        self._guard.look_at_log(self._run_log.last_losses, self.session.rank, self.step, self.epoch)
-
-    def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
-        """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
-        is_best = False
-        if validation_data is not None:
-            # A run that goes on here has no such evaluation in the middle of an epoch, nor what it draws at random.
-            with contextlib.nullcontext() if has_ended else random_state_kept():
-                self.evaluation = self.evaluate(validation_data)
-                is_best = has_ended and self._best_metric.update(self.evaluation, self.step)
-                self._run_log.record_evaluation(self.step, self.epoch, self.evaluation)
-                self._call("on_evaluation")
-        if self.scheduler is not None and self.settings.scheduler_interval == "epoch" and has_ended:
-            self.scheduler.step(*([self.evaluation[self.settings.monitor]] if self._is_plateau else []))
-        self._run_log.end_epoch(self.step, self.epoch, self.evaluation, has_ended=has_ended)
-        if has_ended:
-            self._call("on_epoch")
-            self.epoch += 1
-            self._feed.begin_epoch(self.epoch)
-        self._consensus.agree_to_stop()
-        is_last = self._is_over() or self._consensus.stops
-        if is_best or is_last or (self.settings.save_every is None and self._saver.is_due(self.step)):
-            self._save()
-        self._saver.say_left_out(self.step)
-        self._consensus.agree(self.step)  # the steps of an epoch may be few, and all this has taken time
-
-    def _is_over(self) -> bool:
-        return bool(self._why_over())
-
-    def _why_over(self) -> str:
-        """Return why nothing is left to train, by the setting that says so; empty if something is."""
-        s = self.settings
-        if self._lacks_end:
-            return ""
-        if self.epoch >= (s.max_epochs or math.inf):
-            return "max_epochs"
-        if self.step >= (s.max_steps or math.inf):
-            return "max_steps"
-        return "patience" if s.patience is not None and self._best_metric.num_worse >= s.patience else ""
-
-    # ---- the beginning, what is kept, the end ----------------------------------------------------------------------
-
-    def _state(self) -> dict[str, Any]:
-        numbered = ((f"{i} {type(c).__qualname__}", c) for i, c in enumerate(self.callbacks))
-        stateful = {name: callback for name, callback in numbered if hasattr(callback, "load_state_dict")}
-        state = {
-            "trainer": Progress(self, self._identity, stateful),  # first: it may refuse all the rest
-            "model": self.module, "optimizer": self.optimizer, "scaler": self._stepper.scaler,
-            "random": RandomState(), "callbacks": stateful, "data": self._feed, "judge": self._best_metric,
-        }  # fmt: skip
-        return state if self.scheduler is None else {**state, "scheduler": self.scheduler}
-
-    def _batch_size(self) -> int:
-        """Return the global batch size, which may depend on how many ranks the run began with."""
-        return self.settings.batch_size_for(self.session.world_size, self._first_world_size)
-
-    def _take_up(self, data: Any) -> checkpoint.Loaded | None:
-        """Restore the newest checkpoint of this run, or of another one by force."""
-        s, facts = self.settings, with_data(self._facts, data, self.settings, self._ranks)
-        may_force = s.resume == "force"
-        self._identity = Identity(
-            self.folder, facts, is_known=self._lock.was_ours, may_force=may_force, is_own=self._is_again
-        )
-        if self._make_scheduler is not None and self.scheduler is None:
-            self._schedule(length_of_schedule(s, self._feed, self.step, self.epoch))
-        loaded = take_up(self.checkpoints, self._state(), self._identity)
-        if self._identity.is_forced:
-            changed = self._identity.changed
-            self._hyperparameters.give_again(self.optimizer, keep_state="optimizer" not in changed)
-            if self.scheduler is not None and not self._is_plateau and self._make_scheduler is None:
-                catch_up(self.scheduler, self.step if s.scheduler_interval == "step" else self.epoch)
-            if not changed.isdisjoint(("monitor", "mode")):
-                self._best_metric = BestMetric(s.monitor, s.mode, s.min_delta)
-        self._lock.settle()
-        self._lacks_end = loaded is not None and loaded.source == "memory" and self.step == s.max_steps
-        return loaded
-
-    def _schedule(self, length: int) -> None:
-        """Let the function make a schedule of that length, and put it where the run is."""
-        assert self._make_scheduler is not None
-        if self.scheduler is not None:  # from where that one began
-            self._hyperparameters.give_again(self.optimizer, keep_state=True)
-        self._change("scheduler", self._make_scheduler(self.optimizer, length))
-        check_schedule(self.scheduler, self._make_scheduler)
-        self._length_of_schedule = length
-        in_steps = self.settings.scheduler_interval == "step"
-        catch_up(self.scheduler, self.step if in_steps else self.epoch)
-        self._stepper.scheduler = self.scheduler if in_steps else None
-
-    def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
-        """Make what the steps need, and record and say how the run begins."""
-        s = self.settings
-        self._feed.resize(self._batch_size())  # now that it is known
-        if self._make_scheduler is not None and not self._is_over():
-            length = length_of_schedule(s, self._feed, self.step, self.epoch)
-            if length != self._length_of_schedule or self._identity.is_forced:
-                self._schedule(length)
-        num_steps, of_schedule = preflight(self.scheduler, s, self._feed, self.step, self.epoch)
-        run_log = RunLog(self.folder, num_steps, self._ranks, self._loggers)
-        self._guard = self._stepper.begin(run_log, self.step)
-        sentinel, of_sentinel = self._stepper.sentinel(self.step)
-        self._consensus = Consensus(self._ranks, self._preemption, self._guard, sentinel, run_log, s.compare_every)
-        callbacks = [callback for callback in self.callbacks if not isinstance(callback, rank_trial.Trial)]
-        self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step"))
-        self._snapshots = Snapshots(self.checkpoints, s.snapshot_every, self._state, self._may_keep)
-        self._saver = RunSaver(
-            self.checkpoints, s, self._best_metric, run_log, self._state, self._may_keep, loaded, self._ranks
-        )
-        self._began_s, self._first_step = time.monotonic(), self.step + 1
-        origin = describe_origin(self.model, self.optimizer, self._ranks, self.folder)
-        run_log.begin(self.session, s, loaded, origin)
-        lines = [
-            f"{self._feed.describe(num_steps)}; run folder {self.folder}", processes_of(self._ranks),
-            self._lock.problem, self._set_aside, self._identity.news, of_schedule, self._guard.what_is_meant(),
-            of_sentinel,
-            restarts.words_of_another(self, self.module, self.folder, loaded is not None),
-            f"the best checkpoint is that of {self._best_metric.wanted}" if self._given & _OF_BEST_METRIC else "",
-            words_of_resumption(
-                loaded, self.step, self.epoch, self.folder, why_over=self._why_over(), is_again=self._is_again
-            ),
-        ]  # fmt: skip
-        for line in filter(None, lines):
-            run_log.say(line)
-        return run_log
-
-    def _until_signal(self) -> Preemption:
-        """Open it before anything is said: who reads that training begins may already ask for its end."""
-        return Preemption(speaks=self.session.is_main, checkpoints=self.checkpoints)
-
-    def _may_keep(self) -> bool:
-        return self._guard.may_keep(self.step, max(0, self.epoch - self._feed.is_at_start))  # the last step's epoch
-
-    def _save(self, *, wait: bool = False) -> bool:
-        is_saved = self._saver.save(self.step, wait=wait)
-        if is_saved:
-            self._call("on_save")
-            self._consensus.agree_to_stop()
-        return is_saved
-
-    def _make_room(self, number: int) -> None:
-        # To have more ranks: this run goes on at once. Of several hosts, only one's launcher may have told so yet.
-        if self._ranks.largest(memory().restart_is_planned):
-            self._snapshots.take(self.step)
-            raise PlannedRestart
-        if self._run_log.has_news:
-            self._log()
-        begins_anew = self.settings.resume == "never"
-        is_saved = self._save(wait=True)
-        leave(self._run_log, number, self.step, is_saved=is_saved, ranks=self._ranks, begins_anew=begins_anew)
-
-    def _end(self) -> None:
-        reason, words = self._why_over() or "stop", ""
-        if reason == "stop":
-            words = f"stopped by trainer.stop() after step {self.step}"
-        elif reason == "patience":
-            words = f"stopped at epoch {self.epoch}: {self._best_metric.verdict()}"
-        if words:
-            self._run_log.say(words)
-        self._call("on_fit_end")
-        checkpoint.wait()
-        told = {"reason": reason, **({"message": words} if words else {})}
-        seconds = time.monotonic() - self._began_s
-        self._run_log.record("end", step=self.step, epoch=self.epoch, seconds=seconds, **told)
-        self._run_log.report()
-
-    def _call(self, event: str) -> None:
-        call(self.callbacks, event, self)
+        self._attempt = None
 
     # ---- evaluation ------------------------------------------------------------------------------------------------
 
@@ -633,7 +336,7 @@ class Trainer:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
         """
         self._say_if_untrained("evaluate")
-        return self._evaluator.evaluate(data)
+        return self._in_group.evaluator.evaluate(data)
 
     @naming_arguments(_unknown_argument)
     def predict(self, data: Any) -> Tensor:
@@ -644,7 +347,7 @@ class Trainer:
                 targets are left out.
         """
         self._say_if_untrained("predict")
-        return self._evaluator.predict(data)
+        return self._in_group.evaluator.predict(data)
 
     def _say_if_untrained(self, method: str) -> None:
         """Say once that the model is as the script made it, where the folder has a run that only `fit` takes up."""
@@ -659,3 +362,338 @@ class Trainer:
                 f"in {self.folder} is taken up by fit(), or by "
                 f'phalanx.checkpoint.load({self.folder!r}, {{"model": model}})'
             )
+
+
+class _Attempt:
+    """One stay of a trainer in a process group: made when the trainer joins, dropped as a whole when the group fails.
+
+    What outlives a group is the trainer's: the model and its optimizer, the schedule, callbacks and counters. Read it
+    from the top: join, `fit`, begin, steps and epochs, end.
+
+    Attributes:
+        session: Session of this rank.
+        model: Model in its wrapper.
+        loggers: Loggers of the run.
+        evaluator: Evaluator of the model.
+        stepper: Stepper of the model's optimizer.
+        run_log: Log of the run, once `fit` has begun it.
+        consensus: Questions that the ranks ask each other while they train, once `fit` has begun.
+        is_training: Whether `fit` trains, so that it can be stopped.
+    """
+
+    def __init__(self, trainer: Trainer, joined: session.Session) -> None:
+        s = trainer.settings
+        self._trainer, self._settings, self.session = trainer, s, joined
+        self._ranks = RankGroup()
+        self.loggers = Loggers(trainer._given_loggers, self._ranks)
+        self.model = wrap(trainer._given_model, joined.device, joined.world_size)
+        in_steps = trainer.scheduler if s.scheduler_interval == "step" else None
+        divides = "never" if trainer._has_callbacks and s.divide_optimizer == "auto" else s.divide_optimizer
+        objective = trainer._objective
+        self.stepper = Stepper(self.model, trainer.optimizer, in_steps, objective, self._ranks, joined, s, divides)
+        self.evaluator = Evaluator(self.model, objective, self._ranks, joined.device, s, trainer._collate_fn)
+        self.is_training = False
+
+    def fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
+        """Train to the end in this group, as `Trainer.fit` says."""
+        try:
+            with FolderLock(self._trainer.folder, self._ranks) as self._lock, writer.telling():
+                return self._fit(data, validation_data, batch_sampler)
+        finally:
+            self.is_training = False
+
+    def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
+        trainer, s = self._trainer, self._settings
+        refuse_differences(trainer._facts, s, evaluates=validation_data is not None, ranks=self._ranks)
+        check_callbacks(trainer.callbacks)  # a script may have added some
+        check_fit(
+            data, validation_data, batch_sampler, s, trainer._given,
+            is_plateau=trainer._is_plateau, needs_pairs=trainer._objective.is_split and trainer._collate_fn is None,
+        )  # fmt: skip
+        self._feed = open_feed(
+            data, s, self._batch_size(), self._ranks, given=trainer._given,
+            collate_fn=trainer._collate_fn, batch_sampler=batch_sampler,
+        )  # fmt: skip
+        begins_anew = s.resume == "never" and self._lock.is_first and not self._ranks.largest(trainer._has_fitted)
+        self._set_aside = restarts.set_aside(trainer.folder, self._ranks) if begins_anew else ""
+        self._is_again = trainer._has_fitted
+        loaded = self._take_up(data)
+        trainer._has_fitted = True
+        if not self._is_over():
+            refuse_unwritable(trainer.checkpoints, self._ranks)
+        with (
+            # Before anything is said: who reads that training begins may already ask for its end.
+            Preemption(speaks=self.session.is_main, checkpoints=trainer.checkpoints) as self._preemption,
+            self._begin(loaded) as self.run_log,
+            self.stepper,
+            contextlib.closing(self._feed),
+            self.evaluator.keeping_loader(),
+        ):
+            if validation_data is not None and not self._is_over():
+                self.evaluator.rehearse(validation_data, s.monitor)
+            self._call("on_fit_start")
+            self.consensus.agree_to_stop()
+            while not (self._is_over() or self.consensus.stops):
+                has_ended = self._train_epoch()
+                self._after_epoch(validation_data, has_ended=has_ended)
+            self._end()
+        return trainer.evaluation
+
+    # ---- the beginning -----------------------------------------------------------------------------------------------
+
+    def _take_up(self, data: Any) -> checkpoint.Loaded | None:
+        """Restore the newest checkpoint of this run, or of another one by force."""
+        trainer, s = self._trainer, self._settings
+        facts = with_data(trainer._facts, data, s, self._ranks)
+        self._identity = Identity(
+            trainer.folder, facts, is_known=self._lock.was_ours, may_force=s.resume == "force", is_own=self._is_again
+        )
+        if trainer._make_scheduler is not None and trainer.scheduler is None:
+            self._schedule(length_of_schedule(s, self._feed, trainer.step, trainer.epoch))
+        loaded = take_up(trainer.checkpoints, self._state(), self._identity)
+        if self._identity.is_forced:
+            changed = self._identity.changed
+            trainer._hyperparameters.give_again(trainer.optimizer, keep_state="optimizer" not in changed)
+            if trainer.scheduler is not None and not trainer._is_plateau and trainer._make_scheduler is None:
+                catch_up(trainer.scheduler, trainer.step if s.scheduler_interval == "step" else trainer.epoch)
+            if not changed.isdisjoint(("monitor", "mode")):
+                trainer._best_metric = BestMetric(s.monitor, s.mode, s.min_delta)
+        self._lock.settle()
+        self._lacks_end = loaded is not None and loaded.source == "memory" and trainer.step == s.max_steps
+        return loaded
+
+    def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
+        """Make what the steps need, and record and say how the run begins."""
+        trainer, s = self._trainer, self._settings
+        self._feed.resize(self._batch_size())  # now that it is known
+        if trainer._make_scheduler is not None and not self._is_over():
+            length = length_of_schedule(s, self._feed, trainer.step, trainer.epoch)
+            if length != trainer._length_of_schedule or self._identity.is_forced:
+                self._schedule(length)
+        num_steps, of_schedule = preflight(trainer.scheduler, s, self._feed, trainer.step, trainer.epoch)
+        run_log = RunLog(trainer.folder, num_steps, self._ranks, self.loggers)
+        self._guard = self.stepper.begin(run_log, trainer.step)
+        sentinel, of_sentinel = self.stepper.sentinel(trainer.step)
+        self.consensus = Consensus(self._ranks, self._preemption, self._guard, sentinel, run_log, s.compare_every)
+        self.is_training = True
+        callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, rank_trial.Trial)]
+        self._asks_in_steps = self._ranks.largest(has_hook(callbacks, "on_step"))
+        self._snapshots = Snapshots(trainer.checkpoints, s.snapshot_every, self._state, self._may_keep)
+        self._saver = RunSaver(
+            trainer.checkpoints, s, trainer._best_metric, run_log, self._state, self._may_keep, loaded, self._ranks
+        )
+        self._began_s, self._first_step = time.monotonic(), trainer.step + 1
+        origin = describe_origin(self.model, trainer.optimizer, self._ranks, trainer.folder)
+        run_log.begin(self.session, s, loaded, origin)
+        lines = [
+            f"{self._feed.describe(num_steps)}; run folder {trainer.folder}", processes_of(self._ranks),
+            self._lock.problem, self._set_aside, self._identity.news, of_schedule, self._guard.what_is_meant(),
+            of_sentinel,
+            restarts.words_of_another(trainer, trainer.module, trainer.folder, loaded is not None),
+            f"the best checkpoint is that of {trainer._best_metric.wanted}" if trainer._given & _OF_BEST_METRIC else "",
+            words_of_resumption(
+                loaded, trainer.step, trainer.epoch, trainer.folder, why_over=self._why_over(), is_again=self._is_again
+            ),
+        ]  # fmt: skip
+        for line in filter(None, lines):
+            run_log.say(line)
+        return run_log
+
+    def _schedule(self, length: int) -> None:
+        """Let the function make a schedule of that length, and put it where the run is."""
+        trainer, s = self._trainer, self._settings
+        assert trainer._make_scheduler is not None
+        if trainer.scheduler is not None:  # from where that one began
+            trainer._hyperparameters.give_again(trainer.optimizer, keep_state=True)
+        trainer._change("scheduler", trainer._make_scheduler(trainer.optimizer, length))
+        check_schedule(trainer.scheduler, trainer._make_scheduler)
+        trainer._length_of_schedule = length
+        in_steps = s.scheduler_interval == "step"
+        catch_up(trainer.scheduler, trainer.step if in_steps else trainer.epoch)
+        self.stepper.scheduler = trainer.scheduler if in_steps else None
+
+    def _batch_size(self) -> int:
+        """Return the global batch size, which may depend on how many ranks the run began with."""
+        return self._settings.batch_size_for(self.session.world_size, self._trainer._first_world_size)
+
+    def _state(self) -> dict[str, Any]:
+        trainer = self._trainer
+        numbered = ((f"{i} {type(c).__qualname__}", c) for i, c in enumerate(trainer.callbacks))
+        stateful = {name: callback for name, callback in numbered if hasattr(callback, "load_state_dict")}
+        state = {
+            "trainer": Progress(trainer, self._identity, stateful),  # first: it may refuse all the rest
+            "model": trainer.module, "optimizer": trainer.optimizer, "scaler": self.stepper.scaler,
+            "random": RandomState(), "callbacks": stateful, "data": self._feed, "judge": trainer._best_metric,
+        }  # fmt: skip
+        return state if trainer.scheduler is None else {**state, "scheduler": trainer.scheduler}
+
+    # ---- steps and epochs --------------------------------------------------------------------------------------------
+
+    def _train_epoch(self) -> bool:
+        """Train to the end of the epoch, or to `max_steps`; return whether the epoch has ended."""
+        trainer, s = self._trainer, self._settings
+        self.model.train()
+        self._feed.begin_epoch(trainer.epoch)
+        has_ended, is_empty = True, self._feed.is_at_start
+        self.run_log.begin_epoch(trainer.step + 1, is_whole=is_empty)
+        is_at_last = trainer.step == s.max_steps  # of a snapshot: what follows the steps may be missing
+        for parts, num_samples in self._in_step(iter(()) if is_at_last else self._feed.steps()):
+            loss = self.stepper.backward(parts, num_samples, trainer.step + 1, trainer.epoch)
+            del parts  # the next batch takes its memory, which is in the caches
+            if self.consensus.is_due(trainer.step):  # here, where ranks have just met
+                self.consensus.agree(trainer.step)
+            self.stepper.optimize(trainer.step + 1, trainer.epoch)
+            trainer.step += 1
+            self._feed.advance()
+            self._after_step(loss, num_samples)
+            is_empty = False
+            if trainer.step == s.max_steps:
+                break
+        if trainer.step == s.max_steps or self.consensus.stops:
+            has_ended, is_empty = self._feed.is_at_end, False
+        self._lacks_end = False
+        if is_empty:
+            raise ValueError(
+                "Trainer: the data yields no step: fewer samples than a batch, an empty loader, or an iterator "
+                "that an earlier epoch has used up; pass the loader itself, or a list of batches"
+            )
+        if self.run_log.has_news:
+            self._log()
+        return has_ended
+
+    def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
+        """Yield steps while every rank has one; let all obey a signal that any has got."""
+        clock = self.run_log.clock
+        while True:
+            if self.consensus.signal:
+                self._preempt(self.consensus.signal)
+            if self.consensus.stops:
+                return
+            clock.restart()
+            clock.step = self._trainer.step + 1
+            clock.begin("data")
+            step = next(steps, None)
+            clock.lap("data")
+            step = self._feed.together(step)
+            if step is None:
+                return
+            clock.lap("wait")
+            event = writer.begin_step(clock.step, step[1], self.run_log.num_steps)
+            try:
+                yield step
+            finally:
+                writer.end(event)
+            del step
+
+    def _after_step(self, loss: Tensor, num_samples: int) -> None:
+        trainer, s, run_log = self._trainer, self._settings, self.run_log
+        self._lock.check()
+        run_log.count(loss, num_samples)
+        self._call("on_step")  # before its state is kept
+        run_log.clock.lap("callbacks")
+        if self._asks_in_steps:
+            self.consensus.agree_to_stop()
+            run_log.clock.lap("wait")
+        self._snapshots.after_step(trainer.step)
+        run_log.clock.lap("snapshot")
+        if trainer.step == self._first_step:
+            note_modules()
+        if trainer.step % s.log_every == 0:
+            self._log()
+        if s.save_every and trainer.step % s.save_every == 0:
+            self._save()
+
+    def _log(self) -> None:
+        trainer = self._trainer
+        lr = trainer.optimizer.param_groups[0]["lr"]
+        by_rank = self.run_log.log(trainer.step, trainer.epoch, lr, self.stepper.grad_norm, self.stepper.named)
+        self.consensus.adapt(trainer.step, min(map(sum, by_rank)))
+        if news := self._snapshots.adapt(by_rank):
+            self.run_log.say(news)
+        self._guard.look_at_scale(self.stepper.scaler, trainer.step, trainer.epoch)
+        self._guard.look_at_log(self.run_log.last_losses, self.session.rank, trainer.step, trainer.epoch)
+
+    def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
+        """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
+        trainer, s = self._trainer, self._settings
+        is_best = False
+        if validation_data is not None:
+            # A run that goes on here has no such evaluation in the middle of an epoch, nor what it draws at random.
+            with contextlib.nullcontext() if has_ended else random_state_kept():
+                trainer.evaluation = trainer.evaluate(validation_data)
+                is_best = has_ended and trainer._best_metric.update(trainer.evaluation, trainer.step)
+                self.run_log.record_evaluation(trainer.step, trainer.epoch, trainer.evaluation)
+                self._call("on_evaluation")
+        if trainer.scheduler is not None and s.scheduler_interval == "epoch" and has_ended:
+            trainer.scheduler.step(*([trainer.evaluation[s.monitor]] if trainer._is_plateau else []))
+        self.run_log.end_epoch(trainer.step, trainer.epoch, trainer.evaluation, has_ended=has_ended)
+        if has_ended:
+            self._call("on_epoch")
+            trainer.epoch += 1
+            self._feed.begin_epoch(trainer.epoch)
+        self.consensus.agree_to_stop()
+        is_last = self._is_over() or self.consensus.stops
+        if is_best or is_last or (s.save_every is None and self._saver.is_due(trainer.step)):
+            self._save()
+        self._saver.say_left_out(trainer.step)
+        self.consensus.agree(trainer.step)  # the steps of an epoch may be few, and all this has taken time
+
+    # ---- what is kept, and the end -----------------------------------------------------------------------------------
+
+    def _why_over(self) -> str:
+        """Return why nothing is left to train, by the setting that says so; empty if something is."""
+        trainer, s = self._trainer, self._settings
+        if self._lacks_end:
+            return ""
+        if trainer.epoch >= (s.max_epochs or math.inf):
+            return "max_epochs"
+        if trainer.step >= (s.max_steps or math.inf):
+            return "max_steps"
+        return "patience" if s.patience is not None and trainer._best_metric.num_worse >= s.patience else ""
+
+    def _is_over(self) -> bool:
+        return bool(self._why_over())
+
+    def _may_keep(self) -> bool:
+        last_epoch = max(0, self._trainer.epoch - self._feed.is_at_start)  # that of the last step
+        return self._guard.may_keep(self._trainer.step, last_epoch)
+
+    def _save(self, *, wait: bool = False) -> bool:
+        is_saved = self._saver.save(self._trainer.step, wait=wait)
+        if is_saved:
+            self._call("on_save")
+            self.consensus.agree_to_stop()
+        return is_saved
+
+    def _preempt(self, number: int) -> None:
+        """End this rank after it has saved; or after a snapshot, if the job restarts at once with more ranks."""
+        step = self._trainer.step
+        if self._ranks.largest(
+            memory().restart_is_planned
+        ):  # of several hosts, one launcher may know before the others
+            self._snapshots.take(step)
+            raise PlannedRestart
+        if self.run_log.has_news:
+            self._log()
+        begins_anew = self._settings.resume == "never"
+        is_saved = self._save(wait=True)
+        leave(self.run_log, number, step, is_saved=is_saved, ranks=self._ranks, begins_anew=begins_anew)
+
+    def _end(self) -> None:
+        trainer = self._trainer
+        reason, words = self._why_over() or "stop", ""
+        if reason == "stop":
+            words = f"stopped by trainer.stop() after step {trainer.step}"
+        elif reason == "patience":
+            words = f"stopped at epoch {trainer.epoch}: {trainer._best_metric.verdict()}"
+        if words:
+            self.run_log.say(words)
+        self._call("on_fit_end")
+        checkpoint.wait()
+        told = {"reason": reason, **({"message": words} if words else {})}
+        seconds = time.monotonic() - self._began_s
+        self.run_log.record("end", step=trainer.step, epoch=trainer.epoch, seconds=seconds, **told)
+        self.run_log.report()
+
+    def _call(self, event: str) -> None:
+        call(self._trainer.callbacks, event, self._trainer)

@@ -28,13 +28,9 @@ class Relocation:
     A new process runs the script from its beginning, and kept ones only what a trainer does when it joins the job. So
     they meet only if the script itself has called no collective before `Trainer.fit`. It may have called
     `phalanx.init`, which a trainer repeats with the same arguments.
-
-    Attributes:
-        is_lost: Whether the group has failed, so that the trainer has to join the job again.
     """
 
     def __init__(self) -> None:
-        self.is_lost: bool = False
         self._why_not_met = session.why_not_met()
         self._made: session.Made | None = None
         self._use: tuple[int, bool] | None = None
@@ -49,7 +45,6 @@ class Relocation:
 
     def note_joined(self) -> None:
         """Note that the trainer has done all that it does when it joins the job."""
-        self.is_lost = False
         self._use = session.use_of_group()
 
     def why_not_kept(self, model: nn.Module, optimizer: torch.optim.Optimizer, loggers: Loggers, data: Any) -> str:
