@@ -1,24 +1,35 @@
-# make demo   set up a virtual environment, build, train the README's model on two processes
-# make test   set up, run the tests                make check        what CI runs: format, lint, types, book, tests
-# make docs   check and build the book, docs/en and docs/zh, into build/docs; look at the pages that it has become
-# make integrations  train under Accelerate, transformers, Lightning, ... on Gloo and in its place, in a virtual environment of its own
-# make cluster  the tests of several hosts, Slurm and MPI; as root
-# make slow   before a release: long tests; the benchmarks, the exam, the model; random faults; the core's own, sanitized
-# make bench  measure against Gloo, MPI, torchrun  make conformance  all of torch's own exam of a backend
-# make bench-ddp  what data parallel training costs over a step without communication
-# make bench-step  what a step takes under plain python, torchrun and phalanx run
-# make bench-tune  whether phalanx tune finds what an exhaustive search finds
-# make bench-trainer  what the Trainer adds to a step of a loop by hand
-# make bench-checkpoint  what saving and snapshots cost the training, against memcpy and torch.save
-# make bench-hosts  collectives between hosts, which are namespaces of this machine; as root
-# make stress the long forms of the fault and start-up tests         make model  check the protocols with SPIN
-# make torches  before a release: the tests of what is most torch's own, on each minor version of torch that pyproject.toml allows
-# make wheels build and check the wheels and the sdist of a release; ONLY="cp312-x86_64 sdist" builds these alone
-# make release  all that comes before an upload, see docs/en/contributing/releases.md
-#
-# make test TORCH=2.13.0 tests on another torch, in a virtual environment of its own.
-# Packages are installed by uv where it is there; by pip with UV=, and where pip was told of other places to install from, which
-# uv would not know.
+# Every day
+#   make demo          set up a virtual environment, build, and train the README's model on two processes
+#   make setup         set up the virtual environment and build, and nothing more
+#   make test          run the tests; TESTS="tests/backend" runs some, TORCH=2.13.0 runs them on another torch
+#   make format        format the code and fix what the linter can fix
+#   make lint          check format, lint, types and spelling; changes nothing
+#   make docs          check the book, build it into build/docs, and test its pages in a browser
+#   make stamp         mark the Chinese pages as up to date; PAGES="guides/tune.md" marks some
+#   make check         everything that CI runs: lint, docs, test, cluster
+#   make clean         remove the environments and the build
+# Now and then
+#   make cluster       tests of several hosts, Slurm and MPI; needs root
+#   make torches       tests that lean on torch's own parts, on each minor version of torch that we support
+#   make integrations  Accelerate, transformers, Lightning and others, on Gloo and on Phalanx in its place
+#   make conformance   torch's own tests for backends, all of them
+#   make stress        the long forms of the tests of faults and start-up
+#   make model         check the protocols with SPIN
+#   make slow          long tests, benchmarks, torch's tests, models, random faults, and the core with sanitizers
+# Measurements
+#   make bench             collectives and start-up, against Gloo, MPI and torchrun
+#   make bench-step        a training step under plain python, torchrun and phalanx run
+#   make bench-ddp         data parallel training, over a step without communication
+#   make bench-trainer     the Trainer's share of a step
+#   make bench-checkpoint  saving and snapshots, against memcpy and torch.save
+#   make bench-tune        phalanx tune, against an exhaustive search
+#   make bench-hosts       collectives between hosts, which are namespaces of this machine; needs root
+# Releases
+#   make wheels        build and check the wheels and the sdist; ONLY="cp312-x86_64 sdist" builds these alone
+#   make release       everything before an upload, see docs/en/contributing/releases.md
+
+# uv installs packages where it is available; pip does with UV=, and where pip was told of other places to install from,
+# which uv would not know. TORCH=... uses a virtual environment of its own.
 PYTHON ?= python3
 TORCH ?= 2.15.0
 VENV ?= .venv$(if $(filter-out 2.15.0,$(TORCH)),-$(TORCH))
@@ -38,9 +49,12 @@ GPUS := $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg)
 CPU_ONLY = $(if $(UV),UV_TORCH_BACKEND=cpu make demo,PIP_EXTRA_INDEX_URL=INDEX make demo; README.md says what INDEX is)
 WHEEL_TOOLS := build/wheels/tools
 
-.PHONY: demo docs wheels release test torch torches integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
+.PHONY: help demo setup format stamp docs wheels release test torch torches integrations test-integrations cluster slow check lint bench bench-ddp bench-step bench-tune bench-trainer bench-checkpoint bench-hosts conformance stress model clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # pip runs once at a time
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//; p' Makefile
 
 demo: $(VENV)/built
 	$(BIN)/phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_digits.py --out runs/digits --fresh
@@ -86,6 +100,15 @@ cluster slow: $(READY)
 	$(BIN)/python -m pytest -m $@ tests
 
 check: lint docs test cluster
+
+setup: $(READY)
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+stamp: $(READY)
+	$(BIN)/python tools/book.py stamp $(PAGES)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

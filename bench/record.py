@@ -1,7 +1,7 @@
 """The record of a benchmark: one form of JSON for all, with the tables that the documentation shows.
 
 A record says who measured what, when and where: the command, the date, the machine and the versions. Beside all samples
-it holds tables of plain numbers, seconds and bytes; `tools/numbers.py` turns these into pages and pictures.
+it holds tables of plain numbers, seconds and bytes; `tools/tables.py` turns these into pages and pictures.
 """
 
 from __future__ import annotations

@@ -17,10 +17,17 @@ WORKFLOW = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "tests.yml").r
 FORMS = [path for path in sorted(REPOSITORY.glob(".github/ISSUE_TEMPLATE/*.yml")) if path.stem != "config"]
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "SECURITY.md"])
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "GOVERNANCE.md", "SECURITY.md"])
 def test_links_lead_to_files_that_exist(name):
     links = re.findall(r"\]\(([^)#]+)", (REPOSITORY / name).read_text())
     assert [link for link in links if not (REPOSITORY / link).is_file()] == []
+
+
+def test_owners_are_named_for_files_that_exist():
+    lines = (REPOSITORY / ".github" / "CODEOWNERS").read_text().splitlines()
+    paths = [line.split()[0] for line in lines if line and not line.startswith("#")]
+    assert paths[0] == "*"
+    assert [path for path in paths[1:] if not (REPOSITORY / path.lstrip("/")).exists()] == []
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)

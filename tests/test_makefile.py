@@ -1,4 +1,4 @@
-"""``make demo`` tells of its steps and of torch for CPUs alone, and uses uv; ``make torches`` leaves none out."""
+"""``make help`` lists the targets; ``make demo`` tells of its steps, and uses uv; ``make torches`` leaves none out."""
 
 from __future__ import annotations
 
@@ -24,6 +24,15 @@ def commands(*settings, environ=None):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_make_without_a_target_lists_all_that_are_meant_for_people():
+    done = subprocess.run(["make"], cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert all(len(line) <= 120 for line in done.stdout.splitlines())
+    (targets,) = re.findall(r"^\.PHONY: (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    within = {"help", "torch", "test-integrations"}  # parts of others
+    assert {*re.findall(r"^  make ([a-z-]+)  ", done.stdout, re.MULTILINE)} == {*targets.split()} - within
 
 
 @pytest.mark.parametrize(("uv", "installer"), [("/opt/uv", "/opt/uv pip install"), ("", "python -m pip install")])

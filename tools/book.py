@@ -1,8 +1,19 @@
-"""Builds the book and keeps it true beside its tests; ``make docs`` runs ``check`` and ``build``, and the
-tests of the site.
+"""Builds the book and keeps it true beside its tests; ``make docs`` runs ``check`` and ``build``, and the tests of the
+site.
 
-A Chinese page names, in its first lines, the state of the English page that it was written from. ``stamp`` writes that
-line once the Chinese page says the same again; ``check`` finds pages that fell behind, and what Sphinx does not see.
+``docs/en`` and ``docs/zh`` hold the same pages under the same paths, so a page's counterpart needs no table. One
+Sphinx project (``docs/conf.py``) builds both into ``build/docs``, with warnings as errors. Nothing on a page is loaded
+from elsewhere: it reads the same on a machine without a network. What keeps a page true:
+
+- **Code** runs in a test, page by page, as a reader would run it, and prints what the page shows
+  (``tests/docs/blocks.py``).
+- **A Chinese page** names, in its first lines, the hash of the English page that it was written from. ``stamp`` writes
+  that line once the Chinese page says the same again. ``check`` finds pages that fell behind, blocks that differ
+  between the languages, dead links, images without alternative text and sentences that are too long.
+- **The reference** is made of docstrings, of the parsers that the commands use and of the variables where they are
+  declared (``docs/extensions/book_commands.py``), so a flag can't be forgotten. Tests hold that no public name is
+  missing and that each has an example in its docstring, which runs.
+- **Numbers** in tables come from ``docs/numbers``, see `tables`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,20 @@
 """Build the wheels and the sdist of a release, and check what they require of the system that they are installed on.
 
-``make wheels`` runs it with the tools of ``requirements-wheels.txt``. zig compiles the core for each processor against
-the symbols of an old glibc and links the C++ runtime in, so a wheel needs nothing but Python and torch. Any Python of
-the right version will do: the headers do not depend on the processor.
+``make wheels`` runs it with the tools of ``requirements-wheels.txt``.
+
+**One wheel for many torches.** The core is plain C++ and links nothing of torch. What it needs of a tensor it asks a
+function that torch offers at run time (``csrc/python/tensors.h``), so a wheel outlives torch's versions. Python's side
+is nanobind's: one wheel each for 3.10 and 3.11, and one of the stable ABI for all that follow.
+
+**An old glibc without an old machine.** zig compiles the core for each processor. It is a package of the registry, and
+brings clang, libc++ and the symbols of every glibc: ``-target x86_64-linux-gnu.2.28`` links against the one that
+torch's own wheels ask for. The C++ runtime is linked in, since the system's may be older than the code, so a wheel
+needs nothing but Python and torch. Any Python of the right version will do: the headers do not depend on the
+processor. TLS descriptors, which nanobind would turn on, are off: calls through them clobber vector registers before
+glibc 2.40. ``auditwheel`` and ``abi3audit`` read what came out.
+
+**Kernels are chosen where they run** (``csrc/collectives/reduce_kernels.cpp``). A test runs the wheel's core on an
+emulated processor without AVX.
 """
 
 from __future__ import annotations

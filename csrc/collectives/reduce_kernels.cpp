@@ -1,4 +1,6 @@
 // Compiled once per instruction set (see CMakeLists.txt): PHALANX_SIMD names the namespace and so the variant.
+// Reductions and digests exist for x86-64, v3 and v4, and the processor decides at run time; nothing else may use more
+// than the baseline.
 //
 // Everything lives in an unnamed namespace and uses only builtin types. An inline function of a standard header would
 // be merged with its copies in other objects by the linker, which might keep the one with the newest instructions.

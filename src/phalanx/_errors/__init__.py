@@ -1,5 +1,25 @@
 """Errors caused by the world, such as a dead rank or a damaged file; a wrong call raises ValueError or TypeError.
 
+    PhalanxError (RuntimeError)                  something happened in the world that the caller could not prevent
+      + CollectiveMismatch                       ranks called different operations, or disagree about sizes
+      + RankFailed                               a peer died or left the group
+      + CollectiveTimeout (TimeoutError)         an operation passed its deadline
+      + GroupAborted                             abort(), or Ctrl-C during an operation, ended the group
+      + GroupUnusable                            the group had ended before this call
+      + OutOfSharedMemory (MemoryError)          a memory limit stops the shared segment from growing
+      + NonFinite (FloatingPointError)           a loss, a gradient or a parameter is not finite
+      + ReplicaMismatch                          the ranks' copies of a model differ
+      + CheckpointError                          a checkpoint could not be saved or loaded
+        + Damaged                                its files are not what was saved (checkpoint/disk/folder.py)
+        + OtherSide                              another job or a newer attempt writes there (checkpoint/disk/claim.py)
+    RankError (RuntimeError)                     a rank of phalanx.spawn or run_ranks failed (failure/outcome.py)
+    ArgumentError (ValueError, RuntimeError)     an operation was called with a wrong argument
+      + UnsupportedLayout (NotImplementedError)  ... with a tensor of a layout that it can't take
+      + OtherDevice                              ... with tensors of another device (backend/calls/memory.py)
+
+``tests/test_error_tree.py`` holds that the tree is true. Exceptions by which modules of one room signal to each other,
+and that never reach a user, are not in it.
+
 Every message names the rank, the operation and what to do. Errors carry these facts as attributes and can be pickled,
 because they cross processes. Start with `facts`, which says how they travel.
 """
