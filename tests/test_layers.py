@@ -179,7 +179,7 @@ def test_imports_have_no_effect_on_the_process() -> None:
         "fork": [
             "phalanx.backend.calls.work._begin_anew",
             "phalanx.backend.hosts.channels._let_go",
-            "phalanx.checkpoint.disk.claim._let_go_in_child",
+            "phalanx.checkpoint.disk.claim._unlock_in_child",
             "phalanx.checkpoint.saving._forget_parents_saves",
             "phalanx.debugging.prompt._begin_anew",
         ],

@@ -173,7 +173,7 @@ def test_a_script_of_several_hosts_claims_the_folder_of_its_checkpoints_once(tmp
     as_attempt("a", 1)
     fence = fence_for(str(tmp_path))
     assert fence == fence_for(str(tmp_path))
-    first = claims._held.pop(str(tmp_path))
+    first = claims._claimed.pop(str(tmp_path))
     try:
         as_attempt("b", 1)
         with pytest.raises(OtherSide, match="another side of this job trains in"):

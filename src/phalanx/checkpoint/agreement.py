@@ -1,4 +1,4 @@
-"""Ranks that agree on a checkpoint before any of them touches it."""
+"""How the ranks agree on a checkpoint before any of them touches it, and raise the same error if they can't."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from phalanx._errors import CheckpointError, GroupUnusable, addressed, printable
 from phalanx._text import named
 from phalanx.wire.rank_group import RankGroup
 
-_MISSING_S = 60.0  # before a rank that does not make the call is missed
+_MISSING_S = 60.0  # for every rank to make the call
 
 
 def require_all(op: str) -> None:
-    """Return when every rank has called this.
+    """Wait until every rank has called this.
 
     Raises:
-        CheckpointError: Another rank does something else, or nothing for a minute.
+        CheckpointError: Another rank makes another call, or none for a minute.
     """
     ranks = RankGroup()
     try:
         ranks.barrier(_MISSING_S)
     except GroupUnusable:
-        raise  # no rank is late: this one cannot call anything
+        raise  # no rank is late: this one can't use the group
     except RuntimeError as error:
         raise CheckpointError(
             f"rank {ranks.rank}: checkpoint.{op}: not every rank has called it. All must, not only rank 0: take the "
@@ -45,9 +45,16 @@ def gather(op: str, message: Any) -> list[Any]:
 
 
 def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = None, about: str = "") -> None:
-    """Raise on every rank what any rank has found wrong, each rank's in a line; once if all say the same.
+    """Raise an error on every rank if any rank has a problem.
 
-    Words `about` step and folder follow the operation's name. The `cause` is shown only if it tells more than these.
+    Args:
+        op: Name of the operation.
+        problems: Problem of each rank, or an empty string; the error has a line for each, or one if all are the same.
+        cause: Exception of this rank; shown only if its traceback says more than its message.
+        about: Words about step and folder, which follow the operation's name.
+
+    Raises:
+        CheckpointError: Some rank has a problem.
     """
     found = {rank: printable(problem, keep="\n\t") for rank, problem in enumerate(problems) if problem}
     if found:
@@ -64,9 +71,9 @@ def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = N
 
 
 def _tells_more(cause: BaseException | None) -> bool:
-    """Return whether a cause's traceback tells what its words do not, as that of a ``load_state_dict()`` of the user's.
+    """Return whether a cause's traceback adds to its message, as in a user's own ``load_state_dict()``.
 
-    What we have raised ourselves, or the system in a call of ours, would stand on the screen twice.
+    Errors that this library raises, or the system in a call of this library, would appear on the screen twice.
     """
     if cause is None:
         return False

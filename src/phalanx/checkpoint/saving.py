@@ -38,7 +38,7 @@ from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.disk import folder as folders
 from phalanx.checkpoint.disk.claim import OtherSide, fence_for
 from phalanx.checkpoint.disk.pending import pending
-from phalanx.checkpoint.disk.retention import check_numbers, remove_old
+from phalanx.checkpoint.disk.retention import Retention
 from phalanx.checkpoint.state import blocks
 from phalanx.checkpoint.state.image import Part, fill, lay_out
 from phalanx.checkpoint.state.tree import Leaf, pack, refuse_no_mapping
@@ -60,13 +60,13 @@ def save(
 ) -> None:
     """Save `state` as the checkpoint of `step`. Every rank calls it.
 
-    It returns when the state is copied, so the next step may change it. The files are written in the background, and
+    It returns once the state is copied, so the next step may change it. The files are written in the background, and
     the checkpoint gets its name when the files of all ranks are safe on disk. A save that is interrupted leaves earlier
-    checkpoints as they were. The last save is completed before the interpreter ends.
+    checkpoints as they were. The interpreter does not exit before the last save is complete.
 
     Every rank gets back what it saved, bit for bit. Tensors of 64 KiB and more are compared between the ranks. One with
     the same bits on all ranks is saved once, divided among them. If one differs, each rank saves its own, and only the
-    same number of ranks can load the checkpoint. Of a DTensor each shard is saved once; its replicas are equal by
+    same number of ranks can load the checkpoint. Each shard of a DTensor is saved once; its replicas are equal by
     contract, and only the first is saved. Buffers of modules, NumPy arrays, smaller tensors and plain values are saved
     for each rank; another number of ranks gets those of rank 0.
 
@@ -76,12 +76,12 @@ def save(
             ``load_state_dict``, and plain values.
         step: Step of the training, at least 0; a checkpoint of the same step is replaced.
         metric: Score of the checkpoint for ``prune(keep_best=...)`` and ``load(step="best")``.
-        keep: Arguments for `prune`, which runs when this checkpoint is published; None: it does not run.
-        wait: Whether to return only when the checkpoint is published.
+        keep: Arguments for `prune`, which runs once this checkpoint is published; None: it does not run.
+        wait: Whether to return only once the checkpoint is published.
 
     Raises:
-        CheckpointError: A rank can't save, an earlier save failed in the background, or not all ranks call this; on
-            every rank.
+        CheckpointError: A rank can't save, an earlier save failed in the background, or not all ranks call this;
+            raised on every rank.
         TypeError: `state` is no dictionary.
 
     Example:
@@ -91,14 +91,14 @@ def save(
     """
     refuse_no_mapping("save", state, ", step")
     with writer.phase("checkpoint", step):
-        _saver.save(os.path.abspath(folder), state, step, metric, dict(keep or {}), wait)
+        _saver.save(os.path.abspath(folder), state, step, metric, keep, wait)
 
 
 def wait() -> None:
     """Wait until the last save is published. Every rank calls it.
 
     Raises:
-        CheckpointError: A rank could not write; on every rank.
+        CheckpointError: A rank could not write; raised on every rank.
 
     Example:
         >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1)
@@ -109,33 +109,41 @@ def wait() -> None:
 
 
 class Saver:
-    """Saves of this process, one at a time."""
+    """Saves the state of this process, one save at a time."""
 
     def __init__(self) -> None:
         self._pending: Future[str] | None = None
         self._staging = mmap.mmap(-1, 1)
         self._swept: set[str] = set()
 
-    def save(self, folder: str, state: Any, step: int, metric: float | None, keep: dict[str, Any], wait: bool) -> None:
+    def save(
+        self,
+        folder: str,
+        state: Any,
+        step: int,
+        metric: float | None,
+        keep: Mapping[str, Any] | None,
+        wait: bool,
+    ) -> None:
         ranks = RankGroup()
         rank, world_size = ranks.rank, ranks.world_size
         problem, cause = self.settle(), None
         require_all("save")  # before anything else, since state_dict() may be a collective
-        tree, draft = None, None
+        tree, draft, retention = None, None, None
         leaves: list[Leaf] = []
         described: blocks.Description = {}
         try:
             step = operator.index(step)
             if step < 0:
                 raise ValueError(f"step must be at least 0, got {step}")
-            check_numbers(**{name: value for name, value in keep.items() if name != "best_is_least"})
+            retention = Retention(**keep) if keep else None
             tree, leaves = pack(state)
             if rank == 0 and not problem:
-                draft = self._begin(folder, step, metric, keep, leaves)
+                draft = self._begin(folder, step, metric, retention, leaves)
             described = blocks.describe(leaves, world_size)
-        except OtherSide:  # of this rank alone: the others are to end as its victims
+        except OtherSide:  # raised by rank 0 only: the other ranks end as its victims
             raise
-        except Exception as error:  # whatever a state_dict() raises, the others must know
+        except Exception as error:  # a state_dict() may raise anything, and the other ranks must learn of it
             problem, cause = problem or _describe(error, folder), error
         try:
             answers = gather("save", (problem, step, folder, blocks.fingerprint(described), draft))
@@ -152,24 +160,19 @@ class Saver:
             parts = blocks.parts_of_rank(leaves, rank, world_size, alike)
             metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
             image = self._stage(parts, metadata)
-        except Exception as error:  # of this rank alone: told as if it could not write
+        except Exception as error:  # on this rank only: reported like a failure to write
             self._pending = Future()
             self._pending.set_result(_give_up(draft, rank, f"it can't be copied: {_describe(error, folder)}"))
             writing.end()
         else:
-            self._write_in_background(draft, writing, rank, image, keep)
+            # One thread writes while the other hashes. Both start now: no thread can start once the interpreter exits.
+            threads = ThreadPoolExecutor(2, thread_name_prefix="phalanx-checkpoint")
+            sha256 = threads.submit(_sha256, image)
+            self._pending = threads.submit(_write, draft, writing, rank, image, sha256, retention)
+            pending.add(self._pending, draft, writing)
+            threads.shutdown(wait=False)
         if wait:
             raise_problems("save", gather("save", self.settle()))
-
-    def _write_in_background(
-        self, draft: folders.Draft, writing: folders.Writing, rank: int, image: memoryview, keep: dict[str, Any]
-    ) -> None:
-        # One writes while the other hashes. Both start here: when the interpreter ends, no thread can start any more.
-        threads = ThreadPoolExecutor(2, thread_name_prefix="phalanx-checkpoint")
-        sha256 = threads.submit(_sha256, image)
-        self._pending = threads.submit(_write, draft, writing, rank, image, sha256, keep)
-        pending.add(self._pending, draft, writing)
-        threads.shutdown(wait=False)
 
     def settle(self) -> str:
         """Wait for the save in the background; return why it failed, once, or an empty string."""
@@ -177,7 +180,7 @@ class Saver:
         return pending.result() if pending is not None else ""
 
     def is_idle(self) -> bool:
-        """Return whether nothing is being written; then how the last save went is forgotten."""
+        """Return whether nothing is being written, and if so forget how the last save went."""
         if self._pending is not None and not self._pending.done():
             return False
         self._pending = None
@@ -185,7 +188,7 @@ class Saver:
         return True
 
     def _begin(
-        self, folder: str, step: int, metric: float | None, keep: Mapping[str, Any], leaves: list[Leaf]
+        self, folder: str, step: int, metric: float | None, retention: Retention | None, leaves: list[Leaf]
     ) -> folders.Draft:
         folders.make(folder)
         fence = fence_for(folder)
@@ -193,8 +196,8 @@ class Saver:
             folders.sweep(folder)
             self._swept.add(folder)
         score = None if metric is None else float(metric)
-        best_is_least = keep.get("best_is_least", False if "keep_best" in keep else None)
-        draft = folders.begin(folder, step, RankGroup().world_size, score, fence, best_is_least)
+        direction = retention.direction if retention else None
+        draft = folders.begin(folder, step, RankGroup().world_size, score, fence, direction)
         needed = sum(leaf.tensor.numel() * leaf.tensor.element_size() for leaf in leaves)
         disk = os.statvfs(draft.path)
         if disk.f_bavail * disk.f_frsize < needed:
@@ -204,14 +207,14 @@ class Saver:
         return draft
 
     def _stage(self, parts: list[Part], metadata: dict[str, Any]) -> memoryview:
-        """Return a copy of the parts, laid out as their file."""
+        """Copy the parts into memory that is laid out like their file, and return it."""
         layout = lay_out(parts, metadata)
         if len(self._staging) < layout.size_bytes:
             size = -(-layout.size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
             self._staging = mmap.mmap(-1, size)
-            # A loader's workers need no copy of it, and the next save none of the pages that it would share with them.
+            # Forked workers of a loader don't need it; shared pages would be copied when the next save writes to them.
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-                with contextlib.suppress(OSError, AttributeError):  # a kernel or a system without huge pages
+                with contextlib.suppress(OSError, AttributeError):  # no huge pages in this kernel or system
                     self._staging.madvise(getattr(mmap, advice))
         fill(self._staging, layout, parts)
         return memoryview(self._staging)[: layout.size_bytes]
@@ -242,9 +245,9 @@ def _write(
     rank: int,
     image: memoryview,
     sha256: Future[str],
-    keep: dict[str, Any],
+    retention: Retention | None,
 ) -> str:
-    """Write this rank's file, publish if it is the last; return what went wrong, or nothing."""
+    """Write this rank's file, and publish if it is the last; return what went wrong, or an empty string."""
     try:
         draft.write(rank, image, sha256)
         is_published = draft.publish()
@@ -257,9 +260,9 @@ def _write(
     finally:
         writing.end()
     try:
-        if is_published and keep:
+        if is_published and retention is not None:
             draft.check_fence()
-            remove_old(draft.folder, **keep)
+            retention.apply(draft.folder)
         return ""
     except Exception as error:
         why = str(getattr(error, "strerror", None) or error)
@@ -273,9 +276,9 @@ def _give_up(draft: folders.Draft, rank: int, why: str) -> str:
 
 
 def _say(rank: int, problem: str) -> str:
-    """Say on stderr what the next call reports, since there may be none."""
+    """Print on stderr what the next call will report, because there may be no next call."""
     writer.note(problem)
-    with contextlib.suppress(OSError, ValueError):  # the log may lie on the disk that is full
+    with contextlib.suppress(OSError, ValueError):  # the log may be on the disk that is full
         print(f"phalanx: rank {rank}: {problem}", file=sys.stderr, flush=True)
     return problem
 
@@ -284,10 +287,10 @@ _saver = Saver()
 
 
 def renew() -> None:
-    """Begin anew in a process that is made a rank of the next attempt: nobody asks how the last save went."""
+    """Start afresh in a process that becomes a rank of the next attempt; the last save's result no longer matters."""
     global _saver
     if not _saver.is_idle():
-        _saver = Saver()  # the files of the last save are being written from the old one's memory
+        _saver = Saver()  # the last save is still being written from the old one's memory
 
 
 def _forget_parents_saves() -> None:

@@ -140,8 +140,13 @@ def network_identity() -> str:
     """Return an identity of this host's network, which containers may share."""
     if sys.platform != "linux":
         return socket.gethostname()
+    return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
+
+
+def boot_id() -> str:
+    """Return the identity of this boot of the Linux kernel."""
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+        return file.read().strip()
 
 
 def _owner_of(source: tuple, target: str, host: str, allow_loopback: bool) -> Interface:

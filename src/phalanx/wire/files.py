@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import io
 import json
 import os
 import stat
+import time
 from io import FileIO
 from typing import Any, NoReturn
 
+_LOCK_EVERY_S = 0.005
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 _MOST_BYTES = 4 << 20  # of JSON: 10,000 hosts or ranks, each with a long name and a few numbers
 _MOST = 2**63
@@ -34,6 +37,25 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> File
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+
+
+def lock_within(wait_s: float, file: FileIO, operation: int) -> bool:
+    """Lock a file with ``flock``; return whether that succeeded before `wait_s` seconds had passed.
+
+    Args:
+        operation: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    ends_s = time.monotonic() + wait_s
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, operation | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= ends_s:
+            return False
+        time.sleep(_LOCK_EVERY_S)
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

@@ -1,4 +1,4 @@
-"""A folder is written by one attempt of one job at a time: the one that has claimed its newest epoch.
+"""One attempt of one job at a time may write to a folder: the one that has claimed the folder's newest epoch.
 
     .lock            who holds the folder, as JSON; its holder locks it, and renews it every second
     .epoch-13        made with O_EXCL by whoever claims epoch 13: of several, one
@@ -44,22 +44,23 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._errors import CheckpointError, printable
-from phalanx.wire.files import open_regular, read_json
+from phalanx.host.network import boot_id
+from phalanx.wire.files import lock_within, open_regular, read_json
 
 BEAT_S = 1.0
 SILENCE_S = 4.0
-"""A note from another host that has not changed for so long is that of a job that has ended."""
-_STALE_S = 2.0  # since the last renewal, before the folder is looked at again
+"""A note from another host that has not changed for so long belongs to a job that has ended."""
+_STALE_S = 2.0  # after a longer pause between renewals, the folder is checked again
 _LOOK_EVERY_S = 0.02
 _NAME = ".lock"
 _CLAIM = re.compile(r"\.epoch-([0-9]{1,18})")
 _NUM_CLAIMS_KEPT = 8
 _MOST_EPOCHS = 10**17
-_NOTE_BYTES = 4096  # never truncated, so a reader finds the old note or the new one
+_NOTE_BYTES = 4096  # fixed: the file is overwritten, never truncated, so a reader sees the old note or the new one
 
 
 class OtherSide(CheckpointError):
-    """Another side of this job, or a newer attempt of it, holds the folder: what this one has is out of date."""
+    """Another side of this job, or a newer attempt, holds the folder: this process's state is out of date."""
 
     entry = "folder-in-use"
 
@@ -70,8 +71,8 @@ class Claimant:
 
     Attributes:
         job: Name that all attempts of the job share; empty: it has no launcher.
-        attempt: Number of the attempt, greater than those before it.
-        name: Name that all jobs at the same meeting place share; empty: the job has one host.
+        attempt: Number of the attempt, greater than those of earlier attempts.
+        name: Name that all jobs with the same rendezvous share; empty: the job has one host.
     """
 
     job: str = ""
@@ -81,13 +82,13 @@ class Claimant:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """What the holder of a folder has written; fields that could not be read have their defaults.
+    """The note of a folder's holder; fields that could not be read have their defaults.
 
     Attributes:
-        boot: Kernel that the holder runs on.
+        boot: Boot of the kernel that the holder runs on.
         beat: Number of renewals.
-        is_open: Whether the holder has not left yet.
-        is_settled: Whether the holder's job was allowed into the folder.
+        is_open: Whether the holder has not released the folder.
+        is_settled: Whether the holder's job was admitted to the folder.
     """
 
     host: str = ""
@@ -109,13 +110,13 @@ class Note:
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
-    """The right to write below a folder, as any rank can check it."""
+    """The right to write to a folder, which any rank can check."""
 
     folder: str
     epoch: int
 
     def check(self) -> None:
-        """Return if no newer epoch of the folder has been claimed.
+        """Check that no newer epoch of the folder has been claimed.
 
         Raises:
             OtherSide: One has.
@@ -132,12 +133,12 @@ class Claim:
     """One process's claim of a folder, which ends with `release` or with the process.
 
     Args:
-        folder: Folder, which must exist.
-        patience_s: Seconds to wait for a holder that is just ending.
+        folder: Existing folder.
+        patience_s: Seconds to wait for a holder that is about to end.
 
     Attributes:
         problem: Reason why the file system can't lock; empty if it can.
-        before: Note that the holder before this one has left.
+        before: Note of the previous holder.
     """
 
     def __init__(self, folder: str, *, patience_s: float) -> None:
@@ -154,10 +155,10 @@ class Claim:
         self._note = Note()
 
     def take(self) -> Note | None:
-        """Take the folder; return who holds it, if it is not to be had.
+        """Take the folder; return the note of its holder if it can't be taken.
 
         Raises:
-            OSError: Its files can't be written, or are another program's.
+            OSError: Its files can't be written, or belong to another program.
         """
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(open_regular(self._path, os.O_RDWR | os.O_CREAT))
@@ -167,21 +168,21 @@ class Claim:
                 self._file = None
                 return read_note(self._folder)
             stack.pop_all()
-        _held[self._folder] = self
+        _claimed[self._folder] = self
         self._beats = threading.Thread(target=self._renew_until_over, name="phalanx-claim", daemon=True)
         self._beats.start()
         return None
 
     def settle(self, *, is_settled: bool) -> None:
-        """Note whether this job was allowed into the folder."""
+        """Record whether this job was admitted to the folder."""
         with self._guard:
             self._write(dataclasses.replace(self._note, is_settled=is_settled))
 
     def check(self) -> None:
-        """Return if the folder is still ours. It is looked at again only if this process was stopped for a while.
+        """Check that the folder is still ours. The files are read only if this process was stopped for a while.
 
         Raises:
-            OtherSide: Another has taken it.
+            OtherSide: Another process has taken it.
         """
         if self._lost is None and time.monotonic() - self._renewed_s > _STALE_S:
             self._renew()
@@ -193,7 +194,7 @@ class Claim:
         return Fence(self._folder, self._note.epoch)
 
     def release(self) -> None:
-        """Let others have the folder. Idempotent."""
+        """Release the folder to others. Idempotent."""
         self._is_over.set()
         if self._beats is not None:
             self._beats.join()
@@ -201,14 +202,14 @@ class Claim:
             if self._lost is None:
                 with self._guard:
                     self._write(dataclasses.replace(self._note, is_open=False))
-            self.let_go()
+            self.unlock()
 
-    def let_go(self) -> None:
-        """Close the file, and with it the lock."""
+    def unlock(self) -> None:
+        """Close the file, which releases the lock."""
         if self._file is not None:
             self._file.close()
         self._file = None
-        _held.pop(self._folder, None)
+        _claimed.pop(self._folder, None)
 
     # ------------------------------------------------------------ taking it
 
@@ -217,20 +218,13 @@ class Claim:
         return os.path.join(self._folder, _NAME)
 
     def _lock(self) -> bool:
-        """Return whether the note is locked, by us; if the file system can't, `problem` says so."""
+        """Return whether this process has locked the note; if the file system can't lock, set `problem`."""
         assert self._file is not None
-        ends_s = time.monotonic() + self._patience_s
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() > ends_s:
-                    return False
-                time.sleep(_LOOK_EVERY_S)
-            except OSError as error:
-                self.problem = error.strerror or str(error)
-                return False
+        try:
+            return lock_within(self._patience_s, self._file, fcntl.LOCK_EX)
+        except OSError as error:
+            self.problem = error.strerror or str(error)
+            return False
 
     def _may_take(self, note: Note, *, is_locked: bool) -> bool:
         ours = self._claimant
@@ -239,7 +233,7 @@ class Claim:
         if not is_locked and not self.problem:
             return False
         if not note.is_open or (is_locked and note.boot in ("", _boot())):
-            return True  # whoever held it on this host has ended, or it would have the lock
+            return True  # the holder was on this host and has ended, or it would have the lock
         return self._is_silent(note)
 
     def _is_silent(self, note: Note) -> bool:
@@ -251,12 +245,12 @@ class Claim:
         return True
 
     def _claim_next(self, note: Note) -> bool:
-        """Claim the next epoch; return whether nobody else has."""
+        """Claim the next epoch; return whether no other process did."""
         newest = max(_claims(self._folder), default=0)
         if newest > note.epoch and not self._is_silent(note):
             return False
         epoch = max(newest, note.epoch) + 1
-        if epoch >= _MOST_EPOCHS:  # nobody would read the claims that follow
+        if epoch >= _MOST_EPOCHS:  # readers ignore larger numbers
             name = _claim_path(self._folder, epoch - 1)
             raise OSError(errno.EOVERFLOW, f"{name} was made by another program: remove it")
         try:
@@ -270,7 +264,7 @@ class Claim:
             if old <= epoch - _NUM_CLAIMS_KEPT:
                 with contextlib.suppress(OSError):
                     os.unlink(_claim_path(self._folder, old))
-        return not os.path.exists(_claim_path(self._folder, epoch + 1))  # else we were stopped meanwhile
+        return not os.path.exists(_claim_path(self._folder, epoch + 1))  # claimed if this process was stopped meanwhile
 
     # ------------------------------------------------------------ keeping it
 
@@ -287,33 +281,33 @@ class Claim:
             except OtherSide as error:
                 self._lost = error
                 return
-            with contextlib.suppress(OSError):  # an older attempt of our job may have had the lock, and have ended
+            with contextlib.suppress(OSError):  # an older attempt of our job may have held the lock until it ended
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write(dataclasses.replace(self._note, beat=self._note.beat + 1))
 
     def _write(self, note: Note) -> None:
-        """Write the note anew, over the old one."""
+        """Overwrite the note."""
         self._note, self._renewed_s = note, time.monotonic()
         text = json.dumps(dataclasses.asdict(note)).encode()[: _NOTE_BYTES - 1]
-        # On a file system of the network, closing a file lets other hosts see it. On a full disk the lock holds.
+        # A network file system shows a file to other hosts once it is closed. On a full disk, the lock still protects.
         with contextlib.suppress(OSError), open_regular(self._path, os.O_RDWR) as file:
             file.write(text.ljust(_NOTE_BYTES - 1) + b"\n")
 
 
-_held: dict[str, Claim] = {}
+_claimed: dict[str, Claim] = {}  # by folder
 
 
 def fence_for(folder: str) -> Fence | None:
-    """Return what a checkpoint in `folder` is fenced by; None: nothing.
+    """Return the fence of the checkpoints in `folder`; None: there is none.
 
-    That is the claim of a Trainer on the run's folder. Other scripts claim the folder of the checkpoints itself, if
-    their job has several hosts: one that is cut off may have been started twice.
+    It is the claim of a Trainer on the run's folder. Other scripts claim the folder of the checkpoints itself if their
+    job has several hosts: a host that was cut off may have been started a second time.
 
     Raises:
         OtherSide: Another side of the job holds the folder.
     """
     for path in (folder, os.path.dirname(folder)):
-        if (claim := _held.get(os.path.abspath(path))) is not None:
+        if (claim := _claimed.get(os.path.abspath(path))) is not None:
             return claim.fence
     if not claimant().name:
         return None
@@ -335,13 +329,13 @@ def other_side(folder: str, holder: Note, prefix: str = "") -> OtherSide:
 
 
 def is_other_side(holder: Note) -> bool:
-    """Whether the holder of a folder belongs to this job too: to a newer attempt, or started by the same command."""
+    """Return whether the holder of a folder belongs to this job, as a newer attempt or by being started like it."""
     ours = claimant()
     return bool(ours.job) and (holder.job == ours.job or (ours.name != "" and holder.name == ours.name))
 
 
 def claimant() -> Claimant:
-    """Return who this process claims folders for, as its launcher says."""
+    """Return the attempt for which this process claims folders, as its launcher describes it."""
     environ = _env.environment()
     with contextlib.suppress(ValueError, TypeError):
         told = json.loads(environ.get(_env.EPOCH_VARIABLE, ""))
@@ -352,7 +346,7 @@ def claimant() -> Claimant:
 
 
 def read_note(folder: str) -> Note:
-    """Return what the holder of a folder has written; what is not its note counts as empty."""
+    """Return the note of a folder's holder; an empty one if the file is missing or not a note."""
     told: Any = None
     with contextlib.suppress(OSError, ValueError):
         told = read_json(os.path.join(folder, _NAME))
@@ -381,14 +375,14 @@ def _claim_path(folder: str, epoch: int) -> str:
 
 
 def _boot() -> str:
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
+    with contextlib.suppress(OSError):  # another system than Linux
+        return boot_id()
     return ""
 
 
-def _let_go_in_child() -> None:
-    for claim in [*_held.values()]:  # a loader's worker that outlives its rank must not hold the lock
-        claim.let_go()
+def _unlock_in_child() -> None:
+    for claim in [*_claimed.values()]:  # a loader's worker that outlives its rank must not hold the lock
+        claim.unlock()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_unlock_in_child)

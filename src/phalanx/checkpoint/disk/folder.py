@@ -1,10 +1,10 @@
 """A folder of checkpoints on disk: one folder for each step, published by a rename.
 
 step-00000100/rank_00000.safetensors ...   what each rank saved
-step-00000100/manifest.json                sizes and hashes of these, written last
-latest                                     the name of the newest
-.step-00000200-1f9c.part/                  one on its way, or what a killed job has left of one
-.step-00000200-1f9c.part/writing           locked by each rank that writes there: so readers tell the two apart
+step-00000100/manifest.json                sizes and hashes of these files, written last
+latest                                     the name of the newest checkpoint
+.step-00000200-1f9c.part/                  a draft: being written, or left behind by a killed job
+.step-00000200-1f9c.part/writing           locked by each rank that is writing the draft, which tells the two apart
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from phalanx._errors import CheckpointError
 from phalanx._text import named
 from phalanx.checkpoint.disk.claim import Fence
-from phalanx.wire.files import open_regular, write_whole
+from phalanx.wire.files import lock_within, open_regular, write_whole
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -38,8 +38,8 @@ _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 _WRITING = "writing"
 _LEFTOVER = re.compile(r"\.step-[0-9]+-[0-9a-f]{8}\.part(\.old)?|latest\.[0-9]+\.part")
 _DRAFT = re.compile(r"\.step-([0-9]+)-[0-9a-f]{8}\.part")
-_MARK_S, _LOOK_EVERY_S = 1.0, 1e-3
-_END_OF_TIME_S = 1 << 40  # what a calendar still takes
+_MARK_S = 1.0
+_END_OF_TIME_S = 1 << 40  # time.localtime() still accepts it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Checkpoint:
         metric: Score that was passed to `save`, or None.
         files: Size in bytes and SHA-256 of each file, by name.
         epoch: Epoch of the run's folder in which it was saved; 0: none was claimed.
-        best_is_least: Whether the smallest metric is the best, as ``save(keep=...)`` was told; None: it was not.
+        best_is_least: Whether the smallest metric is the best, as passed to ``save(keep=...)``; None: not passed.
 
     Example:
         >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1, wait=True)
@@ -76,7 +76,7 @@ class Checkpoint:
 
 
 class Damaged(CheckpointError):
-    """A checkpoint is damaged: it differs from what was saved."""
+    """A checkpoint differs from what was saved."""
 
     entry = ""
 
@@ -90,7 +90,7 @@ def file_of(rank: int) -> str:
 
 
 def steps(folder: str) -> list[int]:
-    """Return the steps of the published checkpoints, whole or not, oldest first."""
+    """Return the steps of the published checkpoints, damaged or not, oldest first."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -99,14 +99,14 @@ def steps(folder: str) -> list[int]:
 
 
 def find(folder: str | os.PathLike[str]) -> str:
-    """Return the folder of the checkpoints: `folder`, or its ``checkpoints`` if only that has any, as in a run's."""
+    """Return the folder of the checkpoints: `folder`, or if only that has any, its ``checkpoints``."""
     path = os.fspath(folder)
     below = os.path.join(path, "checkpoints")
     return below if not steps(path) and os.path.isdir(below) and steps(below) else path
 
 
 def find_steps(folder: str) -> tuple[str, list[int]]:
-    """Return the folder of the checkpoints, and the steps meant: all, or the one whose own folder `folder` is."""
+    """Return the folder of the checkpoints, and their steps; only one step if `folder` is that checkpoint's own."""
     path = find(folder)
     own, name = os.path.split(os.path.abspath(path))
     if not (published := steps(path)) and (match := _NAME.fullmatch(name)) and os.path.isdir(path):
@@ -122,9 +122,9 @@ def say_missing(folder: str) -> str:
 
 
 def steps_under_way(folder: str) -> list[int]:
-    """Return the steps of which a process on any host is writing a checkpoint there, smallest first.
+    """Return the steps whose checkpoints a process on any host is writing there, smallest first.
 
-    Of a folder without checkpoints, also those under its ``checkpoints``, where the first one would be.
+    If the folder has no checkpoints, its ``checkpoints`` counts, too: the first one may be written there.
     """
     found = set()
     for path in [folder] if steps(folder) else [folder, os.path.join(folder, "checkpoints")]:
@@ -165,15 +165,15 @@ def read_manifest(folder: str, step: int) -> Checkpoint:
         raise Damaged(f"{name} can't be read: {error.strerror}") from None
     except Damaged:
         raise
-    except Exception:  # whatever a parser makes of what others wrote
+    except Exception:  # a damaged file can make a parser raise anything
         raise Damaged(f"{name} was altered") from None
 
 
 def _checkpoint(step: int, path: str, manifest: Mapping[str, Any]) -> Checkpoint:
-    """Return the checkpoint that a manifest describes; raise any error if it describes none."""
+    """Return the checkpoint that a manifest describes; raise some error if the manifest is invalid."""
     files, world_size, metric = manifest["files"], manifest["world_size"], manifest["metric"]
     if len(files) != world_size or set(files) != set(map(file_of, range(world_size))):
-        raise ValueError("a rank's file is missing, or there is one more")
+        raise ValueError("a rank's file is missing, or there is one too many")
     for file in files.values():
         if type(file["size_bytes"]) is not int or not re.fullmatch("[0-9a-f]{64}", file["sha256"]):
             raise ValueError("no size, or no SHA-256")
@@ -182,16 +182,16 @@ def _checkpoint(step: int, path: str, manifest: Mapping[str, Any]) -> Checkpoint
         raise ValueError("no time")
     size_bytes = sum(file["size_bytes"] for file in files.values())
     metric, epoch = None if metric is None else float(metric), int(manifest.get("epoch", 0))
-    is_least = manifest.get("best_is_least")  # earlier versions did not write it
+    is_least = manifest.get("best_is_least")  # absent from earlier versions, like the epoch
     is_least = None if is_least is None else bool(is_least)
     return Checkpoint(step, path, size_bytes, world_size, saved_at, metric, files, epoch, is_least)
 
 
 def check_file(checkpoint: Checkpoint, name: str, *, reads: bool = True) -> str:
-    """Return what is wrong with a file of a checkpoint; empty if it is the one that was saved.
+    """Return what is wrong with a file of a checkpoint; empty if nothing is.
 
     Args:
-        reads: Whether to compare the file's hash; otherwise only its size.
+        reads: Whether to compare the file's hash, rather than only its size.
     """
     path, wanted = os.path.join(checkpoint.path, name), checkpoint.files[name]
     try:
@@ -209,8 +209,14 @@ def check_file(checkpoint: Checkpoint, name: str, *, reads: bool = True) -> str:
     return "" if digest.hexdigest() == wanted["sha256"] else f"{path} was altered: its SHA-256 is another"
 
 
+def problems_of(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, reads: bool = True) -> list[str]:
+    """Return what `check_file` finds wrong with some files of a checkpoint, by default with all."""
+    found = (check_file(checkpoint, name, reads=reads) for name in (checkpoint.files if names is None else names))
+    return [problem for problem in found if problem]
+
+
 def map_file(checkpoint: Checkpoint, name: str) -> mmap.mmap:
-    """Return a file of a checkpoint in memory; changes to that do not reach the file."""
+    """Map a file of a checkpoint into memory; changes to that memory do not reach the file."""
     with open_regular(os.path.join(checkpoint.path, name)) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -219,31 +225,22 @@ def map_file(checkpoint: Checkpoint, name: str) -> mmap.mmap:
 
 
 class Writing:
-    """Mark that this process writes in a draft, which ends with `end` or with the process."""
+    """Mark that this process is writing a draft; it lasts until `end`, or until the process ends."""
 
     def __init__(self, path: str) -> None:
         self._file: FileIO | None = None
-        with contextlib.suppress(OSError):  # gone, or on a file system without locks: nobody is told then
+        with contextlib.suppress(OSError):  # the draft is gone, or its file system has no locks: then there is no mark
             self._file = open_regular(os.path.join(path, _WRITING), os.O_RDWR)
-            self._lock(time.monotonic() + _MARK_S)
-
-    def _lock(self, until_s: float) -> None:
-        """Lock the mark, which a reader that looks whether it is locked holds for a moment itself."""
-        assert self._file is not None
-        while time.monotonic() < until_s:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return
-            time.sleep(_LOOK_EVERY_S)
+            lock_within(_MARK_S, self._file, fcntl.LOCK_SH)  # a reader that checks the mark locks it for a moment
 
     def end(self) -> None:
-        """Take the mark away. Idempotent."""
+        """Remove the mark. Idempotent."""
         if self._file is not None:
             self._file.close()
 
 
 def _is_marked(path: str) -> bool:
-    """Return whether any process writes in the draft at `path`."""
+    """Return whether any process is writing the draft at `path`."""
     name = os.path.join(path, _WRITING)
     try:
         with open_regular(name, os.O_RDWR if os.access(name, os.W_OK) else os.O_RDONLY) as file:
@@ -257,7 +254,7 @@ def _is_marked(path: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A checkpoint on its way: every rank writes its file, and the last one publishes."""
+    """A checkpoint that is being written: every rank writes its file, and the last one publishes."""
 
     folder: str
     step: int
@@ -269,29 +266,29 @@ class Draft:
     best_is_least: bool | None = None
 
     def write(self, rank: int, image: memoryview, sha256: Future[str]) -> None:
-        """Write a rank's file and sign it."""
+        """Write a rank's file, then its size and hash, which show that the file is complete."""
         name = file_of(rank)
         _write_past_cache(os.path.join(self.path, name), image)
         signed = {"size_bytes": len(image), "sha256": sha256.result()}
-        # From here on another rank may publish and move the folder. It syncs the folder, and the signature goes then.
+        # Once this signature exists, another rank may publish: it then syncs the folder, moves it, removes signatures.
         write_whole(os.path.join(self.path, f"{name}.json"), json.dumps(signed))
 
     def publish(self) -> bool:
         """Give the checkpoint its name if all ranks have signed; return whether this call did.
 
         Raises:
-            OtherSide: A newer attempt has the folder. It removes drafts when it takes the folder, so one that is
-                stopped after this look has nothing to publish either.
+            OtherSide: A newer attempt has the folder. It removed all drafts when it took the folder, so a rank that
+                was stopped between this check and the rename has nothing to publish either.
         """
         names = [file_of(rank) for rank in range(self.world_size)]
         signatures = [os.path.join(self.path, f"{name}.json") for name in names]
         if not all(map(os.path.exists, signatures)):
             return False
-        # Taking the first signature away is claiming it: no rank that has looked before can do so again, however late.
+        # Whoever renames the first signature publishes: of the ranks that saw all signatures, only one can.
         claimed = os.path.join(self.path, "publisher")
         try:
             os.rename(signatures[0], claimed)
-        except FileNotFoundError:  # another rank is at it, or has done it
+        except FileNotFoundError:  # another rank is publishing, or has published
             return False
         signatures[0] = claimed
         files = {}
@@ -320,35 +317,35 @@ class Draft:
         return True
 
     def is_under_way(self, *, is_young: bool) -> bool:
-        """Return whether a rank still writes, or publishes; of a young draft, also whether one has yet to begin."""
-        if not os.path.isdir(self.path):  # published, or given up
+        """Return whether a rank is still writing or publishing, or, if the draft is young, has yet to begin."""
+        if not os.path.isdir(self.path):  # published or abandoned
             return False
         names = map(file_of, range(self.world_size))
         has_begun = all(os.path.exists(os.path.join(self.path, name)) for name in names)
         return _is_marked(self.path) or (is_young and not has_begun)
 
     def check_fence(self) -> None:
-        """Return if this attempt may still write the folder.
+        """Check that this attempt may still write to the folder.
 
         Raises:
-            OtherSide: A newer one has it.
+            OtherSide: A newer attempt has it.
         """
         if self.fence is not None:
             self.fence.check()
 
     def remove(self) -> None:
-        """Remove what is there; a rank that still writes can't add to it."""
+        """Remove the draft, so that a rank that is still writing can't publish it."""
         doomed = f"{self.path}.old"
-        with contextlib.suppress(OSError):  # gone already, or what stands there can't be changed any more
+        with contextlib.suppress(OSError):  # gone already, or the folder has become read-only
             os.rename(self.path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def make(folder: str) -> None:
-    """Make the folder of the checkpoints, if it is not there.
+    """Create the folder of the checkpoints if it does not exist.
 
     Raises:
-        OSError: It can't be made.
+        OSError: It can't be created.
     """
     try:
         os.makedirs(folder, exist_ok=True)
@@ -364,10 +361,10 @@ def begin(
     fence: Fence | None = None,
     best_is_least: bool | None = None,
 ) -> Draft:
-    """Make the place where the ranks write.
+    """Create a draft for the ranks to write to.
 
     Raises:
-        OSError: It can't be made.
+        OSError: It can't be created.
     """
     path = _hidden_path(folder, step)
     os.mkdir(path)
@@ -377,18 +374,18 @@ def begin(
 
 
 def _hidden_path(folder: str, step: int) -> str:
-    """Return a new name that no reader takes for a checkpoint, and that `sweep` knows."""
+    """Return a new name that no reader takes for a checkpoint and that `sweep` recognizes."""
     return os.path.join(folder, f".step-{step:08}-{os.urandom(4).hex()}.part")
 
 
 def sweep(folder: str) -> None:
-    """Remove what killed jobs have left half written."""
+    """Remove the drafts that killed jobs have left behind."""
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder):
             path = os.path.join(folder, name)
             if _LEFTOVER.fullmatch(name):
                 if os.path.isdir(path) and not name.endswith(".old"):
-                    with contextlib.suppress(OSError):  # at once: its job may live, and be about to publish it
+                    with contextlib.suppress(OSError):  # first of all: its job may be alive and about to publish it
                         os.rename(path, f"{path}.old")
                         path = f"{path}.old"
                 shutil.rmtree(path, ignore_errors=True)
@@ -397,7 +394,7 @@ def sweep(folder: str) -> None:
 
 
 def remove(folder: str, doomed: Iterable[int]) -> None:
-    """Remove checkpoints, so that a half removed one has no name of one."""
+    """Remove checkpoints; readers do not take a half-removed one for a checkpoint."""
     for step in doomed:
         hidden = _hidden_path(folder, step)
         with contextlib.suppress(FileNotFoundError):
@@ -406,15 +403,15 @@ def remove(folder: str, doomed: Iterable[int]) -> None:
 
 
 def _write_whole(path: str, text: str) -> None:
-    """Write a file that is there whole or not at all, also after a loss of power."""
+    """Write a file that is complete or absent, even after a power loss."""
     write_whole(path, text, durable=True)
     _sync(os.path.dirname(path))
 
 
 def _write_past_cache(path: str, image: memoryview) -> None:
-    """Write a file without a copy in the page cache, which would cost the training a core and memory.
+    """Write a file with O_DIRECT: a copy in the page cache would take memory and a core from the training.
 
-    Where the file system can't, or the last piece is no whole block, through the cache.
+    The cache is used where the file system lacks O_DIRECT, and for a last piece that is not a whole block.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
@@ -422,7 +419,7 @@ def _write_past_cache(path: str, image: memoryview) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        with contextlib.suppress(FileNotFoundError):  # it may have been created all the same
+        with contextlib.suppress(FileNotFoundError):  # some file systems create it before they fail
             os.unlink(path)
         fd = os.open(path, flags, 0o666)
     try:
@@ -449,13 +446,13 @@ def _sync(folder: str) -> None:
 
 
 def _sign(manifest: Mapping[str, Any]) -> str:
-    """Return the text of a manifest, with a checksum of its own."""
+    """Return the text of a manifest, with its own checksum added."""
     checksum = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
     return json.dumps({**manifest, "checksum": checksum})
 
 
 def _exchange(path: str, other: str) -> None:
-    """Let two folders change names at once, where the file system can; else there is a moment without `other`."""
+    """Swap two folders, atomically if the file system can; otherwise `other` is missing for a moment."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     at_cwd, exchange = -100, 2
     if renameat2 is None or renameat2(at_cwd, os.fsencode(path), at_cwd, os.fsencode(other), exchange) != 0:

@@ -13,28 +13,28 @@ from concurrent.futures import Future, wait
 
 from phalanx.checkpoint.disk.folder import Draft, Writing
 
-_MOST_S = 600.0  # of a save, before a reader goes on without it
-_YOUNG_S = 10.0  # in which every rank has begun to write, or never will
+_MOST_S = 600.0  # a reader awaits a save for so long at most
+_YOUNG_S = 10.0  # a rank that has not begun to write by then never will
 _LOOK_EVERY_S = 0.02
 
 
 class PendingSaves:
-    """Saves that this process has begun, the last one and those before that may still run."""
+    """The last save of this process, and earlier ones that may still run."""
 
     def __init__(self) -> None:
         self._saves: list[tuple[Future[str], Draft, Writing]] = []
 
     def add(self, future: Future[str], draft: Draft, writing: Writing) -> None:
-        """Note a save; its mark goes when this rank's part of it is done."""
+        """Add a save whose `future` is done when this rank has written its part."""
         self._saves = [save for save in self._saves if not save[0].done()]
         self._saves.append((future, draft, writing))
 
     def await_own(self) -> None:
-        """Return when this rank has written its part of each, well or not."""
+        """Wait until this rank has written its part of each save, or failed to."""
         wait([future for future, _, _ in self._saves], _MOST_S)
 
     def await_every_rank(self) -> None:
-        """Return when every rank has written its part of each, so that what can be published is."""
+        """Wait until every rank has written its part of each save, so that all that can be published are."""
         self.await_own()
         begin_s = time.monotonic()
         while (waited_s := time.monotonic() - begin_s) < _MOST_S and any(
@@ -43,7 +43,7 @@ class PendingSaves:
             time.sleep(_LOOK_EVERY_S)
 
     def forget(self) -> None:
-        """Drop them in a forked child, which has not their threads, and must not hold their marks."""
+        """Drop all saves in a forked child, which has none of their threads and must not keep their marks."""
         for _, _, writing in self._saves:
             writing.end()
         self._saves = []

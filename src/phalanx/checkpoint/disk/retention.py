@@ -1,8 +1,9 @@
-"""Lists, verifies and removes the checkpoints in a folder."""
+"""List, verify and prune the checkpoints in a folder."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterable
 
@@ -11,13 +12,53 @@ from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
 from phalanx.checkpoint.disk.pending import pending
 
 
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a folder stay; `prune` documents the fields.
+
+    Attributes:
+        best_is_least: None counts as False, but is not recorded as a choice unless `keep_best` is set.
+
+    Raises:
+        ValueError: A number is less than 1.
+    """
+
+    keep_last: int = 3
+    keep_every: int | None = None
+    keep_best: int | None = None
+    best_is_least: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def direction(self) -> bool | None:
+        """Whether the smallest metric is the best; None if these settings do not imply it."""
+        return False if self.best_is_least is None and self.keep_best is not None else self.best_is_least
+
+    def apply(self, folder: str | os.PathLike[str]) -> list[int]:
+        """Remove what does not stay, and return its steps. Saves in the background are not awaited."""
+        found = _published(folder)
+        kept = {checkpoint.step for checkpoint in found[-self.keep_last :]}
+        if self.keep_every is not None:
+            kept |= {checkpoint.step for checkpoint in found if checkpoint.step % self.keep_every == 0}
+        if self.keep_best is not None:
+            kept |= {*_best_first(found, bool(self.best_is_least))[: self.keep_best]}
+        doomed = [checkpoint.step for checkpoint in found if checkpoint.step not in kept]
+        folders.remove(folders.find(folder), doomed)
+        return doomed
+
+
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the checkpoints in a folder, oldest first, except those with a damaged manifest.
 
-    A save of this process that is being written is awaited, on all its ranks; so do `verify` and `prune`.
+    Like `verify` and `prune`, it first waits for saves of this process to finish, on all their ranks.
 
     Args:
-        folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
+        folder: Folder of the checkpoints, as passed to `save`, or folder of a run that has them in ``checkpoints``.
 
     Example:
         >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1, wait=True)
@@ -40,7 +81,7 @@ def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> list[s
     """Return the problems of a checkpoint, one sentence for each file; empty if every bit is as it was saved.
 
     Args:
-        folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
+        folder: Folder of the checkpoints, as passed to `save`, or folder of a run that has them in ``checkpoints``.
         step: Step of the checkpoint, or "latest".
 
     Raises:
@@ -58,11 +99,9 @@ def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> list[s
     if wanted not in published:
         raise FileNotFoundError(f"{path} has no checkpoint of step {wanted}")
     try:
-        checkpoint = folders.read_manifest(path, int(wanted))
+        return folders.problems_of(folders.read_manifest(path, int(wanted)))
     except Damaged as error:
         return [str(error)]
-    problems = (folders.check_file(checkpoint, name) for name in checkpoint.files)
-    return [problem for problem in problems if problem]
 
 
 def prune(
@@ -75,10 +114,11 @@ def prune(
     """Remove old checkpoints and return their steps. One rank or all may call it.
 
     Args:
-        folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
+        folder: Folder of the checkpoints, as passed to `save`, or folder of a run that has them in ``checkpoints``.
         keep_last: Number of newest checkpoints to keep, at least 1.
-        keep_every: Number whose multiples are steps to keep, too; None: no others.
-        keep_best: Number of checkpoints with the best metric to keep, too, of equal ones the earliest; None: no others.
+        keep_every: Also keep the steps that are multiples of this number; None: no others.
+        keep_best: Number of checkpoints with the best metric to keep as well, the earliest among equals; None: no
+            others.
         best_is_least: Whether the smallest metric is the best, as with a loss; otherwise the largest is.
 
     Raises:
@@ -90,35 +130,16 @@ def prune(
         >>> phalanx.checkpoint.prune("runs/linear", keep_last=2)
         [0, 1, 2]
     """
-    check_numbers(keep_last, keep_every, keep_best)
+    retention = Retention(keep_last, keep_every, keep_best, best_is_least)
     pending.await_every_rank()
-    return remove_old(folder, keep_last, keep_every, keep_best, best_is_least)
-
-
-def remove_old(
-    folder: str | os.PathLike[str],
-    keep_last: int = 3,
-    keep_every: int | None = None,
-    keep_best: int | None = None,
-    best_is_least: bool = False,
-) -> list[int]:
-    """Do what `prune` does, without waiting for a save: the one that has been published calls it."""
-    found = _published(folder)
-    kept = {checkpoint.step for checkpoint in found[-keep_last:]}
-    if keep_every is not None:
-        kept |= {checkpoint.step for checkpoint in found if checkpoint.step % keep_every == 0}
-    if keep_best is not None:
-        kept |= {*_best_first(found, best_is_least)[:keep_best]}
-    doomed = [checkpoint.step for checkpoint in found if checkpoint.step not in kept]
-    folders.remove(folders.find(folder), doomed)
-    return doomed
+    return retention.apply(folder)
 
 
 def find_best(folder: str) -> int:
-    """Return the step of the checkpoint with the best metric, of equal ones the earliest.
+    """Return the step of the checkpoint with the best metric, the earliest among equals.
 
     Raises:
-        ValueError: None has a metric, or they do not say whether the smallest is the best.
+        ValueError: No checkpoint has a metric, or none says whether the smallest is the best.
     """
     scored = [checkpoint for checkpoint in _published(folder) if checkpoint.metric is not None]
     told = [checkpoint.best_is_least for checkpoint in scored if checkpoint.best_is_least is not None]
@@ -139,10 +160,3 @@ def _best_first(found: Iterable[Checkpoint], best_is_least: bool) -> list[int]:
         if checkpoint.metric is not None and checkpoint.metric == checkpoint.metric  # not a NaN
     )
     return [step for _, step in ranked]
-
-
-def check_numbers(keep_last: int = 3, keep_every: int | None = None, keep_best: int | None = None) -> None:
-    """Raise the errors of `prune`'s arguments."""
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("keep_best", keep_best)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
