@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from phalanx.checkpoint.memory.holdings import Held, lost_of, newest_of
+from phalanx.checkpoint.memory.holdings import Holding, lost_of, newest_of
 from phalanx.checkpoint.memory.slots import Slots
 
 FOLDER = b"f" * 16
 
 
 def held(moment, world_size, *numbers, folder=FOLDER):
-    return Held(*moment, folder, world_size, numbers)
+    return Holding(*moment, folder, world_size, numbers)
 
 
 # ---------------------------------------------------------------- which snapshot
@@ -176,7 +176,7 @@ def test_whichever_hosts_are_lost_at_any_moment_one_snapshot_is_whole(num_hosts,
 
 
 def test_what_no_host_has_any_more_is_named_if_nothing_else_is_whole():
-    left = [Held(1, 30, FOLDER, 4, (3, 1)), Held(1, 20, FOLDER, 4, (0, 1))]
-    assert lost_of([left, [Held(1, 30, FOLDER, 4, (1,))]], FOLDER) == (30, (0, 2))
-    assert lost_of([left, [Held(1, 20, FOLDER, 4, (2, 3))]], FOLDER) is None
+    left = [Holding(1, 30, FOLDER, 4, (3, 1)), Holding(1, 20, FOLDER, 4, (0, 1))]
+    assert lost_of([left, [Holding(1, 30, FOLDER, 4, (1,))]], FOLDER) == (30, (0, 2))
+    assert lost_of([left, [Holding(1, 20, FOLDER, 4, (2, 3))]], FOLDER) is None
     assert lost_of([left], b"another") is None

@@ -1,4 +1,4 @@
-"""``phalanx ckpt``: look at checkpoints, compare and export them."""
+"""``phalanx ckpt``: inspect, verify, compare and export checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import NamedTuple, TextIO
 
 from phalanx._command_line import Parser, UsageError, whole_number
 from phalanx._env import nearest
@@ -19,47 +19,41 @@ from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
 from phalanx.checkpoint.disk.retention import verify
 from phalanx.checkpoint.rows import rows_of
 
-_CALLS = {
-    "ls": "phalanx ckpt ls FOLDER",
-    "show": "phalanx ckpt show FOLDER [--step N] [--rank R]",
-    "verify": "phalanx ckpt verify FOLDER [--step N | --all]",
-    "diff": "phalanx ckpt diff FOLDER STEP STEP | FOLDER_A FOLDER_B",
-    "export": "phalanx ckpt export FOLDER OUT [--step N] [--key KEY] [--rank R]",
-}
-_RIGHT = {
-    "ls": "phalanx ckpt ls runs/train",
-    "show": "phalanx ckpt show runs/train --step 100",
-    "verify": "phalanx ckpt verify runs/train --all",
-    "diff": "phalanx ckpt diff runs/train 100 200",
-    "export": "phalanx ckpt export runs/train model.safetensors",
-}
-_HELP = {
-    "ls": "list the checkpoints in a folder; complete: every file has its size (verify compares the bytes)",
-    "show": "list the names, dtypes, shapes and values in a checkpoint",
-    "verify": "check by SHA-256 that every bit is as it was saved; exit code 1 if not",
-    "diff": "compare two checkpoints; exit code 1 if they differ",
-    "export": "write the whole model, saved by any number of ranks, as one file",
-}
+
+class _Command(NamedTuple):
+    """A verb of ``phalanx ckpt``.
+
+    Attributes:
+        call: Its usage.
+        right: Example of a correct call.
+        about: Its description.
+        run: Function that carries it out and returns the exit code.
+    """
+
+    call: str
+    right: str
+    about: str
+    run: Callable[[argparse.Namespace], int]
 
 
 class _Mistake(Exception):
-    """The command can't be carried out; says why."""
+    """The command can't be carried out, for the reason that the message gives."""
 
 
 def main(args: Sequence[str]) -> int:
-    """Run ``phalanx ckpt`` and return its exit code: 2 for what can't be done, with a line that says why."""
+    """Run ``phalanx ckpt`` and return its exit code: 2 if it can't be done, with a line that says why."""
     name = args[0] if args else ""
     parser = _parser(name)
     try:
-        if name and name not in _CALLS and not name.startswith("-"):
-            near = nearest(name, _CALLS)
+        if name and name not in _COMMANDS and not name.startswith("-"):
+            near = nearest(name, _COMMANDS)
             right = parser.call(args, {name: near}) if near else ""
             raise UsageError(f"unknown command {name!r}{near and f', did you mean {near}?'}", right)
-        given = parser.parse_args(args[1:] if name in _CALLS else args)
-        if name not in _CALLS:
+        given = parser.parse_args(args[1:] if name in _COMMANDS else args)
+        if name not in _COMMANDS:
             raise UsageError("no command given")
-        return _COMMANDS[name](given)
-    except BrokenPipeError:  # whoever read our output has gone
+        return _COMMANDS[name].run(given)
+    except BrokenPipeError:  # the reader of our output is gone: `phalanx` itself ends with its own exit code
         raise
     except UsageError as error:
         return parser.refuse(error)
@@ -71,34 +65,34 @@ def main(args: Sequence[str]) -> int:
 
 
 def _parser(name: str) -> Parser:
-    """Return the parser of a command, or of all where there is none of that name."""
-    if name not in _CALLS:
-        about = "Look at checkpoints. FOLDER is the folder of a run, of its checkpoints, or of one checkpoint."
-        parser = Parser("phalanx ckpt", f"phalanx ckpt {'|'.join(_CALLS)} FOLDER", about, _RIGHT["ls"])
-        parser.add_commands({call: _HELP[name] for name, call in _CALLS.items()})
+    """Return the parser of one command, or of ``phalanx ckpt`` itself if there is no command of that name."""
+    if name not in _COMMANDS:
+        about = "Inspect checkpoints. FOLDER is the folder of a run, of its checkpoints, or of one checkpoint."
+        parser = Parser("phalanx ckpt", f"phalanx ckpt {'|'.join(_COMMANDS)} FOLDER", about, _COMMANDS["ls"].right)
+        parser.add_commands({command.call: command.about for command in _COMMANDS.values()})
         return parser
-    parser = Parser(f"phalanx ckpt {name}", _CALLS[name], f"{_HELP[name][0].upper()}{_HELP[name][1:]}.", _RIGHT[name])
+    command = _COMMANDS[name]
+    about = f"{command.about[0].upper()}{command.about[1:]}."
+    parser = Parser(f"phalanx ckpt {name}", command.call, about, command.right)
     parser.add_argument("folder", metavar="FOLDER", help="folder of a run, of its checkpoints, or of one checkpoint")
     if name == "diff":
         parser.add_argument("others", nargs="+", metavar="STEP", help="two steps, or another folder")
     if name == "export":
-        parser.add_argument("out", metavar="OUT", help="file to write, which ends in .safetensors or .pt")
+        parser.add_argument("out", metavar="OUT", help="file to write; its name ends in .safetensors or .pt")
         parser.add_argument("--key", help="part to export, such as model.encoder (default: model, if there is one)")
     if name in ("show", "verify", "export"):
         parser.add_argument(
             "--step", type=whole_number, metavar="N", help="step of the checkpoint (default: the newest)"
         )
     if name in ("show", "export"):
-        parser.add_argument(
-            "--rank", type=whole_number, metavar="R", help="rank whose own tensors and values are meant"
-        )
+        parser.add_argument("--rank", type=whole_number, metavar="R", help="rank whose own tensors and values to take")
     if name == "verify":
         parser.add_argument("--all", action="store_true", help="verify every checkpoint in the folder")
     return parser
 
 
 def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
-    """Return the folder of the checkpoints and the steps that `path` stands for, of which `step` must be one."""
+    """Return the folder of the checkpoints and the steps that `path` stands for; `step` must be one of them."""
     path, published = folders.find_steps(path)
     if not published:
         raise _Mistake(folders.say_missing(path))
@@ -108,7 +102,7 @@ def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
 
 
 def _find(path: str, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint that is meant: of a step, or the newest, or the one whose own folder `path` is."""
+    """Return the checkpoint of `step`, or by default the newest, or the one whose own folder `path` is."""
     path, published = _find_steps(path, step)
     if step is None and (under_way := folders.say_under_way(folders.steps_under_way(path))):
         _say(f"phalanx ckpt: {path}: {under_way}: taking step {published[-1]}", sys.stderr)
@@ -117,9 +111,8 @@ def _find(path: str, step: int | None = None) -> Checkpoint:
 
 def _find_whole(path: str, step: int | None = None) -> Checkpoint:
     checkpoint = _find(path, step)
-    problems = [folders.check_file(checkpoint, name) for name in checkpoint.files]
-    if any(problems):
-        raise Damaged("; ".join(filter(None, problems)))
+    if problems := folders.problems_of(checkpoint):
+        raise Damaged("; ".join(problems))
     return checkpoint
 
 
@@ -146,8 +139,7 @@ def _ls(given: argparse.Namespace) -> int:
             continue
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.saved_at))
         metric = "" if checkpoint.metric is None else f"{checkpoint.metric:.4g}"
-        wrong = filter(None, (folders.check_file(checkpoint, name, reads=False) for name in checkpoint.files))
-        state = _say_damaged(folder, step, list(wrong)) or "complete"
+        state = _say_damaged(folder, step, folders.problems_of(checkpoint, reads=False)) or "complete"
         rows.append([str(step), when, in_units(checkpoint.size_bytes), str(checkpoint.world_size), metric, state])
     rows += [[str(step), "", "", "", "", "being saved by another process"] for step in under_way]
     _print_table(["step", "saved", "size", "ranks", "metric", "state"], rows)
@@ -176,7 +168,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from phalanx.checkpoint.comparison import compare  # with torch, which the other commands do without
+    from phalanx.checkpoint.comparison import compare  # imports torch, which most other commands do without
 
     if len(given.others) > 2 or (len(given.others) == 2 and not all(other.isdecimal() for other in given.others)):
         raise UsageError(
@@ -208,30 +200,59 @@ def _export(given: argparse.Namespace) -> int:
     value = read(checkpoint, key, rank)
     try:
         num_tensors = export(value, given.out)
-    except OSError as error:  # which names a file of its own
+    except OSError as error:  # it may name a temporary file
         raise _Mistake(f"can't write {given.out}: {error.strerror}") from None
     _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {in_units(os.path.getsize(given.out))}")
     return 0
 
 
-_COMMANDS: dict[str, Callable[[Any], int]] = {
-    "ls": _ls, "show": _show, "verify": _verify, "diff": _diff, "export": _export,
-}  # fmt: skip
+_COMMANDS = {
+    "ls": _Command(
+        "phalanx ckpt ls FOLDER",
+        "phalanx ckpt ls runs/train",
+        "list the checkpoints in a folder; complete: every file has its size (verify compares the bytes)",
+        _ls,
+    ),
+    "show": _Command(
+        "phalanx ckpt show FOLDER [--step N] [--rank R]",
+        "phalanx ckpt show runs/train --step 100",
+        "list the names, dtypes, shapes and values in a checkpoint",
+        _show,
+    ),
+    "verify": _Command(
+        "phalanx ckpt verify FOLDER [--step N | --all]",
+        "phalanx ckpt verify runs/train --all",
+        "check by SHA-256 that every bit is as it was saved; exit code 1 if not",
+        _verify,
+    ),
+    "diff": _Command(
+        "phalanx ckpt diff FOLDER STEP STEP | FOLDER_A FOLDER_B",
+        "phalanx ckpt diff runs/train 100 200",
+        "compare two checkpoints; exit code 1 if they differ",
+        _diff,
+    ),
+    "export": _Command(
+        "phalanx ckpt export FOLDER OUT [--step N] [--key KEY] [--rank R]",
+        "phalanx ckpt export runs/train model.safetensors",
+        "write the whole model, saved by any number of ranks, as one file",
+        _export,
+    ),
+}
 
 
 def _say_damaged(folder: str, step: int, problems: list[str]) -> str:
-    """Return the problems of a checkpoint in a row that names its step; empty if there are none."""
+    """Return the problems of a checkpoint for a row that already names the step; empty if there are none."""
     own = os.path.join(folders.path_of(folder, step), "")
     return f"damaged: {'; '.join(problem.removeprefix(own) for problem in problems)}" if problems else ""
 
 
 def _say(text: str, file: TextIO | None = None) -> None:
-    """Print a line, in which names and values of a checkpoint can't move the terminal's cursor or add lines."""
+    """Print one line; control characters in names and values can neither move the cursor nor add lines."""
     print(printable(text), file=file or sys.stdout)
 
 
 def _print_table(heads: list[str], rows: list[list[str]]) -> None:
-    """Print rows: as a table where somebody looks on, as aligned lines for other programs."""
+    """Print rows as a table on a terminal, and as aligned lines elsewhere."""
     rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         try:
@@ -241,7 +262,7 @@ def _print_table(heads: list[str], rows: list[list[str]]) -> None:
         except ImportError:
             pass
         else:
-            table = Table(*(Column(head, overflow="fold") for head in heads))  # a long name is not cut off
+            table = Table(*(Column(head, overflow="fold") for head in heads))  # does not cut long names
             for row in rows:
                 table.add_row(*map(Text, row))
             Console(highlight=False).print(table)

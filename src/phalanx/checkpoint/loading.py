@@ -31,7 +31,7 @@ from phalanx.checkpoint.disk import folder as folders
 from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
 from phalanx.checkpoint.disk.pending import pending
 from phalanx.checkpoint.disk.retention import find_best
-from phalanx.checkpoint.memory.holdings import Held, lost_of, newest_of
+from phalanx.checkpoint.memory.holdings import Holding, lost_of, newest_of
 from phalanx.checkpoint.memory.snapshots import digest_of, memory
 from phalanx.checkpoint.state.blocks import Reader
 from phalanx.checkpoint.state.image import Image
@@ -52,7 +52,7 @@ from phalanx.wire.rank_group import RankGroup
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """Checkpoint that `load` has restored.
+    """The checkpoint that `load` has restored.
 
     Attributes:
         step: Step of the checkpoint.
@@ -87,25 +87,25 @@ def load(
     What comes back is equal bit for bit, and of the class that was saved:
 
     - A tensor in `state` is filled if it has the same shape, and a dtype that holds every saved value; otherwise it is
-      refused. In the place of None, or of a plain value, a new tensor on the CPU comes, which has no gradient, does not
-      require one and is of no subclass. New tensors share memory if those that were saved did;
-      views that are not contiguous, such as columns, become tensors of their own.
+      refused. None or a plain value is replaced by a new tensor on the CPU, which has no gradient, does not require
+      one, and belongs to no subclass. New tensors share memory if the saved ones did; views that are not contiguous,
+      such as columns, become tensors of their own.
     - A module or an optimizer takes what its ``load_state_dict`` takes, which casts to its own dtypes.
-    - A named tuple is of the class that `state` has there, otherwise of a new class with the same name and fields. A
+    - A named tuple has the class that `state` has there, otherwise a new class with the same name and fields. A
       ``defaultdict`` keeps a factory that is a built-in class. Other mappings need one of their class in `state`, or a
       dict, and are refused otherwise; an object's ``load_state_dict`` gets dicts instead.
-    - Other classes of Python's are kept as they are: dict, ``OrderedDict``, ``Counter``, list, tuple, set, frozenset,
-      deque, str, bytes, bytearray, numbers, paths, and NumPy's arrays and scalars. An object that is in several places
-      comes back as several; subclasses of arrays as plain arrays.
+    - Python's and NumPy's other classes are kept: dict, ``OrderedDict``, ``Counter``, list, tuple, set, frozenset,
+      deque, str, bytes, bytearray, numbers, paths, arrays and scalars. An object that is in several places comes back
+      as several objects; subclasses of arrays come back as plain arrays.
 
     A save of this job that is still being written is awaited. If another job is saving to the folder, a line says so.
 
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
         state: State of the form that was saved; saved entries that it lacks are left out.
-        step: Step of the checkpoint; "latest" is the newest whole one, and a warning names newer damaged ones. "best"
-            is the one on disk with the best metric, as `save` was told in `keep`, and as a Trainer judges by its
-            monitor.
+        step: Step of the checkpoint; "latest" is the newest undamaged one, and a warning names newer damaged ones.
+            "best" is the one on disk with the best metric: `save` was told in `keep` which direction is better, and a
+            Trainer knows from its monitor.
         strict: Whether a checkpoint that lacks an entry of `state` is refused.
         missing: Action if there is no checkpoint: "note" prints a line on rank 0 and returns None, "ignore" returns
             None, "error" raises.
@@ -116,8 +116,8 @@ def load(
     Raises:
         ValueError: `missing` is none of these.
         TypeError: `state` is no dictionary.
-        CheckpointError: There is no whole checkpoint of that step, it does not fit `state`, or not all ranks call
-            this; on every rank.
+        CheckpointError: There is no undamaged checkpoint of that step, it does not fit `state`, or not all ranks call
+            this; raised on every rank.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -131,24 +131,15 @@ def load(
     if missing not in ("note", "ignore", "error"):
         raise ValueError(f'checkpoint.load: missing must be "note", "ignore" or "error", got {missing!r}')
     refuse_no_mapping("load", state)
-    return _recorded(lambda: _load(folder, state, step, strict=strict, missing=missing))
+    return _load(folder, state, step, strict=strict, missing=missing)
 
 
 def load_run(folder: str, state: MutableMapping[str, Any], *, strict: bool) -> Loaded | None:
-    """`load` for a Trainer: the state's first entry, the trainer's own, may refuse before anything else is looked at.
+    """Load the latest checkpoint for a Trainer. The state's first entry, the trainer's own, may refuse it first.
 
-    Where `load` would advise ``strict=False``, it advises what a Trainer has for that.
+    Where `load` would advise ``strict=False``, the error names the Trainer's setting for that.
     """
-    first = next(iter(state))
-    return _recorded(lambda: _load(folder, state, "latest", strict=strict, missing="ignore", first=first))
-
-
-def _recorded(load_newest: Callable[[], Loaded | None]) -> Loaded | None:
-    with writer.phase(LOADING):
-        loaded = load_newest()
-    if loaded is not None:
-        writer.note(LOADED, loaded.step)
-    return loaded
+    return _load(folder, state, "latest", strict=strict, missing="ignore", is_of_run=True)
 
 
 def _load(
@@ -158,32 +149,50 @@ def _load(
     *,
     strict: bool,
     missing: str,
-    first: str = "",
+    is_of_run: bool = False,
+) -> Loaded | None:
+    with writer.phase(LOADING):
+        loaded = _load_best(folder, state, step, strict=strict, missing=missing, is_of_run=is_of_run)
+    if loaded is not None:
+        writer.note(LOADED, loaded.step)
+    return loaded
+
+
+def _load_best(
+    folder: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    step: int | str,
+    *,
+    strict: bool,
+    missing: str,
+    is_of_run: bool,
 ) -> Loaded | None:
     ranks = RankGroup()
     pending.await_own()
-    require_all("load")  # before anybody looks: another may still be writing its snapshot, or its part of a save
+    require_all("load")  # before any rank looks: another may still be writing its snapshot, or its part of a save
     memory().asked.add(os.path.abspath(folder))
-    held = ranks.gather(memory().held())
-    path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks, held)
+    holdings = ranks.gather(memory().holdings())
+    path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks, holdings)
     if not candidates:
         _say_missing(path, ranks.rank, missing)
         return None
     damage: list[str] = []
     for source, number in candidates:
-        images, problems = _check(path, source, number, ranks, held)
+        images, problems = _check(path, source, number, ranks, holdings)
         damage += problems
-        about = f"of step {number} from {path}"
-        if first and not problems:
-            _restore(images, {first: state[first]}, ranks, strict, about, is_of_run=True)
-        if not problems and source == "memory" and memory().has_holes:
-            problems = _fill(images, state, ranks, strict, about, is_of_run=bool(first))
-            damage += problems
         if problems:
             continue
-        _restore(images, state, ranks, strict, about, is_of_run=bool(first))
+        about = f"of step {number} from {path}"
+        restoring = _Restoring(images, ranks, strict=strict, is_of_run=is_of_run, about=about)
+        if is_of_run:
+            first = next(iter(state))
+            restoring.restore({first: state[first]})
+        if source == "memory" and memory().has_holes and (problems := restoring.fill(state)):
+            damage += problems
+            continue
+        restoring.restore(state)
         if memory().is_kept:
-            drop_gradients(state)  # of the step that another rank's failure has ended; a new process has none
+            drop_gradients(state)  # of the step in which another rank failed; a new process has none
         if damage and ranks.rank == 0:
             warn_caller(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead")
         return Loaded(number, source)
@@ -196,15 +205,15 @@ def _load(
 
 
 def why_not_loadable() -> str:
-    """Return why this process could not load again what it has loaded; empty if it could."""
-    held = [memory().held()]
+    """Return why this process could not repeat its calls of `load`; empty if it could."""
+    holdings = [memory().holdings()]
     if not memory().asked:
         return "it has not called phalanx.checkpoint.load"
     for folder in sorted(memory().asked):
-        problem, _, candidates = _candidates(folder, "latest", held)
-        if not (problem or candidates):  # the first may be the one that is being written, as for `load`
+        problem, _, candidates = _candidates(folder, "latest", holdings)
+        if not (problem or candidates):  # the first save may still be running
             pending.await_every_rank()
-            problem, _, candidates = _candidates(folder, "latest", held)
+            problem, _, candidates = _candidates(folder, "latest", holdings)
         if problem or not candidates:
             return problem or f"there is no snapshot or checkpoint yet for {folder}"
     return ""
@@ -215,25 +224,25 @@ def _joined(damage: Sequence[str]) -> str:
 
 
 def _agreed_candidates(
-    folder: str, step: int | str, ranks: RankGroup, held: Sequence[Sequence[Held]]
+    folder: str, step: int | str, ranks: RankGroup, holdings: Sequence[Sequence[Holding]]
 ) -> tuple[str, list[tuple[str, int]]]:
     """Return the folder of the checkpoints, and those to try, best first, as rank 0 has found them.
 
     Raises:
         CheckpointError: On every rank: the ranks load different checkpoints, or there is none of that step.
     """
-    found = _candidates(folder, step, held) if ranks.rank == 0 else ("", "", [])
+    found = _candidates(folder, step, holdings) if ranks.rank == 0 else ("", "", [])
     answers = ranks.gather((folder, step, *found))
     if any(answer[:2] != answers[0][:2] for answer in answers):
         raise_problems("load", [f"loads step {answer[1]} from {answer[0]}" for answer in answers])
     problem, path, candidates = answers[0][2:]
     raise_problems("load", [problem])
-    if ranks.rank == 0 and step == "latest" and (lost := lost_of(held, digest_of(path))) is not None:
+    if ranks.rank == 0 and step == "latest" and (lost := lost_of(holdings, digest_of(path))) is not None:
         parts = f"{'the part' if len(lost.numbers) == 1 else 'parts'} of {named('rank', lost.numbers)}"
         where = f"step {candidates[0][1]} on disk" if candidates else "the beginning"
-        _say(f"no host has {parts} of the snapshot of step {lost.step} in memory any more: going on from {where}")
+        _say(f"no host has {parts} of the snapshot of step {lost.step} in memory any more: resuming from {where}")
     if ranks.rank == 0 and candidates and (under_way := folders.say_under_way(folders.steps_under_way(path))):
-        _say(f"{path}: {under_way}: going on from step {candidates[0][1]}")
+        _say(f"{path}: {under_way}: resuming from step {candidates[0][1]}")
     return path, candidates
 
 
@@ -250,16 +259,18 @@ def _say_missing(path: str, rank: int, missing: str) -> None:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the log may lie on a disk that is full
+    with contextlib.suppress(OSError, ValueError):  # the log may be on a disk that is full
         print(f"phalanx: checkpoint.load: {text}", file=sys.stderr, flush=True)
 
 
-def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> tuple[str, str, list[tuple[str, int]]]:
-    """Return what is wrong, the folder of the checkpoints, and the candidates to load, best first."""
+def _candidates(
+    given: str, step: int | str, holdings: Sequence[Sequence[Holding]]
+) -> tuple[str, str, list[tuple[str, int]]]:
+    """Return a problem or an empty string, the folder of the checkpoints, and the candidates to load, best first."""
     if os.path.isfile(given):
         return f"{given} is a file, and load takes a folder to which save has written{_way_to_read(given)}", given, []
     try:
-        path = given if newest_of(held, digest_of(given)) is not None else folders.find(given)
+        path = given if newest_of(holdings, digest_of(given)) is not None else folders.find(given)
         published = folders.steps(path)
     except OSError as error:
         return f"can't read {given}: {error.strerror}", given, []
@@ -277,7 +288,7 @@ def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> 
             return f"{path} has no checkpoint of step {step}; it has steps {published or 'none'}{hint}", path, []
         return "", path, [("disk", int(step))]
     on_disk = [("disk", number) for number in reversed(published)]
-    in_memory = newest_of(held, digest_of(path))
+    in_memory = newest_of(holdings, digest_of(path))
     if in_memory is not None:
         older = [entry for entry in on_disk if entry[1] <= in_memory.step]
         on_disk = [*(entry for entry in on_disk if entry[1] > in_memory.step), ("memory", in_memory.step), *older]
@@ -285,7 +296,7 @@ def _candidates(given: str, step: int | str, held: Sequence[Sequence[Held]]) -> 
 
 
 def _way_to_read(file: str) -> str:
-    """Return what loads a file of weights, by its name; empty if that tells nothing."""
+    """Return the call that loads a file of weights with this name; empty if the name does not tell."""
     if file.endswith((".pt", ".pth", ".bin", ".ckpt")):
         call = f"torch.load({file!r}, map_location='cpu')"
     elif file.endswith(".safetensors"):
@@ -296,37 +307,37 @@ def _way_to_read(file: str) -> str:
 
 
 def _check(
-    path: str, source: str, step: int, ranks: RankGroup, held: Sequence[Sequence[Held]]
+    path: str, source: str, step: int, ranks: RankGroup, holdings: Sequence[Sequence[Holding]]
 ) -> tuple[list[Image], list[str]]:
     """Return the checkpoint's images, and the problems that any rank found with them: one for each damaged file."""
     problem, is_seen = "", False
     images: list[Image] = []
     try:
         if source == "memory":
-            newest = newest_of(held, digest_of(path))
-            assert newest is not None  # it has become a candidate
+            newest = newest_of(holdings, digest_of(path))
+            assert newest is not None  # it is a candidate
             images = memory().read(newest)
             check(images, step, [_own(images, ranks)])
         else:
             found = folders.read_manifest(path, step)
             mine = sorted(found.files)[ranks.rank :: ranks.world_size]
-            problem = "; ".join(filter(None, (folders.check_file(found, name) for name in mine)))
+            problem = "; ".join(folders.problems_of(found, mine))
             is_seen = bool(problem)
             owner = ranks.rank if found.world_size == ranks.world_size else 0
             images = images_of(found, [owner]) if not problem else []
     except Damaged as error:
         problem = str(error)
-    except Exception as error:  # whatever a parser makes of what others wrote
+    except Exception as error:  # a damaged image can make a parser raise anything
         problem = (
             f"the checkpoint of step {step} {'on' if source == 'disk' else 'in'} {source} can't be read: {error!r}"
         )
     said = gather("load", (is_seen, problem))
-    seen = [one for is_seen, one in said if is_seen]  # by their hashes; others only fail to read the same files
+    seen = [one for is_seen, one in said if is_seen]  # by a hash; other ranks only failed to read the same files
     return images, list(dict.fromkeys(seen or [one for _, one in said if one]))
 
 
 def _own(images: Sequence[Image], ranks: RankGroup) -> int:
-    """Return the image whose values this rank gets: its own, or the first if another number of ranks saved."""
+    """Return which image's values this rank gets: its own, or the first if another number of ranks saved."""
     owners = [image.metadata.get("owner", [rank, len(images)]) for rank, image in enumerate(images)]
     own = [ranks.rank, ranks.world_size]
     return owners.index(own) if own in owners else 0
@@ -340,19 +351,19 @@ def images_of(checkpoint: Checkpoint, owners: Iterable[int] | None = None) -> li
         owners: Ranks whose trees are needed; by default all.
 
     Raises:
-        Damaged: One of these trees, or a tensor in it, is not whole.
+        Damaged: One of these trees, or a tensor in it, is incomplete.
     """
     try:
         names = map(folders.file_of, range(checkpoint.world_size))
         images = [Image(folders.map_file(checkpoint, name)) for name in names]
         check(images, checkpoint.step, range(checkpoint.world_size) if owners is None else owners)
-    except Exception as error:  # whatever a parser makes of what others wrote
+    except Exception as error:  # a damaged image can make a parser raise anything
         raise Damaged(f"{checkpoint.path} can't be read: {error!r}") from error
     return images
 
 
 def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
-    """Raise any error unless the images belong to `step` and the trees of `owners` can be unpacked from them."""
+    """Raise some error unless the images belong to `step` and the trees of `owners` can be unpacked from them."""
     for rank, image in enumerate(images):
         said = [image.metadata[key] for key in ("step", "rank", "world_size")]
         if said != [step, rank, len(images)] or type(image.metadata["is_alike"]) is not bool:
@@ -361,66 +372,61 @@ def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
         unpack(images[owner].metadata["tree"], Reader(images, owner).check)
 
 
-def _fill(
-    images: Sequence[Image],
-    state: MutableMapping[str, Any],
-    ranks: RankGroup,
-    strict: bool,
-    about: str,
-    *,
-    is_of_run: bool,
-) -> list[str]:
-    """Get from other hosts what `state` needs of images that this one lacks; return why not, if that can't be."""
-    reader = Reader(images, _own(images, ranks))
+class _Restoring:
+    """A checkpoint's images, from which every rank restores its state.
 
-    def look() -> None:
-        survey(state, _tree_for(images, ranks), reader.survey, strict=strict)
-
-    _on_every_rank(look, about, is_of_run=is_of_run)
-    try:
-        memory().fill(reader.needed)
-    except (OSError, ValueError) as error:
-        problem = f"the checkpoint of step {images[0].metadata['step']} in memory can't be read: {error!r}"
-    else:
-        problem = ""
-    return list(dict.fromkeys(filter(None, gather("load", problem))))
-
-
-def _restore(
-    images: Sequence[Image],
-    state: MutableMapping[str, Any],
-    ranks: RankGroup,
-    strict: bool,
-    about: str,
-    *,
-    is_of_run: bool,
-) -> None:
-    reader = Reader(images, _own(images, ranks))
-    _on_every_rank(lambda: restore(state, _tree_for(images, ranks), reader, strict=strict), about, is_of_run=is_of_run)
-
-
-def _tree_for(images: Sequence[Image], ranks: RankGroup) -> Json:
-    """Return the tree of the image whose values this rank gets.
-
-    Raises:
-        ValueError: Another number of ranks saved tensors of their own.
+    Args:
+        images: Images of all ranks that saved, in rank order.
+        ranks: All ranks of the job.
+        strict: Whether a checkpoint that lacks an entry of the state is refused.
+        is_of_run: Whether errors give advice for a Trainer.
+        about: Words about step and folder in errors.
     """
-    own = images[_own(images, ranks)]
-    if not own.metadata["is_alike"] and len(images) != ranks.world_size:
-        raise ValueError(
-            f"{len(images)} ranks saved tensors of their own, so only {len(images)} ranks can load them, but "
-            f"there are {ranks.world_size}: start {len(images)} ranks"
-        )
-    return own.metadata["tree"]
 
+    def __init__(self, images: Sequence[Image], ranks: RankGroup, *, strict: bool, is_of_run: bool, about: str) -> None:
+        self._images, self._ranks = images, ranks
+        self._strict, self._is_of_run, self._about = strict, is_of_run, about
+        self._own = _own(images, ranks)
 
-def _on_every_rank(act: Callable[[], None], about: str, *, is_of_run: bool) -> None:
-    """Call `act`; raise on every rank what it has raised on any, for a run with advice that a Trainer can follow."""
-    problem, cause = "", None
-    try:
-        act()
-    except Exception as error:  # whatever a load_state_dict() raises, the others must know
-        problem, cause = reason_of(error), error
-        if is_of_run:
-            problem = problem.replace(NOT_STRICT, NOT_STRICT_IN_TRAINER)
-    raise_problems("load", gather("load", problem), cause, about)
+    def restore(self, state: MutableMapping[str, Any]) -> None:
+        """Fill `state`. Every rank calls it, and all raise the same error if one can't."""
+        reader = Reader(self._images, self._own)
+        self._on_every_rank(lambda: restore(state, self._tree(), reader, strict=self._strict))
+
+    def fill(self, state: MutableMapping[str, Any]) -> list[str]:
+        """Get the parts that `state` needs and this host lacks from other hosts; return why that failed, if it did."""
+        reader = Reader(self._images, self._own)
+        self._on_every_rank(lambda: survey(state, self._tree(), reader.survey, strict=self._strict))
+        problem = ""
+        try:
+            memory().fill(reader.needed)
+        except (OSError, ValueError) as error:
+            step = self._images[0].metadata["step"]
+            problem = f"the checkpoint of step {step} in memory can't be read: {error!r}"
+        return list(dict.fromkeys(filter(None, gather("load", problem))))
+
+    def _tree(self) -> Json:
+        """Return the tree of the image whose values this rank gets.
+
+        Raises:
+            ValueError: Another number of ranks saved tensors of their own.
+        """
+        num_saved, num_ranks = len(self._images), self._ranks.world_size
+        own = self._images[self._own]
+        if not own.metadata["is_alike"] and num_saved != num_ranks:
+            raise ValueError(
+                f"{num_saved} ranks saved tensors of their own, so only {num_saved} ranks can load them, but "
+                f"there are {num_ranks}: start {num_saved} ranks"
+            )
+        return own.metadata["tree"]
+
+    def _on_every_rank(self, act: Callable[[], None]) -> None:
+        """Call `act`, and raise on every rank what it raises on any."""
+        problem, cause = "", None
+        try:
+            act()
+        except Exception as error:  # a load_state_dict() may raise anything, and the other ranks must learn of it
+            problem, cause = reason_of(error), error
+            if self._is_of_run:
+                problem = problem.replace(NOT_STRICT, NOT_STRICT_IN_TRAINER)
+        raise_problems("load", gather("load", problem), cause, self._about)

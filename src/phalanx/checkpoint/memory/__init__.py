@@ -1,4 +1,4 @@
 """Snapshots in memory that the supervisor of ``phalanx run`` holds: they outlive the ranks that wrote them.
 
-Start with `layout`, which says what lies where and imports no torch, then `snapshots`. Nothing here writes to disk.
+Start with `layout`, which describes the memory and imports no torch, then `snapshots`. Nothing here writes to disk.
 """

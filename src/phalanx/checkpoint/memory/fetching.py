@@ -1,4 +1,4 @@
-"""What a host's ranks need of images that are on other hosts: found where it is, and sent over the ranks' group.
+"""Fetching the images, or parts of images, that a host's ranks need and only other hosts have, over the ranks' group.
 
 Where all ranks have the state alike, each host gets whole images, by broadcasts in pieces of 16 MiB. Where each host
 has a part of it, the headers come first. From these each rank surveys its own state (`restoring.survey`, which does
@@ -35,7 +35,7 @@ _LENGTH_BYTES = 8  # of a header, before it
 
 
 def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
-    """Return where the images of a snapshot are on this host, by their number; those of its own ranks if there are."""
+    """Return the regions of a snapshot's images on this host, by number, preferably those that its own ranks wrote."""
     wanted = choice.attempt, choice.step, choice.folder, world_size
     found: dict[int, Region] = {}
     for region in layout.whole_regions(fd):
@@ -46,15 +46,15 @@ def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
 
 
 class Fetch:
-    """One snapshot's images, of which some hosts lack some. Every rank makes one, and calls the same methods.
+    """The images of one snapshot, some of which some hosts lack. Every rank makes one, and calls the same methods.
 
     Args:
         host: Name of this rank's host.
-        is_first_here: Whether this rank is the one that writes what comes to its host.
-        problem: Reason that this host can't keep anything; empty: it can.
+        is_first_here: Whether this rank writes what its host receives.
+        problem: Reason why this host can't keep anything; empty: it can.
 
     Attributes:
-        num_bytes: Bytes that have come to this host, through this rank.
+        num_bytes: Bytes that this host has received through this rank.
         has_holes: Whether there are parts that only `fill` gets.
     """
 
@@ -64,7 +64,7 @@ class Fetch:
         self._fd, self._choice, self._ranks = fd, choice, ranks
         self._host, self._is_first_here, self._problem = host, is_first_here, problem
         self.num_bytes: int = 0
-        self._filled: dict[int, Ranges] = {}  # of the images that this rank writes down
+        self._filled: dict[int, Ranges] = {}  # by the number of an image that this rank writes
         self._lacking = choice.lacking[ranks.rank]
         given = [number for number, giver in choice.givers.items() if giver == ranks.rank]
         self._here = find(fd, choice, choice.world_sizes[ranks.rank]) if given else {}
@@ -73,7 +73,7 @@ class Fetch:
             {number: (self._here[number].head, self._header_bytes(number)) for number in given}
         ):
             told |= of_rank
-        self._heads = {number: Head(*head) for number, (head, _) in told.items()}
+        self._heads = {number: head for number, (head, _) in told.items()}
         self._headers = {number: header_bytes for number, (_, header_bytes) in told.items()}
         self.has_holes: bool = any(head.is_parted for head in self._heads.values())
 
@@ -82,34 +82,34 @@ class Fetch:
         return _LENGTH_BYTES + int.from_bytes(length, "little")
 
     def begin(self) -> dict[int, Region]:
-        """Get the images that this host lacks, or their headers; return where these are, by their number.
+        """Get the images that this host lacks, or their headers; return their regions, by number.
 
         Raises:
-            OSError, ValueError: There is no room for them, on some host.
+            OSError, ValueError: Some host has no memory for them.
         """
         found: dict[int, Region] = {}
         for number in sorted(self._lacking):
             offset = layout.region_of_others(number, FETCHED_SLOT)
             found[number] = Region(offset, number, FETCHED_SLOT, is_own=False, head=self._heads[number])
             if self._is_first_here and not self._problem:
-                layout.release_region(self._fd, offset)  # it may hold an older one, in whose head nobody may believe
+                layout.release_region(self._fd, offset)  # an older image there has a head that must not be read
         sizes = self._headers if self.has_holes else {number: head.size_bytes for number, head in self._heads.items()}
         self._get({number: [(0, sizes[number])] for number in self._lacking})
         return found
 
     def fill(self, needed: Mapping[int, Iterable[tuple[int, int]]]) -> bool:
-        """Get what this host's ranks need; return whether any host has got something.
+        """Get what this host's ranks need; return whether any host has received something.
 
         Args:
             needed: Ranges that this rank needs, by the number of the image.
 
         Raises:
-            OSError, ValueError: There is no room for it, on some host.
+            OSError, ValueError: Some host has no memory for it.
         """
         return self._get({number: list(needed[number]) for number in self._lacking if needed.get(number)})
 
     def _get(self, wanted: Mapping[int, Ranges]) -> bool:
-        """Have each host get what its ranks want; return whether any wants something."""
+        """Send each host what its ranks want; return whether any wants something."""
         writers: dict[str, int] = {}
         by_host: dict[int, dict[str, Ranges]] = {}
         for rank, (host, is_first, of_rank) in enumerate(
@@ -123,7 +123,7 @@ class Fetch:
             for host in of_image:
                 of_image[host] = _merged(of_image[host])
         mine = {number: of_image[self._host] for number, of_image in by_host.items() if self._host in of_image}
-        problem = self._problem or self._make_room(mine) if mine and self._is_first_here else ""
+        problem = self._problem or self._reserve(mine) if mine and self._is_first_here else ""
         if problem := next(filter(None, self._ranks.gather(problem)), ""):
             raise ValueError(problem)
         failed: OSError | None = None
@@ -134,24 +134,24 @@ class Fetch:
                     length = min(_PIECE_BYTES, end - at, self._heads[number].size_bytes - at)
                     try:
                         self._move(number, at, length, to, is_for_most=2 * len(hosts) > len(writers))
-                    except OSError as error:  # the others go on
+                    except OSError as error:  # the other ranks still expect this one in every transfer
                         failed = error
         for number, ranges in mine.items() if self._is_first_here and failed is None else ():
             self._note(number, ranges)
-        self._ranks.gather(None)  # nobody reads before it is there
+        self._ranks.gather(None)  # a barrier: no rank reads before everything is written
         if failed is not None:
             raise failed
         return bool(by_host)
 
     def _note(self, number: int, ranges: Ranges) -> None:
-        """Take in that ranges of an image have come; if these are all, let its head say that it is whole."""
+        """Record that ranges of an image have arrived; if these are all, mark it as complete in its head."""
         head = self._heads[number]
         self._filled[number] = _merged([*self._filled.get(number, ()), *ranges])
         if self._filled[number] == _merged([(0, head.size_bytes)]):
             os.pwrite(self._fd, head.pack(), layout.region_of_others(number, FETCHED_SLOT))
 
     def _move(self, number: int, at: int, length: int, to: Sequence[int], *, is_for_most: bool) -> None:
-        """Send some bytes of an image from the rank that gives it to the ranks that write it down."""
+        """Send some bytes of an image from its giver to the ranks that write them."""
         giver, me = self._choice.givers[number], self._ranks.rank
         if not is_for_most and me != giver and me not in to:
             return
@@ -169,13 +169,13 @@ class Fetch:
             self.num_bytes += length
             os.pwrite(self._fd, piece.numpy().data, layout.region_of_others(number, FETCHED_SLOT) + PAGE_BYTES + at)
 
-    def _make_room(self, wanted: Mapping[int, Ranges]) -> str:
-        """Get memory for parts of images of other hosts; return why not, or nothing."""
+    def _reserve(self, wanted: Mapping[int, Ranges]) -> str:
+        """Allocate memory for parts of images of other hosts; return why that failed, or an empty string."""
         more_bytes = sum(end - begin for ranges in wanted.values() for begin, end in ranges)
         held_bytes = os.fstat(self._fd).st_blocks * 512
         if self.has_holes:
             what, total_bytes = "with what its ranks need of other hosts, snapshots", held_bytes + more_bytes
-        else:  # as many will be kept here
+        else:  # this host will keep as many of its own
             what, total_bytes = "two of all ranks", 2 * more_bytes
         problem = shortage(what, total_bytes, held_bytes)
         try:
@@ -191,7 +191,7 @@ class Fetch:
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the pages that ranges touch, as ranges that are in order and apart from each other."""
+    """Return the pages that the ranges touch, as sorted ranges with gaps between them."""
     merged: Ranges = []
     for begin, end in sorted(ranges):
         begin, end = begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
@@ -202,7 +202,7 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _segments(by_host: Mapping[str, Ranges]) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield ranges that the same hosts want, in order, with these hosts."""
+    """Yield ranges, in order, each with the hosts that want all of it."""
     edges: dict[int, list[tuple[bool, str]]] = {}
     for host, ranges in by_host.items():
         for begin, end in ranges:

@@ -1,9 +1,9 @@
 """The layout of the ranks' snapshots in memory that the supervisor holds. Imports no torch.
 
 The ranks write snapshots (`phalanx.checkpoint`); the supervisor (`phalanx.launch`) looks at their steps, and its
-replicator copies them to other hosts. All lie in one sparse file, in regions. A region begins with a page that holds
-the head; the image of a rank's part follows. The host's own ranks have the first regions, by local rank; behind these
-lie images of other hosts' ranks, by the number of the image. At the end are a few words of ranks and replicator.
+replicator copies them to other hosts. All of them are in one sparse file, in regions. A region begins with a page for
+the head; the image of a rank's part follows. First come the regions of the host's own ranks, by local rank, then those
+for images of other hosts' ranks, by the number of the image, and at the end a few records of ranks and replicator.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ REGION_BYTES = 1 << 36  # address space, not memory
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 MAGIC = b"phalanx2"
 NUM_SLOTS = 3
-"""Regions for each image: of own ones the one that is replicated, the one that is being copied, and a newer one; of
-another host's the newest that all hosts have, the one that is coming, and the one that was fetched to be loaded."""
+"""Regions for each image. For an image of this host: the replicated one, the one being copied, and a newer one. For an
+image of another host: the newest that all hosts have, the one being received, and the one fetched to be loaded."""
 FETCHED_SLOT = 2
 _HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PLAN = struct.Struct("<Q")
-MOST_OF_OTHERS = 1 << 22  # images, as many as own ones, so that their regions end before the plan
+MOST_OF_OTHERS = 1 << 22  # images of other hosts, and as many of this one: their regions end before the plan
 _OF_OTHERS = NUM_SLOTS * REGION_BYTES * MOST_OF_OTHERS  # where images of other hosts begin
-_PLAN_OFFSET = 1 << 62  # behind all regions
+_PLAN_OFFSET = 1 << 62  # after all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
 _WANTED_OFFSET, _COPY_OFFSET, _COPIED_OFFSET, _GAPS_OFFSET = (_PLAN_OFFSET + number * 4096 for number in (2, 3, 4, 5))
 _COPY = struct.Struct("<QQ16sQQ")
@@ -64,16 +64,16 @@ class Head(NamedTuple):
 
     @property
     def is_parted(self) -> bool:
-        """Whether other hosts have other parts of it."""
+        """Whether other hosts have other parts of the snapshot."""
         return 0 < self.num_here < self.world_size
 
     def is_of_one_snapshot_with(self, other: Head) -> bool:
-        """Whether another rank of the same host wrote `other` after the same step of the same attempt."""
+        """Whether `other` is the head of another rank of the same host, after the same step of the same attempt."""
         return self._replace(size_bytes=0) == other._replace(size_bytes=0)
 
 
 class Region(NamedTuple):
-    """A region with a whole image.
+    """A region with a complete image.
 
     Attributes:
         number: Number of the image within its snapshot.
@@ -102,7 +102,7 @@ def region_bytes(size_bytes: int) -> int:
 
 
 def head_at(fd: int, offset: int) -> Head | None:
-    """Return the head of a region; None if there is no whole image."""
+    """Return the head of a region; None if the region holds no complete image."""
     data = os.pread(fd, HEAD_BYTES, offset)
     if len(data) == HEAD_BYTES and (head := Head(*_HEAD.unpack(data))).magic == MAGIC and head.is_whole:
         return head
@@ -110,7 +110,7 @@ def head_at(fd: int, offset: int) -> Head | None:
 
 
 def used_regions(fd: int) -> Iterator[int]:
-    """Yield the offsets of the regions that have been written to, whether or not they are whole."""
+    """Yield the offsets of the regions that have been written to, complete or not."""
     at = 0
     while True:
         try:
@@ -126,7 +126,7 @@ def used_regions(fd: int) -> Iterator[int]:
 
 
 def whole_regions(fd: int) -> list[Region]:
-    """Return the regions with whole images, those of this host's ranks first."""
+    """Return the regions with complete images, those of this host's ranks first."""
     found = []
     for offset in used_regions(fd):
         if (head := head_at(fd, offset)) is not None:
@@ -147,7 +147,7 @@ def is_fetched(offset: int) -> bool:
 
 
 def common_heads(fd: int) -> list[Head]:
-    """Return the head of the first rank here for each snapshot that is complete on all ranks of this host."""
+    """Return the first local rank's head of each snapshot that is complete on all ranks of this host."""
     by_rank: dict[int, list[Head]] = {}
     for region in whole_regions(fd):
         if region.is_own:
@@ -163,7 +163,7 @@ def common_heads(fd: int) -> list[Head]:
 
 
 class Copy(NamedTuple):
-    """What the ranks want to have copied to other hosts, once it is whole, and what must not be overwritten for it.
+    """A snapshot to copy to other hosts once it is complete, and the safe one that must not be overwritten for it.
 
     Attributes:
         safe_attempt: Attempt of the newest snapshot that all hosts have copied, or that the ranks have loaded.
@@ -178,11 +178,11 @@ class Copy(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What the replicator has copied last.
+    """The snapshot that the replicator has copied last.
 
     Attributes:
         num_replicas: Number of other hosts that have it.
-        took_ms: Milliseconds that it took.
+        took_ms: Duration of the copying, in milliseconds.
     """
 
     attempt: int
@@ -196,7 +196,7 @@ def ask_for_copy(fd: int, copy: Copy) -> None:
 
 
 def asked_copy(fd: int) -> Copy | None:
-    """Return what is to be copied."""
+    """Return the snapshot to copy; None if there is none."""
     data = _get(fd, _COPY_OFFSET, _COPY.size)
     return Copy(*_COPY.unpack(data)) if data is not None else None
 
@@ -206,18 +206,18 @@ def note_copied(fd: int, copied: Copied) -> None:
 
 
 def last_copied(fd: int) -> Copied | None:
-    """Return what was copied last."""
+    """Return the snapshot that was copied last; None if there is none."""
     data = _get(fd, _COPIED_OFFSET, _COPIED.size)
     return Copied(*_COPIED.unpack(data)) if data is not None else None
 
 
 class Gaps(NamedTuple):
-    """The times in which there was no replicator.
+    """The times without a replicator.
 
     Attributes:
         num: Number of times that it has ended.
-        total_ms: Milliseconds for which it was missing, up to its last start.
-        since_ms: Time of its end on the monotonic clock; 0: it is there.
+        total_ms: Milliseconds without one, up to its last start.
+        since_ms: Time of its end on the monotonic clock; 0: it is running.
     """
 
     num: int = 0
@@ -244,7 +244,7 @@ def gaps_in_copying(fd: int) -> Gaps:
 
 
 def want_replicas(fd: int, num_replicas: int) -> None:
-    """Say on how many other hosts each part of a state is to be kept."""
+    """Set the number of other hosts that are to keep each part of a state."""
     _put(fd, _WANTED_OFFSET, _PLAN.pack(num_replicas))
 
 
@@ -258,14 +258,14 @@ def _put(fd: int, offset: int, data: bytes) -> None:
 
 
 def _get(fd: int, offset: int, size: int) -> bytes | None:
-    """Return what `_put` has written; None if it is just being written, or never was."""
+    """Return what `_put` has written; None if it is being written, or never was."""
     data = os.pread(fd, size + _SUM.size, offset)
     is_whole = len(data) == size + _SUM.size and any(data) and _SUM.unpack(data[size:])[0] == zlib.crc32(data[:size])
     return data[:size] if is_whole else None
 
 
 def announce_restart(fd: int, attempt: int) -> None:
-    """Tell the ranks of `attempt` that they must end only because another number of ranks will be started."""
+    """Tell the ranks of `attempt` that they are stopped only because another number of ranks will be started."""
     os.pwrite(fd, _PLAN.pack(attempt + 1), _PLAN_OFFSET)
 
 
@@ -275,7 +275,7 @@ def is_restart_announced(fd: int, attempt: int) -> bool:
 
 
 def newest_attempt(fd: int, *, own: bool = False) -> int:
-    """Return the newest attempt of which there is any whole image; -1 if there is none.
+    """Return the newest attempt with a complete image; -1 if there is none.
 
     Args:
         own: Whether only images of this host's ranks count.
@@ -284,7 +284,7 @@ def newest_attempt(fd: int, *, own: bool = False) -> int:
 
 
 def forbid(fd: int) -> None:
-    """Forbid snapshots in all attempts to come; existing ones may be loaded once more."""
+    """Forbid snapshots in all later attempts; existing ones may be loaded once more."""
     os.pwrite(fd, b"1", _BAN_OFFSET)
 
 

@@ -1,6 +1,6 @@
-"""Which of its regions a rank writes the next snapshot to. Imports no torch, waits for nothing.
+"""The choice of the region that a rank writes the next snapshot to. Imports no torch, and waits for nothing.
 
-One snapshot is always whole on all hosts, so that any of them may be lost at any moment:
+One snapshot is always complete on all hosts, so that any host may be lost at any moment:
 
 - A snapshot is **safe** when all hosts have copied their parts of it. It is not overwritten before the next one is
   safe. The ranks learn it in the collective that a snapshot takes anyway: each brings whether its host still copies.
@@ -25,10 +25,10 @@ from phalanx.checkpoint.memory.layout import NUM_SLOTS
 
 
 class Slots:
-    """Decides alike on all ranks, as long as all call the same methods with the same arguments.
+    """The regions of a rank. All ranks decide alike if all call the same methods with the same arguments.
 
     Attributes:
-        safe: The snapshot that is safe, wherever it lies; None: there is none yet.
+        safe: The snapshot that is safe; None: there is none yet.
         num: Number of regions that there is memory for.
     """
 
@@ -45,26 +45,26 @@ class Slots:
         return self._copying
 
     def loaded(self, moment: Moment, slot: int, safe: Moment | None = None, safe_slot: int = -1) -> None:
-        """Take in that the ranks go on from a snapshot.
+        """Record that the ranks resume from a snapshot.
 
         Args:
-            slot: This rank's own region that has a part of it; -1: none has.
+            slot: This rank's own region with a part of it; -1: there is none.
             safe: Older snapshot that all hosts have copied, unlike this one; None: there is none.
-            safe_slot: This rank's own region that has a part of `safe`; -1: none has.
+            safe_slot: This rank's own region with a part of `safe`; -1: there is none.
         """
         self.__init__()  # type: ignore[misc]
         self._newest, self._newest_slot = moment, slot
         self.safe, self._safe_slot = (moment, slot) if safe is None else (safe, safe_slot)
 
     def skip(self, moment: Moment) -> None:
-        """Take in that this snapshot, for which `next` was just called, is not taken: there is no third region."""
+        """Record that this snapshot, for which `next` was just called, is not taken for want of a third region."""
         if self._copying == moment:
             self._copying, self._copying_slot = None, -1
         self._newest, self._newest_slot = self._copying, self._copying_slot
         self.num = 2
 
     def next(self, moment: Moment, *, is_to_be_copied: bool, is_busy: bool) -> int:
-        """Return the region for a snapshot; -1: there is none until the copying has ended.
+        """Return the region for a snapshot; -1: there is none before the copying has ended.
 
         Args:
             is_to_be_copied: Whether other hosts are to have copies of it.

@@ -1,4 +1,4 @@
-"""Snapshots in memory that the supervisor of ``phalanx run`` holds: they outlive the ranks, not the supervisor.
+"""Snapshots in memory that the supervisor of ``phalanx run`` holds: they outlive the ranks, but not the supervisor.
 
 One sparse memfd for all ranks of the host, opened through ``/proc``: each rank has a few regions and writes them in
 turn (`slots`), so that one of them is whole at any moment. A region begins with a page that says what is in it (see
@@ -33,7 +33,7 @@ from phalanx import _env
 from phalanx.checkpoint.agreement import gather, raise_problems
 from phalanx.checkpoint.memory import layout
 from phalanx.checkpoint.memory.fetching import Fetch, find
-from phalanx.checkpoint.memory.holdings import Choice, Held, Moment, newest_of
+from phalanx.checkpoint.memory.holdings import Choice, Holding, Moment, newest_of
 from phalanx.checkpoint.memory.layout import (
     FETCHED_SLOT,
     HEAD_BYTES,
@@ -53,8 +53,8 @@ from phalanx.record import writer
 from phalanx.wire.rank_group import RankGroup
 
 _SLACK_BYTES = 64 * 1024  # headers grow a little
-_NO_SLOT = 2  # where others say whether their slot is too short
-_IS_WHOLE = slice(8, 16)  # bytes of a head: written at once, so it never says so of what is not
+_NO_SLOT = 2  # in place of the 0 or 1 by which a rank says whether its region is too short
+_IS_WHOLE = slice(8, 16)  # bytes of a head: written in one store, so that an incomplete image never has the mark
 
 
 class SnapshotMemory:
@@ -62,11 +62,11 @@ class SnapshotMemory:
 
     Attributes:
         size_bytes: Size of all snapshots of this rank, once there is one.
-        is_urgent: Whether a snapshot is wanted soon, the same on every rank: a host has lost or lacked what it had.
+        is_urgent: Whether a snapshot should be taken soon, because a host lacked its part; the same on every rank.
         fetched_bytes: Bytes that other hosts have sent to this one, through this rank, for the last load.
         asked: Folders from which this rank has loaded, or has tried to.
         spans_hosts: Whether the ranks are on several hosts.
-        is_kept: Whether this process was another rank, or this one, before a failure.
+        is_kept: Whether this process outlived a failure, as this rank or another one.
     """
 
     def __init__(self, *, is_kept: bool = False) -> None:
@@ -76,15 +76,15 @@ class SnapshotMemory:
         self._regions: dict[int, mmap.mmap] = {}
         self._slots = Slots()
         self._is_forbidden = self._has_agreed = False
-        self._fetch: Fetch | None = None  # of what is being loaded
-        self._has_fetched = False  # maybe: what is needed no more when there is a newer one
+        self._fetch: Fetch | None = None  # of the snapshot that is being loaded
+        self._has_fetched = False  # there may be fetched images, to be freed once a newer snapshot is safe
         self.size_bytes: int = 0
         self.is_urgent: bool = False
         self.fetched_bytes: int = 0
         environ = _env.environment()
         self._restart_count = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         self._attempt = 0  # known at the first snapshot
-        self._is_parted = False  # the last snapshot: other hosts have other parts of it
+        self._is_parted = False  # other hosts have other parts of the last snapshot
         self._num_hosts = int(environ.get("GROUP_WORLD_SIZE") or 1)
         self.spans_hosts: bool = environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE")
         self._host = environ.get("GROUP_RANK", "0")
@@ -105,7 +105,7 @@ class SnapshotMemory:
         return ""
 
     def agree(self) -> None:
-        """Take none if a rank of another host can't: the kernel may have killed one there. Every rank calls it."""
+        """Take no snapshots if another host can't, for instance since the kernel killed a rank. Every rank calls it."""
         if self._has_agreed or not self.spans_hosts:
             return
         self._has_agreed = True
@@ -115,13 +115,13 @@ class SnapshotMemory:
     # ---- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, folder: str, state: Mapping[str, Any], step: int) -> None:
-        """Take a snapshot; every rank does, of the same step. Nothing happens if there is no memory for it.
+        """Take a snapshot, unless memory is short. Every rank calls it, after the same step.
 
         Raises:
-            CheckpointError: A value can't be saved on some rank; on every rank.
+            CheckpointError: A value can't be saved on some rank; raised on every rank.
         """
         self.agree()
-        if self.problem:  # all ranks have one
+        if self.problem:  # then every rank has one
             self.let_go()
             return
         ranks = RankGroup()
@@ -132,7 +132,7 @@ class SnapshotMemory:
         try:
             tree, leaves = pack(state)
             described = blocks.describe(leaves, ranks.world_size)
-        except Exception as error:  # whatever a state_dict() raises, the others must know
+        except Exception as error:  # a state_dict() may raise anything, and the other ranks must learn of it
             problem, cause = f"{type(error).__name__}: {error}", error
         low, high = blocks.fingerprint(described)
         has_shards = any(blocks.is_sharded(leaf.tensor) for leaf in leaves)
@@ -170,13 +170,13 @@ class SnapshotMemory:
         region[_IS_WHOLE] = (1).to_bytes(8, "little")
 
     def _is_copying(self) -> bool:
-        """Whether this host still copies the last snapshot that it was asked to copy."""
+        """Return whether this host is still copying the last snapshot that it was asked to copy."""
         copied = layout.last_copied(self._fd)
         is_asked = self._slots.copying is not None and layout.wanted_replicas(self._fd) > 0
         return is_asked and (copied is None or (copied.attempt, copied.step) != self._slots.copying)
 
     def _slot_for(self, head: Head, ranks: RankGroup, *, is_to_be_copied: bool, is_busy: bool) -> int:
-        """Return the region for a snapshot, with room in it; -1: there is none. Every rank gets one, or none does."""
+        """Return a region that is large enough for a snapshot; -1: there is none. Every rank gets one, or none does."""
         before, moment = self._slots.safe, (head.attempt, head.step)
         slot = self._slots.next(moment, is_to_be_copied=is_to_be_copied, is_busy=is_busy)
         region = self._regions.get(slot)
@@ -184,7 +184,7 @@ class SnapshotMemory:
         most = ranks.largest(_NO_SLOT if slot < 0 else is_short)
         problem = ""
         if most and most != _NO_SLOT:  # at the first snapshot, and at the first with an optimizer's state
-            problem, num_slots = self._make_room(ranks.rank, head.size_bytes, max(slot + 1, 2))
+            problem, num_slots = self._reserve(ranks.rank, head.size_bytes, max(slot + 1, 2))
             if problem and num_slots == 2:
                 self.problem = problem
                 return -1
@@ -200,14 +200,14 @@ class SnapshotMemory:
         return slot
 
     def _release_fetched(self) -> None:
-        """Free what was fetched to be loaded: a newer snapshot is safe."""
+        """Free the images that were fetched to be loaded, now that a newer snapshot is safe."""
         self._has_fetched = False
         for offset in layout.used_regions(self._fd):
             if layout.is_fetched(offset):
                 layout.release_region(self._fd, offset)
 
-    def _make_room(self, rank: int, size_bytes: int, num_slots: int) -> tuple[str, int]:
-        """Get memory for some snapshots of every rank; return why not, or nothing, and for how many.
+    def _reserve(self, rank: int, size_bytes: int, num_slots: int) -> tuple[str, int]:
+        """Allocate memory for some snapshots of every rank; return why that failed or an empty string, and how many.
 
         Both are the same on every rank, and the number is the largest that any of them wants.
         """
@@ -221,7 +221,7 @@ class SnapshotMemory:
         if max(sizes) > layout.REGION_BYTES:
             most = layout.REGION_BYTES >> 20
             problem = f"one of a rank would take {max(sizes) >> 20} MiB, more than {most} MiB"
-        problem = next(filter(None, gather("snapshot", problem)), "")  # before any of them takes some
+        problem = next(filter(None, gather("snapshot", problem)), "")  # before any rank allocates
         if problem:
             return problem, num_slots
         try:
@@ -239,12 +239,12 @@ class SnapshotMemory:
         self.size_bytes = len(self._regions) * length
 
     def replicas(self) -> str:
-        """Return how many other hosts have this host's part of the state, in words; nothing if each has all of it."""
+        """Describe where the replicas of this host's part of the state are; empty if each host has the whole state."""
         copied = layout.last_copied(self._fd) if self._slots.copying is not None else None
         if copied is None:
             return ""
         if not copied.num_replicas:
-            return "no replicas: when a host is lost, training goes on from disk"
+            return "no replicas: when a host is lost, training resumes from disk"
         on = "another host" if copied.num_replicas == 1 else f"{copied.num_replicas} other hosts"
         gaps = layout.gaps_in_copying(self._fd)
         missed = (
@@ -255,10 +255,9 @@ class SnapshotMemory:
         return f"replicas on {on}, copied in {copied.took_ms / 1e3:.1f} s{missed}"
 
     def num_hosts(self) -> int:
-        """Return how many hosts have what this one has of the newest safe snapshot; 0 if there is none."""
-        if (
-            self.problem or self._slots.safe is None or self._slots.safe[0] != self._attempt
-        ):  # loaded: hosts may be lost
+        """Return how many hosts have this host's part of the newest safe snapshot; 0 if there is no such snapshot."""
+        safe = self._slots.safe
+        if self.problem or safe is None or safe[0] != self._attempt:  # of an earlier attempt: hosts may have been lost
             return 0
         if not self._is_parted:
             return self._num_hosts
@@ -266,9 +265,9 @@ class SnapshotMemory:
         return 1 + (copied.num_replicas if copied is not None else 0)
 
     def let_go(self) -> None:
-        """Free what attempts before have left if there are to be no more snapshots: training needs that memory.
+        """Free the snapshots of earlier attempts if no more may be taken, because training needs that memory.
 
-        Not before the first step: until then a script may load from it, in several calls.
+        It must not be called before the first step: until then a script may load them, in several calls.
         """
         if self._is_forbidden and self._own_place(RankGroup())[0] == 0:
             layout.release(self._fd)
@@ -276,13 +275,13 @@ class SnapshotMemory:
 
     @property
     def restart_is_planned(self) -> bool:
-        """Whether the supervisor ends this rank only to start it again, with more ranks, from the last snapshot."""
+        """Whether the supervisor stops this rank only to start it again, with more ranks, from the last snapshot."""
         return self._fd >= 0 and layout.is_restart_announced(self._fd, self._restart_count)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
 
-    def held(self) -> list[Held]:
-        """Return what is whole on this host; of a snapshot that this host has taken alone, all or nothing."""
+    def holdings(self) -> list[Holding]:
+        """Return the complete images on this host; of a snapshot that each host has taken whole, all or none."""
         numbers: dict[tuple[int, int, bytes, int], set[int]] = {}
         parted = set()
         for region in layout.whole_regions(self._fd) if self._fd >= 0 else ():
@@ -291,16 +290,16 @@ class SnapshotMemory:
             numbers.setdefault(snapshot, set()).add(region.number)
             if head.is_parted:
                 parted.add(snapshot)
-        held = [Held(*snapshot, tuple(sorted(found))) for snapshot, found in numbers.items()]
-        return [one for one in held if one.is_complete or one[:4] in parted]
+        holdings = [Holding(*snapshot, tuple(sorted(found))) for snapshot, found in numbers.items()]
+        return [one for one in holdings if one.is_complete or one[:4] in parted]
 
     def read(self, choice: Choice) -> list[Image]:
-        """Return the images of a snapshot, in the order of the ranks that took them; the next goes elsewhere.
+        """Return the images of a snapshot, by the rank that took them; the next snapshot will not overwrite them.
 
-        Every rank calls it. Of an image that this host lacks, only the header can be read until `fill` has been called.
+        Every rank calls it. Until `fill` has been called, only the header of an image that this host lacks can be read.
 
         Raises:
-            OSError, ValueError: It is not there, or there is no room for it.
+            OSError, ValueError: It is missing, or memory is short.
         """
         ranks = RankGroup()
         rank, _ = self._own_place(ranks)
@@ -329,14 +328,14 @@ class SnapshotMemory:
         return images
 
     def _safe_before(self, choice: Choice, ranks: RankGroup) -> Moment | None:
-        """Return the snapshot that all hosts have copied and can load if it is older than the chosen one; None: none.
+        """Return the snapshot that all hosts have copied and can load, if it is older than the chosen one; else None.
 
-        Every rank calls it. It stays until a newer one is safe: the chosen one may be only where it was taken.
+        Every rank calls it. It stays until a newer one is safe, because the chosen one may not have been copied yet.
         """
         asked, copied = layout.asked_copy(self._fd), layout.last_copied(self._fd)
         is_done = asked is not None and copied is not None and copied[:2] == asked[:2]
-        told = ranks.gather((asked, is_done, self.held()))
-        asks = [(Copy(*asked), is_done) for asked, is_done, _ in told if asked and asked[2] == choice.folder]
+        told = ranks.gather((asked, is_done, self.holdings()))
+        asks = [(asked, is_done) for asked, is_done, _ in told if asked and asked.folder == choice.folder]
         if not asks:
             return None
         wanted = {(ask.attempt, ask.step) for ask, _ in asks}
@@ -344,13 +343,13 @@ class SnapshotMemory:
             (safe,) = wanted
         else:
             safe = max((ask.safe_attempt, ask.safe_step) for ask, _ in asks)
-        held = [[one for one in of_rank if one.moment == safe] for *_, of_rank in told]
-        if safe >= (choice.attempt, choice.step) or newest_of(held, choice.folder) is None:
+        holdings = [[one for one in of_rank if one.moment == safe] for *_, of_rank in told]
+        if safe >= (choice.attempt, choice.step) or newest_of(holdings, choice.folder) is None:
             return None
         return safe
 
     def _slot_of(self, moment: Moment | None, folder: bytes, place: int) -> int:
-        """Return the own region of a rank with its part of a snapshot; -1: there is none."""
+        """Return the number of the own region with this rank's part of a snapshot; -1: there is none."""
         for one in layout.whole_regions(self._fd) if moment is not None else ():
             head = one.head
             is_it = (head.attempt, head.step) == moment and head.folder == folder
@@ -360,17 +359,17 @@ class SnapshotMemory:
 
     @property
     def has_holes(self) -> bool:
-        """Whether `fill` has to be called before what `read` has returned is read; the same on every rank."""
+        """Whether `fill` must be called before the images that `read` returned are used; the same on every rank."""
         return self._fetch is not None
 
     def fill(self, needed: Mapping[int, Iterable[tuple[int, int]]]) -> None:
-        """Get what this rank needs of the images that its host lacks. Every rank calls it.
+        """Get the parts that this rank needs of the images that its host lacks. Every rank calls it.
 
         Args:
             needed: Ranges of bytes, by the number of the image.
 
         Raises:
-            OSError, ValueError: There is no room for it.
+            OSError, ValueError: Memory is short.
         """
         assert self._fetch is not None
         fetch, self._fetch = self._fetch, None
@@ -378,11 +377,11 @@ class SnapshotMemory:
         self.fetched_bytes = fetch.num_bytes
 
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
-        """Return this rank's number among those that keep the state between them, and how many these are."""
+        """Return this rank's number among the ranks that keep the whole state between them, and their number."""
         return self._place if self.spans_hosts else (ranks.rank, ranks.world_size)
 
     def close(self) -> None:
-        """Give up what this process has opened; the snapshots stay."""
+        """Close what this process has opened; the snapshots stay."""
         self._regions.clear()
         if self._fd >= 0:
             os.close(self._fd)
@@ -397,7 +396,7 @@ _memory: SnapshotMemory | None = None
 
 
 def memory() -> SnapshotMemory:
-    """Return the memory of this process. Not before a rank asks: its parent may have imported this module for it."""
+    """Return the memory of this process, made when a rank first asks: a parent may have imported this module for it."""
     global _memory
     if _memory is None:
         _memory = SnapshotMemory()
@@ -405,7 +404,7 @@ def memory() -> SnapshotMemory:
 
 
 def renew() -> None:
-    """Find this process's place anew: the launcher has made it a rank of the next attempt."""
+    """Start afresh in a process that the launcher has made a rank of the next attempt."""
     global _memory
     memory().close()
     _memory = SnapshotMemory(is_kept=True)
@@ -414,9 +413,8 @@ def renew() -> None:
 def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int) -> str:
     """Keep `state` in memory that outlives this rank. Every rank calls it, after the same step.
 
-    When ``phalanx run`` restarts the ranks, `load` finds the snapshot. Two snapshots of each rank are kept. All of them
-    together take at most a quarter of the memory that the host has and the cgroups allow, and at most half of what is
-    still free.
+    When ``phalanx run`` restarts the ranks, `load` finds the snapshot. Two snapshots of each rank are kept. Together
+    they take at most a quarter of the memory that the host has and the cgroups allow, and at most half of what is free.
 
     Args:
         folder: Folder of the checkpoints, as passed to `save`.
@@ -424,11 +422,11 @@ def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int
         step: Step of the training, at least 0.
 
     Returns:
-        A sentence that says why there is no snapshot; empty if there is one. Reasons are that no launcher holds memory
-        for it, that memory is short, or that the kernel killed an earlier attempt because memory ran out.
+        The reason why there is no snapshot, as a sentence; empty if there is one. Either no launcher holds memory for
+        it, or memory is short, or the kernel killed an earlier attempt because memory ran out.
 
     Raises:
-        CheckpointError: A value can't be saved on some rank; on every rank.
+        CheckpointError: A value can't be saved on some rank; raised on every rank.
         TypeError: `state` is no dictionary.
 
     Example:
