@@ -24,10 +24,10 @@ class _Command(NamedTuple):
     """A verb of ``phalanx ckpt``.
 
     Attributes:
-        call: Its usage.
+        call: Usage line.
         right: Example of a correct call.
-        about: Its description.
-        run: Function that carries it out and returns the exit code.
+        about: Description in the help.
+        run: Function that carries out the command and returns the exit code.
     """
 
     call: str
