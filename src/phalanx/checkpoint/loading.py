@@ -1,18 +1,18 @@
-"""`load`: restores the newest whole checkpoint, from memory or from disk, on any number of ranks.
+"""`load`: restores the newest undamaged checkpoint, from memory or from disk, on any number of ranks.
 
-Rank 0 names the candidates, newest first. The ranks share the hashing of all files, and only what every rank has found
-whole is touched. A hash says that nobody changed a file by accident, not who wrote it. So before a checkpoint is
-accepted, its header must tile its data, and the rank's tree is unpacked once on trial, with tensors that take no
-memory: each tensor is in one place of the tree, and its blocks cover it exactly once, which the signs of their corners
-tell in linear time. Whatever raises there is damage: it goes into one warning, and the next candidate is tried. What
-does not fit the user's state is an error.
+Rank 0 lists the candidates, newest first. The ranks share the hashing of all files, and only a checkpoint that every
+rank has found undamaged is used. A hash shows that no file has changed by accident, not who wrote it. So before a
+checkpoint is accepted, its header must tile its data, and each rank unpacks its tree once on trial, with tensors that
+take no memory: each tensor has one place in the tree, and its blocks cover it exactly once, which the signs of their
+corners show in linear time. Whatever this trial raises counts as damage: it goes into one warning, and the next
+candidate is tried. A checkpoint that does not fit the user's state is an error.
 
-Each rank then maps the files and copies the blocks that it needs into the existing tensors: shards saved by four ranks
-go into those of three.
+Each rank then maps the files and copies the blocks that it needs into the existing tensors, such as the shards of four
+ranks into those of three.
 
-**Memory or disk.** A snapshot is taken if it is not older than what is on disk, and of the same folder. Of several
-hosts, all say which images they hold, and the newest attempt and step of which they have everything between them is
-loaded (see `memory.holdings` and `memory.fetching`). Where memory is too short, the disk is read.
+**Memory or disk.** A snapshot is loaded if it belongs to the same folder and is not older than the newest checkpoint
+on disk. Hosts tell each other which images they hold, and the newest attempt and step that is complete between them is
+loaded (see `memory.holdings` and `memory.fetching`). If memory is too short for that, the disk is read.
 """
 
 from __future__ import annotations

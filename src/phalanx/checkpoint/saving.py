@@ -1,24 +1,24 @@
-"""`save`: copies the state, lets training go on, and writes and publishes in the background.
+"""`save`: copies the state, lets training continue, and writes and publishes the copy in the background.
 
-1. **Agree.** All ranks say what they save, what is wrong with it, and a number made of names, shapes, dtypes and every
-   bit of each large tensor. Whatever one rank can't do is an error on all, and nothing has been copied yet. Rank 0 has
-   checked that the disk has room, and has made ``.step-00000100-1f9c03aa.part/``.
+1. **Agree.** Each rank tells the others what it saves, any problem, and a digest of names, shapes, dtypes and every bit
+   of each large tensor. A problem on one rank is an error on all, before anything is copied. Rank 0 has checked that
+   the disk has space, and has created the draft ``.step-00000100-1f9c03aa.part/``.
 2. **Stage.** The rank's part is copied into memory that it keeps for this purpose (huge pages, touched once), laid out
-   as the file will be. `save` returns; it has blocked training for about as long as a memcpy.
-3. **Write,** in the background: one thread hashes, another writes past the page cache (O_DIRECT), syncs, and leaves a
+   like the file. `save` returns; it has blocked training for about as long as a memcpy.
+3. **Write,** in the background: one thread hashes; another writes past the page cache (O_DIRECT), syncs, and leaves a
    signature, ``rank_00001.safetensors.json``, with size and SHA-256.
-4. **Publish.** The rank that finds all signatures, and takes the first of them away, writes ``manifest.json`` with
-   them and a checksum of its own, syncs, and renames the folder to ``step-00000100``; then ``latest``. A step that is
-   saved again is exchanged with the old one at once (RENAME_EXCHANGE). In the background no rank waits for another, so
-   nothing hangs there.
+4. **Publish.** The rank that finds all signatures, and is the one to rename the first, writes ``manifest.json`` with
+   them and its own checksum, syncs, and renames the folder to ``step-00000100``; then it writes ``latest``. If the step
+   was saved before, the two folders are exchanged atomically (RENAME_EXCHANGE). In the background no rank waits for
+   another, so nothing can hang there.
 
-A rank that can't write first renames the folder and then removes it, so that no other rank still writes into it; it
-prints a line, and all ranks raise at the next `save` or `wait`. The last save is finished before the interpreter ends.
-What a killed save has left is swept by the next job's first save.
+A rank that can't write first renames the draft and then removes it, so that no other rank writes to it any more. It
+prints a line, and all ranks raise at the next `save` or `wait`. The interpreter exits only once the last save is
+complete. The next job's first save removes what a killed save has left.
 
-**Why SHA-256.** A CRC finds what a disk does by itself; SHA-256 also finds what a copy, a merge or a hand did, and it
-is the sum that ``sha256sum`` and every registry speak. On processors with instructions for it, it costs a thread and
-no time: the background work is about as fast as torch.save with fsync (``make bench-checkpoint``).
+**Why SHA-256.** A CRC detects what a disk does by itself; SHA-256 also detects what a copy, a merge or a hand did, and
+``sha256sum`` and every registry use it. On processors with instructions for it, it costs a thread and no time: the
+background work is about as fast as torch.save with fsync (``make bench-checkpoint``).
 """
 
 from __future__ import annotations

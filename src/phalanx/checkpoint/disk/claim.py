@@ -1,29 +1,29 @@
 """One attempt of one job at a time may write to a folder: the one that has claimed the folder's newest epoch.
 
-    .lock            who holds the folder, as JSON; its holder locks it, and renews it every second
-    .epoch-13        made with O_EXCL by whoever claims epoch 13: of several, one
+    .lock            the holder's note, as JSON; the holder keeps it locked, and renews it every second
+    .epoch-13        created with O_EXCL to claim epoch 13, so only one process can
 
-A process that is started anew while it is cut off from its job can't know of that job, and begins one of its own if
-the flags allow it. No vote can prevent that; the folder can. The Trainer's lock is made of this module, and
-`checkpoint.save` of other scripts claims its own folder where a job has several hosts.
+A process that is started again while it is cut off from its job can't know of that job, and begins a new one if the
+flags allow it. No vote can prevent that; the folder can. The Trainer's lock is built on this module, and
+`checkpoint.save` in other scripts claims its own folder if the job has several hosts.
 
-- **Epochs** grow by one with each attempt that is let in, whichever job it belongs to. O_EXCL decides between claims
+- **Epochs** grow by one with each attempt that is admitted, whichever job it belongs to. O_EXCL decides between claims
   of one epoch, because not every file system locks across hosts. ``PHALANX_EPOCH`` tells ranks their job and attempt:
   a newer attempt of the same job takes the folder at once, an older one never.
-- **A lock of a dead process on this kernel is free at once**, so a job that starts again on the same host does not
-  wait. A note that another host has left open counts as abandoned after 4 s without a renewal. That is the change of a
-  counter, by the reader's own monotonic clock: no wall clock is compared.
-- **Publishing** looks at the epoch last, just before the rename. Whoever takes a folder renames all drafts away first,
-  so a process that was stopped between its look and its rename has nothing to rename. What remains is a line of
-  metrics.jsonl, which a rank that is stopped between look and write can still append.
-- **The younger job yields.** Refused by the folder, or when its agent meets the older job, it ends its ranks, and its
-  agent executes itself anew with another id and without the right to begin a job. Which job is older is told by
-  durations rather than by the keys of its views: a job that fails often has the greater keys.
+- **The lock of a process that died on this kernel is free at once**, so a job that starts again on the same host does
+  not wait. A note that another host has not closed counts as abandoned after 4 s without a renewal. A renewal changes a
+  counter, and the reader times it with its own monotonic clock: no wall clocks are compared.
+- **Publishing** checks the epoch last, just before the rename. Whoever takes a folder renames all drafts away first,
+  so a process that was stopped between its check and its rename has nothing to rename. One gap remains: a rank that is
+  stopped between check and write can still append a line to metrics.jsonl.
+- **The younger job yields.** When the folder refuses it, or its agent meets the older job, it ends its ranks, and its
+  agent executes itself again with another id and without the right to begin a job. Ages are compared as durations, not
+  by the keys of the jobs' views: a job that fails often has the larger keys.
 
-**Not built: a claim by which the second of two hosts goes on when the first loses power.** One would have to know that
-the first host no longer trains. A claim shows only that it does not renew, which is also true of a host that has lost
-its way to the storage, goes on training, and may still write elsewhere. With a folder alone both sides can be kept
-from publishing twice, but not from training twice.
+**Not built: a claim that lets the second of two hosts continue when the first loses power.** The second would have to
+know that the first no longer trains. A claim shows only that it is not being renewed, which is also true of a host that
+has lost its storage, continues to train, and may still write elsewhere. A folder alone can keep both sides from
+publishing twice, but not from training twice.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Saves of this process that are being written, for whoever reads their folder meanwhile.
+"""Saves of this process that are still being written, so that a reader of their folder can await them.
 
-A reader waits for the saves of its own job. `load` on every rank waits for its own part, and then for the others in
-the meeting that it has anyway. A call of one rank alone waits until no rank holds the lock on the draft's file
-``writing``; a lock, because it ends with its process, so the remains of a killed job are not taken for a save under
-way. Another job's save is only mentioned: it may take long, or fail.
+A reader awaits the saves of its own job. `load`, which every rank calls, awaits this rank's part, and then the other
+ranks in the collective that it needs anyway. A call on one rank alone waits until no rank holds the lock on the draft's
+file ``writing``. A lock ends with its process, so the remains of a killed job do not count as a save in progress. A
+save of another job is only reported, because it may take long, or fail.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Fetching the images, or parts of images, that a host's ranks need and only other hosts have, over the ranks' group.
 
-Where all ranks have the state alike, each host gets whole images, by broadcasts in pieces of 16 MiB. Where each host
-has a part of it, the headers come first. From these each rank surveys its own state (`restoring.survey`, which does
-all that `restore` does except read and assign) and names the ranges of bytes that it will read, in pages. A range that
-most hosts want is broadcast; another goes from rank to rank. An image lies in its region as if it were whole, with
-holes, and its head does not say that it is whole unless everything has come, so only the ranks that load it now use
-it, and the next load fetches anew.
+Where all ranks have the same state, each host gets complete images, broadcast in pieces of 16 MiB. Where each host has
+a part of the state, it first gets the headers. From these each rank surveys its own state (`restoring.survey` does all
+that `restore` does except read and assign) and lists the ranges of bytes that it will read, in pages. A range that most
+hosts want is broadcast; any other goes from rank to rank. Such an image has its usual place in its region, with holes,
+and its head marks it as complete only if everything has arrived. So only the ranks that are loading it now use it, and
+the next load fetches it anew.
 
-Sending whole images to all hosts was the first version: 26 MB instead of 0.4 MB in all when a rank of three fails (the
+The first version sent complete images to all hosts: 26 MB instead of 0.4 MB in all when one rank of three fails (the
 page on checkpoints in docs/en/how_it_works), and memory for the whole job on each host, which users of FSDP2 do not
-have. The price: until a new snapshot is safe, a part whose holder was lost has one copy less. So a Trainer takes the
-first snapshot after such a load at its first step.
+have. The price: until a new snapshot is safe, a part whose holder was lost has one copy less. So after such a load, a
+Trainer takes a snapshot at its first step.
 """
 
 from __future__ import annotations

@@ -2,20 +2,19 @@
 
 One snapshot is always complete on all hosts, so that any host may be lost at any moment:
 
-- A snapshot is **safe** when all hosts have copied their parts of it. It is not overwritten before the next one is
-  safe. The ranks learn it in the collective that a snapshot takes anyway: each brings whether its host still copies.
-- Another is being **copied**, and not overwritten either, by ranks or by the hosts that hold copies.
-- While that takes its time, newer ones are written to a third region. They serve where ranks fail and no host does.
-  Ranks that load such a newer one, which may exist only where it was taken, keep the safe one as well until a newer
-  copy is done.
+- A snapshot is **safe** once all hosts have copied their parts of it. It stays until the next one is safe. The ranks
+  learn that from the collective that a snapshot needs anyway: each rank contributes whether its host is still copying.
+- Another is being **copied**, and neither ranks nor the hosts that receive the copies overwrite it.
+- Meanwhile, newer ones are written to a third region. They are of use if ranks fail, but no host. Ranks that load such
+  a newer one, which may exist only where it was taken, also keep the safe one until a newer one has been copied.
 
-As many hosts may be lost as there are replicas; ``tests/checkpoint/test_replica_rules.py`` plays it. Where every host
-has the whole state, nothing is copied, and each snapshot is safe at once.
+As many hosts may be lost as there are replicas; ``tests/checkpoint/test_replica_rules.py`` simulates it. Where every
+host has the whole state, nothing is copied, and each snapshot is safe at once.
 
-**Three regions, not two.** With two, a slow copy leaves the ranks a choice between overwriting the safe snapshot,
-which a lost host may then need, and taking none meanwhile, although a rank fails more often than a host. The third
-region is allocated when a copy is late for the first time. If there is no memory for it, snapshots are left out until
-the copy is done, and the newest that is not being copied is overwritten.
+**Three regions, not two.** With two, a slow copy would leave a choice between overwriting the safe snapshot, which is
+needed if a host is lost, and taking none until it is done, although ranks fail more often than hosts. The third region
+is allocated the first time a copy is late. If there is no memory for it, snapshots are left out until the copy is done,
+and the newest one that is not being copied is overwritten.
 """
 
 from __future__ import annotations

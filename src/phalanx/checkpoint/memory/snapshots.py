@@ -1,24 +1,23 @@
 """Snapshots in memory that the supervisor of ``phalanx run`` holds: they outlive the ranks, but not the supervisor.
 
-One sparse memfd for all ranks of the host, opened through ``/proc``: each rank has a few regions and writes them in
-turn (`slots`), so that one of them is whole at any moment. A region begins with a page that says what is in it (see
-`layout`), with a word, written last, that says that it is whole; an image as in a file on disk follows. There is no
-hash: a region that a killed rank was writing lacks that word. Ranks that train together are at most one snapshot
-apart, so there is always a step of which all have a whole one.
+All ranks of a host share one sparse memfd, opened through ``/proc``. Each rank has a few regions in it and writes them
+in turn (`slots`), so one of them is complete at any moment. A region begins with a page that describes its content (see
+`layout`), including a mark, written last, that the image is complete; an image as in a file on disk follows. There
+is no hash: a region that a killed rank was writing lacks the mark. Ranks that train together are at most one snapshot
+apart, so there is always a step whose snapshot is complete on all of them.
 
-**Limits.** All snapshots together get a quarter of the tightest limit, of the host or of any cgroup above, and half of
-what is still unused of it. When the kernel has killed for want of memory all the same (the cgroup's own count has
-grown while an attempt failed), the supervisor forbids snapshots: the next attempt loads the last one and frees its
-memory at its first step, or it would be killed again. If one host is short of memory, no host takes snapshots: the
-ranks agree on that before their first one, because a rank that left one out by itself would let the others wait in its
-collective.
+**Limits.** All snapshots together get a quarter of the tightest limit, that of the host or of any cgroup above, and
+half of what is still free of it. If the kernel kills for want of memory all the same (the cgroup's own count has grown
+while an attempt failed), the supervisor forbids snapshots: the next attempt loads the last one and frees its memory at
+its first step, or it would be killed again. If one host is short of memory, no host takes snapshots. The ranks agree on
+that before their first one, because a rank that left one out by itself would keep the others waiting in its collective.
 
-**Several hosts.** Any of them may be lost, and its supervisor's memory with it. State that all ranks have alike is on
-every host anyway, so nothing is copied between hosts while they train: the blocks are divided among the ranks of each
+**Several hosts.** Any host may be lost, and its supervisor's memory with it. State that is the same on all ranks is on
+every host anyway, so nothing is copied between hosts during training: the blocks are divided among the ranks of each
 host instead of among all. A snapshot then costs a host more bytes, and the network none. State of which each rank has
-a part is copied to other hosts by a process of the supervisor (`phalanx.launch.replicas.replicator`) while the ranks
-train on. Attempts are counted across hosts (one more than the largest number that any host has seen), so the newest
-snapshot has the largest pair of attempt and step, whoever holds it.
+a part is copied to other hosts by a process of the supervisor (`phalanx.launch.replicas.replicator`) while training
+continues. Attempts are numbered across hosts (one more than the largest number that any host has seen), so the newest
+snapshot has the largest pair of attempt and step, whichever host holds it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which rank saves which block of a tensor, and how blocks come together again on any number of ranks.
+"""How tensors are divided into blocks that the ranks save, and joined again on any number of ranks.
 
 - Tensors of 64 KiB and more that have the same bits on all ranks are divided among them between rows: each rank copies
   and writes its share.
-- Of a DTensor each rank saves its shard, replicas once. torch says where the shards lie.
+- Each rank saves its shard of a DTensor, and replicas are saved once. torch says where the shards lie.
 - Buffers of modules, NumPy arrays, tensors below 64 KiB and plain values are saved by every rank, because they may
-  differ (batch norm, random numbers, positions in the data). A job of another size takes rank 0's.
-- Where the ranks' names, shapes or bits differ (a pipeline or experts by hand), each rank keeps its own, and only as
-  many ranks can load that.
+  differ (batch norm, random numbers, positions in the data). A job of another size gets rank 0's.
+- Where the ranks' names, shapes or bits differ (a hand-written pipeline or experts), each rank saves its own, and only
+  the same number of ranks can load the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Digests of tensors: a few bytes by which ranks see whether they hold the same bits.
 
-Every bit counts. A sample of elements can't tell two experts apart of which one has not learnt yet, and what it does
-not tell apart is lost without a word. So each rank takes XXH3's 128 bits of each large tensor, which reads it once at
-the speed of the memory. With two ranks, a save of 256 MiB took 0.8 of a memcpy with a sample and 1.4 with every bit
-(``python -m bench.checkpoint --ranks 2``); a single rank has nothing to compare. XXH3 is not cryptographic: ranks mean
-no harm to each other. Files on disk have SHA-256.
+Every bit counts. A sample of elements can't tell two experts apart if one of them has not learnt yet, and what looks
+the same would silently be lost. So each rank takes XXH3's 128 bits of each large tensor, which reads it once at the
+speed of memory. With two ranks, a save of 256 MiB took 0.8 of a memcpy with a sample and 1.4 with every bit
+(``python -m bench.checkpoint --ranks 2``); a single rank has nothing to compare. XXH3 is not cryptographic: ranks do
+not attack each other. Files on disk have SHA-256.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A rank's part of a checkpoint as one safetensors file: laid out in memory, then on disk or left there.
+"""A rank's part of a checkpoint as one safetensors file, laid out in memory, then written to disk or left there.
 
-The layout is written by hand because the safetensors library can't write into memory that is there already; any tool
-opens the result. The state's tree and the place of each part lie in the header's metadata. The data begins at a
-multiple of 4096 bytes and larger elements lie first, because torch crashes on complex numbers that are not aligned.
-Complex numbers are stored as pairs, and dtypes that the format lacks as bytes.
+The layout is written by hand because the safetensors library can't write into existing memory; any tool opens the
+result. The state's tree and the place of each part are in the header's metadata. The data begins at a multiple of 4096
+bytes, and larger elements come first, because torch crashes on complex numbers that are not aligned. Complex numbers
+are stored as pairs, and dtypes that the format lacks as bytes.
 
-**Why not torch's distributed checkpoint.** Its ``.metadata`` is a pickle, so whoever can write to the folder can run
-code in the job; it has no hashes; and its writer can't leave an image in memory.
+**Why not torch's distributed checkpoint.** Its ``.metadata`` is a pickle, so anybody who can write to the folder can
+run code in the job; it has no hashes; and its writer can't leave an image in memory.
 
 Source: the format in https://github.com/huggingface/safetensors.
 """

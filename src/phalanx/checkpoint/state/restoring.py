@@ -1,9 +1,9 @@
-"""A tree that becomes the user's state again, modules, optimizers and tensors in place; why something does not fit.
+"""Restores the user's state from a tree, modules, optimizers and tensors in place, or says why the tree does not fit.
 
-What the user passes himself comes back as it was saved, or is refused: containers in the tree carry the name of their
+What the user passes directly comes back as it was saved, or is refused: containers in the tree carry the name of their
 class, a tensor that shared the memory of another one carries its name, and a tensor of the user's is filled only if it
-holds every value. What an object's ``load_state_dict`` gets is more lenient, since that is the object's own business:
-casts as torch does, dicts for mappings.
+can hold every value. An object's ``load_state_dict`` is given more leeway, as it decides for itself: values are cast as
+torch does, and mappings become dicts.
 """
 
 from __future__ import annotations

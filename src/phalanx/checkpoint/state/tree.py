@@ -1,6 +1,6 @@
-"""State as a tree of JSON in which tensors are names: what a checkpoint holds beside the tensors' bytes.
+"""State as a tree of JSON in which tensors are names: all that a checkpoint holds except the tensors' bytes.
 
-Nothing in it is pickled. A value of a class that is not listed here, and that has no ``state_dict``, is an error.
+Nothing in it is pickled. A value of a class that is not listed here and has no ``state_dict`` is an error.
 """
 
 from __future__ import annotations

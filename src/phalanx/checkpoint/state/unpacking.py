@@ -1,6 +1,6 @@
-"""Trees of JSON that become values again; torch is imported only for what is torch's.
+"""Turns trees of JSON back into values; torch is imported only for torch's own values.
 
-A command that shows what a checkpoint holds, and need not load tensors, starts fast so.
+So a command that shows the content of a checkpoint, but loads no tensors, starts fast.
 """
 
 from __future__ import annotations
