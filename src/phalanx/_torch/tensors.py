@@ -49,6 +49,11 @@ def is_stored(tensor: torch.Tensor) -> bool:
     return bool(tensor.untyped_storage().nbytes() >= end) or tensor.numel() == 0
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which each rank has a part. Does not import torch.distributed.tensor."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
 def is_one_range(tensor: torch.Tensor) -> bool:
     """Whether the elements of a strided tensor fill one range of memory without overlap, in any order."""
     step = 1

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TextIO
 
 from phalanx._command_line import Parser, UsageError, whole_number
 from phalanx._env import nearest
 from phalanx._errors import printable
-from phalanx._text import columns, counted, in_units
+from phalanx._text import columns, counted, in_units, shortened
 from phalanx.checkpoint.disk import folder as folders
 from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
 from phalanx.checkpoint.disk.retention import verify
-from phalanx.checkpoint.rows import rows_of
+from phalanx.checkpoint.state.unpacking import KINDS_OF_MAPPINGS, Json, pairs_of, unpack
+from phalanx.wire.files import open_regular
+
+_LENGTH_BYTES = 8  # of the number of bytes of a header, which precedes the header
 
 
 class _Command(NamedTuple):
@@ -151,7 +155,7 @@ def _show(given: argparse.Namespace) -> int:
     rank = _rank_of(checkpoint, given.rank) or 0
     ranks = counted(checkpoint.world_size, "rank")
     print(f"step {checkpoint.step}, {in_units(checkpoint.size_bytes)} of {ranks}; what rank {rank} has saved:")
-    _print_table(["name", "what"], [list(row) for row in rows_of(checkpoint, rank)])
+    _print_table(["name", "what"], [list(row) for row in _rows_of(checkpoint, rank)])
     return 0
 
 
@@ -193,7 +197,7 @@ def _export(given: argparse.Namespace) -> int:
     rank = _rank_of(checkpoint, given.rank)
     key = given.key
     if key is None:
-        key = "model" if any(name.startswith("model.") for name, _ in rows_of(checkpoint, rank or 0)) else ""
+        key = "model" if any(name.startswith("model.") for name, _ in _rows_of(checkpoint, rank or 0)) else ""
     folder = os.path.dirname(given.out) or os.curdir
     if not os.path.isdir(folder):
         raise _Mistake(f"there is no folder {folder} to write to; make it first: mkdir -p {shlex.quote(folder)}")
@@ -268,3 +272,53 @@ def _print_table(heads: list[str], rows: list[list[str]]) -> None:
             Console(highlight=False).print(table)
             return
     print("\n".join(columns([heads, *rows])))
+
+
+# ---------------------------------------------------------------- the content of a rank's file
+
+
+def _rows_of(checkpoint: Checkpoint, rank: int) -> list[tuple[str, str]]:
+    """Return the name and description of each tensor and value that `rank` has saved, from its file's header.
+
+    Raises:
+        Damaged: The file has no such header.
+    """
+    path = os.path.join(checkpoint.path, folders.file_of(rank))
+    try:
+        with open_regular(path) as file:
+            header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
+        return list(_rows("", json.loads(header["__metadata__"]["phalanx"])["tree"]))
+    except Exception as error:  # a damaged file can make a parser raise anything
+        raise Damaged(f"{checkpoint.path} can't be read: {error!r}") from error
+
+
+def _rows(name: str, node: Json) -> Iterator[tuple[str, str]]:
+    kind = next(iter(node)) if isinstance(node, dict) else ""
+    if kind == "tensor":
+        yield name, f"{node['dtype']} {node['shape']}"
+    elif kind == "dtype":  # without torch
+        yield name, f"torch.{node['dtype']}"
+    elif kind == "size":
+        yield name, f"torch.Size({node['size']})"
+    elif kind == "numpy":
+        yield name, f"numpy {node['dtype']} {node['shape']}"
+    elif kind in KINDS_OF_MAPPINGS:
+        pairs = pairs_of(node)
+        yield from ((name, "{}") for _ in range(not pairs))
+        for key, value in pairs:
+            yield from _rows(f"{name}.{key}" if name else str(key), value)
+    elif isinstance(node, dict) and isinstance(node[kind], list) and any(_is_nested(item) for item in node[kind]):
+        for index, item in enumerate(node[kind]):
+            yield from _rows(f"{name}.{index}" if name else str(index), item)
+    else:
+        has_tensor = isinstance(node, dict) and isinstance(node[kind], dict)
+        text = f"{kind} {node[kind]['shape']}" if has_tensor else repr(unpack(node, _no_tensor))
+        yield name, shortened(text)
+
+
+def _is_nested(node: Json) -> bool:
+    return isinstance(node, dict) and not {"float", "complex"} & node.keys()
+
+
+def _no_tensor(node: Json, _: Any) -> Any:
+    raise ValueError("it is read without tensors")

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, tensor by tensor and value by value."""
+"""The differences between two checkpoints, tensor by tensor and value by value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.checkpoint.state.unpacking import form_of, unpack
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same in two checkpoints.
+    """One difference between two checkpoints.
 
     Attributes:
         name: Position in the state, such as ``model.0.weight``, with the rank if each rank has its own values.
@@ -38,12 +38,12 @@ class Difference:
 
 
 def compare(first: tuple[str | os.PathLike[str], int], second: tuple[str | os.PathLike[str], int]) -> list[Difference]:
-    """Return what differs between two checkpoints, each given by folder and step; nothing if every bit is the same.
+    """Return the differences between two checkpoints, each given by folder and step; none if every bit is the same.
 
-    Of checkpoints of different numbers of ranks, what rank 0 has is compared.
+    If different numbers of ranks saved them, only rank 0's states are compared.
 
     Raises:
-        Damaged: A manifest is not whole.
+        Damaged: A manifest is damaged.
     """
     states = [_states(os.fspath(folder), step) for folder, step in (first, second)]
     if len(states[0]) != len(states[1]):
@@ -77,10 +77,10 @@ def _differences(name: str, one: Any, other: Any) -> Iterator[Difference]:
             yield from _differences(f"{name}.{index}", item, another)
     elif isinstance(one, torch.Tensor):
         yield from _tensor_difference(name, one, other)
-    elif type(one).__module__ == "numpy":  # whose repr leaves out most of a large array
+    elif type(one).__module__ == "numpy":  # the repr of a large array leaves out most of it
         if (one.dtype, one.shape, one.tobytes()) != (other.dtype, other.shape, other.tobytes()):
             yield Difference(name, _short(one), _short(other))
-    elif repr(one) != repr(other):  # not-a-number is like itself
+    elif repr(one) != repr(other):  # as text, NaN equals itself
         yield Difference(name, _short(one), _short(other))
 
 

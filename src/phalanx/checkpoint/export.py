@@ -1,4 +1,4 @@
-"""What a checkpoint holds, put together from the files of all ranks, as one file for others."""
+"""Joins what all ranks have saved, and writes it as one file for other programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
     Args:
         checkpoint: Checkpoint to read.
         key: Position in the state, such as ``model`` or ``model.encoder``; empty for all of it.
-        rank: Rank whose values are meant; None is only allowed if no rank has saved tensors of its own.
+        rank: Rank whose values to return; None is only allowed if no rank has saved tensors of its own.
 
     Raises:
         ValueError: The key does not exist, or `rank` is needed.
@@ -42,10 +42,10 @@ def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
 
 
 def export(value: Any, path: str) -> int:
-    """Write `value` for others and return the number of tensors: through ``torch.save``, or as safetensors.
+    """Write `value` with ``torch.save`` or as safetensors, by the file's name; return the number of tensors.
 
     Raises:
-        ValueError: The file's name ends in neither .pt nor .safetensors, or it can't hold a tensor.
+        ValueError: The name ends in neither .pt nor .safetensors, or the format can't hold a tensor.
     """
     tensors = dict(_tensors("", value))
     is_safetensors = path.endswith(".safetensors")

@@ -1,10 +1,10 @@
 """A folder of checkpoints on disk: one folder for each step, published by a rename.
 
-    step-00000100/rank_00000.safetensors ...   what each rank saved
-    step-00000100/manifest.json                sizes and hashes of these files, written last
-    latest                                     the name of the newest checkpoint
-    .step-00000200-1f9c.part/                  a draft: being written, or left behind by a killed job
-    .step-00000200-1f9c.part/writing           locked by each rank that is writing the draft, which tells the two apart
+step-00000100/rank_00000.safetensors ...   what each rank saved
+step-00000100/manifest.json                sizes and hashes of these files, written last
+latest                                     the name of the newest checkpoint
+.step-00000200-1f9c.part/                  a draft: being written, or left behind by a killed job
+.step-00000200-1f9c.part/writing           locked by each rank that is writing the draft, which tells the two apart
 """
 
 from __future__ import annotations

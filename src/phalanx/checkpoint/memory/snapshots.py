@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from phalanx import _env
+from phalanx._torch.tensors import is_dtensor
 from phalanx.checkpoint.agreement import gather, raise_problems
 from phalanx.checkpoint.memory import layout
 from phalanx.checkpoint.memory.fetching import Fetch, find
@@ -134,7 +135,7 @@ class SnapshotMemory:
         except Exception as error:  # a state_dict() may raise anything, and the other ranks must learn of it
             problem, cause = f"{type(error).__name__}: {error}", error
         low, high = blocks.fingerprint(described)
-        has_shards = any(blocks.is_sharded(leaf.tensor) for leaf in leaves)
+        has_shards = any(is_dtensor(leaf.tensor) for leaf in leaves)
         wants_copies = self.spans_hosts and layout.wanted_replicas(self._fd) > 0
         attempt = self._attempt or 1 + max(0, layout.newest_attempt(self._fd))
         *found, has_failed, any_has_shards, is_to_be_copied, is_busy, self._attempt = ranks.largest_of_each(

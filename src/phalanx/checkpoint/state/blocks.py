@@ -24,6 +24,7 @@ from torch import Tensor
 from phalanx import _torch
 from phalanx._ranges import share
 from phalanx._text import counted
+from phalanx._torch.tensors import is_dtensor
 from phalanx.checkpoint.state.digest import bytes_of, digests
 from phalanx.checkpoint.state.image import Image, Part
 from phalanx.checkpoint.state.tree import Leaf
@@ -36,20 +37,15 @@ _PIECE_BYTES = 4 << 20  # of a tensor, for one thread
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in the whole tensor
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
-
-
 def _can_be_divided(leaf: Leaf) -> bool:
-    """Whether each rank need only save a part of it where all ranks have the same: what is large and no rank's own."""
-    return not leaf.is_local and not is_sharded(leaf.tensor) and _size(leaf.tensor) >= _SMALL_BYTES
+    """Return whether each rank saves only a part of a tensor that all ranks have alike."""
+    return not leaf.is_local and not is_dtensor(leaf.tensor) and _size(leaf.tensor) >= _SMALL_BYTES
 
 
 def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Collection[str]) -> list[Part]:
-    """Return what `rank` saves: its shards, its own tensors, and its part of the large ones that all ranks have alike.
+    """Return what `rank` saves: its shards, its own tensors, and its share of the large ones that all ranks have alike.
 
-    That part is one of `world_size` of about equal size, cut between rows.
+    These shares have about equal sizes, and are cut between rows.
 
     Args:
         leaves: Tensors of this rank's state.
@@ -57,7 +53,7 @@ def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Col
         world_size: Number of ranks that save.
         alike: Names of tensors that are the same on all ranks; the same names on all of them.
     """
-    leaves = sorted(leaves, key=lambda leaf: leaf.name)  # ranks that are not alike may have them in another order
+    leaves = sorted(leaves, key=lambda leaf: leaf.name)  # the order may differ between ranks with different states
     divided = {leaf.name for leaf in leaves if _can_be_divided(leaf) and leaf.name in alike}
     total_bytes = sum(_size(leaf.tensor) for leaf in leaves if leaf.name in divided)
     own = share(total_bytes, rank, world_size)
@@ -65,7 +61,7 @@ def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Col
     parts = []
     for leaf in leaves:
         tensor = leaf.tensor
-        if is_sharded(tensor):
+        if is_dtensor(tensor):
             parts += _shard(leaf)
         elif leaf.name not in divided:
             parts.append(Part(leaf.name, (0,) * tensor.dim(), tensor))
@@ -83,7 +79,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _shard(leaf: Leaf) -> list[Part]:
-    """Return this rank's shard of a DTensor, unless an earlier rank has it too."""
+    """Return this rank's shard of a DTensor, unless an earlier rank has the same."""
     tensor: Any = leaf.tensor
     offset, shape = _place_of_shard(tensor)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -109,7 +105,7 @@ class Reader:
         own: Rank whose own values, such as small tensors and buffers, are this rank's.
 
     Attributes:
-        needed: Ranges of bytes that `survey` has found to be needed, by the rank whose image has them.
+        needed: Ranges of bytes that are needed according to `survey`, by the rank whose image has them.
     """
 
     def __init__(self, images: Sequence[Image], own: int) -> None:
@@ -122,26 +118,23 @@ class Reader:
         """Return the tensor of a node, in `into` if that is given.
 
         Raises:
-            ValueError: The images do not hold all of what `into` needs.
+            ValueError: The images lack something that `into` needs.
         """
-        with torch.inference_mode(into is not None and into.is_inference()):  # or it could not be written
-            return self._read(node, into)
-
-    def _read(self, node: Json, into: Tensor | None) -> Tensor:
-        dtype = as_dtype(node["dtype"])
-        tensor = torch.empty(node["shape"], dtype=dtype) if into is None else into
-        target: Tensor = (tensor.to_local() if is_sharded(tensor) else tensor).detach()  # type: ignore[attr-defined]
-        wanted = _wanted(tensor)
-        for common, (image, offset, shape, key) in self._sources(node["tensor"], wanted).items():
-            source = image.block(key, shape, dtype)
-            _window(target, common, wanted[0]).copy_(_window(source, common, offset))
-        return tensor
+        with torch.inference_mode(into is not None and into.is_inference()):  # else it could not be written
+            dtype = as_dtype(node["dtype"])
+            tensor = torch.empty(node["shape"], dtype=dtype) if into is None else into
+            target: Tensor = (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
+            wanted = _wanted(tensor)
+            for common, (image, offset, shape, key) in self._sources(node["tensor"], wanted).items():
+                source = image.block(key, shape, dtype)
+                _window(target, common, wanted[0]).copy_(_window(source, common, offset))
+            return tensor
 
     def check(self, node: Json, _: Tensor | None = None) -> Tensor:
-        """Return a tensor of the node's form that takes no memory, having looked whether the images hold all of it.
+        """Check that the images hold a node's tensor; return a tensor of the same form that takes no memory.
 
         Raises:
-            ValueError: They do not, or another node has the same tensor: no state was saved like that.
+            ValueError: They do not, or another node has the same tensor, which no save writes.
         """
         if node["tensor"] in self._checked:
             raise ValueError(f"{node['tensor']!r} is there more than once")
@@ -152,10 +145,10 @@ class Reader:
         return torch.zeros((), dtype=form.dtype).expand(form.shape)
 
     def survey(self, node: Json, into: Tensor | None) -> Tensor:
-        """Note which bytes a call would read; return a tensor of the node's form that takes no memory.
+        """Add the bytes that a call would read to `needed`; return a tensor of the same form that takes no memory.
 
         Raises:
-            ValueError: The images do not hold all of what `into` needs.
+            ValueError: The images lack something that `into` needs.
         """
         wanted = _whole(node["shape"]) if into is None else _wanted(into)
         for common, (image, offset, shape, key) in self._sources(node["tensor"], wanted).items():
@@ -164,11 +157,11 @@ class Reader:
         return torch.zeros((), dtype=as_dtype(node["dtype"])).expand(node["shape"])
 
     def _sources(self, name: str, wanted: Block) -> dict[Block, tuple[Image, tuple[int, ...], tuple[int, ...], str]]:
-        """Return the blocks that together are what is wanted, each element once, and where each of them comes from."""
+        """Return blocks that cover `wanted`, each element once, and the source of each."""
         missing = _count(wanted)
         found: dict[Block, tuple[Image, tuple[int, ...], tuple[int, ...], str]] = {}
         for image in self._images:
-            if missing <= 0:  # the blocks of other ranks may be of other tensors
+            if missing <= 0:  # under the same name, other ranks may have saved other tensors
                 break
             for offset, shape, key in image.blocks.get(name, ()):
                 common = _overlap(wanted, (offset, shape))
@@ -185,11 +178,11 @@ class Reader:
 def _do_tile(blocks: Iterable[Block], whole: Block) -> bool:
     """Return whether blocks within `whole` cover each of its elements once, in time linear in their number.
 
-    A block is known by its corners, each with the sign of the mixed difference of the block's indicator there. Blocks
-    cover what `whole` covers, as often, exactly if their signed corners add up to its own.
+    A block's corners determine it: each carries the sign of the mixed difference of the block's indicator function. The
+    blocks cover each element of `whole` once exactly if their signed corners add up to those of `whole`.
 
     Raises:
-        ValueError: They are cut along more dimensions than anybody divides a tensor.
+        ValueError: They are cut along more dimensions than any mesh has.
     """
     blocks = [*blocks]
     if not _count(whole):
@@ -210,8 +203,8 @@ def _do_tile(blocks: Iterable[Block], whole: Block) -> bool:
 
 
 def _wanted(tensor: Tensor) -> Block:
-    """Return which block of a tensor's whole this rank has."""
-    return _place_of_shard(tensor) if is_sharded(tensor) else _whole(tensor.shape)
+    """Return the block of a tensor that this rank has."""
+    return _place_of_shard(tensor) if is_dtensor(tensor) else _whole(tensor.shape)
 
 
 def _whole(shape: Sequence[int]) -> Block:
@@ -243,10 +236,10 @@ Description = dict[str, bytes]
 
 
 def describe(leaves: Sequence[Leaf], world_size: int) -> Description:
-    """Return by name what must be the same on all ranks, or they are not alike: shape, dtype, bits of large tensors.
+    """Return, by name, what ranks with the same state have in common: shape, dtype, and the bits of large tensors.
 
-    Every bit counts: ranks that hold different stages of a model, or different experts of which one has learnt nothing
-    yet, may well call them the same. A rank alone has nothing to compare.
+    Every bit counts: ranks with different stages of a model, or different experts of which one has learnt nothing yet,
+    may use the same names. A single rank has nothing to compare.
     """
     described = {}
     for leaf in leaves:
@@ -258,7 +251,7 @@ def describe(leaves: Sequence[Leaf], world_size: int) -> Description:
 
 
 def fingerprint(described: Description) -> tuple[int, int]:
-    """Return two numbers of 62 bits that are the same where the descriptions are."""
+    """Return two numbers of 62 bits that are equal if the descriptions are."""
     digest = hashlib.blake2b(repr(sorted(described.items())).encode(), digest_size=16).digest()
     low, high = (int.from_bytes(half, "little") >> 2 for half in (digest[:8], digest[8:]))
     return low, high
@@ -271,7 +264,7 @@ def names_alike(descriptions: Sequence[Description]) -> frozenset[str]:
 
 @torch.no_grad()
 def _digest(tensor: Tensor) -> bytes:
-    """Return 128 bits of each few MiB of a tensor, computed by as many threads as torch would copy it with."""
+    """Return 128 bits for every few MiB of a tensor, computed by as many threads as torch would copy it with."""
     bits = bytes_of(tensor.cpu())
     num_pieces = max(len(bits) // _PIECE_BYTES, 1)
     pieces = (share(len(bits), piece, num_pieces) for piece in range(num_pieces))

@@ -19,11 +19,11 @@ from torch import Tensor
 if sys.platform == "linux":
     from phalanx import _core
 
-_LEAST_BYTES = 241  # a shorter piece is none for the core: see csrc/memory/digest.h
+_LEAST_BYTES = 241  # the core takes no shorter pieces: see csrc/memory/digest.h
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """View the bits of a strided tensor as bytes, in the order of its elements; of a copy if they lie otherwise."""
+    """Return the bits of a strided tensor as bytes, in the order of its elements: a view if possible, else a copy."""
     elements = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return elements.as_strided((elements.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 

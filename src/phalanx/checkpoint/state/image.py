@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 4096  # of the data: headers differ a little from step to step, and the data is to stay in its place
+_ALIGNMENT = 4096  # of the data, which so stays in place although headers differ a little from step to step
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
@@ -48,13 +48,13 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Its name in the file: the tensor's, and where in it the block begins, if not at its first element."""
+        """The name in the file: the tensor's name, plus the block's offset unless that is the first element."""
         return f"{self.name}@{','.join(map(str, self.offset))}" if any(self.offset) else self.name
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where each part comes to lie: `header` first, then the parts at `places` behind it, in bytes."""
+    """The layout of an image: the `header`, then the parts, whose offsets in bytes are `places`."""
 
     header: bytes
     places: tuple[int, ...]
@@ -62,7 +62,7 @@ class Layout:
 
 
 def as_stored(block: Tensor) -> Tensor:
-    """View a tensor as one of a dtype that the format knows: complex numbers as pairs, exotic ones as bytes."""
+    """View a tensor in a dtype that the format knows: complex numbers as pairs, exotic dtypes as bytes."""
     if block.dtype in _NAMES:
         return block
     if block.is_complex():
@@ -72,21 +72,21 @@ def as_stored(block: Tensor) -> Tensor:
 
 
 def is_storable(dtype: torch.dtype) -> bool:
-    """Whether the format knows the dtype itself."""
+    """Return whether the format knows a dtype."""
     return dtype in _NAMES
 
 
 def lay_out(parts: Sequence[Part], metadata: Mapping[str, Any] | None) -> Layout:
-    """Return the layout of an image of `parts`; `metadata` is JSON, and goes into its header if there is any."""
+    """Return the layout of an image of `parts`; `metadata`, if any, is JSON for its header."""
     entries: dict[str, Any] = {}
     blocks: dict[str, list[Any]] = {}
     places = [0] * len(parts)
     end = 0
-    # Large elements first, so that each is aligned to its size: torch crashes on complex numbers that are not.
+    # Large elements first, so that each is aligned to its size: torch crashes on misaligned complex numbers.
     for i in sorted(range(len(parts)), key=lambda i: -parts[i].block.element_size()):
         part, stored = parts[i], as_stored(parts[i].block)
         key = part.key
-        while key in entries:  # a tensor may be named like another's block
+        while key in entries:  # a tensor may have the name of another tensor's block
             key += "'"
         places[i], end = end, end + stored.numel() * stored.element_size()
         entries[key] = {
@@ -114,20 +114,20 @@ def fill(memory: Any, layout: Layout, parts: Sequence[Part]) -> None:
 
 
 class Image:
-    """A filled image, to be read.
+    """An image to read.
 
     Args:
-        memory: Writable buffer, which stays as it is; the blocks are views of it.
+        memory: Writable buffer, which is not modified; the blocks are views of it.
 
     Raises:
-        ValueError: It holds no image. A header that was written by hand may raise other errors as well.
+        ValueError: It holds no image. A hand-written header may raise other errors as well.
     """
 
     def __init__(self, memory: Any) -> None:
         view = memoryview(memory)
         length = int.from_bytes(view[:8], "little")
         if len(view) < 8 + length:
-            raise ValueError("it ends within its header")
+            raise ValueError("it ends before its header does")
         entries = json.loads(bytes(view[8 : 8 + length]))
         self.metadata: dict[str, Any] = json.loads(entries.pop("__metadata__")["phalanx"])
         self._view, self._begin, self._entries = view, 8 + length, entries
@@ -142,7 +142,7 @@ class Image:
             self.blocks.setdefault(name, []).append((tuple(offset), tuple(shape), key))
 
     def extent(self, key: str, first: int, num_rows: int, of_rows: int) -> tuple[int, int]:
-        """Return the half-open range of the image's bytes that holds some of a block's `of_rows` rows."""
+        """Return the half-open range of bytes of the image that holds `num_rows` of a block's `of_rows` rows."""
         start, end = (self._begin + place for place in self._entries[key]["data_offsets"])
         row_bytes = (end - start) // of_rows
         return start + first * row_bytes, start + (first + num_rows) * row_bytes
@@ -158,10 +158,10 @@ class Image:
         stored, extent = _stored_form(shape, dtype)
         if (_DTYPES[entry["dtype"]], entry["shape"]) != (stored, extent):
             raise ValueError(f"{key!r} is {entry['dtype']} {entry['shape']}, not {dtype} {list(shape)}")
-        if start == end:  # torch takes no empty buffer
+        if start == end:  # torch refuses empty buffers
             return torch.empty(shape, dtype=dtype)
         offset = self._begin + start
-        if offset % dtype.itemsize:  # torch crashes on complex numbers that are not aligned
+        if offset % dtype.itemsize:  # torch crashes on misaligned complex numbers
             raise ValueError(f"{key!r} is not aligned to its elements")
         flat = torch.frombuffer(self._view, dtype=stored, count=(end - start) // stored.itemsize, offset=offset)
         if dtype.is_complex:
@@ -170,7 +170,7 @@ class Image:
 
 
 def _stored_form(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.dtype, list[int]]:
-    """Return dtype and shape of what `as_stored` makes of a tensor."""
+    """Return the dtype and shape that `as_stored` gives a tensor."""
     if dtype in _NAMES:
         return dtype, [*shape]
     return (dtype.to_real(), [*shape, 2]) if dtype.is_complex else (torch.uint8, [*shape, dtype.itemsize])

@@ -9,7 +9,7 @@ torch does, and mappings become dicts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from phalanx._errors import CheckpointError
 from phalanx._text import listed
+from phalanx._torch.tensors import is_dtensor
 from phalanx.checkpoint.state.tree import unwrap
 from phalanx.checkpoint.state.unpacking import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack
 
 NOT_STRICT = "pass strict=False"
 NOT_STRICT_IN_TRAINER = 'set resume="force"'
 _MAX_NAMES = 5  # in a message
-_Visit = Callable[[Any, Json, Read, bool], Any]
 
 
 def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool = True) -> None:
@@ -33,18 +33,16 @@ def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: 
         KeyError: With `strict`: `state` has an entry that the tree lacks.
         ValueError: The tree has another form.
     """
-    _walk(state, node, _Sharing(read), strict, _assign)
+    _walk(state, node, _Sharing(read), strict=strict, assigns=True)
 
 
 class _Sharing:
-    """Reads tensors that are made anew so that they share memory as those that were saved did."""
+    """Reads new tensors such that they share memory as the saved ones did."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._done: dict[str, Tensor] = {}
-        self._alone: dict[
-            str, tuple[Json, Tensor]
-        ] = {}  # by the name of what shared memory with it, read later or never
+        self._single: dict[str, tuple[Json, Tensor]] = {}  # by the tensor that shared their memory and is not read yet
 
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
         name, other = node["tensor"], node.get("shares", [""])[0]
@@ -52,21 +50,21 @@ class _Sharing:
             tensor = self._read(node, into)
         elif other in self._done:
             tensor = self._view(node, node["shares"], self._done[other])
-        elif name in self._alone:
-            earlier, read = self._alone[name]
+        elif name in self._single:
+            earlier, read = self._single[name]
             tensor = self._view(node, [earlier["tensor"], *earlier["shares"][1:]], read)
         else:
             tensor = self._read(node, None)
             if other:
-                self._alone[other] = node, tensor
+                self._single[other] = node, tensor
         self._done[name] = tensor
         return tensor
 
     def _view(self, node: Json, shares: Sequence[Any], other: Tensor) -> Tensor:
-        """Return the tensor of a node as what it was in the memory of another.
+        """Return the tensor of a node as the view of another tensor that it was.
 
         Raises:
-            ValueError: It is no view of that.
+            ValueError: It was not a view of the other.
         """
         name, *begin = shares
         num = math.prod(node["shape"])
@@ -85,13 +83,13 @@ def survey(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: b
     """Call `read` for each tensor that `restore` would read, with the one that it would fill; `state` stays as it is.
 
     Raises:
-        KeyError, ValueError: As in `restore`, as far as that can be seen without any tensor's content.
+        KeyError, ValueError: As in `restore`, unless that depends on a tensor's content.
     """
-    _walk(state, node, read, strict, _survey)
+    _walk(state, node, read, strict=strict, assigns=False)
 
 
-def _walk(state: MutableMapping[Any, Any], node: Json, read: Read, strict: bool, visit: _Visit) -> None:
-    """Call `visit` for each entry of a state that is saved, and put what it returns in the entry's place."""
+def _walk(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool, assigns: bool) -> None:
+    """Call `_visit` for each entry of a state that was saved, and put the result in its place."""
     saved = dict(pairs_of(node))
     if strict and (missing := [key for key in state if key not in saved]):
         raise KeyError(
@@ -102,31 +100,13 @@ def _walk(state: MutableMapping[Any, Any], node: Json, read: Read, strict: bool,
         if key in saved:
             try:
                 target = state[key]
-                visited = visit(target, saved[key], read, strict)
+                visited = _visit(target, saved[key], read, strict=strict, assigns=assigns)
                 if visited is not target:
                     state[key] = visited
             except CheckpointError:
                 raise
             except Exception as error:
                 raise ValueError(f"{key}: {reason_of(error)}") from error
-
-
-def _survey(target: Any, node: Json, read: Read, strict: bool) -> Any:
-    """Have `read` called for what `_assign` would read, and return `target`."""
-    if isinstance(target, nn.Module):
-        unpack(node, read, unwrap(target).state_dict())
-    elif isinstance(target, torch.optim.Optimizer):
-        unpack(node, read, _state_like(target, node))
-    elif hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
-        unpack(node, read)
-    elif isinstance(target, MutableMapping) and _holds_objects(target):
-        survey(target, node, read, strict=strict)
-    elif isinstance(target, list | tuple) and _holds_objects(target):
-        for own, item in _items(target, node):
-            _survey(own, item, read, strict)
-    else:
-        unpack(node, read, target, is_exact=True)
-    return target
 
 
 def drop_gradients(state: Any) -> None:
@@ -142,7 +122,7 @@ def drop_gradients(state: Any) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says, with its class where it is not one that we raise."""
+    """Return an error's message, preceded by its class if this library does not raise such errors."""
     is_ours = isinstance(error, KeyError | ValueError | RuntimeError) and error.args
     return str(error.args[0]) if is_ours else f"{type(error).__name__}: {error}"
 
@@ -151,39 +131,55 @@ def _some(names: Iterable[str]) -> str:
     return listed([*names], _MAX_NAMES)
 
 
-def _assign(target: Any, node: Json, read: Read, strict: bool) -> Any:
-    """Return what takes the place of `target`: itself, restored, if it is an object or holds some."""
+def _visit(target: Any, node: Json, read: Read, *, strict: bool, assigns: bool) -> Any:
+    """Read what `target` needs; return what takes its place: itself, restored, if it is an object or holds some.
+
+    Without `assigns`, `target` stays as it is and is returned.
+    """
     if isinstance(target, nn.Module):
         module = unwrap(target)
         own = module.state_dict()
         with torch.no_grad():
             value = unpack(node, read, own)
-        try:
-            with torch.inference_mode(any(isinstance(t, Tensor) and t.is_inference() for t in own.values())):
-                module.load_state_dict(value, strict=strict)
-        except RuntimeError as error:
-            why = _why_no_fit(own, value)
-            raise ValueError(why or str(error)) from (None if why else error)
+        if assigns:
+            _load_module(module, own, value, strict)
         return target
     if isinstance(target, torch.optim.Optimizer):
         value = unpack(node, read, _state_like(target, node))
-        try:
-            target.load_state_dict(value)
-        except ValueError as error:
-            why = _why_no_group_fits(target, value)
-            raise ValueError(why or str(error)) from (None if why else error)
+        if assigns:
+            _load_optimizer(target, value)
         return target
     if hasattr(target, "state_dict") and hasattr(target, "load_state_dict"):
-        target.load_state_dict(unpack(node, read))
+        value = unpack(node, read)
+        if assigns:
+            target.load_state_dict(value)
         return target
     if isinstance(target, MutableMapping) and _holds_objects(target):
-        restore(target, node, read, strict=strict)
+        _walk(target, node, read, strict=strict, assigns=assigns)
         return target
     if isinstance(target, list | tuple) and _holds_objects(target):
-        items = [_assign(own, item, read, strict) for own, item in _items(target, node)]
-        make: Any = getattr(type(target), "_make", type(target))  # a named tuple's
-        return make(items)
-    return unpack(node, read, target, is_exact=True)
+        items = [_visit(own, item, read, strict=strict, assigns=assigns) for own, item in _items(target, node)]
+        make: Any = getattr(type(target), "_make", type(target))  # named tuples have one
+        return make(items) if assigns else target
+    value = unpack(node, read, target, is_exact=True)
+    return value if assigns else target
+
+
+def _load_module(module: nn.Module, own: Mapping[str, Any], value: Mapping[str, Any], strict: bool) -> None:
+    try:
+        with torch.inference_mode(any(isinstance(t, Tensor) and t.is_inference() for t in own.values())):
+            module.load_state_dict(value, strict=strict)
+    except RuntimeError as error:
+        why = _why_no_fit(own, value)
+        raise ValueError(why or str(error)) from (None if why else error)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, value: dict[str, Any]) -> None:
+    try:
+        optimizer.load_state_dict(value)
+    except ValueError as error:
+        why = _why_no_group_fits(optimizer, value)
+        raise ValueError(why or str(error)) from (None if why else error)
 
 
 def _items(target: Sequence[Any], node: Json) -> Iterable[tuple[Any, Json]]:
@@ -199,7 +195,7 @@ def _items(target: Sequence[Any], node: Json) -> Iterable[tuple[Any, Json]]:
 
 
 def _why_no_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """Return in which tensors a module's state and that of the checkpoint differ; empty if in none."""
+    """Return in which tensors the states of module and checkpoint differ; empty if in none."""
     other = [
         f"{name} is {form_of(saved[name])} in the checkpoint and {form_of(value)} here"
         for name, value in own.items()
@@ -235,17 +231,17 @@ def _holds_objects(value: Any) -> bool:
 
 
 def _state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
-    """Return empty tensors for the state of parameters that are sharded or not contiguous, laid out as these.
+    """Return empty tensors for the state of parameters that are DTensors or not contiguous, with the same layout.
 
-    In another layout a step would take longer, and round otherwise.
+    With another layout, a step would take longer and round differently.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[Any, dict[str, Tensor]] = {}
     for index, values in pairs_of(dict(pairs_of(node))["state"]):
         if index not in range(len(parameters)):
-            continue  # of another model: load_state_dict() will say so
+            continue  # another model's state: load_state_dict() will say so
         parameter = parameters[index]
-        if hasattr(parameter, "device_mesh") or not parameter.is_contiguous():
+        if is_dtensor(parameter) or not parameter.is_contiguous():
             state[index] = {
                 name: torch.empty_like(parameter, dtype=as_dtype(value["dtype"]))
                 for name, value in pairs_of(values)

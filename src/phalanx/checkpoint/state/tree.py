@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import _torch
-from phalanx._torch.tensors import is_stored, unusual_keys
+from phalanx._torch.tensors import is_dtensor, is_stored, unusual_keys
 from phalanx.checkpoint.state.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
 
 _SCALARS = (bool, int, str, type(None))
-_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # dtypes that torch can neither copy nor view as complex
+_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # torch can neither copy these dtypes nor view them as complex
 _MAX_INT_BITS = 14_000  # Python refuses to read a number of more than 4300 digits
-_INLINE_BYTES = 1024  # bytes above that are a tensor's
+_INLINE_BYTES = 1024  # longer bytes are saved like a tensor
 
 
 @dataclasses.dataclass
@@ -35,7 +35,7 @@ class Leaf:
     Attributes:
         name: Position in the state, such as ``model.0.weight``; the same on every rank.
         tensor: Tensor or DTensor of this rank.
-        is_local: Whether each rank has its own: buffers of modules, bytes, NumPy arrays.
+        is_local: Whether each rank has its own, as with buffers of modules, bytes and NumPy arrays.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Leaf:
 
 
 def refuse_no_mapping(call: str, state: object, more: str = "") -> None:
-    """Refuse a state that has no names.
+    """Refuse a state that is not a dictionary.
 
     Args:
         call: Name of the call, such as "load".
@@ -86,14 +86,14 @@ def pack(state: Any) -> tuple[Json, list[Leaf]]:
     """Return the state's tree and its tensors.
 
     Raises:
-        TypeError: A value is of a class that can't be written without pickling; says where it stands.
+        TypeError: A value can't be written without pickling; the message says where it is.
         ValueError: The tree can't be written as JSON.
     """
     packer = _Packer()
     try:
         tree = packer.pack(state, "")
         packer.note_shared_memory()
-        json.dumps(tree)  # else it would fail when the ranks have agreed to save
+        json.dumps(tree)  # a failure must come before the ranks agree to save
     except RecursionError:
         raise ValueError("the state is nested too deeply to be saved: make it flatter") from None
     return tree, packer.leaves
@@ -104,13 +104,13 @@ class _Packer:
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
-        self._names = {"__metadata__"}  # is no tensor in a file of safetensors
+        self._names = {"__metadata__"}  # reserved in a safetensors file
         self._buffers: frozenset[str] = frozenset()
-        self._objects = 0  # how many this is in: their load_state_dict() is told nothing of memory that is shared
+        self._depth = 0  # nested objects: their load_state_dict() does not learn of shared memory
         self._places: list[_Place] = []
 
     def note_shared_memory(self) -> None:
-        """Note in the nodes of tensors that lie in the memory of an earlier one which that is."""
+        """Record in the node of each tensor that shares an earlier tensor's memory which tensor that is."""
         for places in _overlapping(self._places):
             for number, place in enumerate(places):
                 if shares := next(filter(None, map(place.within, places[:number])), None):
@@ -127,11 +127,11 @@ class _Packer:
         if type(value) is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
-            with torch.DisableTorchFunctionSubclass():  # a class may answer in torch's place
-                is_divided = hasattr(value, "placements")
+            with torch.DisableTorchFunctionSubclass():  # a subclass may override torch's functions
+                is_divided = is_dtensor(value)
                 tensor = value if is_divided else value.detach()  # a DTensor's first operation imports torch._dynamo
                 node = self._pack_tensor(tensor, name, name in self._buffers)
-                if not self._objects and not is_divided and tensor.numel():
+                if not self._depth and not is_divided and tensor.numel():
                     self._places.append(_Place.of(tensor, node))
                 return node
         if isinstance(value, nn.Module):
@@ -155,9 +155,9 @@ class _Packer:
         return self._pack_atom(value, name)
 
     def _pack_object(self, value: Any, name: str) -> Json:
-        self._objects += 1
+        self._depth += 1
         node = self.pack(value.state_dict(), name)
-        self._objects -= 1
+        self._depth -= 1
         return node
 
     def _pack_mapping(self, value: Mapping[Any, Any], name: str) -> Json:
@@ -169,17 +169,18 @@ class _Packer:
 
     def _pack_tensor(self, tensor: Tensor, name: str, is_local: bool) -> Json:
         kind = "quantized" if tensor.is_quantized else "on the meta device" if tensor.is_meta else tensor.layout
-        if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements"):
+        is_divided = is_dtensor(tensor)
+        if hasattr(tensor, "__tensor_flatten__") and not is_divided:
             kind = f"a {type(tensor).__name__} around others"
         if kind != torch.strided:
             raise TypeError(
                 f"{name or 'the state'} is a tensor that is {kind}, which can't be saved: make it a dense one"
             )
-        if any(how.is_partial() for how in getattr(tensor, "placements", ())):
+        if is_divided and any(how.is_partial() for how in tensor.placements):  # type: ignore[attr-defined]
             raise TypeError(
                 f"{name} is a DTensor that is not reduced yet (Partial), which can't be saved: redistribute it"
             )
-        if hasattr(tensor, "placements"):
+        if is_divided:
             _check_memory(_local_part(tensor), name)
         else:
             _check_memory(tensor, name)
@@ -238,7 +239,7 @@ class _Packer:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where the elements of a tensor lie, to find others that lie there, too."""
+    """The memory of a tensor's elements, to find tensors that share it."""
 
     node: dict[str, Any]
     begin: int
@@ -254,10 +255,10 @@ class _Place:
         return _Place(node, begin, begin + extent * size, form, tensor.is_contiguous())
 
     def within(self, other: _Place) -> list[Any] | None:
-        """Return the other's name and the element of it at which this one begins; None if they share no memory.
+        """Return the other's name and the index of its element where this one begins; None if they share no memory.
 
-        Without the element if this one is no view of the other. Of tensors that are no ranges, such as columns, only
-        those that are the same count.
+        The index is omitted if this one is not a view of the other. Tensors that are not contiguous, such as columns,
+        share memory only if they are identical.
         """
         if (self.form, self.begin) == (other.form, other.begin):
             return [other.node["tensor"], 0]
@@ -272,7 +273,7 @@ class _Place:
 
 
 def _overlapping(places: list[_Place]) -> Iterator[list[_Place]]:
-    """Yield the places that overlap, directly or through others, in the order in which they were given."""
+    """Yield groups of places that overlap, directly or through others, each in the given order."""
     numbered = sorted(enumerate(places), key=lambda one: one[1].begin)
     together: list[tuple[int, _Place]] = []
     end = 0
@@ -293,7 +294,7 @@ def _local_part(tensor: Any) -> Tensor:
 def _check_memory(tensor: Tensor, name: str) -> None:
     """Raise a TypeError unless the tensor's elements lie in its own memory, which is read as it is."""
     keys = unusual_keys(tensor)
-    if keys and not tensor.is_cpu:  # those of its device are no reason
+    if keys and not tensor.is_cpu:  # dispatch keys implied by the device are fine
         keys -= unusual_keys(torch.empty(0, device=tensor.device))
     if keys:
         raise TypeError(

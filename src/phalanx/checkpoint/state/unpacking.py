@@ -52,7 +52,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def as_dtype(name: str) -> torch.dtype:
-    """Return the dtype that torch calls `name`."""
+    """Return torch's dtype with this name."""
     dtype = getattr(_torch(), name, None)
     if not isinstance(dtype, _torch().dtype):
         raise ValueError(f"this torch knows no dtype {name!r}")
@@ -60,7 +60,7 @@ def as_dtype(name: str) -> torch.dtype:
 
 
 def form_of(value: Any) -> str:
-    """Return what a tensor is, such as ``float32[3, 4]``; of anything else its class."""
+    """Return dtype and shape of a tensor, such as ``float32[3, 4]``; for anything else its class."""
     if not _is_tensor(value):
         return f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -73,11 +73,11 @@ def unpack(node: Json, read: Read, like: Any = None, *, is_exact: bool = False) 
         node: Tree that `pack` returned.
         read: Function that takes a tensor's node and the tensor to fill, or None, and returns the tensor.
         like: Value of the same form, or None.
-        is_exact: Whether to refuse what would be lost: a tensor in `like` that can't be filled without a loss, and a
-            mapping of a class that only `like` can have. Otherwise such a mapping becomes a dict.
+        is_exact: Whether to refuse any loss: a tensor in `like` that can't hold every value, and a mapping whose class
+            only `like` could provide. Otherwise such a mapping becomes a dict.
 
     Raises:
-        ValueError: The tree is not one that was packed, or with `is_exact`, something would be lost.
+        ValueError: `pack` did not make the tree, or with `is_exact`, something would be lost.
     """
     if is_exact and _is_tensor(like):
         _check_fit(like, node)
@@ -103,7 +103,7 @@ def unpack(node: Json, read: Read, like: Any = None, *, is_exact: bool = False) 
 
 
 def _check_fit(like: Tensor, node: Json) -> None:
-    """Return if a tensor can be filled with that of a node, and has all of its values then.
+    """Check that a tensor can be filled with that of a node without losing a value.
 
     Raises:
         ValueError: It can't.
@@ -120,7 +120,7 @@ def _check_fit(like: Tensor, node: Json) -> None:
 
 
 def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a dtype has every value of another, of which torch knows what both promote to."""
+    """Return whether a dtype can hold every value of another, judging by what torch promotes the two to."""
     if dtype == other:
         return True
     inexact = [one.is_floating_point or one.is_complex for one in (dtype, other)]
@@ -133,7 +133,7 @@ def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def _as_mapping(node: Json, kind: str, values: dict[Any, Any], like: Any, *, is_exact: bool) -> Any:
-    """Return values in a mapping of the class of `like` if that is the user's own, else of the class that was saved."""
+    """Return values in a mapping of the class of `like` if that is a user's class, else of the saved class."""
     if isinstance(like, MutableMapping) and type(like) not in MAPPINGS.values():
         mapping = copy.copy(like)
         mapping.clear()
@@ -164,10 +164,10 @@ def _class_of_named(name: str, fields: tuple[str, ...]) -> Any:
 
 
 def _kind_of(node: Json) -> str:
-    """Return the kind of an object's node, which is its first key.
+    """Return the kind of a node, which is its first key.
 
     Raises:
-        ValueError: There is no such kind, or it has other keys.
+        ValueError: There is no such kind, or the other keys do not belong to it.
     """
     kind, *others = node
     wanted = {
@@ -182,10 +182,10 @@ def _kind_of(node: Json) -> str:
 
 
 def pairs_of(node: Json) -> list[tuple[Any, Json]]:
-    """Return keys and nodes of a mapping's node.
+    """Return the keys and nodes in a mapping's node.
 
     Raises:
-        ValueError: It is of something else.
+        ValueError: It is not a mapping's node.
     """
     for kind in KINDS_OF_MAPPINGS:
         if isinstance(node, dict) and kind in node:
@@ -211,6 +211,6 @@ def _unpack_numpy(node: Json, read: Read) -> Any:
     data = bytearray(_unpack_bytes(node["numpy"], read))
     dtype = numpy.dtype(node["dtype"])
     if dtype.hasobject or dtype.names:  # the bytes of objects are addresses
-        raise ValueError(f"an array of {node['dtype']!r} can't be one that was saved")
+        raise ValueError(f"an array of {node['dtype']!r} can't have been saved")
     array: Any = numpy.ndarray(node["shape"], dtype, data)
     return array[()] if node["scalar"] else array
