@@ -45,6 +45,9 @@ PART_S: Final = 1.0
 END_S: Final = 1.0
 """Time for something that was told to end: a running call, a thread, the engine's access to memory."""
 
+LATE_S: Final = 5.0
+"""Time beyond its deadline after which a call is over in any case."""
+
 CONNECT_S: Final = 10.0
 """Time for other hosts to accept a connection, and then for the engine to open its own."""
 

@@ -1,13 +1,5 @@
 """The group of ranks on several hosts. To `Operations` it looks like a group of the core.
 
-**Every wait ends by the deadline of its call, whatever else happens.** An engine may never finish an operation that a
-lost connection has interrupted. Gloo has no abort that ends a wait: its operations end when a connection does, or at
-its timeout, after which its pairs are unusable; and a receive that is interrupted in the middle never ends, because
-the pair has taken it off its lists and reports no error to it. So the caller's thread waits in slices of 0.1 s, and
-`_look` runs between them and raises once the group has ended or the call is late. Waits that can't be sliced, such as
-those for messages, run on a thread that may be left behind. What no thread waits for, such as a receive whose future
-is asked for, is failed by whoever ends the group. The core's waits keep the same deadline themselves.
-
 **The memory of an asynchronous call lives as long as its engine may use it**, even if the call was declared over and
 its group left: a task keeps its tensors, and the thread inside the engine keeps the task. Memory is released once the
 engine has closed its end of each connection.
@@ -18,26 +10,24 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from phalanx import _core
-from phalanx._errors import Failure, GroupAborted, PhalanxError
+from phalanx._errors import GroupAborted
 from phalanx.backend.calls.tasks import Task, Tasks, Watch
 from phalanx.backend.failures.core_failures import forget_bridged, note_bridged
-from phalanx.backend.failures.deadlines import END_S, LOOK_S, TELL_S
+from phalanx.backend.failures.deadlines import END_S, LATE_S
 from phalanx.backend.failures.members import Members
-from phalanx.backend.failures.wording import report_due_s
-from phalanx.backend.hosts.calls import LATE, Running
-from phalanx.backend.hosts.channels import Channel, Handle
+from phalanx.backend.hosts.calls import Running
+from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.failures import Failures
 from phalanx.backend.hosts.messages import Messages
 from phalanx.backend.hosts.steps import Steps
 from phalanx.record import writer
 from phalanx.record.sites import call_site
 
-_SLICE = timedelta(seconds=LOOK_S)
 _CALLER_BYTES = 1 << 20  # larger calls run on the group's thread, so that Ctrl-C need not wait for the network
 
 
@@ -69,7 +59,7 @@ class BridgedGroup:
         self._core, self._members = core, members
         self._failures = failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
-        self._steps = Steps(core, hosts, members.rank, rail, everyone, failures, self._wait, self._land)
+        self._steps = Steps(core, hosts, members.rank, rail, everyone)
         self._seq = 0
         self._tasks = Tasks("phalanx-bridge", self._check_reach)
         self._landings = Tasks("phalanx-landing", self._check_reach)
@@ -127,7 +117,8 @@ class BridgedGroup:
         self._failures.check(op)
         self._check_reach(op)
         given_s = timeout.total_seconds()
-        running = Running(call, given_s if given_s > 0 else self._timeout_s, site)
+        timeout_s = given_s if given_s > 0 else self._timeout_s
+        running = Running(call, timeout_s, self._failures, self._landings, self._stall_s, site)
         if site is not None:
             return self._submit(running, work)
         running.caller = sys._getframe()
@@ -148,65 +139,53 @@ class BridgedGroup:
         try:
             return self._tasks.submit(lambda: self._perform(running, work))
         except GroupAborted as error:  # since the call
-            raise self._explain(error, running) from None
+            raise running.explain(error) from None
 
     def _perform(self, running: Running, work: Callable[[Running], Any]) -> Any:
         if self._failures.ended:  # since the call
-            raise self._explain(GroupAborted("the group has ended"), running)
+            raise running.explain(GroupAborted("the group has ended"))
         self._seq += 1
         running.seq = self._seq
         running.began_s = time.monotonic()
+        running.task = self._tasks.current
         self._current = running
         event = self._record(running)
         try:
             with self._watch:
                 return work(running)
         except BaseException as error:
-            explained = self._explain(error, running)
+            explained = running.explain(error)
             for transfer in running.transfers:  # the caller may free its tensors as soon as it has the error
                 transfer.drain()
             raise explained from None
         finally:
-            self._current = None
+            self._current = running.task = None  # an error's traceback refers to `running`, and the task to the error
             writer.end(event)
 
     def _record(self, running: Running) -> int:
         call = running.call
         return writer.begin_collective(
-            running.op, call.dtype, self._members.group, running.seq, call.count, self._site(running)
+            running.op, call.dtype, self._members.group, running.seq, call.count, running.line()
         )
-
-    def _explain(self, error: BaseException, running: Running) -> BaseException:
-        """End the group on all hosts and return the error that says why."""
-        members, site = self._members, self._site(running)
-        found = getattr(error, "failure", None)
-        if found is not None and found.kind == "rank_missing":  # perhaps the core's, of one step and this host alone
-            error = self._timed_out(running, found)
-        made = running.made(members.peer(members.rank), members.global_ranks, site)
-        return self._failures.end(error, running.op, running.seq, site, made)
-
-    def _timed_out(self, running: Running, found: Failure | None = None) -> PhalanxError:
-        suspects = () if found is None else found.ranks
-        return self._failures.timed_out(running.op, running.seq, running.timeout_s, suspects)
-
-    def _site(self, running: Running) -> str:
-        return call_site(running.caller) if running.site is None else running.site
 
     def _check_reach(self, op: str = "the wait for an operation") -> None:
         """Raise if `op` would wait forever here: in a forked child, or inside another collective."""
         self._failures.require_own_process(op)
         if not self._tasks.runs_here:
             return
-        self._failures.refuse_nested(op, call_site(), self._current)
+        running = self._current
+        interrupted = "a call" if running is None else f"{running.op} #{running.seq}"
+        self._failures.refuse_nested(op, call_site(), interrupted)
 
     def wait_collective(self, task: Task, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for a task (0: until it is over); raise its error."""
         task.require_reachable()
         try:
-            while not self._tasks.wait(task, timeout_s or LATE.total_seconds()):
+            while not self._tasks.wait(task, timeout_s or LATE_S):
                 if timeout_s:
                     return False
-                self._end_late()
+                if (running := self._current) is not None:
+                    running.look_from_outside()
         except BaseException as interruption:  # Ctrl-C: the others would wait for this rank
             self.abort(f"interrupted by {type(interruption).__name__}")
             if task.keep is None:  # a blocking call's memory, which its caller may free next
@@ -217,66 +196,9 @@ class BridgedGroup:
             raise error
         return True
 
-    def _end_late(self) -> None:
-        """End a call whose own thread can't, because the engine holds it beyond the deadline."""
-        running = self._current
-        if running is not None and time.monotonic() > running.began_s + running.timeout_s + LATE.total_seconds():
-            raise self._explain(self._timed_out(running), running)
-
-    def _wait(self, handle: Handle) -> None:
-        """Wait for an exchange; check now and then for signals, and that it can still succeed."""
-        while True:
-            try:
-                handle.wait(_SLICE)
-                return
-            except RuntimeError:
-                if handle.is_completed():  # with an error, or just in time
-                    handle.wait(_SLICE)
-                    return
-            self._look()
-
-    def _land(self, handles: Sequence[Handle]) -> Callable[[], None]:
-        """Start waiting for messages on a thread that can be left behind; return a function that waits for it."""
-        assert self._current is not None
-        limit = self._current.limit
-        task = self._landings.submit(lambda: [handle.wait(limit) for handle in handles], keep=self._tasks.current)
-
-        def wait() -> None:
-            while not task.wait(LOOK_S):
-                self._look()
-            error = task.error()
-            if error is not None:
-                raise error
-
-        return wait
-
-    def _look(self) -> None:
-        """Raise if the call can no longer succeed or is late; report one that waits long. Called periodically."""
-        running = self._current
-        if running is None:
-            return
-        waited_s = time.monotonic() - running.began_s
-        error: Exception | None = None
-        if self._failures.ended:
-            error = GroupAborted("the group has ended")
-        elif self._core.told or self._failures.is_told():
-            error = GroupAborted("another rank has ended the group")
-        elif waited_s > running.timeout_s:
-            error = self._timed_out(running)
-        elif not running.has_told and waited_s > min(
-            TELL_S, (self._stall_s or running.timeout_s) / 2, running.timeout_s / 2
-        ):
-            running.has_told = True
-            self._failures.tell_wait(running.seq)
-        elif self._stall_s and waited_s > report_due_s(running.num_reports, self._stall_s):
-            running.num_reports += 1
-            self._failures.report_stall(running.op, running.seq, self._site(running), waited_s, running.timeout_s)
-        if error is not None:
-            raise self._explain(error, running)
-
     def _look_unless_ended(self) -> None:
-        if not self._failures.ended:  # else the watched waits end by themselves
-            self._look()
+        if (running := self._current) is not None and not self._failures.ended:  # else watched waits end by themselves
+            running.look()
 
     # ---- messages and life -----------------------------------------------------------------------------------------
 

@@ -1,4 +1,13 @@
-"""A running collective of a group on several hosts."""
+"""A running collective of a group on several hosts: what its caller described, and how its steps wait.
+
+**Every wait ends by the deadline of its call, whatever else happens.** An engine may never finish an operation that a
+lost connection has interrupted. Gloo has no abort that ends a wait: its operations end when a connection does, or at
+its timeout, after which its pairs are unusable; and a receive that is interrupted in the middle never ends, because
+the pair has taken it off its lists and reports no error to it. So the caller's thread waits in slices of 0.1 s, and
+`Running.look` runs between them and raises once the group has ended or the call is late. Waits that can't be sliced,
+such as those for messages, run on a thread that may be left behind. What no thread waits for, such as a receive whose
+future is asked for, is failed by whoever ends the group. The core's waits keep the same deadline themselves.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +22,17 @@ from types import FrameType
 from typing import Any
 
 from phalanx import _core
-from phalanx._errors.facts import MadeCall, Peer
+from phalanx._errors import Failure, GroupAborted, PhalanxError
+from phalanx._errors.facts import MadeCall
+from phalanx.backend.calls.tasks import Task, Tasks
+from phalanx.backend.failures.deadlines import LATE_S, LOOK_S, TELL_S
+from phalanx.backend.failures.wording import report_due_s
+from phalanx.backend.hosts.channels import Handle
+from phalanx.backend.hosts.failures import Failures
 from phalanx.backend.types import DTYPE_NAMES, REDUCE_NAMES
+from phalanx.record.sites import call_site
 
-LATE = timedelta(seconds=5)  # beyond its deadline, after which a call is over in any case
+_LATE, _SLICE = timedelta(seconds=LATE_S), timedelta(seconds=LOOK_S)
 _HEAD = struct.Struct("<QBBBBiQ")
 _OPS = (
     "barrier",
@@ -33,10 +49,21 @@ _OPS = (
 
 @dataclass
 class Running:
-    """A running collective, which its caller described as `call`."""
+    """A running collective.
+
+    Attributes:
+        call: The call as its caller described it.
+        timeout_s: Seconds after `began_s` at which its waits end.
+        failures: Handler of failures, which knows whether the group has ended.
+        landings: Runs waits that can't be sliced.
+        stall_s: Seconds after which the waiting call is reported; 0: never.
+    """
 
     call: _core.Call
     timeout_s: float
+    failures: Failures
+    landings: Tasks
+    stall_s: float
     site: str | None = None
     caller: FrameType | None = None  # the waiting frame, if there is no site
     seq: int = 0
@@ -44,6 +71,7 @@ class Running:
     has_told: bool = False  # whether the other ranks know that this one waits
     num_reports: int = 0
     num_steps: int = 0
+    task: Task | None = None  # which runs it on the group's thread; None: the caller's thread does
     transfers: list[Any] = field(default_factory=list)
     """Transfers whose memory the engine may still read and write."""
     began_s: float = field(default_factory=time.monotonic)
@@ -71,7 +99,7 @@ class Running:
     @property
     def limit(self) -> timedelta:
         """Time after which an engine gives up an operation that nobody waits for any more."""
-        return self.left + LATE
+        return self.left + _LATE
 
     @property
     def has_splits(self) -> bool:
@@ -82,9 +110,73 @@ class Running:
         count = _digest(self.sizes) if self.sizes else call.count
         return _HEAD.pack(self.seq, _OPS.index(self.op), call.dtype, call.code + 1, self.has_splits, call.root, count)
 
-    def made(self, peer: Peer, global_ranks: Sequence[int], site: str) -> MadeCall:
-        """Return the call as made by `peer` at `site`."""
-        call = self.call
+    # ---- waiting ---------------------------------------------------------------------------------------------------
+
+    def wait(self, handle: Handle) -> None:
+        """Wait for an exchange; check now and then for signals, and that it can still succeed."""
+        while True:
+            try:
+                handle.wait(_SLICE)
+                return
+            except RuntimeError:
+                if handle.is_completed():  # with an error, or just in time
+                    handle.wait(_SLICE)
+                    return
+            self.look()
+
+    def land(self, handles: Sequence[Handle]) -> Task:
+        """Start waiting for messages on a thread that can be left behind; `wait_landed` waits for the result."""
+        limit = self.limit
+        return self.landings.submit(lambda: [handle.wait(limit) for handle in handles], keep=self.task)
+
+    def wait_landed(self, landing: Task) -> None:
+        """Wait for messages like `wait`."""
+        while not landing.wait(LOOK_S):
+            self.look()
+        error = landing.error()
+        if error is not None:
+            raise error
+
+    def look(self) -> None:
+        """Raise if the call can no longer succeed or is late; report it if it waits long. Called periodically."""
+        waited_s = time.monotonic() - self.began_s
+        if self.failures.ended:
+            raise self.explain(GroupAborted("the group has ended"))
+        if self.failures.is_ended_elsewhere():
+            raise self.explain(GroupAborted("another rank has ended the group"))
+        if waited_s > self.timeout_s:
+            raise self.explain(self.timed_out())
+        if not self.has_told and waited_s > min(TELL_S, (self.stall_s or self.timeout_s) / 2, self.timeout_s / 2):
+            self.has_told = True
+            self.failures.tell_wait(self.seq)
+        elif self.stall_s and waited_s > report_due_s(self.num_reports, self.stall_s):
+            self.num_reports += 1
+            self.failures.report_stall(self.op, self.seq, self.line(), waited_s, self.timeout_s)
+
+    def look_from_outside(self) -> None:
+        """End the call for a thread that waits for it, if its own thread can't: the engine may hold that for ever."""
+        if time.monotonic() > self.began_s + self.timeout_s + LATE_S:
+            raise self.explain(self.timed_out())
+
+    def timed_out(self, found: Failure | None = None) -> PhalanxError:
+        suspects = () if found is None else found.ranks
+        return self.failures.timed_out(self.op, self.seq, self.timeout_s, suspects)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """End the group on all hosts and return the error that says why."""
+        found = getattr(error, "failure", None)
+        if found is not None and found.kind == "rank_missing":  # perhaps the core's, of one step and this host alone
+            error = self.timed_out(found)
+        return self.failures.end(error, self.op, self.seq, self.line(), self._made())
+
+    def line(self) -> str:
+        """Return the line of the script that made the call."""
+        return call_site(self.caller) if self.site is None else self.site
+
+    def _made(self) -> MadeCall:
+        """Return the call as this rank made it."""
+        call, members, site = self.call, self.failures.members, self.line()
+        peer, global_ranks = members.peer(members.rank), members.global_ranks
         if self.op == "barrier":
             return MadeCall(**vars(peer), op=self.op, site=site)
         return MadeCall(

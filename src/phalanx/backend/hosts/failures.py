@@ -37,7 +37,6 @@ from phalanx._errors.facts import MadeCall, SizeDispute, Standing
 from phalanx.backend.failures.deadlines import GRACE_S, POLL_S
 from phalanx.backend.failures.members import Members
 from phalanx.backend.failures.wording import error_of, report_stall, words
-from phalanx.backend.hosts.calls import Running
 from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.mailbox import Mailbox
 from phalanx.backend.hosts.notices import Notices
@@ -62,7 +61,7 @@ class Failures:
         boxes: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
         self._notices = Notices(store, members, mailbox, boxes or {})
-        self._members = members
+        self.members = members
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave the group while its thread does
         self._verdict: Failure | None = None
@@ -71,7 +70,7 @@ class Failures:
         self._has_lingered = False
         self._is_raised = False  # whether an operation of this rank has raised the verdict
         self._watcher: Watcher | None = None
-        self._core: Any = None
+        self._core: _core.Group = None
         self._channels: Sequence[Channel] = ()
 
     def watch(self, core: _core.Group, channels: Sequence[Channel], on_end: Callable[[], None]) -> None:
@@ -87,7 +86,7 @@ class Failures:
 
     def _notice(self, rank: int) -> None:
         """End the group because the connection to a rank (-1: to any) has ended, unless the rank left in order."""
-        if self._has_ended or (rank < 0 and not self.is_told()):
+        if self._has_ended or (rank < 0 and not self._is_told()):
             return
         if rank >= 0 and (self.has_left(rank) or (rank not in self._silent() and self._notices.has_left_soon(rank))):
             return
@@ -121,11 +120,10 @@ class Failures:
         if self.is_forked:
             raise error_of(self._failure("forked", op))
 
-    def refuse_nested(self, op: str, site: str, interrupted: Running | None) -> None:
-        """Raise GroupUnusable in a signal handler that interrupted a call; None: the call has not begun."""
-        call = "a call" if interrupted is None else f"{interrupted.op} #{interrupted.seq}"
-        detail = f"{call} of group '{self._members.group}'"
-        culprits = self._members.peers([self._members.rank])
+    def refuse_nested(self, op: str, site: str, interrupted: str) -> None:
+        """Raise GroupUnusable in a signal handler that interrupted a call."""
+        detail = f"{interrupted} of group '{self.members.group}'"
+        culprits = self.members.peers([self.members.rank])
         raise error_of(self._failure("nested", op, site=site, detail=detail, culprits=culprits))
 
     def _unusable(self, op: str) -> PhalanxError:
@@ -133,11 +131,11 @@ class Failures:
 
     def _failure(self, kind: str, op: str = "", seq: int = 0, **facts: Any) -> Failure:
         """Return a failure met by this rank."""
-        return Failure(kind=kind, rank=self._members.global_rank, group=self._members.group, op=op, seq=seq, **facts)
+        return Failure(kind=kind, rank=self.members.global_rank, group=self.members.group, op=op, seq=seq, **facts)
 
     def declare(self, kind: str, why: str) -> None:
         """End the group on all hosts by this rank's own decision."""
-        me = self._members.peer(self._members.rank)
+        me = self.members.peer(self.members.rank)
         self._end(lambda: self._failure(kind, culprits=(me,), detail=why), is_patient=False)
 
     def end(self, error: BaseException, op: str, seq: int, site: str, call: MadeCall | None) -> BaseException:
@@ -160,10 +158,10 @@ class Failures:
             return self._unusable(op)
         if not isinstance(error, RuntimeError):
             return error  # this rank's own, such as Ctrl-C
-        me = self._members.global_rank
-        by = verdict.by or self._members.named(verdict.rank)
+        me = self.members.global_rank
+        by = verdict.by or self.members.named(verdict.rank)
         by_another = by if by.rank != me else None
-        group = self._members.group
+        group = self.members.group
         return error_of(replace(verdict, rank=me, group=group, op=op, seq=seq, site=site, by=by_another))
 
     def _end(self, judge: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
@@ -184,7 +182,7 @@ class Failures:
         if self._verdict is not None:
             return
         silent = self._unreachable = self._silent()
-        if silent or any(self._members.global_ranks[rank] == 0 for rank in self._lost()):
+        if silent or any(self.members.global_ranks[rank] == 0 for rank in self._lost()):
             self._notices.expect_no_store()
         found = self._notices.verdict(is_patient=is_patient and not silent)  # a silent host has told nobody
         self._verdict = found or self._notices.settle(judge(), self._cut_off())
@@ -199,9 +197,9 @@ class Failures:
 
         Every thread that has met the failure waits, because any of them may end the process.
         """
-        num_ranks = len(self._members.pids) - len(self._unreachable)
+        num_ranks = len(self.members.pids) - len(self._unreachable)
         deadline = time.monotonic() + GRACE_S
-        while self._members.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
+        while self.members.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
             if self._notices.are_told(num_ranks):
                 break
             time.sleep(POLL_S)
@@ -214,19 +212,19 @@ class Failures:
         if found is not None and found.kind == "calls_differ" and call is not None:
             return self._tabulate(op, seq, call)
         if found is not None:
-            return replace(self._members.locate(found), op=op, seq=seq, site=site)
+            return replace(self.members.locate(found), op=op, seq=seq, site=site)
         if isinstance(error, RuntimeError) and not isinstance(error, PhalanxError):
             return replace(self._judge_lost(str(error)), op=op, seq=seq, site=site)
         if isinstance(error, PhalanxError) and not isinstance(error, GroupAborted):
             return self._failure("refused", op, seq, site=site, detail=str(error))
         why = str(error) if isinstance(error, GroupAborted) else f"{type(error).__name__}: {error}".rstrip(": ")
         return self._failure(
-            "aborted", op, seq, site=site, culprits=self._members.peers([self._members.rank]), detail=why
+            "aborted", op, seq, site=site, culprits=self.members.peers([self.members.rank]), detail=why
         )
 
     def _judge_lost(self, why: str) -> Failure:
         """Return a failure that blames the ranks whose connections have ended, unless there is a verdict."""
-        members = self._members
+        members = self.members
         lost = self._lost()
         found = self._notices.verdict(
             is_patient=False
@@ -258,7 +256,7 @@ class Failures:
 
     def _tabulate(self, op: str, seq: int, call: MadeCall) -> Failure:
         """Return the failure with the calls of all ranks that report theirs in time."""
-        members = self._members
+        members = self.members
         calls = self._notices.calls(seq, call)
         differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
         return self._failure(
@@ -271,13 +269,13 @@ class Failures:
 
     def wrong_split(self, op: str, seq: int, rank: int, sent: int, expected: int) -> PhalanxError:
         """Return the error for an all_to_all whose sizes do not match."""
-        one, me = self._members.peers([rank, self._members.rank])
+        one, me = self.members.peers([rank, self.members.rank])
         sizes = SizeDispute(one=one, count=sent, other=me, other_count=expected)
         return error_of(self._failure("sizes_differ", op, seq, sizes=sizes, culprits=(one,)))
 
     def wrong_message(self, expected: MadeCall, sent: MadeCall) -> PhalanxError:
         """Return the error for a receive that does not match the message."""
-        culprit = self._members.named(sent.rank)
+        culprit = self.members.named(sent.rank)
         return error_of(self._failure("message_differs", "recv", calls=(expected, sent), culprits=(culprit,)))
 
     # ---- missing ranks ---------------------------------------------------------------------------------------------
@@ -298,7 +296,7 @@ class Failures:
         Args:
             suspects: Ranks of the world to blame if every rank has said that it waits in this call.
         """
-        ranks = self._members.global_ranks
+        ranks = self.members.global_ranks
         absent = self._absent(seq) or [ranks.index(rank) for rank in suspects if rank in ranks]
         return self.too_late(op, seq, timeout_s, absent, "other ranks")
 
@@ -307,7 +305,7 @@ class Failures:
         return error_of(self._missing(op, seq, timeout_s, absent, others))
 
     def _missing(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> Failure:
-        culprits = self._members.peers(absent)
+        culprits = self.members.peers(absent)
         standings = tuple(Standing(**vars(peer)) for peer in culprits)
         return self._failure(
             "rank_missing", op, seq, timeout_s=timeout_s, culprits=culprits, standings=standings, detail=others
@@ -315,11 +313,15 @@ class Failures:
 
     def _absent(self, seq: int) -> list[int]:
         """Return the other ranks that have not said that they wait in this call or a later one."""
-        others = (rank for rank in range(len(self._members.pids)) if rank != self._members.rank)
+        others = (rank for rank in range(len(self.members.pids)) if rank != self.members.rank)
         return [rank for rank in others if self._notices.waits_in(rank) < seq]
 
-    def is_told(self) -> bool:
-        """Whether a rank has written a verdict, if closed connections do not announce it."""
+    def is_ended_elsewhere(self) -> bool:
+        """Whether another rank has ended the group, and this one has not met that yet."""
+        return self._core.told or self._is_told()
+
+    def _is_told(self) -> bool:
+        """Whether a rank has written why the group ended, if closed connections do not announce it."""
         if all(channel.ends_waits for channel in self._channels):
             return False
         return self._notices.has_verdict()
@@ -341,10 +343,12 @@ class Failures:
 
     def release(self) -> bool:
         """After `leave`, if nobody is in a call, free the connections; return False if an engine is still busy."""
-        self._notices.release()
         self._core = None
         self._channels = [channel for channel in self._channels if not channel.destroy()]
-        return not self._channels
+        if self._channels:
+            return False
+        self._notices.release()
+        return True
 
     def stop_watching(self) -> None:
         """Stop watching the other ranks."""

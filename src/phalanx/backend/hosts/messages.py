@@ -197,7 +197,7 @@ class Messages:
         deadline = time.monotonic() + limit_s
         try:
             while not request.wait(min(max(deadline - time.monotonic(), 0.001), LOOK_S)):
-                if self._failures.ended or self._core.told or self._failures.is_told():
+                if self._failures.ended or self._failures.is_ended_elsewhere():
                     self._fail(request, RuntimeError("another rank has ended the group"))
                 elif time.monotonic() >= deadline:
                     if timeout_s:
@@ -232,8 +232,7 @@ class Messages:
 
     def release(self) -> None:
         """Drop the core and the channel, once no thread is running."""
-        gone: Any = None
-        self._core = self._everyone = gone
+        del self._core, self._everyone
 
     # ---- receiving -------------------------------------------------------------------------------------------------
 

@@ -146,8 +146,7 @@ class Notices:
         """Drop the store and do without it from now on."""
         self._store.close()
         self._store.is_gone = True
-        gone: Any = None
-        self._store.raw = gone
+        del self._store.raw
 
     def _post(self, message: dict[str, Any], lost: set[int]) -> None:
         """Leave a message with the ranks that are still there."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from phalanx import _core
 from phalanx._ranges import share
 from phalanx.backend.hosts.calls import Running
 from phalanx.backend.hosts.channels import Channel, Handle
-from phalanx.backend.hosts.failures import Failures
 
 _SLOT_BYTES = 1344  # with the engine's own bytes, a packet of Ethernet
 _HEAD_BYTES = 64
@@ -69,23 +68,10 @@ class Rail:
         num_hosts: Number of hosts.
         host: Index of this host.
         buffers: Memory for what arrives.
-        wait: Function that waits for an exchange and checks meanwhile that it can still succeed.
-        land: Function that starts waiting for messages and returns a function that finishes it like `wait`.
-        failures: Errors for calls that do not match.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        num_hosts: int,
-        host: int,
-        buffers: Buffers,
-        wait: Callable[[Handle], None],
-        land: Callable[[Sequence[Handle]], Callable[[], None]],
-        failures: Failures,
-    ) -> None:
-        self._channel, self._num_hosts, self._host = channel, num_hosts, host
-        self._buffers, self._wait, self._land, self._failures = buffers, wait, land, failures
+    def __init__(self, channel: Channel, num_hosts: int, host: int, buffers: Buffers) -> None:
+        self._channel, self._num_hosts, self._host, self._buffers = channel, num_hosts, host, buffers
         self._others = [h for h in range(num_hosts) if h != host]
         num_bytes = len(self._others) * _SLOT_BYTES
         self._slots, self._answers = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
@@ -106,11 +92,11 @@ class Rail:
             ctypes.memmove(slot, head, len(head))
             if sends:
                 ctypes.memmove(slot + _HEAD_BYTES, sends[h].address, sends[h].size)
-        self._wait(self._channel.exchange(self._answers, self._slots, self._sizes, self._sizes, running.limit))
+        running.wait(self._channel.exchange(self._answers, self._slots, self._sizes, self._sizes, running.limit))
         for i, h in enumerate(self._others):
             answer = answers + i * _SLOT_BYTES
             if ctypes.string_at(answer, len(head)) != head:
-                raise self._failures.mismatch(running.op, running.seq)
+                raise running.failures.mismatch(running.op, running.seq)
             if recvs:
                 ctypes.memmove(recvs[h].address, answer + _HEAD_BYTES, recvs[h].size)
         running.has_agreed = True
@@ -121,10 +107,10 @@ class Rail:
         if not running.has_agreed and largest <= INLINE_BYTES:
             self.agree(running, sends, recvs)
             return
-        transfer = Transfer(self._channel, running, self._land)
-        transfer.start(self._others, sends, recvs)
+        transfer = Transfer(self._channel, running)
+        transfer.start(running, self._others, sends, recvs)
         self.agree(running)
-        transfer.finish()
+        transfer.finish(running)
 
     def combine(self, running: Running, data: Span, kernel: int) -> None:
         """Reduce equally long bytes of all hosts, in place, in the order of hosts."""
@@ -157,17 +143,15 @@ class Rail:
 class Transfer:
     """The longer messages of one step of a call."""
 
-    def __init__(
-        self, channel: Channel, running: Running, land: Callable[[Sequence[Handle]], Callable[[], None]]
-    ) -> None:
+    def __init__(self, channel: Channel, running: Running) -> None:
         running.num_steps += 1
         name = running.head() + running.num_steps.to_bytes(4, "little")
-        self._channel, self._land = channel, land
+        self._channel = channel
         self._tag = _OWN_TAGS | (zlib.crc32(name) & (_OWN_TAGS - 1))
         self._handles: list[Handle] = []
         running.transfers.append(self)
 
-    def start(self, peers: Sequence[int], sends: Sequence[Span], recvs: Sequence[Span]) -> None:
+    def start(self, running: Running, peers: Sequence[int], sends: Sequence[Span], recvs: Sequence[Span]) -> None:
         """Start sending and receiving: one span per peer, as the channel numbers them."""
         for peer in peers:
             if recvs[peer].size:
@@ -175,11 +159,11 @@ class Transfer:
         for peer in peers:
             if sends[peer].size:
                 self._handles.append(self._channel.send(sends[peer].tensor(), peer, self._tag))
-        self._await = self._land(self._handles)
+        self._landing = running.land(self._handles)
 
-    def finish(self) -> None:
+    def finish(self, running: Running) -> None:
         """Wait for the messages. Call this only once all ranks have agreed on the call."""
-        self._await()
+        running.wait_landed(self._landing)
         self._handles = []
 
     def drain(self) -> None:

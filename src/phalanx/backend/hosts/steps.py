@@ -33,8 +33,7 @@ import torch
 
 from phalanx import _core
 from phalanx.backend.hosts.calls import Running
-from phalanx.backend.hosts.channels import Channel, Handle
-from phalanx.backend.hosts.failures import Failures
+from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.rails import INLINE_BYTES, Buffers, Rail, Span, Transfer, bounds_of
 from phalanx.backend.types import DTYPE_CODES, REDUCE_CODES, RedOpType, is_inexact
 
@@ -56,24 +55,12 @@ class Steps:
         rank: This rank's number in the group.
         rail: Channel to the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
         everyone: Channel to all ranks of the group.
-        failures: Errors for calls that do not match.
-        wait: Function that waits for an exchange and checks meanwhile that it can still succeed.
-        land: Function that starts waiting for messages and returns a function that finishes it like `wait`.
     """
 
     def __init__(
-        self,
-        core: _core.Group,
-        hosts: list[list[int]],
-        rank: int,
-        rail: Channel | None,
-        everyone: Channel,
-        failures: Failures,
-        wait: Callable[[Handle], None],
-        land: Callable[[Sequence[Handle]], Callable[[], None]],
+        self, core: _core.Group, hosts: list[list[int]], rank: int, rail: Channel | None, everyone: Channel
     ) -> None:
-        self._core, self._hosts, self._rank = core, hosts, rank
-        self._everyone, self._failures, self._wait, self._land = everyone, failures, wait, land
+        self._core, self._hosts, self._rank, self._everyone = core, hosts, rank, everyone
         self._size = sum(map(len, hosts))
         self._host = next(h for h, ranks in enumerate(hosts) if rank in ranks)
         self.here = hosts[self._host]
@@ -82,17 +69,16 @@ class Steps:
         self._is_even = all(len(ranks) == self._num_rails for ranks in hosts)
         self._has_peers = len(self.here) > 1
         self._buffers = Buffers()
-        self._rail = None if rail is None else Rail(rail, len(hosts), self._host, self._buffers, wait, land, failures)
+        self._rail = None if rail is None else Rail(rail, len(hosts), self._host, self._buffers)
 
     def perform(self, running: Running, ins: Addresses, outs: Addresses) -> None:
         """Run all steps of a collective."""
-        getattr(self, running.op)(running, ins, outs)
+        _STEPS[running.op](self, running, ins, outs)
         self._confirm(running)
 
     def release(self) -> None:
         """Drop the references to the engine and the core."""
-        gone: Any = None
-        self._rail, self._everyone, self._core, self._wait, self._land = None, gone, gone, gone, gone
+        del self._rail, self._everyone, self._core
 
     # ---- one call, everywhere --------------------------------------------------------------------------------------
 
@@ -122,7 +108,7 @@ class Steps:
         ctypes.memmove(own, head, len(head))
         self._core.run(_core.Call("all_gather", *_BYTE, len(head)), [own], addresses, running.left, None)
         if any(ctypes.string_at(address, len(head)) != head for address in addresses):
-            raise self._failures.mismatch(running.op, running.seq)
+            raise running.failures.mismatch(running.op, running.seq)
 
     def _agree(self, running: Running) -> None:
         if self._rail is not None:
@@ -393,10 +379,10 @@ class Steps:
         coming = torch.empty_like(sent)
         sizes = [sent.itemsize] * self._size
         into, out = coming.view(torch.uint8), sent.view(torch.uint8)
-        self._wait(self._everyone.exchange(into, out, sizes, sizes, running.limit))
+        running.wait(self._everyone.exchange(into, out, sizes, sizes, running.limit))
         for r, (num, expected) in enumerate(zip(coming.tolist(), call.out_counts, strict=True)):
             if num != expected:
-                raise self._failures.wrong_split(running.op, running.seq, r, num, expected)
+                raise running.failures.wrong_split(running.op, running.seq, r, num, expected)
 
     def _elsewhere(self, addresses: Addresses, sizes: Sequence[int]) -> list[Span]:
         """Return the blocks of all ranks, empty for those of this host."""
@@ -405,11 +391,23 @@ class Steps:
 
     def _scatter_wide(self, running: Running, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
         """Exchange bytes with every rank of the other hosts directly."""
-        transfer = Transfer(self._everyone, running, self._land)
-        transfer.start(range(len(sends)), sends, recvs)
+        transfer = Transfer(self._everyone, running)
+        transfer.start(running, range(len(sends)), sends, recvs)
         self._agree(running)
-        transfer.finish()
+        transfer.finish(running)
 
+
+_STEPS: dict[str, Callable[[Steps, Running, Addresses, Addresses], None]] = {
+    "barrier": Steps.barrier,
+    "broadcast": Steps.broadcast,
+    "all_reduce": Steps.all_reduce,
+    "reduce": Steps.reduce,
+    "reduce_scatter": Steps.reduce_scatter,
+    "all_gather": Steps.all_gather,
+    "gather": Steps.gather,
+    "scatter": Steps.scatter,
+    "all_to_all": Steps.all_to_all,
+}
 
 # ---------------------------------------------------------------- averages of integers
 #
