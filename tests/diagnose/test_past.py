@@ -59,7 +59,7 @@ WAITS = """
 import threading, torch, torch.distributed as dist
 from datetime import timedelta
 from phalanx.backend.failures import answer
-answer.LEAST_WAIT_S, answer.TIME_S = 0, LIMIT_S
+answer.ASK_WHY_S, answer.ANSWER_S = 0, LIMIT_S
 dist.init_process_group("phalanx", timeout=timedelta(seconds=8))
 dist.all_reduce(torch.ones(2))
 if dist.get_rank() == 1:

@@ -23,7 +23,7 @@ from phalanx.backend.failures.wording import error_of
 from phalanx.backend.hosts import notices as notices_module
 from phalanx.backend.hosts.mailbox import Mailbox, post
 from phalanx.backend.hosts.meeting import _SHAPES, Meeting
-from phalanx.backend.hosts.notices import Notices, verdict_in
+from phalanx.backend.hosts.notices import Notices, group_failure_in
 from phalanx.wire.store import JsonStore, fits
 
 LONG = os.environ.get("PHALANX_TEST_LONG") == "1"
@@ -36,7 +36,7 @@ values = st.recursive(
 )
 HELLO = {"pid": 1, "host": "a", "kernel": "k", "network": "n", "torch": "2", "bridge": "gloo", "segments": ["s"]}
 CALLS = (MadeCall(rank=0, op="barrier"), MadeCall(rank=1, host="b", op="recv", count=1, sizes=(1, 2), tag=0))
-VERDICTS = [
+GROUP_FAILURES = [
     Failure(kind="calls_differ", rank=1, op="barrier", seq=3, site="a.py:1", calls=CALLS),
     Failure(kind="rank_lost", rank=0, culprits=(Peer(rank=1, pid=7, host="b"), Peer(rank=2)), hosts=("b",)),
     Failure(kind="rank_missing", rank=0, seq=3, timeout_s=1.5, standings=(Standing(rank=1, last=2), Standing(rank=2))),
@@ -75,7 +75,7 @@ def test_a_store_whose_server_has_gone_is_silent_and_holds_nobody_up(monkeypatch
             has_answered.wait()
 
     notices = Notices(Gone(), None, None, {})
-    assert notices.verdict(is_patient=False) is None
+    assert notices.group_failure(is_patient=False) is None
     has_answered.set()
     notices._store.close()
 
@@ -90,25 +90,25 @@ def connect(box, data=b""):
 @many
 @given(
     st.binary(max_size=200)
-    | st.sampled_from(VERDICTS).flatmap(lambda verdict: almost(verdict.to_facts()))
+    | st.sampled_from(GROUP_FAILURES).flatmap(lambda failure: almost(failure.to_facts()))
     | values.map(lambda value: json.dumps(value).encode())
 )
-def test_a_verdict_is_understood_or_nothing(text):
-    verdict = verdict_in(text)
-    if verdict is not None:
-        error = error_of(verdict)
-        assert str(error).startswith(f"rank {verdict.rank}")
-        assert error.ranks == verdict.ranks
+def test_a_group_failure_is_understood_or_nothing(text):
+    failure = group_failure_in(text)
+    if failure is not None:
+        error = error_of(failure)
+        assert str(error).startswith(f"rank {failure.rank}")
+        assert error.ranks == failure.ranks
 
 
-@pytest.mark.parametrize("verdict", VERDICTS, ids=lambda verdict: verdict.kind)
-def test_a_verdict_arrives_whole(verdict):
-    assert verdict_in(json.dumps(verdict.to_facts()).encode()) == verdict
+@pytest.mark.parametrize("failure", GROUP_FAILURES, ids=lambda failure: failure.kind)
+def test_a_group_failure_arrives_whole(failure):
+    assert group_failure_in(json.dumps(failure.to_facts()).encode()) == failure
 
 
-def test_a_verdict_nested_for_ever_is_nothing():
+def test_a_group_failure_nested_for_ever_is_nothing():
     text = b'{"kind":"unusable","rank":0,"cause":' * 5_000 + b"null" + b"}" * 5_000
-    assert verdict_in(text) is None
+    assert group_failure_in(text) is None
 
 
 @many
@@ -143,7 +143,7 @@ def without_collector():
 
 
 @settings(many, max_examples=10_000 if LONG else 50)
-@given(st.binary(max_size=99) | almost(VERDICTS[0].to_facts()), st.booleans())
+@given(st.binary(max_size=99) | almost(GROUP_FAILURES[0].to_facts()), st.booleans())
 def test_a_mailbox_takes_a_message_or_nothing(data, is_known):
     box = Mailbox("127.0.0.1")
     with closing(box), connect(box, (box.name[2].encode() + b"\n") * is_known + data) as link:

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx import _core
 from phalanx._errors import GroupAborted
-from phalanx.backend.failures.deadlines import END_S, LOOK_S
+from phalanx.backend.deadlines import END_S, LOOK_S
 
 _MOST_IDLE = 10  # looks outside any block before the watch goes to sleep
 

@@ -24,9 +24,8 @@ from torch.distributed import Work
 
 from phalanx import _core
 from phalanx._errors import ArgumentError, hand_over
-
-_MOMENT_S = 0.001
-_SETTLE_S = 1.0
+from phalanx.backend.deadlines import END_S, FUTURES_POLL_S, SETTLE_S
+from phalanx.wire.store import wait_until
 
 
 class Completer:
@@ -70,13 +69,11 @@ class Completer:
         self._queue.close()
         for thread in list(self._threads):
             if thread is not threading.current_thread():  # a callback may destroy the last group
-                thread.join(timeout=1)
+                thread.join(timeout=END_S)
 
     def settle(self) -> None:
         """Wait briefly until the callbacks of finished operations have run; the threads go on."""
-        deadline = time.monotonic() + _SETTLE_S
-        while time.monotonic() < deadline and not self._is_settled:
-            time.sleep(_MOMENT_S)
+        wait_until(lambda: self._is_settled or None, time.monotonic() + SETTLE_S, most_s=FUTURES_POLL_S)
 
     @property
     def _is_settled(self) -> bool:
@@ -224,7 +221,7 @@ class PhalanxWork(Work):
             return
         error: BaseException | None = None
         try:
-            if not wait(handle, _MOMENT_S):
+            if not wait(handle, FUTURES_POLL_S):
                 return
         except Exception as failure:
             error = failure.with_traceback(None)

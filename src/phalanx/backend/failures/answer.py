@@ -14,13 +14,9 @@ import sys
 import threading
 
 from phalanx._errors import Failure
+from phalanx.backend.deadlines import ANSWER_S, ASK_WHY_S
 from phalanx.record import writer
 from phalanx.record.box import ANSWER
-
-LEAST_WAIT_S = 5.0
-"""How long a rank has waited before it asks; shorter waits have an end more often than a reason."""
-TIME_S = 4.0
-"""For the whole process, on a machine whose cores are taken; the question itself takes half a second."""
 
 _answers: dict[tuple[str, str, int], str] = {}
 """By operation; empty until the answer is there. An operation is asked about once."""
@@ -29,7 +25,7 @@ _answers: dict[tuple[str, str, int], str] = {}
 def ask_about(failure: Failure, waited_s: float) -> None:
     """Ask why an operation waits, unless another rank does or it is too early; return at once."""
     key = _key(failure)
-    if waited_s < LEAST_WAIT_S or key in _answers or not is_first(failure):
+    if waited_s < ASK_WHY_S or key in _answers or not is_first(failure):
         return
     _answers[key] = ""
     with contextlib.suppress(RuntimeError):  # no thread can be started, or the interpreter ends
@@ -54,7 +50,7 @@ def _ask(key: tuple[str, str, int]) -> None:
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         done = subprocess.run(
             [sys.executable, "-m", "phalanx", "why", "--brief", str(os.getpid())],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIME_S, check=False,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False,
         )  # fmt: skip
         if done.returncode == 0 and (sentence := done.stdout.strip()):
             _answers[key] = sentence

@@ -17,8 +17,8 @@ from typing import Any
 from phalanx import _core
 from phalanx._errors import GroupAborted
 from phalanx.backend.calls.tasks import Task, Tasks, Watch
+from phalanx.backend.deadlines import END_S, LATE_S
 from phalanx.backend.failures.core_failures import forget_bridged, note_bridged
-from phalanx.backend.failures.deadlines import END_S, LATE_S
 from phalanx.backend.failures.members import Members
 from phalanx.backend.hosts.calls import Running
 from phalanx.backend.hosts.channels import Channel

@@ -17,7 +17,7 @@ from phalanx import _core
 from phalanx._env import environment
 from phalanx._errors import PhalanxError
 from phalanx._settings import Settings
-from phalanx.backend.failures.deadlines import CONNECT_S
+from phalanx.backend.deadlines import CONNECT_S
 from phalanx.backend.failures.members import Members
 from phalanx.backend.hosts.bridged import BridgedGroup
 from phalanx.backend.hosts.channels import Channel, GlooChannel

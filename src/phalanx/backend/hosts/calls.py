@@ -25,7 +25,7 @@ from phalanx import _core
 from phalanx._errors import Failure, GroupAborted, PhalanxError
 from phalanx._errors.facts import MadeCall
 from phalanx.backend.calls.tasks import Task, Tasks
-from phalanx.backend.failures.deadlines import LATE_S, LOOK_S, TELL_S
+from phalanx.backend.deadlines import LATE_S, LOOK_S, TELL_S
 from phalanx.backend.failures.wording import report_due_s
 from phalanx.backend.hosts.channels import Handle
 from phalanx.backend.hosts.failures import Failures

@@ -21,12 +21,10 @@ from torch.distributed import Store, Work
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _torch
-from phalanx.backend.failures.deadlines import END_S
+from phalanx.backend.deadlines import CLOSING_POLL_S, END_S
 from phalanx.backend.hosts.links import Link, closed_at_exec, duplicate, sockets
-from phalanx.wire.store import understand
+from phalanx.wire.store import understand, wait_until
 
-FOR_EVER = timedelta(days=30)  # for threads that wait for whatever may arrive
-_POLL_S = 0.001
 _wait = inspect.unwrap(
     Work.wait
 )  # without `record.gloo`, whose frame would hold the work while a handler of a signal runs
@@ -192,9 +190,11 @@ class GlooChannel:
         """
         own = {link.fileno() for link in self.links.values()}
         held = {os.readlink(f"/proc/self/fd/{fd}") for fd in own}
-        deadline = time.monotonic() + END_S
-        while time.monotonic() < deadline and any(inode in held and fd not in own for inode, fd in sockets()):
-            time.sleep(_POLL_S)
+
+        def is_closed() -> bool | None:
+            return not any(inode in held and fd not in own for inode, fd in sockets()) or None
+
+        wait_until(is_closed, time.monotonic() + END_S, most_s=CLOSING_POLL_S)
 
     def destroy(self) -> bool:
         """Destroy the engine, unless that would wait for a running exchange, which may last until its deadline."""

@@ -34,13 +34,14 @@ from torch.distributed import Store
 from phalanx import _core
 from phalanx._errors import Failure, GroupAborted, PhalanxError, address
 from phalanx._errors.facts import MadeCall, SizeDispute, Standing
-from phalanx.backend.failures.deadlines import GRACE_S, POLL_S
+from phalanx.backend.deadlines import GRACE_S
 from phalanx.backend.failures.members import Members
 from phalanx.backend.failures.wording import error_of, report_stall, words
 from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.mailbox import Mailbox
 from phalanx.backend.hosts.notices import Notices
 from phalanx.backend.hosts.watcher import Watcher
+from phalanx.wire.store import wait_until
 
 
 class Failures:
@@ -49,7 +50,7 @@ class Failures:
     Args:
         store: Store of this group alone.
         members: Identity of the ranks.
-        mailbox: Mailbox in which other ranks leave a verdict once the store is gone; None: there is none.
+        mailbox: Mailbox in which other ranks leave a group failure once the store is gone; None: there is none.
         boxes: Names of the other ranks' mailboxes, by rank.
     """
 
@@ -64,11 +65,11 @@ class Failures:
         self.members = members
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave the group while its thread does
-        self._verdict: Failure | None = None
-        self._has_ended = False  # if there is no verdict: this rank has left the group
+        self._group_failure: Failure | None = None
+        self._has_ended = False  # without a group failure: this rank has left the group
         self._unreachable: set[int] = set()  # ranks, known once the group has ended
         self._has_lingered = False
-        self._is_raised = False  # whether an operation of this rank has raised the verdict
+        self._is_raised = False  # whether an operation of this rank has raised the group failure
         self._watcher: Watcher | None = None
         self._core: _core.Group = None
         self._channels: Sequence[Channel] = ()
@@ -93,7 +94,7 @@ class Failures:
         with self._lock:
             is_first = not self._has_ended
             if is_first:
-                self._conclude(lambda: self._judge_lost("a connection has ended"), is_patient=True)
+                self._conclude(lambda: self._lost_connection("a connection has ended"), is_patient=True)
         if is_first:
             self._on_end()
 
@@ -103,7 +104,7 @@ class Failures:
 
     @property
     def has_failed(self) -> bool:
-        return self._verdict is not None
+        return self._group_failure is not None
 
     @property
     def ended(self) -> bool:
@@ -112,7 +113,7 @@ class Failures:
     def check(self, op: str) -> None:
         """Raise GroupUnusable if the group has ended, or in a forked child."""
         self.require_own_process(op)
-        if self._has_ended and (self._is_raised or self._verdict is None):
+        if self._has_ended and (self._is_raised or self._group_failure is None):
             raise self._unusable(op)
 
     def require_own_process(self, op: str) -> None:
@@ -127,7 +128,7 @@ class Failures:
         raise error_of(self._failure("nested", op, site=site, detail=detail, culprits=culprits))
 
     def _unusable(self, op: str) -> PhalanxError:
-        return error_of(self._failure("unusable", op, cause=self._verdict))
+        return error_of(self._failure("unusable", op, cause=self._group_failure))
 
     def _failure(self, kind: str, op: str = "", seq: int = 0, **facts: Any) -> Failure:
         """Return a failure met by this rank."""
@@ -150,71 +151,70 @@ class Failures:
         """
         # A rank that closes a connection or ends the core group has said why before.
         is_consequence = isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
-        verdict = self._end(
-            lambda: self._judge(error, op, seq, site, call),
+        shared = self._end(
+            lambda: self._cause_of(error, op, seq, site, call),
             is_patient=is_consequence or isinstance(error, GroupAborted),
         )
-        if verdict is None:
+        if shared is None:
             return self._unusable(op)
         if not isinstance(error, RuntimeError):
             return error  # this rank's own, such as Ctrl-C
         me = self.members.global_rank
-        by = verdict.by or self.members.named(verdict.rank)
+        by = shared.by or self.members.named(shared.rank)
         by_another = by if by.rank != me else None
         group = self.members.group
-        return error_of(replace(verdict, rank=me, group=group, op=op, seq=seq, site=site, by=by_another))
+        return error_of(replace(shared, rank=me, group=group, op=op, seq=seq, site=site, by=by_another))
 
-    def _end(self, judge: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
-        """End the group unless it has ended; return the verdict, None if this rank has left the group."""
+    def _end(self, cause: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
+        """End the group unless it has ended; return the group failure, None if this rank has left the group."""
         with self._lock:
-            if self._has_ended and self._verdict is None:
+            if self._has_ended and self._group_failure is None:
                 return None
             is_first = not self._has_ended
-            self._conclude(judge, is_patient=is_patient)
+            self._conclude(cause, is_patient=is_patient)
             self._is_raised = True
         if is_first:
             self._on_end()
         self._linger()
-        return self._verdict
+        return self._group_failure
 
-    def _conclude(self, judge: Callable[[], Failure], *, is_patient: bool) -> None:
-        """Find or settle the verdict, and end the group here."""
-        if self._verdict is not None:
+    def _conclude(self, cause: Callable[[], Failure], *, is_patient: bool) -> None:
+        """Find or settle the group failure, and end the group here."""
+        if self._group_failure is not None:
             return
         silent = self._unreachable = self._silent()
         if silent or any(self.members.global_ranks[rank] == 0 for rank in self._lost()):
             self._notices.expect_no_store()
-        found = self._notices.verdict(is_patient=is_patient and not silent)  # a silent host has told nobody
-        self._verdict = found or self._notices.settle(judge(), self._cut_off())
+        found = self._notices.group_failure(is_patient=is_patient and not silent)  # a silent host has told nobody
+        self._group_failure = found or self._notices.settle(cause(), self._cut_off())
         self._has_ended = True
         with contextlib.suppress(PhalanxError):
-            self._core.abort(words(self._verdict).splitlines()[0])
+            self._core.abort(words(self._group_failure).splitlines()[0])
         self.close_channels()
         self._notices.note_told()
 
     def _linger(self) -> None:
-        """Give the others time to read the verdict before this rank, which may serve the store, ends.
+        """Give the others time to read the group failure before this rank, which may serve the store, ends.
 
         Every thread that has met the failure waits, because any of them may end the process.
         """
         num_ranks = len(self.members.pids) - len(self._unreachable)
-        deadline = time.monotonic() + GRACE_S
-        while self.members.global_rank == 0 and not self._has_lingered and time.monotonic() < deadline:
-            if self._notices.are_told(num_ranks):
-                break
-            time.sleep(POLL_S)
+        if self.members.global_rank == 0 and not self._has_lingered:
+            wait_until(
+                lambda: self._has_lingered or self._notices.are_told(num_ranks) or None, time.monotonic() + GRACE_S
+            )
         self._has_lingered = True
 
     # ---- whose fault it is -----------------------------------------------------------------------------------------
 
-    def _judge(self, error: BaseException, op: str, seq: int, site: str, call: MadeCall | None) -> Failure:
+    def _cause_of(self, error: BaseException, op: str, seq: int, site: str, call: MadeCall | None) -> Failure:
         found = getattr(error, "failure", None)
         if found is not None and found.kind == "calls_differ" and call is not None:
             return self._tabulate(op, seq, call)
         if found is not None:
             return replace(self.members.locate(found), op=op, seq=seq, site=site)
         if isinstance(error, RuntimeError) and not isinstance(error, PhalanxError):
-            return replace(self._judge_lost(str(error)), op=op, seq=seq, site=site)
+            return replace(self._lost_connection(str(error)), op=op, seq=seq, site=site)
         if isinstance(error, PhalanxError) and not isinstance(error, GroupAborted):
             return self._failure("refused", op, seq, site=site, detail=str(error))
         why = str(error) if isinstance(error, GroupAborted) else f"{type(error).__name__}: {error}".rstrip(": ")
@@ -222,13 +222,12 @@ class Failures:
             "aborted", op, seq, site=site, culprits=self.members.peers([self.members.rank]), detail=why
         )
 
-    def _judge_lost(self, why: str) -> Failure:
-        """Return a failure that blames the ranks whose connections have ended, unless there is a verdict."""
+    def _lost_connection(self, why: str) -> Failure:
+        """Return a failure that blames the ranks whose connections have ended, unless there is a group failure."""
         members = self.members
         lost = self._lost()
-        found = self._notices.verdict(
-            is_patient=False
-        )  # a rank that closes a connection because of a verdict has written it before
+        # A rank that closes a connection because of a failure has written it before.
+        found = self._notices.group_failure(is_patient=False)
         if found is not None:
             return found
         if not lost:
@@ -324,7 +323,7 @@ class Failures:
         """Whether a rank has written why the group ended, if closed connections do not announce it."""
         if all(channel.ends_waits for channel in self._channels):
             return False
-        return self._notices.has_verdict()
+        return self._notices.has_group_failure()
 
     # ---- going -------------------------------------------------------------------------------------------------------
 

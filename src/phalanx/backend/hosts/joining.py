@@ -23,7 +23,7 @@ from phalanx import _core
 from phalanx._env import LONGEST_S, seconds
 from phalanx._errors import PhalanxError
 from phalanx._settings import GroupOptions, Settings, read_settings, variable_of
-from phalanx.backend.failures.deadlines import LOOK_S
+from phalanx.backend.deadlines import LOOK_S
 from phalanx.backend.hosts.bridges import bridge
 from phalanx.backend.hosts.meeting import Meeting
 from phalanx.host.network import host_identity, network_identity

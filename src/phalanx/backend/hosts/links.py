@@ -29,7 +29,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-_KEEPALIVE_S = 1  # the kernel's shortest
+from phalanx.backend.deadlines import KEEPALIVE_S, LEAST_SILENCE_S
+
 _MOST_KEPT = 127  # probes: MAX_TCP_KEEPCNT
 _ESTABLISHED = 1  # linux/tcp_states.h
 _PROBES, _UNACKED = 3, 24  # offsets in struct tcp_info, linux/tcp.h; times are in milliseconds
@@ -38,7 +39,6 @@ _INFO_BYTES = 60
 _RTO_MAX_MS = 44  # option of Linux 6.15 and newer
 _LOOKS = 5  # per silence_s
 _MOST_PROBES = 1  # may be unanswered: a kernel answers at most two per second (net.ipv4.tcp_invalid_ratelimit)
-_SHORTEST_S = 0.25  # shortest silence: an acknowledgement may be delayed or retransmitted
 
 
 class Link:
@@ -51,16 +51,16 @@ class Link:
 
     def __init__(self, connection: socket.socket, silence_s: float) -> None:
         self._socket = connection
-        self._silence_s = max(silence_s, _SHORTEST_S)
+        self._silence_s = max(silence_s, LEAST_SILENCE_S)
         self._is_silent = self._is_late = False
         self._asked_s = self._looked_s = time.monotonic()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
         # The kernel ends the connection later than `look`, in case this process holds up the watching thread.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(max(1, round(silence_s)) + 2, _MOST_KEPT))
         with contextlib.suppress(OSError):  # without it, probes of a stopped reader come ever more slowly
-            connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _KEEPALIVE_S * 1000)
+            connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, KEEPALIVE_S * 1000)
 
     @property
     def period_s(self) -> float:
@@ -105,7 +105,7 @@ class Link:
         if self._is_silent or not self.is_lost:
             return self._is_silent
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        return _seconds(info, _LAST_ACK_RECV) > self._silence_s + _KEEPALIVE_S
+        return _seconds(info, _LAST_ACK_RECV) > self._silence_s + KEEPALIVE_S
 
     def shut(self) -> None:
         """Shut the connection down, for the engine and for the other rank, too."""

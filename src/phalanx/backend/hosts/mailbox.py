@@ -21,18 +21,19 @@ import errno
 import json
 import os
 import secrets
+import select
 import selectors
 import socket
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.backend.failures.deadlines import MAIL_LOOK_S, MAIL_POLL_S, STRANGERS_S
+from phalanx.backend.deadlines import MAIL_LOOK_S, STRANGERS_S
 from phalanx.wire.store import understand
 
 _BACKLOG = 4096  # or as many as the kernel allows
 _MOST_OPEN = 64
-_MOST_BYTES = 1 << 20  # per message: a verdict may have a line for each rank
+_MOST_BYTES = 1 << 20  # per message: a group failure may have a line for each rank
 
 
 class _Letter:
@@ -61,6 +62,9 @@ class _Letter:
         except (OSError, ValueError):
             self.is_over = True
         return None
+
+    def fileno(self) -> int:
+        return self._sender.fileno()
 
     def close(self) -> None:
         self._sender.close()
@@ -97,11 +101,17 @@ class Mailbox:
                     letter.close()
                 if message is not None:
                     return message
-            if time.monotonic() >= deadline or (is_empty and (not self._open or self._patience_s <= 0)):
+            begin_s = time.monotonic()
+            if begin_s >= deadline or (is_empty and (not self._open or self._patience_s <= 0)):
                 return None
-            if is_empty:
-                time.sleep(MAIL_POLL_S)
-                self._patience_s -= MAIL_POLL_S
+            if not is_empty:
+                continue
+            news = select.poll()
+            with contextlib.suppress(ValueError):  # the mailbox was closed meanwhile
+                for fd in (self._socket.fileno(), *(letter.fileno() for letter in self._open)):
+                    news.register(fd, select.POLLIN)
+            news.poll(min(deadline - begin_s, self._patience_s) * 1e3)
+            self._patience_s -= time.monotonic() - begin_s
 
     def _accept(self) -> bool:
         """Accept connections, dropping the oldest if there are many; return whether none is left to accept."""

@@ -39,7 +39,7 @@ from phalanx import _core, _env, _torch
 from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address, printable
 from phalanx._errors.facts import Peer, Standing
 from phalanx._text import enumerated
-from phalanx.backend.failures.deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, TELL_S
+from phalanx.backend.deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, TELL_S
 from phalanx.backend.failures.wording import error_of, join_call, report_due_s, report_stall
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import Launch, start_time
@@ -557,10 +557,7 @@ class Meeting:
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone; raise RankFailed if its server is seen dead within a moment."""
-        deadline = time.monotonic() + NOTE_S
-        while time.monotonic() < deadline:
-            self.look()
-            time.sleep(POLL_S)
+        wait_until(self.look, time.monotonic() + NOTE_S)
         return self.refusal(
             f"the job's store is gone ({error}). Look at what the rank or launcher that serves it, most often rank 0, "
             "printed last.",

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from phalanx import _core
 from phalanx._errors import PhalanxError
 from phalanx._errors.facts import MadeCall
 from phalanx.backend.calls.tasks import Task
-from phalanx.backend.failures.deadlines import END_S, LOOK_S
+from phalanx.backend.deadlines import END_S, FOR_EVER_S, LOOK_S
 from phalanx.backend.failures.members import Members
-from phalanx.backend.hosts.channels import FOR_EVER, Channel
+from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.failures import Failures
 from phalanx.backend.hosts.rails import Span
 from phalanx.backend.types import DTYPE_NAMES
@@ -32,6 +33,7 @@ _HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype
 _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _HEADS, _BODIES = 1, 2  # the engine's tags
+_FOR_EVER = timedelta(seconds=FOR_EVER_S)
 
 
 class _Message(Task):
@@ -246,7 +248,7 @@ class Messages:
 
         Meanwhile, this frame holds the message and its memory, even if `_fail` has ended it; afterwards, nothing does.
         """
-        self._everyone.recv(slot, peer, _HEADS).wait(FOR_EVER)
+        self._everyone.recv(slot, peer, _HEADS).wait(_FOR_EVER)
         tag, count, num_bytes, dtype = _HEAD.unpack(bytes(slot[: _HEAD.size].numpy()))
         with self._changed:
             message = self._match(peer, tag)
@@ -258,7 +260,7 @@ class Messages:
         if num_bytes <= _INLINE_BYTES:
             target.copy_(slot[_HEAD.size : _HEAD.size + num_bytes])
         else:
-            self._everyone.recv(target, peer, _BODIES).wait(FOR_EVER)
+            self._everyone.recv(target, peer, _BODIES).wait(_FOR_EVER)
         if message is not None:
             with self._changed:
                 self._moving.pop(peer, None)
@@ -332,11 +334,11 @@ class Messages:
         num_bytes = message.data.numel()
         if num_bytes <= _INLINE_BYTES:
             slot[_HEAD.size : _HEAD.size + num_bytes] = message.data
-            self._everyone.send(slot, peer, _HEADS).wait(FOR_EVER)
+            self._everyone.send(slot, peer, _HEADS).wait(_FOR_EVER)
         else:
             head = self._everyone.send(slot, peer, _HEADS)
-            self._everyone.send(message.data, peer, _BODIES).wait(FOR_EVER)
-            head.wait(FOR_EVER)
+            self._everyone.send(message.data, peer, _BODIES).wait(_FOR_EVER)
+            head.wait(_FOR_EVER)
         with self._changed:
             queue.popleft()
         message.finish()

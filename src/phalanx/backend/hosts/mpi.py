@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import torch
 
 from phalanx._errors import PhalanxError
-from phalanx.backend.failures.deadlines import END_S
+from phalanx.backend.deadlines import END_S, MPI_POLL_S
 from phalanx.backend.hosts.links import Link
+from phalanx.wire.store import wait_until
 
 _PIECE_BYTES = 1 << 30  # counts are C ints before MPI 4
 _EXCHANGE = 0  # tags; messages have others
 _EAGER_POLLS = 200
-_POLL_S = 0.0001
 _lock = threading.RLock()  # makes MPI_THREAD_SERIALIZED enough
 
 
@@ -82,7 +82,7 @@ class _Requests:
             if num_polls > _EAGER_POLLS:
                 if time.monotonic() > deadline:
                     raise RuntimeError("not over yet")
-                time.sleep(_POLL_S)
+                time.sleep(MPI_POLL_S)
 
     def _cancel(self) -> None:
         """Cancel receives, whose memory may be freed next; not sends, which MPI may refuse to cancel.
@@ -94,12 +94,12 @@ class _Requests:
             for request in receives:
                 if request != _mpi().REQUEST_NULL:
                     request.Cancel()
-        deadline = time.monotonic() + END_S
-        while time.monotonic() < deadline:
+
+        def are_over() -> bool | None:
             with _lock:
-                if _mpi().Request.Testall(receives):
-                    return
-            time.sleep(_POLL_S)
+                return bool(_mpi().Request.Testall(receives)) or None
+
+        wait_until(are_over, time.monotonic() + END_S, most_s=MPI_POLL_S)
 
 
 class MpiChannel:

@@ -14,10 +14,19 @@ from torch.distributed import Store
 
 from phalanx._errors import Failure
 from phalanx._errors.facts import MadeCall
-from phalanx.backend.failures.deadlines import GRACE_S, LOST_STORE_S, NOTE_S, POLL_S, RECONNECT_S, TABLE_S
+from phalanx.backend.deadlines import GRACE_S, LOST_STORE_S, NOTE_S, RECONNECT_S, TABLE_S
 from phalanx.backend.failures.members import Members
 from phalanx.backend.hosts.mailbox import Mailbox, post
-from phalanx.wire.store import GarbledError, JsonStore, Shape, StoreGoneError, StoreSilentError, fits, understand
+from phalanx.wire.store import (
+    GarbledError,
+    JsonStore,
+    Shape,
+    StoreGoneError,
+    StoreSilentError,
+    fits,
+    understand,
+    wait_until,
+)
 
 
 class Notices:
@@ -37,40 +46,37 @@ class Notices:
         self._members = members
         self._departed: set[int] = set()
         self._opening = threading.RLock()  # the watcher and a thread that meets a failure both open the mailbox
-        self._mail: Failure | None = None  # a verdict that came by mail
+        self._mail: Failure | None = None  # a group failure that came by mail
 
-    # ---- the verdict -----------------------------------------------------------------------------------------------
+    # ---- the group failure -----------------------------------------------------------------------------------------
 
-    def verdict(self, *, is_patient: bool) -> Failure | None:
-        """Return the verdict of another rank on what ended the group; a patient caller waits a while for it."""
-        deadline = time.monotonic() + (GRACE_S if is_patient else 0)
-        while True:
-            if (told := self._read("verdict", Failure.from_facts)) is not None:
-                return told
-            if (told := self._open_mail()) is not None:
-                return told
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(POLL_S)
+    def group_failure(self, *, is_patient: bool) -> Failure | None:
+        """Return the failure with which another rank has ended the group; a patient caller waits a while for it."""
 
-    def settle(self, verdict: Failure, lost: set[int]) -> Failure:
-        """Make this the group's verdict unless another rank was first; return the one that holds."""
-        facts = verdict.to_facts()
-        told = self._ask(lambda store: store.compare_set("verdict", "", json.dumps(facts)))
-        if told and (settled := verdict_in(told)) is not None:
+        def look() -> Failure | None:
+            told: Failure | None = self._read("group_failure", Failure.from_facts)
+            return told or self._open_mail()
+
+        return wait_until(look, time.monotonic() + (GRACE_S if is_patient else 0))
+
+    def settle(self, failure: Failure, lost: set[int]) -> Failure:
+        """Make this the group failure unless another rank was first; return the one that holds."""
+        facts = failure.to_facts()
+        told = self._ask(lambda store: store.compare_set("group_failure", "", json.dumps(facts)))
+        if told and (settled := group_failure_in(told)) is not None:
             return settled
         self._post(facts, lost)
-        return verdict
+        return failure
 
-    def has_verdict(self) -> bool:
-        return bool(self._ask(lambda store: store.check(["verdict"])))
+    def has_group_failure(self) -> bool:
+        return bool(self._ask(lambda store: store.check(["group_failure"])))
 
     def note_told(self) -> None:
-        """Let the others know that this rank knows the verdict."""
+        """Let the others know that this rank knows the group failure."""
         self._ask(lambda store: store.add("num_told", 1))
 
     def are_told(self, num_ranks: int) -> bool:
-        """Whether this many ranks know the verdict; also True if the store does not answer."""
+        """Whether this many ranks know the group failure; also True if the store does not answer."""
         return int(self._ask(lambda store: store.add("num_told", 0), num_ranks)) >= num_ranks
 
     # ---- who leaves ------------------------------------------------------------------------------------------------
@@ -91,15 +97,10 @@ class Notices:
 
     def has_left_soon(self, rank: int) -> bool:
         """Whether a rank says so within a while: its note travels separately from the end of its connection."""
-        deadline = time.monotonic() + NOTE_S
-        while not self.has_left(rank):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
+        return wait_until(lambda: self.has_left(rank) or None, time.monotonic() + NOTE_S) is not None
 
     def _open_mail(self) -> Failure | None:
-        """Return a verdict that another rank has left here, and note which ranks have left the group."""
+        """Return a group failure that another rank has left here, and note which ranks have left the group."""
         with self._opening:
             while self._mailbox is not None and (message := self._mailbox.read()) is not None:
                 if fits(message, {"left": int}):
@@ -115,9 +116,7 @@ class Notices:
         """Write this rank's call, and return the calls of all ranks that write theirs in time."""
         self._write(f"call/{seq}/{self._members.rank}", call.to_facts())
         keys = [f"call/{seq}/{rank}" for rank in range(len(self._members.pids))]
-        deadline = time.monotonic() + TABLE_S
-        while time.monotonic() < deadline and not self._ask(lambda store: store.check(keys), True):
-            time.sleep(POLL_S)
+        wait_until(lambda: self._ask(lambda store: store.check(keys), True) or None, time.monotonic() + TABLE_S)
         return tuple(self._call_of(rank, self._read(key, MadeCall.from_facts)) for rank, key in enumerate(keys))
 
     def _call_of(self, rank: int, told: MadeCall | None) -> MadeCall:
@@ -172,11 +171,11 @@ class Notices:
         return otherwise
 
 
-def verdict_in(text: bytes) -> Failure | None:
-    """Return the verdict that a rank has written; None if a rank would not write this."""
+def group_failure_in(text: bytes) -> Failure | None:
+    """Return the group failure that a rank has written; None if a rank would not write this."""
     with contextlib.suppress(GarbledError):
-        verdict: Failure = understand(text, Failure.from_facts)
-        return verdict
+        failure: Failure = understand(text, Failure.from_facts)
+        return failure
     return None
 
 

@@ -7,7 +7,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 
-from phalanx.backend.failures.deadlines import WATCH_S
+from phalanx.backend.deadlines import WATCH_S, WATCHER_END_S
 from phalanx.backend.hosts.links import Link
 
 _ENDS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -34,7 +34,7 @@ class Watcher:
         """End the thread; afterwards the connections may be closed."""
         os.eventfd_write(self._wake, 1)
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=2)
+            self._thread.join(timeout=WATCHER_END_S)
         os.close(self._wake)
 
     def _run(self) -> None:
