@@ -55,7 +55,7 @@ class Running:
         call: The call as its caller described it.
         timeout_s: Seconds after `began_s` at which its waits end.
         failures: Handler of failures, which knows whether the group has ended.
-        landings: Runs waits that can't be sliced.
+        landings: Thread for waits that can't be sliced.
         stall_s: Seconds after which the waiting call is reported; 0: never.
     """
 
