@@ -1,4 +1,4 @@
-"""How every ``phalanx`` command parses its arguments, shows its help and rejects mistakes."""
+"""The grammar of every ``phalanx`` command: parses arguments, prints help and rejects mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a length is divided among ranks, processors or pieces."""
+"""Divides a length among ranks, processors or pieces."""
 
 from __future__ import annotations
 

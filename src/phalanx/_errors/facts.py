@@ -1,4 +1,4 @@
-"""Ranks, calls and sizes as an error and the other hosts are told of them: plain data that travels as JSON."""
+"""The ranks, calls and sizes that an error carries: plain data that travels between processes as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's private names: each that phalanx uses, what for, and what happens where torch no longer has it.
+"""torch's private names: where each is found, why phalanx uses it, and what happens in a torch that lacks it.
 
 Nothing else in phalanx uses one; ``tests/test_torch_names.py`` holds this. A name of `NAMES` is looked up when it is
 first asked for: `from phalanx._torch import dispatch_keys` binds it once, for hot paths and for classes;

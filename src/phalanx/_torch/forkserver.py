@@ -1,4 +1,4 @@
-"""Imported by the server that forks a rank's processes, if they are not forked from the rank: it hears no signals.
+"""Imported by the server that forks a rank's child processes, if the rank does not fork them: ignores its signals.
 
 It forks workers of loaders, which torch takes for dead when it has ended. It ends with the rank in any case. What it
 forks begins without hearing them, too; workers of loaders hear them when they are shielded, others when they begin.

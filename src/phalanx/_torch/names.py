@@ -1,4 +1,4 @@
-"""The table of torch's private names, and what replaces those that can be replaced.
+"""The table of torch's private names, with replacements for those that can be replaced.
 
 Any version of torch may drop a private name. The table says for each where it is found, what it is for, and what is
 worse without it. A missing name is replaced, with a warning that says what is lost; where it can't be replaced, its

@@ -1,4 +1,4 @@
-"""Processes that load data for a rank do not hear the signals that ask the rank to save.
+"""Shields processes that load data for a rank from the signals that ask the rank to save.
 
 A launcher, a service manager or Slurm may send a signal to every process of a job. torch takes the death of a loader's
 worker for a failure of the rank, which then has no time left to save. So workers, torch's own included, are shielded:

@@ -1,4 +1,4 @@
-"""Whether a tensor's elements lie in CPU memory, and whether its storage holds them all.
+"""Tests whether a tensor's elements lie in CPU memory, and whether its storage holds all of them.
 
 Such a tensor is dense. The address of any other tensor (a DTensor, a FakeTensor, one wrapped by torch.func) is
 meaningless, and torch's dispatcher must unwrap it first. The dispatch keys tell the two apart, whatever the class.

@@ -1,4 +1,4 @@
-"""The ``phalanx`` backend of ``torch.distributed``: collectives of CPU tensors over shared memory."""
+"""Creates a group of the ``phalanx`` backend when torch asks for one."""
 
 from __future__ import annotations
 

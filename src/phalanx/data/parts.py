@@ -1,4 +1,4 @@
-"""What the ranks have of a dataset: each the same one, or each its own part."""
+"""Compares the ranks' datasets: all alike, or each its own part."""
 
 from __future__ import annotations
 

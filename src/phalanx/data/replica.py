@@ -1,4 +1,4 @@
-"""This process's rank for whatever divides data, and an error where it can't be known yet."""
+"""This process's rank for anything that divides data, and an error where it is not known yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets whoever looks at a job know that a rank is in the debugger, or waits for the one that is."""
+"""Notes for observers of a job that a rank is in the debugger, or waits for the one that is."""
 
 from __future__ import annotations
 

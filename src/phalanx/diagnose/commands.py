@@ -1,4 +1,4 @@
-"""What the command line of a process tells of a job: whether it is a launcher, and which script is run."""
+"""Reads the command line of a process: whether it is a launcher, and which script it runs."""
 
 from __future__ import annotations
 

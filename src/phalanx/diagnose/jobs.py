@@ -1,4 +1,4 @@
-"""Which processes of this host are ranks of which job, whoever started them.
+"""Finds the processes of this host that are ranks of a job, whoever started them.
 
 Three sources, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black boxes that
 processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them. A launcher is known by its

@@ -1,4 +1,4 @@
-"""Python stacks of running processes, also of stopped ones, read from outside by py-spy: whoever holds the GIL.
+"""Python stacks of running and stopped processes, read from outside by py-spy, and the holder of the GIL.
 
 A process is not halted for it, and is never asked: py-spy reads its memory without ptrace (``--nonblocking``), which
 takes 20 ms, works on stopped processes and interrupts no system call of the job. A stack that was torn because the

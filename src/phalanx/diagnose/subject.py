@@ -1,4 +1,4 @@
-"""What a user asks about: a job that runs, or a run that has ended, by whatever the user has typed."""
+"""The subject of a user's question, as typed: a running job, or a run that has ended."""
 
 from __future__ import annotations
 

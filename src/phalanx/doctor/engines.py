@@ -1,4 +1,4 @@
-"""Judges the installed engines and the all_reduce on each; runs the one over MPI, which needs no torch."""
+"""Rates the installed engines and the all_reduce on each; runs the one over MPI, which needs no torch."""
 
 from __future__ import annotations
 

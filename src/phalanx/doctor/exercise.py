@@ -1,4 +1,4 @@
-"""An all_reduce with each engine, on ranks of the doctor's own: check the result once, then take the time in a loop.
+"""An all_reduce with each engine, on ranks of the doctor's own: checked once, then timed in a loop.
 
 The ranks are processes that are killed at a deadline, because an engine that hangs is a finding.
 """

@@ -1,4 +1,4 @@
-"""Memory and processes: their limits, and whether shared memory and the watching of processes really work."""
+"""Limits of memory and processes, and tests that shared memory and the watching of processes really work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``mpirun`` runs for the doctor: an all_reduce over MPI, timed as those of torch's engines are.
+"""The program that ``mpirun`` runs for the doctor: an all_reduce over MPI, timed like those of torch's engines.
 
 It imports mpi4py and no torch, so that a broken torch does not hide a working MPI.
 """

@@ -1,4 +1,4 @@
-"""The doctor's side of the process that has torch: starts it, listens with a deadline, and kills it at the end."""
+"""The doctor's view of the process that has torch: starts it, listens with a deadline, kills it at the end."""
 
 from __future__ import annotations
 

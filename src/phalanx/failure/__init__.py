@@ -1,4 +1,4 @@
-"""How a rank ended, why, and what the user is told: last words, causes, tracebacks, hints, explanations.
+"""The end of a rank, its cause, and the report to the user: last words, causes, tracebacks, hints, explanations.
 
 A rank writes `last_words`; `outcome` makes of them how it ended and which rank was the cause; `report` puts that on one
 screen, with a line of `hints`; `explain/` has a page for each message. Start with `outcome`, then `report`. Nothing

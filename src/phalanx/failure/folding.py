@@ -1,4 +1,4 @@
-"""What of a traceback fits on a screen: the user's own frames and the message. The log has it whole."""
+"""Folds a traceback to fit on a screen: the user's own frames and the message. The log has all of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to do about the usual mistakes: one table of what torch, Python and the system say, and the advice."""
+"""Advice on the usual mistakes: one table of messages of torch, Python and the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank ended, and which of several that failed was the cause.
+"""The outcome of a rank, and the choice of the cause among several that failed.
 
 The first rank to fail is often a victim: a peer's death closes its sockets before the peer is seen to end. So victims
 count last, a signal counts before an exit code, then time: one order for ``phalanx run``, `phalanx.spawn` and

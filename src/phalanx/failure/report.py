@@ -1,4 +1,4 @@
-"""How a failure is told: the end of the screen of ``phalanx run``, and the error that `phalanx.spawn` raises.
+"""Reports of a failure: the last screen of ``phalanx run``, and the error that `phalanx.spawn` raises.
 
 People read the last 24 rows of 80 columns, so the report fits them: the cause, the user's frames, the message, a line
 for all ranks that ended alike, the log, the hint. When it is too much, outer frames go first, then the middle of the

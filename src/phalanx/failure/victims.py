@@ -1,4 +1,4 @@
-"""Which errors are those of a victim: a rank that failed because a peer had gone, or did not come.
+"""Recognises the errors of a victim: a rank that failed because a peer had gone, or did not come.
 
 Errors of phalanx carry that as an attribute. Here is what tells it otherwise: the classes, where a rank has left
 nothing but a traceback, and what other engines say, whose classes tell nothing.

@@ -1,4 +1,4 @@
-"""Whether this process keeps the large blocks that torch frees: decided once, told in a few words.
+"""Decides once whether this process keeps the large blocks that torch frees, and says why.
 
 The core does it (``csrc/process/blocks.h`` has the reasons and numbers): a block of a tensor comes from a pool and
 goes back to it, so the next step finds its pages there. The pool gives back what has lain unused, and everything once

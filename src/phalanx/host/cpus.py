@@ -1,4 +1,4 @@
-"""Which CPUs, cores and GPUs this machine gives us, and how the ranks share them.
+"""The CPUs, cores and GPUs that we may use on this machine, and their division among ranks.
 
 Read from ``/proc``, ``/sys`` and ``/dev``: no program is run and no library is loaded. The tests lay a machine of their
 own out in a folder and pass it as `root`.

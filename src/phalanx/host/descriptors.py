@@ -1,4 +1,4 @@
-"""Room among our descriptors for the streams of many ranks."""
+"""Room among this process's descriptors for the streams of many ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a thread stands in the kernel: since when it has not run, in which system call, and who traces it."""
+"""The state of a thread in the kernel: when it last ran, its system call, and who traces it."""
 
 from __future__ import annotations
 

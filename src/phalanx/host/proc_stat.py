@@ -1,4 +1,4 @@
-"""The one reader of ``/proc/PID/stat``. Imports nothing: processes that fork ranks and end them use it, too."""
+"""The one reader of ``/proc/PID/stat``. Imports nothing, because processes that fork and reap ranks use it, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes as ``/proc`` shows them. A process that ends while it is looked at is gone, which is no error."""
+"""Processes as ``/proc`` shows them. A process that ends meanwhile is gone, which is no error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who started this process, and which place it was given: torchrun's contract, MPI, Slurm or Kubeflow.
+"""The launcher of this process and the place that it gave: torchrun's contract, MPI, Slurm or Kubeflow.
 
 One small class per environment answers one question, `place`. The first that knows the answer is right: a rank that
 ``phalanx run`` starts inside a Slurm job has the variables of both, and the inner one counts.

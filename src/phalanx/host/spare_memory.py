@@ -1,4 +1,4 @@
-"""Whether there is memory for snapshots: they must never be why the kernel kills a job."""
+"""Tests whether there is memory for snapshots: they must never make the kernel kill a job."""
 
 from __future__ import annotations
 

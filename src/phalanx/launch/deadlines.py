@@ -1,4 +1,4 @@
-"""How long launchers wait for what a rank, another node or the kernel may never do.
+"""Bounds on a launcher's waits for what a rank, another node or the kernel may never do.
 
 Each is a bound: a wait ends earlier if what it is for has come. What the user sets stands in `flags`
 (``--shutdown-timeout``), how often something is looked at beside who looks.

@@ -1,4 +1,4 @@
-"""The environment that a rank finds: torchrun's contract, variable by variable.
+"""The environment of a rank: torchrun's contract, variable by variable.
 
 Threads of OpenMP sleep while they wait only where ranks are crowded, that is, have more threads than there are CPUs or
 than a quota pays for. libgomp, which torch's wheels bring, spins for 3 ms, and less only where the threads of its own

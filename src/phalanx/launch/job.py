@@ -1,4 +1,4 @@
-"""What a launch shall do on this node: every number known, nothing left to guess."""
+"""A job on this node: every number known, nothing left to guess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side of a rank in ``phalanx tune`` and ``phalanx check``: it takes optimizer steps when it is asked to.
+"""The rank's side of ``phalanx tune`` and ``phalanx check``: takes optimizer steps on request.
 
 The jobs of a trial live side by side and take turns, so that other load on the machine slows all of them alike.
 Requests and answers are files in a folder, because a script may have any process group, or none. Waiting ranks look

@@ -1,4 +1,4 @@
-"""What a script sets in its environment before it imports torch, as far as its source tells.
+"""Finds in a script's source what it sets in its environment before it imports torch.
 
 torch reads variables when it is imported. Where ranks are forked from a process that has imported it, it must have
 read what each rank would have read; where that can't be known, ranks import it themselves, and the first line of the

@@ -1,4 +1,4 @@
-"""Broadcasts of many tensors, each from a rank of its own, all on their way at once."""
+"""Broadcasts many tensors at once, each from a rank of its own."""
 
 from __future__ import annotations
 

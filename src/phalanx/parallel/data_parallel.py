@@ -1,4 +1,4 @@
-"""torch's DataParallel, which uses several GPUs from one process, and what to use instead."""
+"""torch's DataParallel, which uses several GPUs from one process, and its replacement."""
 
 from __future__ import annotations
 

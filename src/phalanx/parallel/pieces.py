@@ -1,4 +1,4 @@
-"""Pieces: what each rank steps of the parameters of a ZeroRedundancyOptimizer, and where they are cut.
+"""Pieces: the parts of parameters that each rank steps, and where parameters are cut.
 
 Parameters are cut at multiples of 128 elements from their start: kernels treat the elements behind the last full
 vector differently, and the bits must be those of the plain optimizer. Optimizers that look at a whole parameter get

@@ -1,4 +1,4 @@
-"""How a rank began, from its black box: which checkpoint it loaded, its first step, and what that does once more.
+"""The beginning of a rank, from its black box: the checkpoint that it loaded, its first step, and repeated steps.
 
 Repeated steps are those since the last that the attempt had loaded or saved. A script that catches the error and loads
 by itself has taken its steps back once, and these do not count again. Steps have numbers in the run under a Trainer

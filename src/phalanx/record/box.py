@@ -1,4 +1,4 @@
-"""Reads black boxes: of running processes, and as they were saved. `csrc/memory/record.h` says what lies where.
+"""Reads black boxes, of running processes and saved ones. ``csrc/memory/record.h`` has the layout.
 
 Imports neither torch nor the core: whoever asks about a job need not be able to run it. What is read may be anything,
 so a saved box is at most twice as large as one in memory (`GzipFile` would read zeros behind it to their end), and it

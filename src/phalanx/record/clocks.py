@@ -1,4 +1,4 @@
-"""How far the clocks of other hosts are ahead of this one's, beside the boxes of an attempt."""
+"""The offsets of other hosts' clocks from this one's, kept beside the boxes of an attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of an attempt ended, beside their saved boxes: by then nobody else knows."""
+"""The ends of an attempt's ranks, kept beside their saved boxes: by then nobody else knows."""
 
 from __future__ import annotations
 

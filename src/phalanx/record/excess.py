@@ -1,4 +1,4 @@
-"""When a rank is slower than the others, and not by chance.
+"""Decides when a rank is slower than the others, and not by chance.
 
 **The rule.** A rank's *excess* in a step is the time that it computes, less the median of the others' time in the same
 step, as a share of the median step. A rank is named if its mean excess is at least `LEAST_COST`, and more than z

@@ -1,4 +1,4 @@
-"""What groups of torch's own Gloo do, in the box of a rank: from torch 2.14 on, whose groups have hooks.
+"""Records the collectives of torch's own Gloo in the box of a rank: from torch 2.14 on, whose groups have hooks.
 
 A hook tells when a collective is called, and `Work.wait` when a caller has waited for it. What a program or DDP starts
 and waits for later is recorded as a call without an end, an event of a kind of its own; whether a rank waits for it is

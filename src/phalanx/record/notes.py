@@ -1,4 +1,4 @@
-"""What a rank leaves for its supervisor in the folder of its logs. No torch."""
+"""Notes that a rank leaves for its supervisor in the folder of its logs. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run leaves its logs: ``logs/<script>/<id>/attempt_0/rank_0/{stdout.log,stderr.log,error.json}``."""
+"""The folder of a run's logs: ``logs/<script>/<id>/attempt_0/rank_0/{stdout.log,stderr.log,error.json}``."""
 
 from __future__ import annotations
 

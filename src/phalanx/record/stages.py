@@ -1,4 +1,4 @@
-"""How long each rank computed before each collective, from the black boxes of all ranks of a host or of several.
+"""The time that each rank computed before each collective, from the black boxes of all ranks.
 
 A *stage* begins when a rank leaves a collective and ends when it arrives at the next one, so it is made of a rank's
 own time: waiting for others is in none. Only durations by a rank's own clock are compared, never times of two hosts.

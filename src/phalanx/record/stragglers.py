@@ -1,4 +1,4 @@
-"""The straggler ledger: which rank the others wait for, how long, in which phase, and whether that is chance.
+"""The straggler ledger: the rank that the others wait for, how long, in which phase, and whether that is chance.
 
 It stands below the launcher, which runs it without torch; the report and the commands read the same. It costs 7 us for
 each collective that is read, and 34 ms for a decision over 1,000 steps of 4 ranks, so the launcher looks once a second

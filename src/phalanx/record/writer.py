@@ -1,4 +1,4 @@
-"""The side of a rank: where its box lies, and the events that Python writes.
+"""The rank's side of the record: where its box lies, and the events that Python writes.
 
 The core records collectives of its groups and messages that had to wait; a group of several hosts tells its core not
 to, and records each of its own. Everything else goes through this module. A Trainer tells its steps and phases, and

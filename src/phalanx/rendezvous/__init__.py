@@ -1,4 +1,4 @@
-"""How the ranks of a job meet before there is a group: none waits in silence, or for a rank that can't come.
+"""The meeting of a job's ranks before there is a group: none waits in silence, or for a rank that can't come.
 
 `handler` stands before torch's own handlers of ``env://``, ``tcp://`` and ``file://``; `server` has the store and
 `roll` the roll call. `launched` is what a rank knows of its launch, `alone` whether it has ever met another. Start with

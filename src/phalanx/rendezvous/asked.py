@@ -1,4 +1,4 @@
-"""What a rank asked for when it called ``init_process_group``: its rank, the world size and where to meet."""
+"""The request of a rank that calls ``init_process_group``: its rank, the world size and the meeting point."""
 
 from __future__ import annotations
 

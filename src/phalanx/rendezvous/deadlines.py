@@ -1,4 +1,4 @@
-"""How long a rank waits for the steps of a rendezvous, which as a whole has the user's timeout."""
+"""Bounds on the steps of a rendezvous, which as a whole has the user's timeout."""
 
 from __future__ import annotations
 

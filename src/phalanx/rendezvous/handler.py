@@ -1,4 +1,4 @@
-"""How ranks meet before there is a group: no rank waits in silence, or for a rank that can't come.
+"""The rendezvous of ranks before there is a group: none waits in silence, or for a rank that can't come.
 
 torch's own rendezvous waits inside native code for its timeout, half an hour, and prints nothing. So the plugin
 registers this handler in front of torch's for ``env://``, ``tcp://`` and ``file://``. It serves ranks of ``phalanx

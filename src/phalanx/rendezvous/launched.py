@@ -1,4 +1,4 @@
-"""What a rank knows about its launch: how many ranks there are, where they meet, and which have ended.
+"""A rank's knowledge about its launch: how many ranks there are, where they meet, and which have ended.
 
 The launcher (``phalanx run`` or `phalanx.spawn`) notes each rank that has ended, and with which exception. The notes,
 one per line, lie in memory that the launcher holds and ranks open through ``/proc``, so a full disk does not matter.

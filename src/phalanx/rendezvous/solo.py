@@ -1,4 +1,4 @@
-"""Whether ranks have trained apart: each tells its launcher at its end, for a user who has forgotten what joins them.
+"""Detects ranks that train apart: each tells its launcher at its end, for a user who forgot to join them.
 
 A rank without a group has trained alone if its optimizer has stepped. A rank in a group has trained apart if its
 optimizer has stepped twice and nothing but barriers ran in any group since the first optimizer was made; twice,

@@ -1,4 +1,4 @@
-"""Functions that name the argument that is meant where they are given an unknown one."""
+"""Functions that reject unknown arguments and name the one that is meant."""
 
 from __future__ import annotations
 

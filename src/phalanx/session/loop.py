@@ -1,4 +1,4 @@
-"""`LoopTools`: what a hand-written training loop needs across ranks.
+"""`LoopTools`: tools for a hand-written training loop across ranks.
 
 Gathering results, letting one rank go first, gradient accumulation and mixed precision.
 """

@@ -1,4 +1,4 @@
-"""Which rank this process is, and the store in which it meets the others: what `phalanx.init` finds out first.
+"""Finds the rank of this process, and the store in which it meets the others, for `phalanx.init`.
 
 torch's ``env://`` knows RANK alone. The plugin puts this reader of schedulers before it, so mpirun and srun work
 without `phalanx.init`.

@@ -1,4 +1,4 @@
-"""Outliving the failure of another rank: this process leaves its groups, waits, and is given a place in new ones.
+"""Survival of another rank's failure: this process leaves its groups, waits, and gets a place in new ones.
 
 - **A function that is called again,** not an iterator, because a generator can't catch what the body of a loop raises.
   What is outside the function is kept; inside is what belongs to the groups: the group, the wrapper, `load`. Wrappers

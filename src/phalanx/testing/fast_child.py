@@ -1,4 +1,4 @@
-"""The side of the process in `phalanx.testing.fast_ranks`: a fork that is made to look as if it had been spawned."""
+"""The child's side of `phalanx.testing.fast_ranks`: makes a fork look as if it had been spawned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imported by the fork server of `phalanx.testing.fast_ranks`, and nowhere else: it imports what the tests use.
+"""Imported by the fork server of `phalanx.testing.fast_ranks`, and nowhere else: imports what the tests use.
 
 Before each fork it looks whether it is asked for more. It says what its imports have read of the environment, and it
 ends, saying why, where one of them has left a thread or touched a device: neither survives a fork.

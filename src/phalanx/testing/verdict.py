@@ -1,4 +1,4 @@
-"""What a rank says about its test: skip it, its failure is expected, end the session. Imports no pytest."""
+"""A rank's result of its test: skip it, its failure is expected, end the session. Imports no pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `Trainer` is given beside its settings: each mistake is named at once, with the right call."""
+"""Checks the arguments of a `Trainer` that are not settings: names each mistake at once, with the right call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks of a script: which methods of theirs the trainer calls, and what else is refused."""
+"""Callbacks of a script: the methods that the trainer calls; anything else is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other trainers call what ours has: whoever uses their name for it is told ours."""
+"""Names that other trainers use for what ours has: the error for one names ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wrapper that keeps a model alike on all ranks: phalanx's, torch's, or FSDP2's."""
+"""The wrapper that keeps a model the same on all ranks: phalanx's, torch's, or FSDP2's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be tried with a script besides ranks and threads: a change of a flag, of its optimizer, of a setting."""
+"""Changes to try with a script besides ranks and threads: of a flag, of its optimizer, of a setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search of ``phalanx tune``: which setup is the fastest, as far as turns can tell it from noise.
+"""The search of ``phalanx tune`` for the fastest setup, as far as turns can tell it from noise.
 
 First ranks x threads, with plain python as the row that all others are compared with; then each further change alone,
 over the best so far; then everything together that gained something.

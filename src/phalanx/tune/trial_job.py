@@ -1,4 +1,4 @@
-"""A job of ``phalanx run`` whose ranks stop at an optimizer step until they are asked for more, see `rank_trial`."""
+"""A job of ``phalanx run`` whose ranks stop at an optimizer step until asked for more, see `rank_trial`."""
 
 from __future__ import annotations
 

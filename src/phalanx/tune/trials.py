@@ -1,4 +1,4 @@
-"""The jobs of ``phalanx tune``: each is the user's script under ``phalanx run``, and steps when it is asked to.
+"""The jobs of ``phalanx tune``: each is the user's script under ``phalanx run``, and steps on request.
 
 The script is started as often as there are settings that a running process can't change (ranks, memory, settings of a
 Trainer), and these jobs stay alive side by side. A hook on the optimizer's step holds each of them until it is asked

@@ -1,4 +1,4 @@
-"""How the processes of a job exchange data: files, sockets, packets, torch's store, the ranks of a group.
+"""Communication between the processes of a job: files, sockets, packets, torch's store, the ranks of a group.
 
 Each module is one kind of channel with its checks and deadlines; who says what to whom is known to those that use it.
 Start with `packets`, then `store`. Nothing here knows of launchers, groups of the backend or checkpoints.

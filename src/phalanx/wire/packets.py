@@ -1,4 +1,4 @@
-"""One packet at a time, JSON, over a socket between the supervisor and a process of its own."""
+"""Packets of JSON, one at a time, over a socket between the supervisor and a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is at the other end of a UNIX socket. Imports little: a command that only passes a job on asks, too."""
+"""The process at the other end of a UNIX socket. Imports little: a client of a warm job uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where warm processes listen: each on a socket of its own, in a folder that only its user can enter."""
+"""The places where warm processes listen: a socket each, in a folder that only its user can enter."""
 
 from __future__ import annotations
 

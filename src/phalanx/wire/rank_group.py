@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell one another; a process without a group is rank 0 of 1."""
+"""Messages among the ranks of a process group; a process without a group is rank 0 of 1."""
 
 from __future__ import annotations
 

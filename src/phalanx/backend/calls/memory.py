@@ -1,4 +1,4 @@
-"""Where the core reads and writes: in a call's tensors if they are plain, else in copies.
+"""The memory that the core reads and writes: a call's tensors if they are plain, otherwise copies.
 
 A plain tensor is dense (`phalanx._torch.tensors`) and in one piece. ``csrc/python/tensors.h`` says how the core tests
 that in 0.45 us.

@@ -1,4 +1,4 @@
-"""A group whose ranks are on several hosts: how it forms, which bytes cross, and how all of it ends alike.
+"""Groups whose ranks are on several hosts: how they form, which bytes cross, and how they end.
 
 Start with `joining`, which forms every group, then `bridged`, then `steps`. The bytes travel through an existing
 engine (`channels`): nothing here is a transport of its own. Such a group offers what the core's group offers, so

@@ -1,4 +1,4 @@
-"""How bytes travel between hosts: through an existing engine, behind one small interface.
+"""Channels that carry bytes between hosts: an existing engine behind one small interface.
 
 A channel joins some ranks of a group and numbers them. An operation is over once its handle's ``is_completed()`` says
 so; until then ``wait(timeout)`` raises RuntimeError.

@@ -1,4 +1,4 @@
-"""How a group on several hosts ends: with one shared failure, the same on every rank.
+"""Ends a group on several hosts with one shared failure, the same on every rank.
 
 The first rank that meets a failure writes it into the group's store unless one is there (``compare_set``), ends the
 core group on its host and closes its connections. That wakes the watchers of the other ranks, threads that sleep in

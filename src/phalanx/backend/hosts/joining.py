@@ -1,4 +1,4 @@
-"""How a group forms: ranks say hello in the store, those of one host map one segment, and a bridge joins hosts.
+"""Forms a group: ranks say hello in the store, those of one host map one segment, and a bridge joins hosts.
 
 Which ranks share a host is at first only a proposal by their hellos. The first rank of each supposed host offers a
 segment, and whoever maps it has proved to be there. A process of another user or in another network namespace can't,

@@ -1,4 +1,4 @@
-"""Mail between ranks: that one has left, or what ended the group if the store is gone with the rank that served it.
+"""Mail between ranks: that one has left, or why the group ended if the store is gone with its rank.
 
 The store goes with the process that serves it, which is often rank 0 itself. So each rank listens on a socket without
 reading: the kernel keeps messages until this rank itself meets a failure. Failures go there when the store is gone,

@@ -1,4 +1,4 @@
-"""How the ranks of a new group exchange what they need to know: through the group's store, with a deadline.
+"""The meeting of a new group: its ranks exchange what they need to know, through the store and with a deadline.
 
 **Only today's ranks count.** A store may hold what an earlier group, an attempt or another run has left: a `TCPStore`
 that a script keeps, a file, the store of torchrun's agent. So each rank has a fresh token, which it leaves with its

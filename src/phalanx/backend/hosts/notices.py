@@ -1,4 +1,4 @@
-"""What ranks on several hosts tell each other about the end of their group: in its store, else by mail."""
+"""Notices between ranks on several hosts about the end of their group: in its store, otherwise by mail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank exchanges with the ranks of other hosts during one collective.
+"""The exchange between ranks of different hosts during one collective.
 
 The first exchange of a call carries its fingerprint (number, operation, dtype, count, reduction, root) and up to 1280
 bytes of the message: together one Ethernet packet. So a small message costs one exchange, and a rank that called

@@ -1,4 +1,4 @@
-"""How torch reaches the operations.
+"""The two entrances through which torch reaches the operations.
 
 torch has two entrances. Python callers (``dist.all_reduce``) go to the ``ProcessGroup``; C++ callers (the dispatcher,
 and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that is registered on it.

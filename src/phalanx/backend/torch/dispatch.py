@@ -1,4 +1,4 @@
-"""From a call of torch's to one of `Operations`: directly where nobody listens, else through torch's dispatcher."""
+"""Routes a call of torch's to `Operations`: directly where nobody listens, otherwise through torch's dispatcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch and programs find where they look for Gloo: its class, name and options, and itself for other devices.
+"""The class, name and options that torch and programs expect of Gloo, and Gloo itself for other devices.
 
 A group that replaces Gloo is an ordinary group that also knows the backend name that programs see and the devices that
 it takes. Python and profilers are told that name. C++ is told ``phalanx``, because the logger of torch's DDP casts a

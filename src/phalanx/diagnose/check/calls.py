@@ -1,4 +1,4 @@
-"""What ranks called, taken from their black boxes; the first call in which they differ, and who waits for whom.
+"""The calls of ranks, taken from their black boxes: the first in which they differ, and who waits for whom.
 
 Sizes are compared where each rank must bring as many elements; the core itself refuses calls that differ in dtype or
 root.

@@ -1,4 +1,4 @@
-"""``phalanx check train.py``: whether all ranks make the same calls, tried before the job is started for real."""
+"""``phalanx check train.py``: tests whether all ranks make the same calls, before the job is started for real."""
 
 from __future__ import annotations
 

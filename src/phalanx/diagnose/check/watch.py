@@ -1,4 +1,4 @@
-"""Runs the first steps of a script, and looks into its ranks' black boxes until there is something to say.
+"""Runs the first steps of a script, and watches its ranks' black boxes until there is a result.
 
 ``phalanx check`` adds no checks of its own to a rank: black boxes hold what was called, and the core compares anyway.
 The job is started as ``phalanx tune`` starts one, with ranks that stop at an optimizer step, and the boxes are read

@@ -1,4 +1,4 @@
-"""``phalanx top``: what ranks of running jobs do and use, again and again.
+"""``phalanx top``: shows live what the ranks of running jobs do and use.
 
 Start with `watch`, what each look sees; `screen` draws it.
 """

@@ -1,4 +1,4 @@
-"""Which GPUs a process uses, asked of nvidia-smi beside the caller, who never waits for it."""
+"""The GPUs that a process uses, from nvidia-smi, which runs in the background and is never waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens at a terminal while a picture stands on it: keys, and changes of its size."""
+"""Events at a terminal that shows a picture: keys, and changes of its size."""
 
 from __future__ import annotations
 

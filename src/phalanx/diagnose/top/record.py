@@ -1,4 +1,4 @@
-"""What a rank's black box tells `phalanx top`: what it is doing, and how its steps go.
+"""Reads a rank's black box for `phalanx top`: its state, and its steps.
 
 A rank's state is what the main thread has begun and not ended in its box (the debugger and the wait for it are phases,
 too); without that, another thread's; without a box, whether the process sleeps and uses no CPU. Stopped, traced and

@@ -1,1 +1,1 @@
-"""``phalanx trace``: black boxes as one time line that ui.perfetto.dev opens. Start with `perfetto`."""
+"""``phalanx trace``: black boxes as one timeline for ui.perfetto.dev. Start with `perfetto`."""

@@ -1,4 +1,4 @@
-"""What one rank is doing: read from its stacks, its black box and the kernel, as facts without words.
+"""The activity of one rank, read from its stacks, its black box and the kernel: facts without words.
 
 - **Since when** comes from the scheduler's last run of the thread (``se.exec_start``), which any user may read. A halt
   starts it anew, so it is a lower bound ("for at least") unless the rank's last operation ended just before. For a

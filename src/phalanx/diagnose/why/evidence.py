@@ -1,4 +1,4 @@
-"""Evidence about a job: all its processes, looked at at once."""
+"""Evidence about a job: all its processes, examined at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From evidence to whom the others wait for: a typed finding, which `wording` puts into a sentence.
+"""Finds in the evidence the ranks that the others wait for: a typed finding, which `wording` puts into a sentence.
 
 On phalanx, numbers tell who has not called: a rank is late if the last collective of the group in its box has a lower
 one. Elsewhere only stacks can be compared, and where all wait in calls that do not fit, fewer ranks are named rather

@@ -1,4 +1,4 @@
-"""What torch's Flight Recorder has kept of a rank's collectives, where phalanx records none: on NCCL.
+"""The entries of torch's Flight Recorder for a rank whose collectives phalanx does not record: on NCCL.
 
 A thread of NCCL's process group writes it to a file when something comes through a pipe that the job was told to open
 (``TORCH_NCCL_DEBUG_INFO_PIPE_FILE``), so a rank that hangs answers, too. It looks at the pipe once a second, so the

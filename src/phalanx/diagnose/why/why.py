@@ -1,4 +1,4 @@
-"""``phalanx why``: why a job does not go on, in one sentence, and what shows it.
+"""``phalanx why``: says in one sentence why a job does not continue, and shows the evidence.
 
 Three stages with values between them: evidence (`evidence`, `past`), a finding (`findings`), a sentence (`wording`).
 

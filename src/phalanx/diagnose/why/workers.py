@@ -1,4 +1,4 @@
-"""The workers of a data loader: which part of their stacks is their own, and whether they have anything to do.
+"""The workers of a data loader: which part of their stacks is their own, and whether they have work.
 
 Below its loop, a forked worker has the frames of the rank as it stood when it began the epoch. These are cut off, or
 every worker would seem to be in the user's code.

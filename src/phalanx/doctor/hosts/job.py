@@ -1,4 +1,4 @@
-"""Judges the hosts of a job together: versions, links, clocks and Gloo. All functions are pure."""
+"""Rates the hosts of a job together: versions, links, clocks and Gloo. All functions are pure."""
 
 from __future__ import annotations
 

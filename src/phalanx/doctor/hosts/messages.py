@@ -1,4 +1,4 @@
-"""Checks what hosts tell each other: it may come from another version or another program, or be incomplete."""
+"""Checks messages from other hosts, which may come from another version or program, or be incomplete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a message means and what to do about it.
+"""Explanations of messages: what each means and what to do about it.
 
 The entries are Markdown, one file for each topic and language beside this one. ``phalanx explain`` prints them, and the
 documentation includes the same files. Start with `entries`.

@@ -1,4 +1,4 @@
-"""Finds the entry of a message that somebody has pasted, whole or in part, or with much around it."""
+"""Finds the entry of a message that a user has pasted, in part or with other text around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of ``phalanx run`` on a command line: with the environment and the scheduler, they come to settings.
+"""Turns a command line into settings, together with the environment and the scheduler.
 
 The flags are a table of our own (`flags`), which argparse reads. A flag that is not given leaves nothing behind, so
 ``--dry-run`` can tell where each value came from; the script and its arguments are the rest. All commands share one

@@ -1,4 +1,4 @@
-"""What the values of flags may be: functions that parse one, and raise `ValueError` with what it must be."""
+"""Parsers of flags' values, which raise `ValueError` with the form that a value must have."""
 
 from __future__ import annotations
 

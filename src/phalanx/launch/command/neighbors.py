@@ -1,4 +1,4 @@
-"""Launchers of one user on one machine: they meet in a folder, and the one that comes last says if cores are short.
+"""Launchers of one user on one machine: they meet in a folder, and the last one warns if cores are short.
 
 Each takes all cores that it may use, and only says what to set: the number of ranks and threads decides the result, to
 the bit, the job that runs can't change its own, and nobody knows who ends first. On two cores a step of a small model

@@ -1,4 +1,4 @@
-"""What the flags say of nodes and where they meet: completed, checked against each other, and put into the job."""
+"""The flags about nodes and their meeting place: completed, checked against each other, and put into the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the flags, the scheduler and the machine to the job: every number found, every contradiction said up front.
+"""Plans the job from the flags, the scheduler and the machine: finds every number, refuses every contradiction.
 
 ``--nproc-per-node`` is ``auto``, where torchrun starts one rank. ``cpu`` is every usable CPU as in torchrun; ``auto``
 counts physical cores, since two ranks on one core gain nothing, and GPUs only if the installed torch is one for GPUs.

@@ -1,4 +1,4 @@
-"""A whole job: what can't work is refused, attempts are made, and the last words and the exit code say how it went."""
+"""Runs a whole job: refuses what can't work, makes attempts, and ends with last words and an exit code."""
 
 from __future__ import annotations
 

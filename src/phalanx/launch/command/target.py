@@ -1,4 +1,4 @@
-"""What ranks run: a script, a module or a program. It is looked at once, before every rank would refuse it."""
+"""The target of a job, a script, a module or a program: checked once, before every rank would refuse it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``phalanx tune`` has found for a script, in ``logs/<script>/tuned.json``: what ``auto`` then means for it."""
+"""The findings of ``phalanx tune`` for a script, in ``logs/<script>/tuned.json``: the meaning of ``auto`` for it."""
 
 from __future__ import annotations
 

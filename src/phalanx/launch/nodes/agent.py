@@ -1,4 +1,4 @@
-"""One node's seat among several: it agrees with the other nodes, and has its supervisor start and stop ranks.
+"""The agent of a node: it agrees with the other nodes, and has its supervisor start and stop ranks.
 
 A process of its own with one thread and without torch: whatever the supervisor does, the other nodes hear from this
 one. It dies with it. ``--master-port`` is where nodes look for the job; ranks meet on a port that the node of rank 0

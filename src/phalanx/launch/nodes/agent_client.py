@@ -1,4 +1,4 @@
-"""The agent of this node as its supervisor sees it: a process that says when ranks start and stop."""
+"""The supervisor's view of its node's agent: a process that says when ranks start and stop."""
 
 from __future__ import annotations
 

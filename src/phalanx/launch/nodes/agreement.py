@@ -1,4 +1,4 @@
-"""Which nodes train together: what one of them knows of the others, and what it does next.
+"""The agreement on which nodes train together: what one node knows of the others, and what it does next.
 
 Nothing in here waits, reads a clock or owns a socket, so ``tests/launch/simulated_nodes.py`` plays thousands of
 accidents in a second. `links` carries what nodes tell each other, `agent` obeys what is ordered.

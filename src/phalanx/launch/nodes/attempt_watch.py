@@ -1,4 +1,4 @@
-"""How one attempt goes, as a node sees it: what its nodes have told, why it failed, and when its leader ends it."""
+"""One attempt as a node sees it: what its nodes have told, why it failed, and when its leader ends it."""
 
 from __future__ import annotations
 

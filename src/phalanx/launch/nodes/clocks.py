@@ -1,4 +1,4 @@
-"""How far the clocks of other hosts are ahead of this one's, from heartbeats that are sent anyway.
+"""The offsets of other hosts' clocks from this one's, from heartbeats that are sent anyway.
 
 Each tells when the last one of the other side was sent and came: four times, two by each clock, as NTP has them. Half
 of what the way there and back took is the largest error, on a local network some 0.1 ms, where collectives bound the

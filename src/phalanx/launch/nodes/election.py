@@ -1,4 +1,4 @@
-"""Who leads, as one node sees it: which nodes it can talk to, which of their answers count, and whom it follows.
+"""The choice of a leader as one node sees it: whom it reaches, which answers count, and whom it follows.
 
 - A leader needs the votes of more than half of a group of nodes, or of half of them with the group's leader, and a
   node gives one vote in a term.

@@ -1,4 +1,4 @@
-"""What nodes tell each other of their job when they meet, and whether both can be of the same.
+"""The handshake of two nodes: facts about their jobs, and whether they can belong to the same one.
 
 Each node dials all places of the list; the first that is a host's own gives it a turn. A node whose turn comes later
 waits 5 s for each place before it. If two begin all the same, they are two jobs, and the younger yields. A scheduler's

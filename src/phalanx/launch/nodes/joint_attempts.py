@@ -1,4 +1,4 @@
-"""A job on several nodes: the supervisor of each obeys an agent, which agrees with those of the others.
+"""A job on several nodes: each supervisor obeys its agent, which agrees with the agents of the others.
 
 **How many ranks.** Each node has a `LocalSize` of its own. The node of the rank that was the cause shrinks. The leader
 chooses the cause, so the node can't know when its rank has failed, and the leader knows neither a node's MIN nor its

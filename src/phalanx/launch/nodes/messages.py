@@ -1,4 +1,4 @@
-"""What agents tell each other, as lines of JSON. Whatever comes from another host is checked before it is believed."""
+"""Messages between agents, as lines of JSON. Whatever comes from another host is checked before it is believed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes the question why a job does not go on to its other hosts: agents hear it from a user, and from each other.
+"""Passes on the question why a job does not continue: agents hear it from a user, and from each other.
 
 A user's ``phalanx why`` connects to a socket of its host's agent, which asks the agents of the other nodes. Each starts
 a process that gathers the evidence about its ranks, and passes that on as it is.

@@ -1,4 +1,4 @@
-"""Why an attempt ended, in the form in which nodes tell it to each other."""
+"""The cause of an attempt's end, in the form in which nodes tell it to each other."""
 
 from __future__ import annotations
 

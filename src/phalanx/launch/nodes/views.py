@@ -1,4 +1,4 @@
-"""What nodes tell each other: who they are, who takes part in an attempt, and how far each of them is."""
+"""Views and states: who the nodes are, who takes part in an attempt, and how far each of them is."""
 
 from __future__ import annotations
 

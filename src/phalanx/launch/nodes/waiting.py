@@ -1,4 +1,4 @@
-"""What a node waits for, in words."""
+"""Words for what a node waits for."""
 
 from __future__ import annotations
 

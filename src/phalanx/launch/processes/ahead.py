@@ -1,4 +1,4 @@
-"""Modules that are imported ahead of the script: kept out of its sight until it imports them, and true when it does.
+"""Imports modules ahead of the script, hidden from it until it imports them, and checks that nothing differs then.
 
 What a module reads of the environment while it is imported, it has read before the script ran. So the process that
 imports ahead notes which package has read what; a rank that is forked from it hides the packages, and compares when

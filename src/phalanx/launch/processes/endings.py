@@ -1,4 +1,4 @@
-"""How a process ends as another has ended, for whoever waits for it. A command that only passes a job on imports it."""
+"""Ends this process as another has ended. A command that only passes a job on imports it."""
 
 from __future__ import annotations
 

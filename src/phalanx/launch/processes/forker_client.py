@@ -1,4 +1,4 @@
-"""The supervisor's hold on its forker: start it, have it start and signal ranks, hear of their ends.
+"""The supervisor's view of its forker: starts it, has it start and signal ranks, hears of their ends.
 
 A stopped forker (``pkill -STOP -f train.py``) can neither start nor end ranks, and the whole job would wait for it as
 long as for ranks that do not end. So whatever the supervisor asks of it comes with a SIGCONT. An attempt that ends

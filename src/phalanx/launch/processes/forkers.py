@@ -1,4 +1,4 @@
-"""The forkers of a job: the one that forks ranks now, its standby, and those relieved while ranks of theirs live on."""
+"""The forkers of a job: the current one, its standby, and relieved ones whose ranks live on."""
 
 from __future__ import annotations
 

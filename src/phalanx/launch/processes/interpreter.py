@@ -1,4 +1,4 @@
-"""What this interpreter goes on to run once its start has ended: another script or module than it was started on.
+"""Changes what this interpreter runs once its start has ended: another script or module than it was started on.
 
 A warm process is Python stopped in the site hook, where the script has not been opened yet. Which script that is
 stands in CPython's ``PyConfig``, and is replaced there by the calls that embedders use, so ``__main__``, ``sys.path``

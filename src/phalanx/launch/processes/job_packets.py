@@ -1,4 +1,4 @@
-"""What a client and a warm process say to each other: one packet for each message, with descriptors if there are any.
+"""Packets between a client and a warm process, one per message, with descriptors if there are any.
 
 Both are the same user's, and the same Python, so messages are marshalled: json would take longer to import than to use.
 """

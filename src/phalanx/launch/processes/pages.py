@@ -1,4 +1,4 @@
-"""The memory that a process shares with those that it forks: what keeps it shared, and forks of it cheap.
+"""Keeps memory shared between a process and its forks, and makes forking it cheap.
 
 Imported modules are hidden from the garbage collector (`gc.freeze`), so that their pages stay shared and the
 interpreter's end need not visit them; unfreezing at the end cost 0.3 s per rank. ``__main__`` is made anew in each

@@ -1,4 +1,4 @@
-"""The parent of what forks ranks: it kills all that they have started once those that it watches are gone.
+"""The parent of a forker: kills everything that it has started once the processes that it watches are gone.
 
 Of the supervisor, the reaper and the forker, whoever is left when others are killed ends the job: it learns of their
 end from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each is a subreaper and each rank leads

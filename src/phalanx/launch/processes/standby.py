@@ -1,4 +1,4 @@
-"""A second forker, prepared while the ranks run: it has imported what their script imports, so a restart is quick.
+"""A second forker, prepared while the ranks run: it has imported what their script imports, so a restart is fast.
 
 The first forker knows nothing of the script. When restarts are allowed and rank 0 trains, the ranks tell which modules
 of the standard library and of installed packages they have, and in which environment each was imported; the next

@@ -1,4 +1,4 @@
-"""On which other nodes each node's snapshots are kept.
+"""Chooses the other nodes that keep each node's snapshots.
 
 The next failure domain in the view's order (``--host-label``, else each host is one), there the node with the same
 number within its domain: where domains are equally large, each node holds for one other. One that refuses, for want of

@@ -1,4 +1,4 @@
-"""The process that copies a node's snapshots to other nodes, and keeps theirs, as the supervisor sees it.
+"""The supervisor's view of the process that copies a node's snapshots to other nodes, and keeps theirs.
 
 It is a process of its own, so that neither the supervisor nor the agent ever waits for a large copy.
 """

@@ -1,4 +1,4 @@
-"""The side of a replicator that keeps the snapshots of other hosts: a thread for each host that sends.
+"""The receiving side of a replicator, which keeps snapshots of other hosts: a thread for each host that sends.
 
 Strangers can reach the port. A message has 20 s for all of it, whoever is refused is disconnected, and where
 descriptors run out the listener rests between two tries. A holder that others know before it knows its own name lets

@@ -1,4 +1,4 @@
-"""One attempt after another on one node: on which port, what ends it, and when there is no further one.
+"""One attempt after another on one node: the port of each, what ends it, and whether another follows.
 
 **Ports.** The supervisor binds rank 0's port without listening and holds it as long as the attempt lasts. Rank 0 can
 listen on it (both sides have SO_REUSEADDR), and the kernel gives it to nobody else. Each attempt has a new store, on a

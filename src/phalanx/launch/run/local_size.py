@@ -1,4 +1,4 @@
-"""With how many ranks a node takes part in each attempt.
+"""The number of ranks with which a node takes part in each attempt.
 
 With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't come back, and takes them back.
 What counts is progress: a newer snapshot, whole on every rank of the node, in the supervisor's memory.

@@ -1,4 +1,4 @@
-"""How a job goes on after a loss or a planned restart: one line with the time of each phase.
+"""The recovery after a loss or a planned restart: one line with the time of each phase.
 
 The line of a loss is also kept beside the black boxes.
 

@@ -1,4 +1,4 @@
-"""How the ranks of an attempt are ended: when, by which signal, after which time by SIGKILL, and who is kept.
+"""Ends the ranks of an attempt: when, by which signal, after which time by SIGKILL, and who is kept.
 
 **Who is told to end.** The supervisor signals ranks, and not what they have started: torch takes the death of a
 loader's worker for a failure of the rank, which then saves nothing, and a logger's process is needed until the rank

@@ -1,4 +1,4 @@
-"""Start the ranks, watch them and obey signals; `console` shows what they print, `shutdown` ends them.
+"""Starts the ranks, watches them and obeys signals; `console` shows what they print, `shutdown` ends them.
 
 ``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. It forks the forker at once and, while torch is being
 imported there, is ready for output and signals within 0.1 s. The loop (see `events`) wakes for output, for a signal,

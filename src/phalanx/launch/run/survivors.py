@@ -1,4 +1,4 @@
-"""Ranks whose processes outlive the failure of another rank: told to stop, heard when they wait, given a new place.
+"""Ranks whose processes outlive the failure of another rank: told to stop, awaited, and given a new place.
 
 A rank that has asked for it (`phalanx.resilient`, or a Trainer) holds a connection to the supervisor. When an attempt
 is over, it is told to stop, and a thread of it aborts every process group. Its present or next collective raises, the

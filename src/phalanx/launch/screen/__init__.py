@@ -1,4 +1,4 @@
-"""What a user sees of a job while it runs, and what he types: the ranks' streams, in order, on one terminal.
+"""The terminal of a job: the ranks' streams, in order, and what the user types.
 
 Start with `output`, then `ranks`. Nothing here decides about ranks.
 """

@@ -1,4 +1,4 @@
-"""The terminal or the pipes of a job: what its ranks print there, and the launcher's own lines between."""
+"""The terminal or the pipes of a job: what its ranks print, and the launcher's own lines in between."""
 
 from __future__ import annotations
 

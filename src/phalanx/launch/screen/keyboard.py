@@ -1,4 +1,4 @@
-"""What is typed under ``phalanx run``: it goes to the first rank, or to the debugger of the rank that asks for one."""
+"""Passes on what is typed under ``phalanx run``: to the first rank, or to the debugger of a rank that asks for it."""
 
 from __future__ import annotations
 

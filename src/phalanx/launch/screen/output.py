@@ -1,4 +1,4 @@
-"""What the ranks print, on one terminal or in one pipe, without mixing it up.
+"""The output of all ranks, on one terminal or in one pipe, without mixing lines.
 
 Lines of all ranks go out whole, each behind ``[rank N]``. On a terminal rank 0 prints live instead, character by
 character, so that its progress bar moves; a line of another rank is slipped in above it. While a debugger's prompt is

@@ -1,4 +1,4 @@
-"""One line when a rank has slowed the others down for a minute. Reads what ranks record; they do nothing for it."""
+"""Prints one line when a rank has slowed the others down for a minute, from what ranks record anyway."""
 
 from __future__ import annotations
 

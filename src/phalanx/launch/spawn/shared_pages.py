@@ -1,4 +1,4 @@
-"""Imported last by the fork server of `phalanx.spawn`, and nowhere else: ranks go on sharing what it has imported."""
+"""Imported last by the fork server of `phalanx.spawn`, and nowhere else: keeps its imports shared with ranks."""
 
 from __future__ import annotations
 

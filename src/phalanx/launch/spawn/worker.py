@@ -1,4 +1,4 @@
-"""The side of the rank in `phalanx.spawn`: what crosses to it, how it starts, and how it reports."""
+"""The rank's side of `phalanx.spawn`: what crosses to it, how it starts, and how it reports."""
 
 from __future__ import annotations
 

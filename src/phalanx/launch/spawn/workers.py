@@ -1,4 +1,4 @@
-"""The side of the parent in `phalanx.spawn`: start the ranks, hear from them, signal them, end them.
+"""The parent's side of `phalanx.spawn`: starts the ranks, hears from them, signals them, ends them.
 
 Ranks are forked from a server process that has imported torch and that ends with this process, so that a group of two
 starts in a tenth of a second. What torch reads of the environment while it is imported, a server has read, so there is

@@ -1,4 +1,4 @@
-"""The side of ``phalanx run --warm``: hands the job over, stands for it at the terminal, and ends as it ends.
+"""The client of ``phalanx run --warm``: hands the job over, stands for it at the terminal, and ends as it ends.
 
 The job is forked elsewhere, but its streams, its folder, its umask, its environment and its open files (SCM_RIGHTS)
 are those of this process, which passes signals on and ends by the wait status that it is told. It is imported before

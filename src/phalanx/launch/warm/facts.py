@@ -1,4 +1,4 @@
-"""What only counts when a process starts: a warm process serves those who would have started with the same."""
+"""Facts that count only when a process starts: a warm process serves jobs that would have started with the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parent of a warm job's supervisor, for as long as the job lasts: passes its end to the client, and ends with it.
+"""The parent of a warm job's supervisor while the job lasts: passes its end to the client, and ends with it.
 
 Guards are children of the warm process, in sessions of their own; a job does not depend on the warm process once it
 runs. The client is not our child and we are not its: so its end is the end of a connection, and the kernel kills the

@@ -1,4 +1,4 @@
-"""What the site hook runs in a warm process: imports first what ranks share, and after that what serves them."""
+"""The program that the site hook runs in a warm process: imports first what ranks share, then what serves clients."""
 
 from __future__ import annotations
 

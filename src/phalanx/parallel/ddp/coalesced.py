@@ -1,4 +1,4 @@
-"""CoalescedBucket: gradients that are averaged where they lie, each whole or in the range that a rank needs.
+"""CoalescedBucket: gradients averaged in place, each whole or in the range that a rank needs.
 
 One call of the core stages chunks, sums them in rank order, scales them and writes them back in one pass, and adds up
 the sum of squares on the way if `grad_norm()` was ever asked for. One more small piece carries, for each parameter,

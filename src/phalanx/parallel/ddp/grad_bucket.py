@@ -1,4 +1,4 @@
-"""What a communication hook is given, a `GradBucket`, and what it returns."""
+"""`GradBucket`, the argument of a communication hook, and the hook's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shadow: what a rank does within ``join()`` once it has run out of data."""
+"""Shadow: takes part in the collectives of others within ``join()`` once a rank has run out of data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: who still has data, and the hint for whoever has waited in vain."""
+"""Ranks with different numbers of batches: tells who still has data, and hints at ``join()`` after a vain wait."""
 
 from __future__ import annotations
 

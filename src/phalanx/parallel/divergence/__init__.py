@@ -1,4 +1,4 @@
-"""Whether the ranks' copies of a model are still the same: asked once (`check`), or while it trains (`sentinel`).
+"""Tests that the ranks' copies of a model are still the same: once (`check`), or during training (`sentinel`).
 
 Start with `check`. Nothing here mends a copy.
 """

@@ -1,4 +1,4 @@
-"""`check_replicas`: whether all ranks hold the same model and optimizer state; which tensor differs, where and how.
+"""`check_replicas`: tests that all ranks hold the same model and optimizer state, and names the tensor that differs.
 
 Ranks compare a digest of each 4 MiB of each tensor, then of each 64 KiB of the first tensor that differs, then the
 piece itself. If a rank raises before the digests, its error is exchanged in their place; otherwise its next collective

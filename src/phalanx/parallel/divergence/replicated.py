@@ -1,4 +1,4 @@
-"""What all ranks that train one model hold alike: its parameters, buffers and the optimizer's state, by name."""
+"""The state that all ranks of one model hold alike: parameters, buffers and optimizer state, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Sentinel`: compares the ranks' copies of a model while it trains, a slice at a time, in messages that go anyway.
+"""`Sentinel`: compares the ranks' copies of a model during training, slice by slice, in messages that are sent anyway.
 
 The message in which ranks agree after a step carries two more numbers: a fingerprint of the next slice of parameters
 and optimizer state, and its negative. If the maxima of both add up to 0, all ranks have the same, and every rank knows

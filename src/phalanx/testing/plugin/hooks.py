@@ -1,4 +1,4 @@
-"""What pytest calls: options, the mark ``ranks``, and the fixtures of a marked test.
+"""The hooks that pytest calls: options, the mark ``ranks``, and the fixtures of a marked test.
 
 With ``--fast-ranks``, processes that tests start by themselves are forked from a server, see `testing.fast_ranks`.
 

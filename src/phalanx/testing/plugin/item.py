@@ -1,4 +1,4 @@
-"""The side of the test's process: forks the ranks that run a marked test, and makes of their ends the test's own.
+"""The test process's side: forks the ranks that run a marked test, and makes the test's result from theirs.
 
 Ranks are forked from pytest's own process, by `Workers` like all functions on ranks. So a test may be a local
 function, and what its fixtures have computed is shared until somebody writes. The test's own ``runtest`` runs on each

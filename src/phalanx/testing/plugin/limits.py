@@ -1,4 +1,4 @@
-"""What the test's process may not hold when ranks are forked from it, and for how many of them there is room."""
+"""Limits on the test process when ranks are forked from it: what it may not hold, and room for how many."""
 
 from __future__ import annotations
 

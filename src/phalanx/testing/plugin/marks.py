@@ -1,4 +1,4 @@
-"""What ``@pytest.mark.ranks`` says, checked."""
+"""The arguments of ``@pytest.mark.ranks``, checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side of a rank, which is forked from the test's process: computes its fixtures, runs the test, and tells."""
+"""The side of a rank forked from the test's process: computes its fixtures, runs the test, and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of the ranks of a test, in the forms of pytest and of coverage.py."""
+"""Output of a test's ranks, in the forms of pytest and of coverage.py."""
 
 from __future__ import annotations
 

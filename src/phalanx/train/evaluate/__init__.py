@@ -1,1 +1,1 @@
-"""A model over data of which each sample counts once, and which evaluation was the best. Start with `evaluation`."""
+"""Evaluation on data of which each sample counts once, and the choice of the best. Start with `evaluation`."""

@@ -1,4 +1,4 @@
-"""Which evaluation was the best.
+"""The best evaluation so far.
 
 That is never guessed. ``mode`` says whether a lower ``monitor`` is better; None derives it from words of the name that
 leave no doubt, and any other name is refused when the Trainer is made, since the wrong guess keeps the worst

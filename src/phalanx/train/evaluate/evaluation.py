@@ -1,4 +1,4 @@
-"""A model over data of which each sample counts once, divided among the ranks.
+"""Evaluates a model on data of which each sample counts once, divided among the ranks.
 
 Metrics with a state combine the ranks themselves, as torchmetrics do in ``compute``; one whose values differ between
 the ranks does not, and is refused. An evaluation that only ``stop`` or ``max_steps`` brings about, in the middle of an

@@ -1,4 +1,4 @@
-"""`Feed`: where a trainer's batches come from."""
+"""`Feed`: the source of a trainer's batches."""
 
 from __future__ import annotations
 

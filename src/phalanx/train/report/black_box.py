@@ -1,4 +1,4 @@
-"""What a run's report shows of its black boxes: who waited for whom, the last moments before a failure, and losses.
+"""The part of a run's report that comes from black boxes: waits, last moments before a failure, losses.
 
 Everything that comes from the boxes is escaped. Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides metrics.jsonl: TensorBoard, Weights & Biases, or an object of the script's own.
+"""Loggers of a run besides metrics.jsonl: TensorBoard, Weights & Biases, or an object of the script's own.
 
 metrics.jsonl is written first and remains the record of the run; a logger gets the same numbers, on rank 0 only. The
 random state is restored after a logger begins, because a run's bits must not depend on who watches. After its first

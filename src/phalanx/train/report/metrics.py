@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: FOLDER/metrics.jsonl, one record a line; and the same as CSV.
+"""The metrics that a run writes while it trains: FOLDER/metrics.jsonl, one record per line; and the same as CSV.
 
 Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from 0 over all starts in this folder:
 

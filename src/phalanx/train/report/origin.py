@@ -1,4 +1,4 @@
-"""Where a run comes from: command, code, model, optimizer, hosts, versions and logs; for its report."""
+"""The origin of a run, for its report: command, code, model, optimizer, hosts, versions and logs."""
 
 from __future__ import annotations
 

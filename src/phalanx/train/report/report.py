@@ -1,4 +1,4 @@
-"""FOLDER/report.html: what became of a run, on one page that needs no network, no script and no other file.
+"""FOLDER/report.html: the story of a run on one page that needs no network, no script and no other file.
 
 Everything that comes from the run is escaped. Imports no torch.
 """

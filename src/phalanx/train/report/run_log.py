@@ -1,4 +1,4 @@
-"""What a run shows while it goes: one progress bar or plain lines, metrics of all ranks, where the time went.
+"""The output of a run while it trains: one progress bar or plain lines, metrics of all ranks, time by phase.
 
 The exchange is what our DistributedDataParallel spends on averaging at the end of backward, and what ranks spend on
 agreeing. On phalanx it is one call, so timing it costs nothing. The core tells how long a rank waited in it until all

@@ -1,4 +1,4 @@
-"""What ranks tell each other every few steps, and then obey together: a signal, a stop, a bad value, other copies.
+"""The consensus of the ranks every few steps: a signal, a stop, a bad value, or copies that differ.
 
 Right after gradients have been averaged, where the ranks have just met, one all_reduce of a number tells every rank
 whether any of them was asked to end; all obey after the same step. Where steps take less than 0.1 s this does not

@@ -1,4 +1,4 @@
-"""What makes a run the one that its folder holds: told in its checkpoints, compared when it is started again.
+"""The identity of the run that a folder holds: stored in its checkpoints, compared when it is started again.
 
 A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts are what the script gave: classes and
 hyperparameters of optimizer and scheduler, the model's names, shapes and dtypes, the classes of its modules and

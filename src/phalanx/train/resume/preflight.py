@@ -1,4 +1,4 @@
-"""What would end a run later and can be known before its first step: a schedule that is too short, a closed folder.
+"""Checks before the first step for what would end a run later: a schedule too short, a folder that can't be written.
 
 A schedule, alone or inside a SequentialLR or ChainedScheduler, must reach the end of the run, and every rank must be
 able to create a checkpoint in the folder. One batch of a validation dataset is rehearsed, since nobody knows in

@@ -1,4 +1,4 @@
-"""Whether a trainer's process can be given another place in the job, beside processes that are started anew.
+"""Decides whether a trainer's process can take another place in the job, beside processes that are started anew.
 
 A new process runs the script from the top, and a kept one repeats only what the trainer does when it joins. So they
 can't meet where the script has made the group by hand, made other groups, wrapped the model itself, or called a

@@ -1,4 +1,4 @@
-"""Where a run's folder lies, and what a start in it takes up."""
+"""The place of a run's folder, and what a start in it restores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint gives back to a trainer, also one of another run that is gone on with by force."""
+"""Restores a checkpoint into a trainer, even one of another run that is continued by force."""
 
 from __future__ import annotations
 

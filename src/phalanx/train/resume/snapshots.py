@@ -1,4 +1,4 @@
-"""How often a trainer takes snapshots in memory: as often as a small share of its time allows.
+"""The interval between a trainer's snapshots in memory: as short as a small share of its time allows.
 
 At first after every step; then, from what steps and snapshots took on the slowest rank, all ranks choose the interval
 that costs 3 % of the time.

@@ -1,4 +1,4 @@
-"""``phalanx verify-resume``: does a script that is interrupted end with the same bits as one that is not?"""
+"""``phalanx verify-resume``: tests that a script ends with the same bits whether or not it is interrupted."""
 
 from __future__ import annotations
 

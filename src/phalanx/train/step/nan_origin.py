@@ -1,4 +1,4 @@
-"""Where what is not finite began: in which tensor, and in which module's forward or backward pass.
+"""Finds the origin of a value that is not finite: the tensor, and the module whose forward or backward pass made it.
 
 The search looks at the batch, at the parameters, and then at the modules' outputs by computing the batch again. The
 second pass starts from what the first one has left in buffers and counters, since a copy before each pass would cost;

@@ -1,4 +1,4 @@
-"""What a trainer minimizes, and what it evaluates beside that.
+"""The objective that a trainer minimizes, and the metrics that it evaluates besides.
 
 A batch that is a dictionary becomes ``(inputs, targets)`` too: the entry named targets, target, labels or label, and
 the rest as keyword arguments. Passing everything to the model would suit models that compute their own loss, but
