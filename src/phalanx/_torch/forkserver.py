@@ -1,7 +1,8 @@
 """Imported by the server that forks a rank's child processes, if the rank does not fork them: ignores its signals.
 
-It forks workers of loaders, which torch takes for dead when it has ended. It ends with the rank in any case. What it
-forks begins without hearing them, too; workers of loaders hear them when they are shielded, others when they begin.
+The server forks workers of loaders, and torch takes them for dead if the server has ended. It ends with the rank in
+any case. What it forks starts with these signals blocked, too; workers of loaders unblock them when they are shielded,
+others at their start.
 """
 
 import signal

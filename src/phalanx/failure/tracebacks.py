@@ -1,7 +1,7 @@
 """Tracebacks in what a rank prints: where they begin and end, and which of them the screen shows.
 
-What a rank says before it ends belongs in the report of the job's failure, where it stands once, folded, with a hint.
-So a traceback is kept off the screen until it is known whether the rank ends of it; the logs have all of them.
+A rank's last words belong in the report of the job's failure, where they stand once, folded, with a hint. So a
+traceback is kept off the screen until it is known whether it ends the rank. The logs have all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recognises the errors of a victim: a rank that failed because a peer had gone, or did not come.
 
-Errors of phalanx carry that as an attribute. Here is what tells it otherwise: the classes, where a rank has left
-nothing but a traceback, and what other engines say, whose classes tell nothing.
+Errors of phalanx say so by an attribute. This module decides for all others: by class, where a rank has left nothing
+but a traceback, and by text, where the errors of other engines have no class of their own.
 """
 
 from __future__ import annotations

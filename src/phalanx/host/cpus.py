@@ -1,7 +1,7 @@
 """The CPUs, cores and GPUs that we may use on this machine, and their division among ranks.
 
-Read from ``/proc``, ``/sys`` and ``/dev``: no program is run and no library is loaded. The tests lay a machine of their
-own out in a folder and pass it as `root`.
+Read from ``/proc``, ``/sys`` and ``/dev``: no program is run and no library is loaded. Tests build a machine of their
+own in a folder and pass it as `root`.
 """
 
 from __future__ import annotations

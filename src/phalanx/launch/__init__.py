@@ -1,7 +1,7 @@
-"""Start the ranks of a job, watch them, and end them together.
+"""Starts the ranks of a job, watches them, and ends them together.
 
-`command/` makes a job of a command line, `run/` runs it, `processes/` has the ranks' parents, `screen/` what is shown,
-`nodes/` several hosts, `replicas/` their snapshots, `spawn/` functions in place of scripts, `warm/` a start without
-imports. Start with `job`, then `run/supervisor`. The supervisor is standard library alone: it is up before torch could
-be imported, and nothing that breaks torch can break it.
+`command/` turns a command line into a job, `run/` runs it, `processes/` has the ranks' parents, `screen/` the
+terminal, `nodes/` several hosts, `replicas/` copies of snapshots, `spawn/` functions in place of scripts, `warm/` a
+start without imports. Start with `job`, then `run/supervisor`. The supervisor imports only the standard library: it is
+up before torch could be imported, and nothing that breaks torch can break it.
 """

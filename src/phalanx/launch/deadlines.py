@@ -1,7 +1,7 @@
 """Bounds on a launcher's waits for what a rank, another node or the kernel may never do.
 
-Each is a bound: a wait ends earlier if what it is for has come. What the user sets stands in `flags`
-(``--shutdown-timeout``), how often something is looked at beside who looks.
+Each is an upper bound: a wait ends as soon as it succeeds. Times that the user sets are in `flags`
+(``--shutdown-timeout``).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The record of a run: the black boxes of its ranks, and the folder with their logs and notes.
 
-A rank writes into memory that outlives it, in nanoseconds; anyone reads it. Start with `box`, which says what lies in a
-black box, then `writer`, the side of a rank. Nothing here judges: who is slow is counted, who is to blame is not.
+A rank writes into memory that outlives it, which costs nanoseconds, and anyone may read it. Start with `box`, which
+reads black boxes, then `writer`, the rank's side. Nothing here judges: the record counts who is slow, and does not say
+who is to blame.
 """

@@ -1,7 +1,7 @@
 """Imported by the fork server of `phalanx.testing.fast_ranks`, and nowhere else: imports what the tests use.
 
-Before each fork it looks whether it is asked for more. It says what its imports have read of the environment, and it
-ends, saying why, where one of them has left a thread or touched a device: neither survives a fork.
+Before each fork it checks for requests to import more. It reports what its imports have read of the environment. If an
+import has left a thread or touched a device, neither of which survives a fork, it says so and ends.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Names are loaded on first use, because reading a run's metrics and writing its report need no torch.
 
-Start with `trainer`, the journey of ``fit()``; then `step.stepper`. A loop written by hand needs nothing of this.
+Start with `trainer`, which holds `fit()`, then `step.stepper`. A loop written by hand needs nothing of this.
 """
 
 from typing import TYPE_CHECKING

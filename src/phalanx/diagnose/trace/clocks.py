@@ -1,9 +1,9 @@
 """One clock for the ranks of several hosts, whose monotonic clocks begin at different times.
 
-Launchers that exchange heartbeats have measured how far they are apart. Where they have not, or a launcher's record is
-lost, the time of day relates them, as well as the hosts keep it. Collectives bound its error: no rank is through
-with one, and with the two that follow, before all others have come to it. (Two, because a collective of several hosts
-is recorded on each as one or two of that host, with the exchange between the hosts before, between or behind.)
+Launchers that exchange heartbeats have measured the offsets of their clocks. Otherwise, or if a launcher's record is
+lost, the time of day relates them, as well as the hosts keep it. Collectives bound its error: no rank is through with
+one, and with the two that follow, before all others have come to it. (Two, because each host records a collective of
+several hosts as one or two of its own, with the exchange between the hosts before, between or behind them.)
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Connections between the agents of a job: plain TCP, lines of JSON, one thread.
 
-Each connection begins with a handshake of both ends, which says which job and which node it is. Both send a line at
-least twice a second; whoever has sent nothing for a while is lost. Only `wait` waits.
+Each connection begins with a handshake of both ends, which says which job and which node each is. Both send a line at
+least twice a second; a node that has sent nothing for a while is lost. Only `wait` waits.
 
-A connection that ends says nothing of the node: a firewall can reset it, too. It is made anew, and nobody hears of it.
-A node is dead when its system refuses connections to its port, or another agent answers there; it is lost when it has
-been silent for too long.
+The end of a connection says nothing about the node, since a firewall can reset connections, too. It is made anew, and
+nobody hears of it. A node is dead when its kernel refuses connections to its port, or when another agent answers
+there.
 """
 
 from __future__ import annotations

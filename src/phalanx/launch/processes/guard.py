@@ -1,8 +1,8 @@
-"""Ends what forked ranks have started, however they, or the process that forked them, have ended.
+"""Ends what forked ranks have started, however the ranks or the process that forked them have ended.
 
-The ranks themselves end with that process, by the kernel's hand. Processes below them do not: but they are in the
-ranks' process groups, or have their rank in the environment. A shell that waits for its input to end knows the numbers
-of the ranks. While the process lives, it adopts what ranks leave behind, and ends that itself.
+The kernel ends the ranks themselves with that process, but not the processes below them. These are in the ranks'
+process groups, or have their rank in the environment. A shell that waits for the end of its input knows the ranks'
+pids, and ends them. While the process lives, it adopts what ranks leave behind and ends that itself.
 """
 
 from __future__ import annotations

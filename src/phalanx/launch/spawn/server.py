@@ -1,6 +1,6 @@
 """Imported first by the fork server of `phalanx.spawn`, and nowhere else: puts a reaper between it and its parent.
 
-Where a warm start is asked for, the server is a fork of a warm process, which comes here again; this process then only
+With a warm start, the server is a fork of a warm process, which runs this module again; the first process then only
 stands for it.
 """
 

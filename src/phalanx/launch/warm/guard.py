@@ -1,8 +1,9 @@
 """The parent of a warm job's supervisor while the job lasts: passes its end to the client, and ends with it.
 
-Guards are children of the warm process, in sessions of their own; a job does not depend on the warm process once it
-runs. The client is not our child and we are not its: so its end is the end of a connection, and the kernel kills the
-supervisor when its guard goes. What follows is what follows whenever a supervisor is killed.
+Guards are children of the warm process, in sessions of their own; a running job does not depend on the warm process.
+The guard learns the supervisor's wait status, even if the supervisor was killed. Client and guard are not parent and
+child, so the end of the client is the end of a connection. When the guard ends, the kernel kills the supervisor, and
+reaper and forker do what they always do then.
 """
 
 from __future__ import annotations

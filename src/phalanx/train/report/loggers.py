@@ -4,9 +4,8 @@ metrics.jsonl is written first and remains the record of the run; a logger gets 
 random state is restored after a logger begins, because a run's bits must not depend on who watches. After its first
 failure a logger is left out, since the next call may wait for a network as long; the run says so once and trains on. It
 has 10 s to close, because a job that must end has little time. Steps that a resumption repeats are not sent again to
-Weights & Biases, which continues its run; TensorBoard is told to forget them instead. MLflow and CSV files were
-loggers,
-too: MLflow takes an object of two methods, and the run's folder has a CSV file anyway.
+Weights & Biases, which continues its run; TensorBoard is told to forget them instead. There is no
+logger for MLflow or CSV files: an object of two methods serves the first, and the run's folder has the second anyway.
 """
 
 from __future__ import annotations
