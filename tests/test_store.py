@@ -21,7 +21,8 @@ from phalanx.doctor.hosts.bulletin import Bulletin, NotMetError
 from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll import RollCall
-from phalanx.wire.store import GarbledError, JsonStore, StoreGoneError, StoreSilentError, one_of, understand, wait_until
+from phalanx.wire.messages import GarbledError, one_of, understand
+from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, wait_until
 
 SERVE = """
 import sys

@@ -25,7 +25,7 @@ from phalanx.doctor.finding import problem
 from phalanx.doctor.hosts import job, links, messages
 from phalanx.doctor.hosts.bulletin import Bulletin, come_to_bulletin
 from phalanx.doctor.hosts.hosts import hold
-from phalanx.wire.store import GarbledError, understand
+from phalanx.wire.messages import GarbledError, understand
 
 NUM_EXAMPLES = 10_000 if os.environ.get("PHALANX_TEST_LONG") == "1" else 150
 MEMBERS = [0, 1, 2]

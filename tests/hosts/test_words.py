@@ -24,7 +24,8 @@ from phalanx.backend.hosts import notices as notices_module
 from phalanx.backend.hosts.mailbox import Mailbox, post
 from phalanx.backend.hosts.meeting import _SHAPES, Meeting
 from phalanx.backend.hosts.notices import Notices, group_failure_in
-from phalanx.wire.store import JsonStore, fits
+from phalanx.wire.messages import fits
+from phalanx.wire.store import JsonStore
 
 LONG = os.environ.get("PHALANX_TEST_LONG") == "1"
 many = settings(max_examples=10_000 if LONG else 150, deadline=None, database=None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import types
 import typing
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from phalanx.wire.messages import read_value
 
 if typing.TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,7 +26,7 @@ class Facts:
             ValueError: `to_facts` would not return this; the sender may have sent anything.
         """
         try:
-            value: Self = read_as(facts, cls)
+            value: Self = read_value(facts, cls)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         return value
@@ -122,31 +122,3 @@ class SizeDispute(Facts):
     other: Peer
     other_count: int
     of: int | None = None
-
-
-def read_as(value: Any, shape: Any) -> Any:
-    """Return plain data as an object of the type that a hint names.
-
-    Raises:
-        ValueError: It is of another form.
-    """
-    if is_dataclass(shape):
-        make: Any = shape
-        if not isinstance(value, dict):
-            raise ValueError(f"it is not of the expected form: {str(value)[:80]}")
-        hints = typing.get_type_hints(shape)
-        given = {field.name: value[field.name] for field in fields(shape) if field.name in value}
-        try:
-            return make(**{name: read_as(one, hints[name]) for name, one in given.items()})
-        except TypeError as missing:
-            raise ValueError(str(missing)) from None
-    options = typing.get_args(shape)
-    if typing.get_origin(shape) is tuple and isinstance(value, (list, tuple)):
-        return tuple(read_as(one, options[0]) for one in value)
-    if typing.get_origin(shape) in (dict, Mapping) and isinstance(value, dict):
-        return {read_as(key, options[0]): read_as(one, options[1]) for key, one in value.items()}
-    if isinstance(shape, types.UnionType):
-        return None if value is None else read_as(value, options[0])
-    if type(value) is shape or (shape is float and type(value) is int):  # not a subclass: True is not a number
-        return value
-    raise ValueError(f"it is not of the expected form: {str(value)[:80]}")

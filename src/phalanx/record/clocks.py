@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from phalanx._errors.facts import read_as
 from phalanx.wire.files import read_json
+from phalanx.wire.messages import read_value
 
 _NAME = "clocks.json"
 Ahead = dict[str, tuple[int, int]]  # by the name of a host: nanoseconds, and how wrong they can be
@@ -27,6 +27,6 @@ def save_clocks(clocks: Mapping[str, Sequence[float]], folder: Path) -> None:
 def load_clocks(folder: Path) -> Ahead:
     """Return what was saved; nothing if that can't be read."""
     with contextlib.suppress(OSError, ValueError):
-        saved = read_as(read_json(folder / _NAME), dict[str, tuple[float, ...]])
+        saved = read_value(read_json(folder / _NAME), dict[str, tuple[float, ...]])
         return {host: (int(ahead_s * 1e9), int(within_s * 1e9)) for host, (ahead_s, within_s) in saved.items()}
     return {}

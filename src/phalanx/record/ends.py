@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx._errors import printable
-from phalanx._errors.facts import read_as
 from phalanx.wire.files import open_regular, read_json
+from phalanx.wire.messages import read_value
 
 _NAME = "ends.json"
 _REASON = "ended_by"
@@ -45,7 +45,7 @@ def save_ends(ends: Mapping[int, End], folder: Path) -> None:
 def load_ends(folder: Path) -> dict[int, End]:
     """Return how ranks ended, by their numbers; nothing if that was not saved, or can't be read."""
     with contextlib.suppress(OSError, ValueError):
-        return {int(rank): end for rank, end in read_as(read_json(folder / _NAME), dict[str, End]).items()}
+        return {int(rank): end for rank, end in read_value(read_json(folder / _NAME), dict[str, End]).items()}
     return {}
 
 

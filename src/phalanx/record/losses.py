@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx._errors import printable
-from phalanx._errors.facts import read_as
 from phalanx._text import counted, named, signal_name
 from phalanx.wire.files import read_json, write_whole
+from phalanx.wire.messages import read_value
 
 _NAME = "loss.json"
 _FOLDER = "blackbox"
@@ -154,7 +154,7 @@ def load_losses(run: Path) -> list[Loss]:
 
 
 def _loss(saved: Any) -> Loss:
-    loss = read_as(saved, Loss)
+    loss = read_value(saved, Loss)
     if not 0 <= loss.at_s < _END_OF_TIME_S:
         raise ValueError("at_s is no time of day")
     how, error, host = map(printable, (loss.how, loss.error, loss.host))

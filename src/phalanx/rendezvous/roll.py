@@ -32,17 +32,8 @@ from phalanx.rendezvous.deadlines import NOTE_S, PART_S
 from phalanx.rendezvous.launched import start_time
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import is_listening, who_left
-from phalanx.wire.store import (
-    GarbledError,
-    JsonStore,
-    Shape,
-    StoreGoneError,
-    StoreSilentError,
-    one_of,
-    read_value,
-    shared_pause,
-    wait_until,
-)
+from phalanx.wire.messages import GarbledError, Shape, one_of, read_value
+from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, shared_pause, wait_until
 
 _PAUSE_S = 0.005  # between questions to the store
 _MOST_NAMED = 8  # missing ranks

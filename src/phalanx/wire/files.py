@@ -7,18 +7,17 @@ import ctypes
 import errno
 import fcntl
 import io
-import json
 import os
 import stat
 import time
 from io import FileIO
-from typing import Any, NoReturn
+from typing import Any
+
+from phalanx.wire.messages import parse_json
 
 _LOCK_EVERY_S = 0.005
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 _MOST_BYTES = 4 << 20  # of JSON: 10,000 hosts or ranks, each with a long name and a few numbers
-_MOST = 2**63
-_MOST_DIGITS = 20
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> FileIO:
@@ -70,31 +69,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     if len(data) > _MOST_BYTES:
         raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
     return parse_json(data)
-
-
-def parse_json(text: str | bytes | bytearray) -> Any:
-    """Return what JSON says whose numbers can be computed with: all are finite, and 64 bits hold their integer parts.
-
-    Raises:
-        ValueError: It is no JSON, holds another number, or is nested too deeply.
-    """
-    try:
-        return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_float)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _int(text: str) -> int:
-    return int(text) if len(text) <= _MOST_DIGITS and -_MOST <= int(text) < _MOST else _refuse(text)
-
-
-def _float(text: str) -> float:
-    value = float(text)  # of NaN, too, which lies nowhere
-    return value if -_MOST <= value < _MOST else _refuse(text)
-
-
-def _refuse(number: str) -> NoReturn:
-    raise ValueError(f"{number[:_MOST_DIGITS]} is no number of 64 bits")
 
 
 def write_regular(path: str | os.PathLike[str], content: str | bytes, flags: int = 0, *, durable: bool = False) -> None:

@@ -21,21 +21,14 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store
 
-T = TypeVar("T")
-Shape = Any
-"""One of: a type; a dict of shapes by key, in which other keys are allowed; ``[shape]``, a list of values of one shape;
-a tuple, a list with these shapes; a function that returns the value as read, or raises ValueError."""
+from phalanx.wire.messages import Shape, understand
 
+T = TypeVar("T")
 _ANSWER_S, _WRITE_S = 1.0, 5.0  # for an answer, and for a write
 _IDLE_S = 0.2  # without a question, before the thread ends
 _BEGIN_S, _END_S = 0.5, 0.1  # for the thread to begin, and to end
 _FIRST_PAUSE_S, _GROWTH = 0.0002, 1.25  # of the pause, and so of what a wait takes longer than it must
 _MANY = 50  # ranks, for which the pause doubles
-_NAMES = {str: "a text", int: "a whole number", dict: "a table", list: "a list"}
-
-
-class GarbledError(ValueError):
-    """Another process has written something that this library does not write."""
 
 
 class StoreGoneError(ConnectionError):
@@ -44,70 +37,6 @@ class StoreGoneError(ConnectionError):
 
 class StoreSilentError(TimeoutError):
     """The store does not answer yet: the process that serves it may be stopped, and may continue."""
-
-
-def understand(text: bytes | str, shape: Shape) -> Any:
-    """Return the JSON in `text`, read by its shape.
-
-    Raises:
-        GarbledError: The text is not JSON, or its value does not have the shape.
-    """
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise GarbledError(f"it is not JSON: {type(error).__name__}") from None
-    return read_value(value, shape)
-
-
-def read_value(value: Any, shape: Shape) -> Any:
-    """Return a value of JSON, read by its shape.
-
-    Raises:
-        GarbledError: The value does not have the shape.
-    """
-    if isinstance(shape, dict):
-        require(isinstance(value, dict), "a table", value)
-        require(shape.keys() <= value.keys(), f"a table with {', '.join(shape)}", value)
-        return {**value, **{key: read_value(value[key], one) for key, one in shape.items()}}
-    if isinstance(shape, list):
-        require(isinstance(value, list), "a list", value)
-        return [read_value(one, shape[0]) for one in value]
-    if isinstance(shape, tuple):
-        require(isinstance(value, list) and len(value) == len(shape), f"a list of {len(shape)}", value)
-        return [read_value(one, of_one) for one, of_one in zip(value, shape, strict=True)]
-    if isinstance(shape, type):
-        require(type(value) is shape, _NAMES.get(shape, shape.__name__), value)  # not a subclass: True is not a number
-        return value
-    try:
-        return shape(value)
-    except GarbledError:
-        raise
-    except ValueError as error:
-        raise GarbledError(str(error)) from None
-
-
-def fits(value: Any, shape: Shape) -> bool:
-    """Whether a value has a shape."""
-    with contextlib.suppress(GarbledError):
-        read_value(value, shape)
-        return True
-    return False
-
-
-def one_of(*values: Any) -> Callable[[Any], Any]:
-    """Return the shape that only these values have."""
-
-    def read(value: Any) -> Any:
-        require(value in values, f"one of {', '.join(map(str, values))}", value)
-        return value
-
-    return read
-
-
-def require(is_so: bool, what: str, value: Any) -> None:
-    """Raise a `GarbledError` that says what the value should be, unless `is_so`."""
-    if not is_so:
-        raise GarbledError(f"{repr(value)[:80]} is not {what}")
 
 
 def wait_until(

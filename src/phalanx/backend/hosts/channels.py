@@ -23,7 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _torch
 from phalanx.backend.deadlines import CLOSING_POLL_S, END_S
 from phalanx.backend.hosts.links import Link, closed_at_exec, duplicate, sockets
-from phalanx.wire.store import understand, wait_until
+from phalanx.wire.messages import understand
+from phalanx.wire.store import wait_until
 
 _wait = inspect.unwrap(
     Work.wait

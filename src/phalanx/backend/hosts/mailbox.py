@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.backend.deadlines import MAIL_LOOK_S, STRANGERS_S
-from phalanx.wire.store import understand
+from phalanx.wire.messages import understand
 
 _BACKLOG = 4096  # or as many as the kernel allows
 _MOST_OPEN = 64

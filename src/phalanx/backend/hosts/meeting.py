@@ -43,18 +43,8 @@ from phalanx.backend.deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, T
 from phalanx.backend.failures.wording import error_of, join_call, report_due_s, report_stall
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import Launch, start_time
-from phalanx.wire.store import (
-    GarbledError,
-    JsonStore,
-    Shape,
-    StoreGoneError,
-    StoreSilentError,
-    read_value,
-    require,
-    shared_pause,
-    understand,
-    wait_until,
-)
+from phalanx.wire.messages import GarbledError, Shape, read_value, require, understand
+from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, shared_pause, wait_until
 
 T = TypeVar("T")
 

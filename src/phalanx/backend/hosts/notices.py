@@ -17,16 +17,8 @@ from phalanx._errors.facts import MadeCall
 from phalanx.backend.deadlines import GRACE_S, LOST_STORE_S, NOTE_S, RECONNECT_S, TABLE_S
 from phalanx.backend.failures.members import Members
 from phalanx.backend.hosts.mailbox import Mailbox, post
-from phalanx.wire.store import (
-    GarbledError,
-    JsonStore,
-    Shape,
-    StoreGoneError,
-    StoreSilentError,
-    fits,
-    understand,
-    wait_until,
-)
+from phalanx.wire.messages import GarbledError, Shape, fits, understand
+from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, wait_until
 
 
 class Notices:

@@ -3,7 +3,7 @@
 The launchers of a job pass the question on to each other. Each runs this module, which looks at the ranks of its host
 and prints them as one `HostEvidence`. Which hosts have answered is told apart from which ranks were reported: while a
 job starts, a host answers before it has forked all of its ranks. The agent that passes a question on says last how many
-hosts were silent. Another host's JSON may be anything, so it becomes the dataclass that was sent (`read_as`), with
+hosts were silent. Another host's JSON may be anything, so it becomes the dataclass that was sent (`read_value`), with
 bounded sizes and 64-bit numbers, or is left out as a whole; no reader checks a type of its own.
 """
 
@@ -17,14 +17,13 @@ import sys
 import time
 
 from phalanx import _env
-from phalanx._errors.facts import read_as
 from phalanx.diagnose.jobs import Job, find_job
 from phalanx.diagnose.stacks import Stacks, Thread
 from phalanx.diagnose.why.activity import Activity, Look
 from phalanx.diagnose.why.evidence import Elsewhere, RankSeen, gather, with_native
 from phalanx.diagnose.why.findings import conclude
 from phalanx.launch.nodes.questions import ANSWER_S, is_trusted, socket_of
-from phalanx.wire.files import parse_json
+from phalanx.wire.messages import parse_json, read_value
 
 _TIME_S = ANSWER_S + 0.5  # including the way there and back
 _NATIVE_S = 0.7
@@ -96,7 +95,7 @@ class OtherHosts:
                 if isinstance(message, dict) and "num_silent" in message:  # the launcher's last line
                     is_complete = message["num_silent"] == 0
                 else:
-                    found.append(read_as(message, HostEvidence))
+                    found.append(read_value(message, HostEvidence))
         seen = tuple(rank for evidence in found for rank in evidence.seen())
         return Elsewhere(seen, tuple(evidence.host for evidence in found), is_complete)
 

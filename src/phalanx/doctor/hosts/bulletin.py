@@ -16,7 +16,8 @@ from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.hosts import links
 from phalanx.doctor.hosts.messages import whole
 from phalanx.host.ports import port_problem
-from phalanx.wire.store import GarbledError, JsonStore, Shape, wait_until
+from phalanx.wire.messages import GarbledError, Shape
+from phalanx.wire.store import JsonStore, wait_until
 
 Send = Callable[[dict[str, Any]], None]
 

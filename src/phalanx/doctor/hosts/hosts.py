@@ -31,7 +31,7 @@ from phalanx.doctor.hosts.bulletin import (
     come_to_bulletin,
     open_bulletin,
 )
-from phalanx.wire.store import GarbledError
+from phalanx.wire.messages import GarbledError
 
 _MOST_REFUSED = 20
 _SLACK_S = 45.0  # for a host that has come to examine itself

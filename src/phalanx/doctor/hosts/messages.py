@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from phalanx.doctor.finding import LEVELS, Finding
-from phalanx.wire.store import GarbledError, one_of, read_value, require
+from phalanx.wire.messages import GarbledError, one_of, read_value, require
 
 _MOST_TEXT = 2000
 _MOST_HOSTS = 100_000

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from phalanx.launch.nodes.shared_causes import read_cause
 from phalanx.launch.nodes.views import MOST_RANKS, Group, Key, Node, State, View
-from phalanx.wire.files import parse_json
+from phalanx.wire.messages import parse_json
 
 _T = TypeVar("_T")
 _MOST_NODES = 10_000

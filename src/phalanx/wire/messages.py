@@ -1,0 +1,244 @@
+"""The one reader of what other processes say: plain data in, a value of the declared form out, or a refusal by name.
+
+What comes from outside this process may be from another version or another program, cut short, or made up: an agent's
+line, the value of a key in a store, a file in a run's folder. So nobody picks fields out of parsed JSON. The code declares
+a form, most often a dataclass, and `read_value` returns an object of that form or raises a `GarbledError` that says what
+is wrong. Bounds belong to the form::
+
+    @dataclass(frozen=True)
+    class Node:
+        host: Annotated[str, cropped(300)]
+        port: Annotated[int, between(1, 65535)]
+
+pydantic and msgspec read in the same way; neither is needed for a hundred lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+Shape = Any
+"""Form of a value.
+
+A type hint: a plain type, a dataclass, ``list``, ``tuple``, ``dict`` or ``Literal`` with arguments, a union, ``Annotated``
+with functions that check a value and return it as read. Or ``{"key": shape}``, a table that may have other keys;
+``[shape]``, a list of any length; ``(shape, shape)``, a list of these items; a function that returns the value as read or
+raises ValueError.
+"""
+
+LOCAL = types.MappingProxyType({"local": True})
+"""Metadata of a dataclass's field that never leaves this process: it is neither written nor read."""
+
+_MOST = 2**63
+_MOST_DIGITS = 20
+_SHOWN = 80  # characters of a refused value
+_NAMES = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict: "a table",
+    list: "a list",
+}
+
+
+class GarbledError(ValueError):
+    """Another process has written something that this library does not write."""
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """Return what JSON says whose numbers can be computed with: all are finite, and 64 bits hold their integer parts.
+
+    Raises:
+        ValueError: It is no JSON, holds another number, or is nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_float)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _int(text: str) -> int:
+    return int(text) if len(text) <= _MOST_DIGITS and -_MOST <= int(text) < _MOST else _refuse_number(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)  # of NaN, too, which lies nowhere
+    return value if -_MOST <= value < _MOST else _refuse_number(text)
+
+
+def _refuse_number(number: str) -> NoReturn:
+    raise ValueError(f"{number[:_MOST_DIGITS]} is no number of 64 bits")
+
+
+def understand(text: bytes | bytearray | str, shape: Shape) -> Any:
+    """Return the JSON in `text`, read by its shape.
+
+    Raises:
+        GarbledError: The text is not JSON, or its value does not have the shape.
+    """
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise GarbledError(f"it is not JSON: {error}") from None
+    return read_value(value, shape)
+
+
+def read_value(value: Any, shape: Shape) -> Any:
+    """Return a value of JSON, read by its shape.
+
+    Raises:
+        GarbledError: The value does not have the shape.
+    """
+    if isinstance(shape, dict):
+        require(isinstance(value, dict) and shape.keys() <= value.keys(), f"a table with {', '.join(shape)}", value)
+        return {**value, **{key: read_value(value[key], one) for key, one in shape.items()}}
+    if isinstance(shape, list):
+        require(isinstance(value, list), "a list", value)
+        return [read_value(one, shape[0]) for one in value]
+    if isinstance(shape, tuple):
+        return list(_items(value, shape))
+    if dataclasses.is_dataclass(shape):
+        return _read_dataclass(value, shape)
+    if (origin := typing.get_origin(shape)) is not None:
+        return _read_generic(value, origin, typing.get_args(shape))
+    if shape is None or shape is types.NoneType:
+        require(value is None, "nothing", value)
+        return None
+    if isinstance(shape, type):
+        # Not a subclass: True is not a number.
+        require(type(value) is shape or (shape is float and type(value) is int), _NAMES.get(shape, str(shape)), value)
+        return value
+    return value if shape is Any else _apply(shape, value)
+
+
+def _read_dataclass(value: Any, shape: Any) -> Any:
+    require(isinstance(value, dict), "a table", value)
+    hints = _hints(shape)
+    given = {name: read_value(value[name], hint) for name, hint in hints.items() if name in value}
+    try:
+        return shape(**given)
+    except TypeError:
+        missing = [name for name in hints if name not in given]
+        raise GarbledError(f"{_shown(value)} has no {' or '.join(missing)}") from None
+    except GarbledError:
+        raise
+    except ValueError as error:  # of its __post_init__
+        raise GarbledError(str(error)) from None
+
+
+@functools.cache
+def _hints(shape: Any) -> dict[str, Any]:
+    """Return the form of each field of a dataclass that processes tell each other."""
+    hints = typing.get_type_hints(shape, include_extras=True)
+    return {
+        field.name: hints[field.name]
+        for field in dataclasses.fields(shape)
+        if field.init and not field.metadata.get("local")
+    }
+
+
+def _read_generic(value: Any, origin: Any, options: tuple[Any, ...]) -> Any:
+    if origin in (types.UnionType, typing.Union):
+        return _first_that_fits(value, options)
+    if origin is typing.Annotated:
+        return functools.reduce(lambda read, check: _apply(check, read), options[1:], read_value(value, options[0]))
+    if origin is typing.Literal:
+        require(value in options, f"one of {', '.join(map(str, options))}", value)
+        return value
+    if origin is tuple and options[1:] != (...,):
+        return tuple(_items(value, options))
+    if origin in (list, tuple):
+        require(isinstance(value, (list, tuple)), "a list", value)
+        return origin(read_value(one, options[0]) for one in value)
+    require(origin in (dict, Mapping) and isinstance(value, dict), "a table", value)
+    return {_read_key(key, options[0]): read_value(one, options[1]) for key, one in value.items()}
+
+
+def _items(value: Any, shapes: tuple[Shape, ...]) -> typing.Iterator[Any]:
+    """Yield the items of a list of a fixed length."""
+    is_so = isinstance(value, (list, tuple)) and len(value) == len(shapes)
+    require(is_so, f"a list of {len(shapes)}", value)
+    return (read_value(one, shape) for one, shape in zip(value, shapes, strict=True))
+
+
+def _read_key(key: str, shape: Shape) -> Any:
+    """Return the key of a table, which JSON writes as a text also where it is a number."""
+    if shape is not int:
+        return read_value(key, shape)
+    require(key.isascii() and key.isdecimal() and len(key) < _MOST_DIGITS, "a whole number", key)
+    return int(key)
+
+
+def _first_that_fits(value: Any, options: tuple[Shape, ...]) -> Any:
+    if value is None and types.NoneType in options:
+        return None
+    *others, last = (option for option in options if option is not types.NoneType)
+    for option in others:
+        with contextlib.suppress(GarbledError):
+            return read_value(value, option)
+    return read_value(value, last)  # its refusal is told
+
+
+def _apply(check: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return check(value)
+    except GarbledError:
+        raise
+    except ValueError as error:
+        raise GarbledError(str(error)) from None
+
+
+def fits(value: Any, shape: Shape) -> bool:
+    """Whether a value has a shape."""
+    with contextlib.suppress(GarbledError):
+        read_value(value, shape)
+        return True
+    return False
+
+
+def require(is_so: bool, what: str, value: Any) -> None:
+    """Raise a `GarbledError` that says what the value should be, unless `is_so`."""
+    if not is_so:
+        raise GarbledError(f"{_shown(value)} is not {what}")
+
+
+def _shown(value: Any) -> str:
+    with contextlib.suppress(RecursionError):
+        return repr(value)[:_SHOWN]
+    return "a value that is nested too deeply"
+
+
+# ---------------------------------------------------------------- bounds, for Annotated
+
+
+def one_of(*values: Any) -> Callable[[Any], Any]:
+    """Return the check that a value is one of these."""
+
+    def check(value: Any) -> Any:
+        require(value in values, f"one of {', '.join(map(str, values))}", value)
+        return value
+
+    return check
+
+
+def between(least: float, most: float) -> Callable[[Any], Any]:
+    """Return the check that a number lies in ``[least, most]``."""
+
+    def check(value: Any) -> Any:
+        require(least <= value <= most, f"a number from {least} to {most}", value)
+        return value
+
+    return check
+
+
+def cropped(most: int) -> Callable[[Any], Any]:
+    """Return the check that cuts a text or a list after `most` characters or items."""
+    return lambda value: value[:most]
