@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         shard_iterable,
     )
     from phalanx.debugging.breakpoints import breakpoint
-    from phalanx.failure.outcome import RankError
+    from phalanx.failure.ending import RankError
     from phalanx.host.block_pool import tune_process
     from phalanx.launch.spawn.spawn import SpawnContext, spawn
     from phalanx.parallel import (
@@ -115,7 +115,7 @@ _MODULES = {
     "NonFinite OutOfSharedMemory RankFailed ReplicaMismatch",
     "_settings": "GroupOptions",
     "debugging.breakpoints": "breakpoint",
-    "failure.outcome": "RankError",
+    "failure.ending": "RankError",
     "launch.spawn.spawn": "SpawnContext spawn",
     "session.session": "Session init shutdown",
     "session.survival": "resilient",

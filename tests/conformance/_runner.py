@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from tests import shm
 
-Outcome = Literal["passed", "failed", "skipped"]
+Ending = Literal["passed", "failed", "skipped"]
 
 DEFAULT_LIMIT_S = 120.0
 
@@ -51,7 +51,7 @@ class Result:
     """What one test of the exam came to; `detail` is the reason of a skip or failure."""
 
     name: str
-    outcome: Outcome
+    outcome: Ending
     duration_s: float
     detail: str = ""
 
@@ -118,10 +118,10 @@ class Runner:
 class _Report(unittest.TestResult):
     """Keeps the outcome of a single test."""
 
-    outcome: Outcome = "failed"
+    outcome: Ending = "failed"
     detail = "the test case reported nothing"
 
-    def _set(self, outcome: Outcome, detail: str) -> None:
+    def _set(self, outcome: Ending, detail: str) -> None:
         self.outcome, self.detail = outcome, detail
 
     def addSuccess(self, test: unittest.TestCase) -> None:

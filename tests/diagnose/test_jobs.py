@@ -15,6 +15,7 @@ from phalanx import cli
 from phalanx.diagnose import commands, jobs
 from phalanx.diagnose.attach import main as attach
 from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, find_job, find_jobs
+from phalanx.failure.ending import Ending
 from phalanx.host.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
 from phalanx.rendezvous.launched import Launch, Notes, read_started
@@ -207,7 +208,7 @@ def test_a_job_whose_ranks_have_noted_something_is_found():
     notes.note_attempt("phalanx run", "phalanx run x.py", "", 2)
     notes.note_start(0, os.getpid())
     Launch("phalanx run", notes.path, 0, 2, "", 0).note_progress()
-    notes.note_end(0, os.getpid(), -9)
+    notes.note_end(Ending(rank=0, pid=os.getpid(), exitcode=-9))
     started = read_started(notes.path)
     notes.close()
     assert (started.pids, started.ended[0].signal, started.world_size) == ({0: os.getpid()}, 9, 2)

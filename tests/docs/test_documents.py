@@ -18,7 +18,8 @@ from phalanx.diagnose.why.activity import Activity, Call, Look
 from phalanx.diagnose.why.evidence import Evidence, RankSeen
 from phalanx.diagnose.why.findings import find
 from phalanx.diagnose.why.why import as_json as why_document
-from phalanx.record.losses import Loss
+from phalanx.failure.ending import Ending
+from phalanx.failure.losses import Loss
 from tests.docs.blocks import REPOSITORY
 
 MAPS = {"progress", "phases_s"}  # whose keys are no fields of ours
@@ -39,7 +40,8 @@ def why_fields() -> set[str]:
     threads = (Thread(7, "main", is_active=True, owns_gil=False, frames=(frame,)),)
     doing = Activity(0, 7, call, frame=frame, other=frame, last=call, was_in=call)
     seen = (RankSeen(doing, Look(7, None, Stacks(threads))),)
-    evidence = Evidence(Job("train.py", "torchrun", 1, 1, ()), seen, losses=(Loss(rank=1, how="exit"),))
+    losses = (Loss(ending=Ending(rank=1, pid=7, exitcode=1)),)
+    evidence = Evidence(Job("train.py", "torchrun", 1, 1, ()), seen, losses=losses)
     return fields(json.loads(why_document(evidence, find([doing]))))
 
 

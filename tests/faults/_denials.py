@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import PhalanxError
-from phalanx.failure.outcome import Outcome
+from phalanx.failure.ending import Ending
 from phalanx.testing import reached, spawn_ranks
 from tests.denial import OF_THREADS, OF_UNIX, SHARED, deny
 
@@ -130,14 +130,14 @@ def suffer(rank: int, world_size: int, what: str, moment: str, victim: int) -> s
     return use_all(rank)
 
 
-def deny_one(num_ranks: int, what: str, moment: str, victim: int) -> list[Outcome]:
+def deny_one(num_ranks: int, what: str, moment: str, victim: int) -> list[Ending]:
     """Return how the ranks have ended, within the limit or killed, when one of them is denied something."""
     with spawn_ranks(suffer, num_ranks, what, moment, victim, init=False) as ranks:
         ranks.wait_until_reached("ready", timeout_s=60)
         return ranks.join(LIMIT_S)
 
 
-def check_ends(outcomes: list[Outcome], victim: int) -> None:
+def check_ends(outcomes: list[Ending], victim: int) -> None:
     """Every rank has a right result or an error that names a rank; torch itself may fail for want of memory, too."""
     for outcome in outcomes:
         assert not outcome.hung, outcome

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from phalanx.record.losses import load_losses
+from phalanx.failure.losses import load_losses
 from tests.hosts.forks import Forks
 from tests.namespaces import hosts
 
@@ -261,9 +261,9 @@ def test_a_job_goes_on_without_a_host(jobs, tmp_path, lost, way):
         for host in (host for host in made if host is not made[lost]):
             [run] = (tmp_path / host.name).iterdir()
             [loss] = load_losses(run)
-            assert (loss.is_node, loss.host, loss.num_ranks) == (True, made[lost].name, 2)
-            assert loss.how == ("refused" if way == "kill" else "silent")
-            assert way == "kill" or 1.9 < loss.number <= loss.phases_s["noticed"] < GOES_ON_AFTER_CUT_S
+            assert (loss.ending.host, loss.num_ranks) == (made[lost].name, 2)
+            assert loss.node_sign == ("refused" if way == "kill" else "silent")
+            assert way == "kill" or 1.9 < loss.silent_s <= loss.phases_s["noticed"] < GOES_ON_AFTER_CUT_S
         if way == "cut":  # it knows that the others may go on, and does not
             assert any("are no majority" in line for line in jobs[lost].stderr)
             made[lost].kill()

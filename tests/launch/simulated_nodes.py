@@ -10,9 +10,11 @@ import heapq
 import itertools
 import random
 
+from phalanx.failure.ending import Ending
+from phalanx.failure.last_words import LastWords
 from phalanx.launch.nodes.agreement import Agreement
-from phalanx.launch.nodes.shared_causes import OTHER_SIDE
-from phalanx.launch.nodes.views import Node, Rules
+from phalanx.launch.nodes.causes import OTHER_SIDE
+from phalanx.launch.nodes.views import Cause, Node, Rules
 
 BEAT_S = 0.5
 TICK_S = 0.25
@@ -123,14 +125,8 @@ class SimNode:
         if self._is_away(self.ended, how, attempt, *more) or attempt != self.started:
             return
         self.training = self.started = None
-        cause = {
-            "rank": 0,
-            "pid": self.number,
-            "is_victim": False,
-            "returncode": 1,
-            "kind": "Error",
-            "message": self.name,
-        } | dict(more)
+        end = Ending(rank=0, pid=self.number, exitcode=1, last_words=LastWords("Error", self.name))
+        cause = Cause(ending=end, **dict(more))
         self.agreement.ranks_ended(how, cause if how == "failed" else None)
         self.decide()
 
@@ -158,7 +154,7 @@ class SimNode:
             self.world.kill(self.name)
             return
         result = self.agreement.result
-        if self.is_alive and result is not None and (result["cause"] or {}).get("kind") == OTHER_SIDE:
+        if self.is_alive and result is not None and result.cause is not None and result.cause.kind == OTHER_SIDE:
             self.world.kill(self.name)  # it begins anew
             self.world.start(self.name, joins=True)
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.launch.nodes.agreement import Agreement
 from phalanx.launch.nodes.election import Election
-from phalanx.launch.nodes.views import NO_VIEW
+from phalanx.launch.nodes.views import NO_VIEW, Result
 from tests.launch.simulated_nodes import World, rules
 
 
@@ -35,7 +35,7 @@ def four():
 def test_all_meet(four):
     assert four.now_s == 5
     assert max(when_s for when_s, _, _ in four.starts) < 1.5
-    assert four.finish() == [{"cause": None}] * 4
+    assert four.finish() == [Result(None)] * 4
 
 
 def test_a_node_that_is_known_at_another_address_than_its_own_is_the_same_node(four):
@@ -51,8 +51,8 @@ def test_the_others_go_on_when_one_is_killed(four, lost):
     four.kill(lost)
     four.run(6)
     assert trains(four) == "abcd".replace(lost, "")
-    assert four.nodes["d" if lost != "d" else "a"].agreement.view.cause["host"] == lost
-    assert four.finish() == [{"cause": None}] * 3
+    assert four.nodes["d" if lost != "d" else "a"].agreement.view.cause.ending.host == lost
+    assert four.finish() == [Result(None)] * 3
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
@@ -197,7 +197,7 @@ def test_after_cuts_all_are_together_again(seeds):
     for seed in range(100 * seeds, 100 * seeds + 100):
         world = play(seed, CUTS)
         assert trains(world) == "".join(sorted(world.nodes)), seed
-        assert world.finish() == [{"cause": None}] * len(world.nodes), seed
+        assert world.finish() == [Result(None)] * len(world.nodes), seed
 
 
 @pytest.mark.parametrize("seeds", GROUPS)
@@ -309,5 +309,5 @@ def test_a_job_that_fails_once_more_than_it_may_has_failed_on_all_nodes():
         world.fail("b")
         world.run(world.now_s + 5)
     results = [node.agreement.result for node in world.living()]
-    assert results[0]["cause"] is not None
+    assert results[0].cause is not None
     assert results == [results[0]] * 3

@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from phalanx.checkpoint.memory.layout import MAGIC, Head, region_offset
-from phalanx.failure.outcome import Outcome
+from phalanx.failure.ending import Ending
 from phalanx.host.block_pool import choose
 from phalanx.host.cpus import divide, read_machine
 from phalanx.launch.job import Job
@@ -215,7 +215,7 @@ def test_all_ranks_that_fail_again_after_progress_give_way_to_the_number_that_wo
             for rank in range(policy.size.num_ranks):
                 head = Head(MAGIC, 1, step, 0, policy.size.num_ranks, policy.size.num_ended, bytes(16))
                 os.pwrite(fd, head.pack(), region_offset(rank, step % 2))
-        policy.after_failure(Outcome(rank=0, pid=1, exitcode=1), lived_s=0.5)
+        policy.after_failure(Ending(rank=0, pid=1, exitcode=1), lived_s=0.5)
         numbers.append(policy.size.num_ranks)
 
     for step in (None, None, None, 10, None, None, 11, 12):

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
+from phalanx.failure.ending import Ending
 from phalanx.failure.hints import hint_for
-from phalanx.failure.outcome import Outcome
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, run_job, write_script
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -105,10 +105,10 @@ def test_a_crash_in_native_code_shows_the_line_of_python(tmp_path):
 
 
 def test_memory_that_the_kernel_took_is_told_from_a_kill_by_hand():
-    killed = Outcome(rank=0, pid=1, exitcode=-signal.SIGKILL)
+    killed = Ending(rank=0, pid=1, exitcode=-signal.SIGKILL)
     assert "because memory ran out" in hint_for(killed, num_oom_kills=1)
     assert "killed from outside" in hint_for(killed, num_oom_kills=0)
-    shells = Outcome(rank=0, pid=1, exitcode=128 + signal.SIGKILL)
+    shells = Ending(rank=0, pid=1, exitcode=128 + signal.SIGKILL)
     assert "because memory ran out" in hint_for(shells, num_oom_kills=1)
 
 

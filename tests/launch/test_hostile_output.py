@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from phalanx.failure.ending import Ending, read_stderr
 from phalanx.failure.folding import COLUMNS, ROWS
 from phalanx.failure.hints import hint_for
-from phalanx.failure.outcome import Outcome, read_stderr
 from phalanx.failure.report import report
 from phalanx.failure.tracebacks import HeldTracebacks
-from phalanx.launch.nodes.shared_causes import cause_of, end_of, read_cause
+from phalanx.launch.nodes.causes import cause_of, ending_of
+from phalanx.launch.nodes.views import Cause
 from phalanx.launch.screen.output import LiveStream, Screen, printable
+from phalanx.wire.messages import GarbledError, as_facts, read_value
 from tests.launch.streams import Kept
 
 MIB = 1 << 20
@@ -93,22 +96,30 @@ def test_what_is_no_victims_traceback_comes_out_as_it_went_in(pieces):
 @given(OUTPUT)
 @example([b"Traceback (most recent call last):\n" + b"  File x\n" * 5000 + b"A: \xff\x1b]0;x\x07\n"])
 def test_any_last_words_make_a_report_that_moves_no_cursor(pieces):
-    end = Outcome(rank=0, pid=1, exitcode=1, last_words=read_stderr(b"".join(pieces)), folder="/folder\udcff")
+    end = Ending(rank=0, pid=1, exitcode=1, last_words=read_stderr(b"".join(pieces)), folder="/folder\udcff")
     hint_for(end)
     shown = printable(report(end, [end], hint=""))
     assert not set(shown) & {0x1B, 0x07, 0x0D, 0x00}
     assert sum(max(1, -(-len(line) // COLUMNS)) for line in shown.decode().splitlines()) < ROWS
-    there = end_of(read_cause(json.loads(json.dumps(cause_of(end)))))
-    assert there.describe() == end.describe()
-    assert len(json.dumps(cause_of(end))) < 200_000  # of a packet
+    told = json.dumps(as_facts(cause_of(end)))
+    assert ending_of(read_value(json.loads(told), Cause)).describe() == end.describe()
+    assert len(told) < 200_000  # of a packet
 
 
-@given(st.recursive(st.none() | st.integers() | st.text(), st.lists))
-@example({"rank": "x", "pid": 10**400, "returncode": 256, "lines": 5, "kind": [1], "is_victim": 1})
-@example({"rank": 1, "pid": 2, "returncode": -9, "lines": ["\x1b[2J", 7] * 1000, "host": "\ud800"})
-@example({"returncode": 0})
-@example({"returncode": -128})
-def test_whatever_a_node_tells_makes_a_cause(told):
-    end = end_of(read_cause(told))
-    assert end.exit_code % 256 != 0
-    printable(report(end, [end], hint=hint_for(end)))
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists)
+WORDS = st.fixed_dictionaries(
+    {}, optional={"kind": VALUES, "message": VALUES, "lines": st.lists(VALUES), "is_victim": VALUES, "is_told": VALUES}
+)
+ENDINGS = st.fixed_dictionaries(
+    {"rank": VALUES, "pid": VALUES}, optional={"exitcode": VALUES, "last_words": WORDS, "host": VALUES}
+)
+
+
+@given(VALUES | st.fixed_dictionaries({"ending": VALUES | ENDINGS}))
+@example({"ending": {"rank": 1, "pid": 2, "exitcode": -9, "last_words": {"lines": ["\x1b[2J"] * 9}, "host": "\ud800"}})
+@example({"ending": {"rank": 1, "pid": 2, "exitcode": -128}})
+@example({"ending": {"rank": 1, "pid": 10**400, "exitcode": 1}})
+def test_whatever_a_node_tells_is_a_cause_or_refused(told):
+    with contextlib.suppress(GarbledError):
+        end = ending_of(read_value(told, Cause))
+        printable(report(end, [end], hint=hint_for(end)))

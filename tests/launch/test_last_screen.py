@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
+from phalanx.failure.ending import Ending, last_words_in
 from phalanx.failure.folding import COLUMNS, ROWS, fold
 from phalanx.failure.hints import hint_for
 from phalanx.failure.last_words import LastWords
-from phalanx.failure.outcome import Outcome, last_words_in
 from phalanx.failure.report import report
 from phalanx.launch.command.flag_parser import hint_for_flags
 from tests.launch import mistakes
@@ -56,7 +56,7 @@ def end_of(logs, name, rank=None, returncode=1):
         pid = json.loads((folder / "error.json").read_text())["pid"] if (folder / "error.json").exists() else 4711
         words = last_words_in(str(folder), pid, (folder / "stderr.log").read_bytes())
         code = 1 if words.kind and returncode == 1 else 0 if returncode == 1 else returncode
-        ends.append(Outcome(rank=number, pid=pid, exitcode=code, last_words=words, folder="logs"))
+        ends.append(Ending(rank=number, pid=pid, exitcode=code, last_words=words, folder="logs"))
     ends.sort(key=lambda end: (not end.last_words.kind, end.is_victim, end.rank))
     return (ends[0] if rank is None else next(end for end in ends if end.rank == rank)), ends
 
@@ -152,10 +152,10 @@ def test_a_rank_that_knows_no_more_is_not_the_cause(job):
 
 
 def test_a_job_ends_with_its_victims_on_one_line():
-    dead = Outcome(rank=3, pid=10, exitcode=-signal.SIGKILL, folder="logs")
+    dead = Ending(rank=3, pid=10, exitcode=-signal.SIGKILL, folder="logs")
     gone = LastWords("phalanx.RankFailed", "rank 0: all_reduce #4: rank 3 (pid 10) was killed", ())
-    ends = [Outcome(rank=rank, pid=rank + 11, exitcode=1, last_words=gone, when_s=1.0) for rank in (0, 1, 2, 4, 5)]
-    asked = [Outcome(rank=rank, pid=rank + 11, exitcode=-15, ended_by_us=True) for rank in (6, 7)]
+    ends = [Ending(rank=rank, pid=rank + 11, exitcode=1, last_words=gone, when_s=1.0) for rank in (0, 1, 2, 4, 5)]
+    asked = [Ending(rank=rank, pid=rank + 11, exitcode=-15, ended_by_us=True) for rank in (6, 7)]
     assert report(dead, [dead, *ends, *asked], hint="") == (
         "phalanx run: rank 3 (pid 10) was killed by SIGKILL; exit code 137 (phalanx explain exit-137)\n"
         "  ranks 0-2, 4 and 5: RankFailed, because of it\n"
@@ -171,7 +171,7 @@ def test_a_module_that_lies_elsewhere_is_found(tmp_path, monkeypatch):
     words = LastWords(
         "ModuleNotFoundError", "No module named 'helpers'", ("ModuleNotFoundError: No module named 'helpers'",)
     )
-    end = Outcome(rank=0, pid=1, exitcode=1, last_words=words)
+    end = Ending(rank=0, pid=1, exitcode=1, last_words=words)
     hint = hint_for(end, command=("python", "src/train.py"))
     assert hint == f"'helpers' is in {tmp_path}, which is not on Python's path: PYTHONPATH={tmp_path} phalanx run ..."
 
@@ -194,11 +194,11 @@ def test_a_flag_of_ours_behind_the_script_is_put_before_it(tmp_path):
 def test_what_another_rank_said_is_not_cut_in_mid_sentence():
     said = "send of group 'default' at big.py:9: rank 0 (pid 10) has reached its deadline and ended the group"
     words = LastWords("RuntimeError", f"rank 1: {said}", is_told=True)
-    first = Outcome(rank=0, pid=10, exitcode=1, last_words=LastWords("ValueError", "no", is_told=True))
-    second = Outcome(rank=1, pid=11, exitcode=1, last_words=words)
+    first = Ending(rank=0, pid=10, exitcode=1, last_words=LastWords("ValueError", "no", is_told=True))
+    second = Ending(rank=1, pid=11, exitcode=1, last_words=words)
     assert f"\n  rank 1: RuntimeError: {said}\n" in report(first, [first, second], hint="")
     words = LastWords("ValueError", "word " * 100, is_told=True)
-    outcomes = [first, *(Outcome(rank=n, pid=n, exitcode=1, last_words=words) for n in (1,))]
+    outcomes = [first, *(Ending(rank=n, pid=n, exitcode=1, last_words=words) for n in (1,))]
     lines = report(first, outcomes, hint="").splitlines()
     assert any(line.startswith("  rank 1: ValueError: word") and line.endswith("...") for line in lines)
     assert max(map(len, lines)) <= 2 * COLUMNS

@@ -16,24 +16,29 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import phalanx
+from phalanx.failure.ending import Ending
+from phalanx.failure.last_words import LastWords
 from phalanx.host.ports import open_listener
 from phalanx.launch.nodes.links import Links
 from phalanx.launch.nodes.messages import as_line, read_line, read_node, read_state, read_view
-from phalanx.launch.nodes.views import Group, Node, State, View
+from phalanx.launch.nodes.views import Cause, Group, Node, Result, State, View
 from tests.launch.jobs import LIMIT_S, write_script
 from tests.launch.test_nodes import LEAVE, MEET, nodes
 
 __all__ = ["nodes"]  # a fixture
 
 NODE = Node("a1", "host-a", "10.0.0.1", 29500, 4, 2)
-CAUSE = {
-    "rank": 3, "pid": 4, "returncode": 1, "kind": "ValueError", "message": "x", "folder": "f", "host": "h",
-    "is_victim": False, "lines": ["x"], "num_ranks": 2, "is_free": True, "preempted": True,
-}  # fmt: skip
+CAUSE = Cause(
+    ending=Ending(
+        rank=3, pid=4, exitcode=1, last_words=LastWords("ValueError", "x", ("x",)), folder="f", host="h",
+        preempted=True,
+    ),
+    num_ranks=2, is_free=True,
+)  # fmt: skip
 VIEW = View((3, 4), "a1", (NODE,), 5, 2, CAUSE, (Group("b", ("b", "c")),), (("10.0.0.1", 29500),), "b")
 STATE = State(
     term=3, leader="a1", in_office=True, key=(3, 4), is_settled=True, is_idle=False, has_left=True, is_leaving=True,
-    is_done=True, failure=CAUSE, running=(3, 4), port=1234, result={"cause": None}, job="b", num_ranks=2, cause=CAUSE,
+    is_done=True, failure=CAUSE, running=(3, 4), port=1234, result=Result(None), job="b", num_ranks=2, cause=CAUSE,
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from phalanx.launch.nodes.views import NO_VIEW
+from phalanx.launch.nodes.views import NO_VIEW, Result
 from tests.launch.simulated_nodes import World, rules
 
 ALL = {"a": 2, "b": 3, "c": 2}
@@ -48,7 +48,7 @@ def test_of_two_failures_only_that_which_is_the_cause_changes_a_number(three):
     for name, number in fewer.items():
         three.fail(name, num_ranks=number)
     three.run(8)
-    cause = three.nodes["a"].agreement.view.cause["message"]
+    cause = three.nodes["a"].agreement.view.cause.message
     assert sizes(three) == {**ALL, cause: fewer[cause]}
 
 
@@ -62,7 +62,7 @@ def test_the_number_stays_when_another_node_fails_or_is_lost(three):
     three.run(14)
     assert sizes(three) == {"b": 1, "c": 2}
     view = three.nodes["b"].agreement.view
-    assert view.cause["kind"] == "NodeLost"
+    assert view.cause.kind == "NodeLost"
     assert view.restarts == 3
 
 
@@ -106,7 +106,7 @@ def test_ranks_do_not_come_back_where_some_have_come_to_their_end(three):
     three.nodes["b"].agreement.ask_for(3)
     three.run(11)
     assert {node.agreement.view.attempt for node in three.living()} == {1}
-    assert three.finish() == [{"cause": None}] * 3
+    assert three.finish() == [Result(None)] * 3
 
 
 def test_a_failure_that_is_free_counts_as_none(three):
@@ -122,7 +122,7 @@ def test_a_node_with_too_few_ranks_leaves_and_the_others_go_on(three, name):
     three.run(8)
     assert sizes(three) == {node: number for node, number in ALL.items() if node != name}
     view = next(iter(three.living())).agreement.view
-    assert (view.restarts, view.cause["message"]) == (1, name)  # not once more for a lost node
+    assert (view.restarts, view.cause.message) == (1, name)  # not once more for a lost node
 
 
 def test_a_node_with_too_few_ranks_stays_if_its_failure_was_not_the_cause(three):

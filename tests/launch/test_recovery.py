@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from phalanx.record.losses import load_losses, words_of
+from phalanx.failure.losses import load_losses, words_of
 from tests.train.test_report import Page
 
 from .jobs import run_job
@@ -63,7 +63,7 @@ def test_a_killed_rank_is_told_with_its_phases_on_the_screen_in_why_and_in_the_r
     done = run_job(tmp_path, TRAINER, "--max-restarts", "1")
     assert done.returncode == 0, done.stderr
     run, loss = the_loss(tmp_path)
-    assert (loss.rank, loss.how, loss.number, loss.host) == (1, "signal", 9, "")
+    assert (loss.ending.rank, loss.ending.signal, loss.ending.host) == (1, 9, "")
     assert [*loss.phases_s] == ["noticed", "ended", "started", "loaded", "first step"]
     assert all(took_s >= 0 for took_s in loss.phases_s.values())
     assert (loss.step, loss.loaded_step) == (41, 40)
@@ -91,7 +91,7 @@ def test_of_a_loop_by_hand_the_pieces_that_are_known_are_told(tmp_path, has_mode
     done = run_job(tmp_path, source, "--max-restarts", "1")
     assert done.returncode == 0, done.stderr
     _, loss = the_loss(tmp_path)
-    assert (loss.how, loss.number, loss.step, loss.loaded_step) == ("exit", 9, None, 30)
+    assert (loss.ending.exitcode, loss.step, loss.loaded_step) == (9, None, 30)
     last = "first step" if has_model else "first collective"
     assert [*loss.phases_s] == ["noticed", "ended", "started", "loaded", last]
     assert loss.num_repeated == (3 if has_model else None)
@@ -142,5 +142,5 @@ def test_ranks_that_record_nothing_are_started_again_without_a_word_of_it(tmp_pa
     done = run_job(tmp_path, source, "--max-restarts", "1")
     assert (done.returncode, lines_of_recovery(done)) == (0, [])
     _, loss = the_loss(tmp_path)
-    assert (loss.how, loss.number, [*loss.phases_s]) == ("exit", 3, ["noticed", "ended"])
+    assert (loss.ending.exitcode, [*loss.phases_s]) == (3, ["noticed", "ended"])
     assert not loss.is_over

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from phalanx._errors import Failure
 from phalanx._errors.facts import Peer
+from phalanx.failure.ending import Ending, alike, find_culprit, read_stderr
 from phalanx.failure.last_words import LastWords
-from phalanx.failure.outcome import Outcome, alike, find_culprit, read_stderr
 from phalanx.failure.victims import is_victim
 
 
@@ -108,7 +108,7 @@ ENDS = {
     ],
 )
 def test_one_order_of_causes(ends, cause):
-    outcomes = {name: Outcome(rank=rank, pid=rank + 10, **ENDS[name]) for rank, name in enumerate(ends)}
+    outcomes = {name: Ending(rank=rank, pid=rank + 10, **ENDS[name]) for rank, name in enumerate(ends)}
     assert find_culprit(outcomes.values()) is (outcomes[cause] if cause else None)
 
 
@@ -141,7 +141,7 @@ Thread 0x00007f (most recent call first):
 def test_a_rank_that_native_code_aborts_because_of_a_peer_is_a_victim():
     words = read_stderr(ABORTED)
     assert words.kind == "c10::DistBackendError"
-    end = Outcome(rank=3, pid=10, exitcode=-6, last_words=words)
+    end = Ending(rank=3, pid=10, exitcode=-6, last_words=words)
     assert end.is_victim
     assert 'File "train.py", line 9 in step' in "\n".join(words.lines)
     assert "Watchdog caught" in words.message
@@ -154,5 +154,5 @@ def test_of_two_ranks_at_one_deadline_the_one_that_ended_the_group_is_the_cause(
         Failure(kind="rank_missing", rank=1, timeout_s=2.0),
     ]
     words = [LastWords("phalanx.CollectiveTimeout", "late", failure=failure, is_told=True) for failure in failures]
-    outcomes = [Outcome(rank=n, pid=1, exitcode=1, when_s=float(n), last_words=one) for n, one in enumerate(words)]
+    outcomes = [Ending(rank=n, pid=1, exitcode=1, when_s=float(n), last_words=one) for n, one in enumerate(words)]
     assert find_culprit(outcomes) is outcomes[1]

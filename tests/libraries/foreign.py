@@ -47,7 +47,7 @@ class Program(NamedTuple):
     environ: Mapping[str, str]
 
 
-class Outcome(NamedTuple):
+class Ending(NamedTuple):
     """How a program ended: its exit code, None where it hung; and how each of its tests did, if it has any."""
 
     code: int | None
@@ -75,7 +75,7 @@ def programs(checkouts: Path) -> Iterator[Program]:
         yield Program(f"lightning {path}", [*pytest, "-W", "ignore", "--timeout", "120", file], folder, {})
 
 
-def run(program: Program, added: Mapping[str, str], log: Path) -> Outcome:
+def run(program: Program, added: Mapping[str, str], log: Path) -> Ending:
     """Run a program, with its output in a file."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
     environ = {**ours, "OMP_NUM_THREADS": "1", **program.environ, **added}
@@ -91,7 +91,7 @@ def run(program: Program, added: Mapping[str, str], log: Path) -> Outcome:
                 one.kill()
             process.wait()
     found = re.findall(r"^(PASSED|FAILED|ERROR) (\S+)", log.read_text(errors="replace"), re.MULTILINE)
-    return Outcome(code, Counter(found))
+    return Ending(code, Counter(found))
 
 
 def main() -> None:

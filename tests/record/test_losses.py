@@ -7,17 +7,21 @@ import json
 
 import pytest
 
+from phalanx.failure.ending import Ending
+from phalanx.failure.ends import load_ends, save_ends
+from phalanx.failure.last_words import LastWords
+from phalanx.failure.losses import Loss, folder_of, load_losses, save_loss, sign_of, who_of, words_of
 from phalanx.record.beginning import Beginning, num_repeated, read_before
 from phalanx.record.box import LOADED, LOADING, Box, Event
 from phalanx.record.clocks import load_clocks, save_clocks
-from phalanx.record.ends import End, load_ends, save_ends
-from phalanx.record.losses import Loss, folder_of, load_losses, save_loss, sign_of, who_of, words_of
 
 PHASES = {"noticed": 0.05, "ended": 0.1, "started": 0.14, "loaded": 0.06, "first step": 0.06}
 KILLED = Loss(
-    rank=1, how="signal", number=9, at_s=1.0, phases_s=PHASES, step=812, loaded_step=811, num_repeated=1
+    ending=Ending(rank=1, pid=7, exitcode=-9), at_s=1.0, phases_s=PHASES, step=812, loaded_step=811, num_repeated=1
 )  # fmt: skip
-NODE = Loss(rank=4, num_ranks=2, is_node=True, how="silent", number=2.04, host="host-c")
+NODE = Loss(
+    ending=Ending(rank=4, pid=-1, host="host-c"), num_ranks=2, node_sign="silent", silent_s=2.04
+)  # fmt: skip
 
 
 def box_of(*events: tuple[str, str, int, int, int, int]) -> Box:
@@ -40,28 +44,28 @@ def test_losses_are_kept_in_the_order_of_their_attempts_and_damaged_ones_are_lef
         save_loss(loss, tmp_path, attempt)
     assert load_losses(tmp_path) == [KILLED, NODE]
     good = json.loads((folder_of(tmp_path, 2) / "loss.json").read_text())
-    wrong = [{"at_s": 1e18}, {"at_s": float("nan")}, {"number": "inf"}, {"phases_s": {"noticed": "1"}}]
-    wrong += [{name: value} for name in ("step", "rank", "num_ranks") for value in ("x", float("inf"), 10**400)]
-    for text in ("", "[]", '{"rank": 1}', *(json.dumps(good | one) for one in wrong)):
+    wrong = [{"at_s": 1e18}, {"at_s": float("nan")}, {"silent_s": "inf"}, {"phases_s": {"noticed": "1"}}]
+    wrong += [{name: value} for name in ("step", "ending", "num_ranks") for value in ("x", float("inf"), 10**400)]
+    for text in ("", "[]", '{"ending": {"rank": 1}}', *(json.dumps(good | one) for one in wrong)):
         (folder_of(tmp_path, 2) / "loss.json").write_text(text)
         assert load_losses(tmp_path) == [NODE], text
 
 
 @pytest.mark.parametrize("code", ["Infinity", "NaN", "1e999", "true", "1" + "0" * 400, '"3"', "null", "[" * 100_000])
 def test_ends_and_clocks_of_values_that_nobody_saved_are_left_out(tmp_path, code):
-    end = {1: End(code=3, was_told=False, at_ns=7)}
-    save_ends(end, tmp_path)
+    end = Ending(rank=1, pid=2, exitcode=3, when_s=7.0)
+    save_ends([end], tmp_path)
     save_clocks({"hb": (0.5, 0.001)}, tmp_path)
-    assert (load_ends(tmp_path), load_clocks(tmp_path)) == (end, {"hb": (500_000_000, 1_000_000)})
-    for facts in (f'"code": {code}, "at_ns": 7', f'"code": 3, "at_ns": {code}'):
-        (tmp_path / "ends.json").write_text(f'{{"1": {{"was_told": false, {facts}}}}}')
+    assert (load_ends(tmp_path), load_clocks(tmp_path)) == ({1: end}, {"hb": (500_000_000, 1_000_000)})
+    for facts in (f'"pid": {code}', f'"pid": 2, "ended_by_us": {code.replace("true", "1").replace("null", "1")}'):
+        (tmp_path / "ends.json").write_text(f'[{{"rank": 1, {facts}}}]')
         assert load_ends(tmp_path) == {}
     (tmp_path / "clocks.json").write_text(f'{{"hb": [{code}, 0.001]}}')
     assert load_clocks(tmp_path) == {}
 
 
 def test_what_is_kept_can_not_control_a_terminal(tmp_path):
-    save_loss(dataclasses.replace(NODE, host="\x1b[31m"), tmp_path, 0)
+    save_loss(dataclasses.replace(NODE, ending=Ending(rank=4, pid=-1, host="\x1b[31m")), tmp_path, 0)
     [loss] = load_losses(tmp_path)
     assert "\x1b" not in who_of(loss)
 
@@ -91,10 +95,14 @@ def test_a_recovery_in_words(loss, words):
     [
         (KILLED, "rank 1", "killed by SIGKILL"),
         (NODE, "node host-c (ranks 4 and 5)", "silent for 2.0 s"),
-        (dataclasses.replace(NODE, num_ranks=1, how="refused"), "node host-c (rank 4)", "its process has ended"),
-        (dataclasses.replace(NODE, how="left"), "node host-c (ranks 4 and 5)", "it could not reach the others"),
-        (Loss(rank=3, how="raised", number=1, error="ValueError", host="b"), "rank 3 on b", "raised ValueError"),
-        (Loss(rank=-1, how="exit", number=7), "the process that starts the ranks", "exit code 7"),
+        (dataclasses.replace(NODE, num_ranks=1, node_sign="refused"), "node host-c (rank 4)", "its process has ended"),
+        (dataclasses.replace(NODE, node_sign="left"), "node host-c (ranks 4 and 5)", "it could not reach the others"),
+        (
+            Loss(ending=Ending(rank=3, pid=7, exitcode=1, last_words=LastWords("ValueError"), host="b")),
+            "rank 3 on b",
+            "raised ValueError",
+        ),
+        (Loss(ending=Ending(rank=-1, pid=7, exitcode=7)), "the process that starts the ranks", "exit code 7"),
     ],
 )
 def test_who_was_lost_and_how_that_was_noticed(loss, who, sign):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.failure.ending import Ending
+from phalanx.failure.losses import Loss, save_loss
 from phalanx.record.box import Box, load_boxes
-from phalanx.record.losses import Loss, save_loss
 from phalanx.train.report import plots
 from phalanx.train.report.metrics import PHASES
 from phalanx.train.report.report import write_report
@@ -206,11 +207,11 @@ def test_losses_are_a_table_and_bars_of_their_phases(tmp_path):
     run = run_of(tmp_path, Job(2, seed=8).boxes(7), ends=True)
     phases = {"noticed": 2.05, "ended": 0.1, "agreed": 0.05, "started": 0.14, "loaded": 0.06, "first step": 0.06}
     lost = Loss(
-        rank=4, num_ranks=2, is_node=True, how="silent", number=2.05, host=EVIL, at_s=BEGAN_S, phases_s=phases,
-        step=1_020, num_repeated=1,
+        ending=Ending(rank=4, pid=-1, host=EVIL), num_ranks=2, node_sign="silent", silent_s=2.05, at_s=BEGAN_S,
+        phases_s=phases,         step=1_020, num_repeated=1,
     )  # fmt: skip
     fewer = {name: took_s for name, took_s in phases.items() if name != "agreed"}
-    killed = Loss(rank=1, how="signal", number=9, at_s=BEGAN_S + 1, phases_s=fewer, loaded_step=30)
+    killed = Loss(ending=Ending(rank=1, pid=7, exitcode=-9), at_s=BEGAN_S + 1, phases_s=fewer, loaded_step=30)
     save_loss(lost, run.folder / "launched", 0)
     save_loss(killed, run.folder / "launched", 1)
     page = page_of(tmp_path)
@@ -227,10 +228,10 @@ def test_losses_of_all_hosts_are_listed_once_and_the_host_that_can_not_be_reache
     run.start()
     run.steps(1, 40)
     run.end(40)
-    first = Loss(rank=1, is_node=True, how="silent", number=2.0, host="hb", at_s=BEGAN_S)
-    second = Loss(rank=0, is_node=True, how="refused", host="ha", at_s=BEGAN_S + 60)
+    first = Loss(ending=Ending(rank=1, pid=-1, host="hb"), node_sign="silent", silent_s=2.0, at_s=BEGAN_S)
+    second = Loss(ending=Ending(rank=0, pid=-1, host="ha"), node_sign="refused", at_s=BEGAN_S + 60)
     save_loss(first, run.folder / "one", 0)
-    save_loss(dataclasses.replace(first, how="left", at_s=BEGAN_S + 0.1), run.folder / "two", 3)
+    save_loss(dataclasses.replace(first, node_sign="left", at_s=BEGAN_S + 0.1), run.folder / "two", 3)
     save_loss(second, run.folder / "two", 4)
     text = re.sub(r"\s+", " ", page_of(tmp_path).text)
     assert text.count("node hb (rank 1)") == 2  # the table and the bars
@@ -248,7 +249,7 @@ def test_a_restart_of_the_same_launch_without_a_loss_was_planned(tmp_path, is_lo
     run.start()
     run.steps(1, 20)
     if is_lost:
-        save_loss(Loss(rank=1, how="exit", number=1, at_s=run.time_s), tmp_path / "launched", 0)
+        save_loss(Loss(ending=Ending(rank=1, pid=7, exitcode=1), at_s=run.time_s), tmp_path / "launched", 0)
     run.start({"step": 20, "source": "memory"})
     run.steps(21, 40)
     run.end(40)

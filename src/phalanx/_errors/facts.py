@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.wire.messages import read_value
+from phalanx.wire.messages import as_facts, read_value
 
 if typing.TYPE_CHECKING:
     from typing_extensions import Self
@@ -16,7 +16,8 @@ class Facts:
     """Plain data that JSON can hold."""
 
     def to_facts(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload]  # subclasses are dataclasses
+        facts: dict[str, Any] = as_facts(self)
+        return facts
 
     @classmethod
     def from_facts(cls, facts: object) -> Self:

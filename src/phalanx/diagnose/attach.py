@@ -86,7 +86,7 @@ def _process_of(job: Job, number: int) -> int:
     started = read_started(job.notes)
     there = f"{named('rank', list(living)) if living else 'no rank'} {'runs' if len(living) < 2 else 'run'} here"
     if started is not None and (ended := started.ended.get(number)):
-        raise NoRank(f"rank {number} {ended.how}; {there}")
+        raise NoRank(f"rank {number} {ended.exit_words}; {there}")
     if number < job.world_size:
         raise NoRank(f"rank {number} does not run on this host: type phalanx attach {number} on its host; {there}")
     raise NoRank(f"{job.name} (pid {job.launcher_pid}) has no rank {number}; {there}")

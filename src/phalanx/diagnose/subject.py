@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from phalanx._errors import printable
 from phalanx.diagnose.jobs import Job, match_jobs, running_in
+from phalanx.failure.ends import load_reason
 from phalanx.host.processes import command_of
-from phalanx.record.ends import load_reason
 from phalanx.record.run_folder import logs_beside, logs_of, name_of
 from phalanx.wire.files import open_regular
 

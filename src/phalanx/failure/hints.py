@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterator, Sequence
 
 from phalanx._errors import address, addressed
-from phalanx.failure.outcome import Outcome
+from phalanx.failure.ending import Ending
 
 _BY_SIGNAL = {
     signal.SIGILL: "an instruction that this processor lacks: a library was built for a newer one",
@@ -168,7 +168,7 @@ _HINTS = (
 )  # fmt: skip
 
 
-def hint_for(end: Outcome, ends: Sequence[Outcome] = (), *, num_oom_kills: int = 0, command: Sequence[str] = ()) -> str:
+def hint_for(end: Ending, ends: Sequence[Ending] = (), *, num_oom_kills: int = 0, command: Sequence[str] = ()) -> str:
     """Return what to do about it in one line; empty when nothing is known to help.
 
     Args:
@@ -200,13 +200,13 @@ def hint_for(end: Outcome, ends: Sequence[Outcome] = (), *, num_oom_kills: int =
     return _BY_SIGNAL.get(signal.Signals(-code), "") if -code in _BY_SIGNAL else ""
 
 
-def explanation_for(end: Outcome) -> str:
+def explanation_for(end: Ending) -> str:
     """Return the short address of what explains the end of a rank; empty if its message has it, or nothing does."""
     entry = _entry_for(end)
     return address(entry) if entry else ""
 
 
-def _entry_for(end: Outcome) -> str:
+def _entry_for(end: Ending) -> str:
     code = end.exitcode or 0
     if addressed(_said(end)):
         return ""
@@ -221,7 +221,7 @@ def _entry_for(end: Outcome) -> str:
     return "rank-killed" if code < 0 else ""
 
 
-def _said(end: Outcome) -> str:
+def _said(end: Ending) -> str:
     lines = [*end.last_words.lines, end.last_words.summary]
     if end.folder and _OF_A_CHILD.search("\n".join(lines)):  # whose own words are in the log alone
         with contextlib.suppress(OSError), open(end.log, "rb") as log:
@@ -230,7 +230,7 @@ def _said(end: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _hints_that_fit(end: Outcome) -> Iterator[Hint]:
+def _hints_that_fit(end: Ending) -> Iterator[Hint]:
     for hint in _HINTS:
         if re.fullmatch(hint.kind, end.last_words.name) and re.search(hint.text, _said(end), re.MULTILINE):
             yield hint

@@ -22,11 +22,12 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from phalanx import _env
 from phalanx._errors import Failure, PhalanxError, origins
 from phalanx.wire.files import read_json, write_whole
+from phalanx.wire.messages import cropped, read_value, require
 
 _MAX_LINES = 400  # of a traceback
 _MAX_LINE, _MAX_MESSAGE = 500, 20_000  # characters
@@ -94,7 +95,7 @@ class LastWords:
         Args:
             message: Whole message, if it is known; default: `summary`.
         """
-        lines = [line[:_MAX_LINE] for line in cropped(self.lines)]
+        lines = [line[:_MAX_LINE] for line in cropped_lines(self.lines)]
         # In seconds. torchrun takes the earliest for the cause, which must not be a victim in the same second.
         timestamp = str(int(time.time()) + self.is_victim)
         return {
@@ -120,7 +121,7 @@ def class_name(kind: str) -> str:
     return re.split(r"\.|::", kind)[-1]
 
 
-def cropped(lines: Sequence[str]) -> tuple[str, ...]:
+def cropped_lines(lines: Sequence[str]) -> tuple[str, ...]:
     """Return the lines of a traceback; of a very long one, only its two ends."""
     if len(lines) <= _MAX_LINES:
         return tuple(lines)
@@ -238,32 +239,44 @@ def _first_line(text: str) -> str:
 # ---------------------------------------------------------------- the launcher's side
 
 
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """The facts of `LastWords.record` that torch's format has no place for."""
+
+    kind: str
+    message: Annotated[str, cropped(_MAX_MESSAGE)]
+    is_victim: Any = False
+    failure: Any = None
+    site: Any = ""
+
+    def __post_init__(self) -> None:
+        require(bool(_KIND.fullmatch(self.kind)), "the name of a class", self.kind)
+
+
+_FORM = {"pid": int, "message": {"extraInfo": {"py_callstack": str}}, "exception": _Told}
+
+
 def read(path: str, pid: int) -> LastWords | None:
     """Return the last words of the process `pid`; None if it left none, or not in the form of `LastWords.record`.
 
     The file of another process, such as a child of the rank, does not count.
     """
-    told = _read(path)
-    if not isinstance(told, dict) or told.get("pid") != pid:
+    try:
+        told = read_value(read_json(path), _FORM)
+    except (OSError, ValueError):
         return None
-    said, facts = told.get("message"), told.get("exception")
-    extra = said.get("extraInfo") if isinstance(said, dict) else None
-    stack = extra.get("py_callstack") if isinstance(extra, dict) else None
-    if not isinstance(facts, dict) or not isinstance(stack, str):
+    if told["pid"] != pid:
         return None
-    kind, message, site = (facts.get(name) for name in ("kind", "message", "site"))
-    if not isinstance(kind, str) or not _KIND.fullmatch(kind) or not isinstance(message, str):
-        return None
-    failure = None
+    facts, stack, failure = told["exception"], told["message"]["extraInfo"]["py_callstack"], None
     with contextlib.suppress(ValueError):
-        failure = Failure.from_facts(facts.get("failure"))
+        failure = Failure.from_facts(facts.failure)
     return LastWords(
-        kind,
-        _first_line(message[:_MAX_MESSAGE]),
-        tuple(line[:_MAX_LINE] for line in cropped(stack.splitlines())),
-        is_victim=facts.get("is_victim") is True,
+        facts.kind,
+        _first_line(facts.message),
+        tuple(line[:_MAX_LINE] for line in cropped_lines(stack.splitlines())),
+        is_victim=facts.is_victim is True,
         failure=failure,
-        site=site[:_MAX_LINE] if isinstance(site, str) else "",
+        site=facts.site[:_MAX_LINE] if isinstance(facts.site, str) else "",
         is_told=True,
     )
 

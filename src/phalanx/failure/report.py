@@ -12,10 +12,10 @@ import signal
 from collections.abc import Sequence
 
 from phalanx._text import named, shortened, signal_name
+from phalanx.failure.ending import Ending, RankError, alike, find_culprit
 from phalanx.failure.folding import COLUMNS, ROWS, fold, num_rows, short_path
 from phalanx.failure.hints import explanation_for, hint_for
 from phalanx.failure.last_words import owner_of
-from phalanx.failure.outcome import Outcome, RankError, alike, find_culprit
 from phalanx.failure.tracebacks import find_last_block
 from phalanx.failure.victims import is_victim
 from phalanx.record.notes import words_of_checkpoints
@@ -25,7 +25,7 @@ _OTHERS_ROWS = 2  # of the screen, for each
 _MAX_ROWS = 14  # of the culprit's traceback: the interpreter prints that of the call above it
 
 
-def report(culprit: Outcome, outcomes: Sequence[Outcome], *, hint: str, resume: str = "") -> str:
+def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: str = "") -> str:
     """Return the last words of a job that failed: the cause, then what became of the others, on one screen.
 
     Args:
@@ -45,7 +45,7 @@ def report(culprit: Outcome, outcomes: Sequence[Outcome], *, hint: str, resume: 
     return "\n".join(lines) + "\n"
 
 
-def words_of_resuming(culprit: Outcome, outcomes: Sequence[Outcome]) -> str:
+def words_of_resuming(culprit: Ending, outcomes: Sequence[Ending]) -> str:
     """Return how a Trainer goes on after a rank was killed, in a job without restarts; empty if no Trainer has run."""
     if culprit.signal != signal.SIGKILL:
         return ""
@@ -53,12 +53,12 @@ def words_of_resuming(culprit: Outcome, outcomes: Sequence[Outcome]) -> str:
     return f"to go on, start it again: {saved}; --max-restarts N does so by itself" if saved else ""
 
 
-def brief_report(culprit: Outcome) -> str:
+def brief_report(culprit: Ending) -> str:
     """Return what failed and why, for a job that goes on."""
     return "\n".join([culprit.describe(), *(f"  {line}" for line in fold(culprit.last_words.lines, ROWS // 2))])
 
 
-def _others(culprit: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
+def _others(culprit: Ending, outcomes: Sequence[Ending]) -> list[str]:
     """Return what became of the other ranks but for those that hung, a line for all that ended alike."""
     groups: dict[str, list[int]] = {}
     for outcome in outcomes:
@@ -70,7 +70,7 @@ def _others(culprit: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def _in_brief(outcome: Outcome, culprit: Outcome) -> str:
+def _in_brief(outcome: Ending, culprit: Ending) -> str:
     words = outcome.last_words
     if words.kind and (outcome.ended_by_us or outcome.raised):
         if is_victim(words) and not culprit.is_victim:
@@ -88,7 +88,7 @@ def _in_brief(outcome: Outcome, culprit: Outcome) -> str:
 # ---------------------------------------------------------------- as an exception
 
 
-def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, max_rows: int = _MAX_ROWS) -> RankError:
+def first_true_failure(outcomes: Sequence[Ending], timeout_s: float = 0.0, *, max_rows: int = _MAX_ROWS) -> RankError:
     """Return the error that names the cause and, in a line for all that ended alike, what became of the others.
 
     Args:
@@ -110,7 +110,7 @@ def first_true_failure(outcomes: Sequence[Outcome], timeout_s: float = 0.0, *, m
     return RankError("\n".join(lines), culprit, outcomes)
 
 
-def heads(culprit: Outcome, outcomes: Sequence[Outcome], timeout_s: float) -> list[str]:
+def heads(culprit: Ending, outcomes: Sequence[Ending], timeout_s: float) -> list[str]:
     """Return the lines that say which rank was the cause, and what became of the others."""
     lines = [f"{headline(culprit)} [world_size {len(outcomes)}]"]
     if hung := [outcome.rank for outcome in outcomes if outcome.hung]:
@@ -118,7 +118,7 @@ def heads(culprit: Outcome, outcomes: Sequence[Outcome], timeout_s: float) -> li
     return lines + [f"  {line}" for line in _others(culprit, outcomes)]
 
 
-def headline(culprit: Outcome) -> str:
+def headline(culprit: Ending) -> str:
     """Return who ended how; after an exception also where in the user's code, and that line if it says nothing else."""
     words = culprit.last_words
     path, _, number = words.site.rpartition(":")
@@ -138,7 +138,7 @@ def _source_at(lines: Sequence[str], path: str, number: str) -> str:
     return after[-1] if after and not after[-1].startswith("File ") else ""
 
 
-def folded(culprit: Outcome, max_rows: int) -> list[str]:
+def folded(culprit: Ending, max_rows: int) -> list[str]:
     """Return the user's frames and the message, but for its first line, which the headline has."""
     block = find_last_block(culprit.last_words.lines)
     if block is None:

@@ -23,10 +23,11 @@ import json
 import os
 import time
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
-from phalanx._text import signal_name
+from phalanx.failure.ending import Ending
 from phalanx.host.proc_stat import stat_fields
+from phalanx.wire.messages import GarbledError, as_facts, read_value, understand
 
 MEMORY_NAME = "phalanx-notes"
 """Name of the memory in which the notes lie, as ``/proc/PID/fd`` shows it."""
@@ -49,20 +50,6 @@ def met_in(store: Any) -> dict[int, int]:
             return _meetings[store]
         store = getattr(store, "underlying_store", None)
     return {}
-
-
-class End(NamedTuple):
-    """How a rank has ended.
-
-    Attributes:
-        how: Words such as ``"exited with code 0"``, with the first line of the exception if one ended it.
-    """
-
-    rank: int
-    pid: int
-    exit_code: int | None
-    signal: int | None
-    how: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +75,9 @@ class Launch:
     @classmethod
     def of(cls, text: str) -> Launch | None:
         """Return the launch that `to_text` described; None if the text is something else."""
-        with contextlib.suppress(ValueError, TypeError):
-            return cls(**json.loads(text))
+        with contextlib.suppress(GarbledError):
+            launch: Launch = understand(text, cls)
+            return launch
         return None
 
     def meets_at(self, host: str, port: int) -> bool:
@@ -104,9 +92,9 @@ class Launch:
         """
         return (rank, world_size) == (self.rank, self.world_size)
 
-    def ended(self) -> list[End]:
+    def ended(self) -> list[Ending]:
         """Return the ranks that have ended; none if the notes can't be read."""
-        return [End(*facts) for kind, facts in self._read() if kind == "ended"]
+        return [read_value(facts, Ending) for kind, facts in self._read() if kind == "ended"]
 
     def note_wait(self, rank: int, where: str) -> None:
         """Note that this process waits, as `rank`, for a rank 0 to open the store; a negative rank: no longer."""
@@ -184,7 +172,7 @@ class Started:
     folder: str
     world_size: int
     pids: dict[int, int]
-    ended: dict[int, End]
+    ended: dict[int, Ending]
     state: str
     straggler: str
 
@@ -202,9 +190,9 @@ def read_started(path: str) -> Started | None:
         return None
     launcher, command, folder, world_size = attempt[-1]
     pids = {facts[0]: facts[1] for kind, facts in notes if kind == "started"}
-    ended = {facts[0]: End(*facts) for kind, facts in notes if kind == "ended"}
-    told = next((facts for kind, facts in reversed(notes) if kind in ("state", "started", "ended")), ("starting", None))
-    state = _words_of_state(*told) if isinstance(told[0], str) else ""
+    ended = {end.rank: end for kind, facts in notes if kind == "ended" for end in [read_value(facts, Ending)]}
+    last = next(((kind, facts) for kind, facts in reversed(notes) if kind in ("state", "started", "ended")), None)
+    state = "starting" if last is None else _words_of_state(*last[1]) if last[0] == "state" else ""
     straggler = next((facts[0] for kind, facts in reversed(notes) if kind == "straggler"), "")
     return Started(launcher, command, folder, world_size, pids, ended, state, straggler)
 
@@ -258,18 +246,10 @@ class Notes:
         """Tell whoever asks about the job which process a rank is."""
         os.write(self._fd, _line("started", (rank, pid)))
 
-    def note_end(self, rank: int, pid: int, returncode: int, why: str = "") -> None:
-        """Tell the surviving ranks that a rank has ended.
-
-        Args:
-            returncode: Exit code, or minus the signal.
-            why: First line of the exception, if one ended it.
-        """
-        if self._fd < 0:
-            return
-        how = f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"exited with code {returncode}"
-        code, signal = (None, -returncode) if returncode < 0 else (returncode, None)
-        os.write(self._fd, _line("ended", End(rank, pid, code, signal, f"{how} ({why})" if why else how)))
+    def note_end(self, end: Ending) -> None:
+        """Tell the surviving ranks that a rank has ended."""
+        if self._fd >= 0:
+            os.write(self._fd, _line("ended", as_facts(end.for_others())))
 
     @property
     def has_progress(self) -> bool:
@@ -299,5 +279,5 @@ class Notes:
             os.close(fd)
 
 
-def _line(kind: str, facts: tuple[Any, ...]) -> bytes:
+def _line(kind: str, facts: object) -> bytes:
     return (json.dumps([kind, facts]) + "\n").encode()

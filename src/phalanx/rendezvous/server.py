@@ -232,10 +232,10 @@ def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:
         return None
     end = ended[launch.world_size - asked.world_size]  # later ones may be its victims
     text = (
-        f"rank {end.rank} (pid {end.pid}) {end.how} before all ranks had joined\n"
+        f"rank {end.rank} (pid {end.pid}) {end.exit_words} before all ranks had joined\n"
         f"All {asked.world_size} must come to {asked.call}: look at what rank {end.rank} printed last."
     )
-    return text, {"ranks": (end.rank,), "pid": end.pid, "exit_code": end.exit_code, "signal": end.signal}
+    return text, {"ranks": (end.rank,), "pid": end.pid, "exit_code": end.code, "signal": end.signal}
 
 
 def is_taken(error: Exception) -> bool:

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 from phalanx import _on_first_use
 
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
-    from phalanx.failure.outcome import Outcome, RankError
+    from phalanx.failure.ending import Ending, RankError
     from phalanx.launch.spawn.workers import start_server
     from phalanx.testing.rank import await_release, reached
     from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks
 
 __all__ = [
-    "Outcome",
+    "Ending",
     "RankError",
     "Ranks",
     "await_release",
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "failure.outcome": "Outcome RankError",
+    "failure.ending": "Ending RankError",
     "launch.spawn.workers": "start_server",
     "testing.rank": "await_release reached",
     "testing.ranks": "Ranks kill_rank run_ranks spawn_ranks",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx import _env
-from phalanx.failure.outcome import Outcome, RankError
+from phalanx.failure.ending import Ending, RankError
 from phalanx.failure.report import first_true_failure, folded, headline
 from phalanx.launch.deadlines import CAUSE_S, STACKS_S
 from phalanx.launch.spawn.worker import Function
@@ -46,7 +46,7 @@ def run_ranks(
         args: Further arguments of `fn`; they must be picklable.
         kwargs: Keyword arguments of `fn`; they must be picklable.
         timeout_s: Seconds after which ranks that have not ended are killed.
-        expect_failures: Whether ranks are meant to raise or die. One `Outcome` for each rank is then returned, nothing
+        expect_failures: Whether ranks are meant to raise or die. One `Ending` for each rank is then returned, nothing
             is raised, and a failure does not shorten the time of the others.
         options: Keyword arguments of `spawn_ranks`.
 
@@ -196,7 +196,7 @@ class Ranks:
         for rank in range(len(self)) if ranks is None else ranks:
             self._workers.handles[rank].send(("release", point, payload))
 
-    def join(self, timeout_s: float = 60.0, *, stop_at_failure: bool = False) -> list[Outcome]:
+    def join(self, timeout_s: float = 60.0, *, stop_at_failure: bool = False) -> list[Ending]:
         """Wait for the ranks, kill those that hang, and return all outcomes in rank order.
 
         Args:

@@ -9,7 +9,7 @@ import unittest
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.failure.outcome import Outcome
+from phalanx.failure.ending import Ending
 
 _VERDICTS = ("skip", "xfail", "exit")  # of pytest's functions; what fail() raises is the failure of a rank
 
@@ -21,11 +21,11 @@ def make_portable(error: BaseException) -> None:
             copyreg.pickle(type(error), _reduce)
 
 
-def verdict_of(outcomes: Sequence[Outcome]) -> BaseException | None:
+def verdict_of(outcomes: Sequence[Ending]) -> BaseException | None:
     """Return what a rank has raised about the test as a whole, None if there is nothing, or another rank has failed.
 
     Victims of the rank that left, and ranks that still wait for it, have not failed. Ranks with a verdict are marked as
-    `Outcome.skipped`, so that none is taken for the cause of another's failure.
+    `Ending.skipped`, so that none is taken for the cause of another's failure.
     """
     for outcome in outcomes:
         outcome.skipped = _is_verdict(outcome.error)
@@ -40,7 +40,7 @@ def ends_session(error: BaseException | None) -> bool:
     return error is not None and type(error) is _raised_by("exit")
 
 
-def _is_failure(outcome: Outcome) -> bool:
+def _is_failure(outcome: Ending) -> bool:
     lives = outcome.exitcode is None
     return outcome.failed and not (lives or outcome.hung or outcome.is_victim)
 

@@ -1,9 +1,9 @@
 """The one reader of what other processes say: plain data in, a value of the declared form out, or a refusal by name.
 
-What comes from outside this process may be from another version or another program, cut short, or made up: an agent's
-line, the value of a key in a store, a file in a run's folder. So nobody picks fields out of parsed JSON. The code declares
-a form, most often a dataclass, and `read_value` returns an object of that form or raises a `GarbledError` that says what
-is wrong. Bounds belong to the form::
+What comes from outside this process may be from another version or another program, cut short, or made up: an
+agent's line, the value of a key in a store, a file in a run's folder. So nobody picks fields out of parsed JSON. The
+code declares a form, most often a dataclass, and `read_value` returns an object of that form or raises a
+`GarbledError` that says what is wrong. Bounds belong to the form::
 
     @dataclass(frozen=True)
     class Node:
@@ -27,10 +27,10 @@ from typing import Any, NoReturn
 Shape = Any
 """Form of a value.
 
-A type hint: a plain type, a dataclass, ``list``, ``tuple``, ``dict`` or ``Literal`` with arguments, a union, ``Annotated``
-with functions that check a value and return it as read. Or ``{"key": shape}``, a table that may have other keys;
-``[shape]``, a list of any length; ``(shape, shape)``, a list of these items; a function that returns the value as read or
-raises ValueError.
+A type hint: a plain type, a dataclass, ``list``, ``tuple``, ``dict`` or ``Literal`` with arguments, a union,
+``Annotated`` with functions that check a value and return it as read. Or ``{"key": shape}``, a table that may have
+other keys; ``[shape]``, a list of any length; ``(shape, shape)``, a list of these items; a function that returns the
+value as read or raises ValueError.
 """
 
 LOCAL = types.MappingProxyType({"local": True})
@@ -78,6 +78,16 @@ def _refuse_number(number: str) -> NoReturn:
     raise ValueError(f"{number[:_MOST_DIGITS]} is no number of 64 bits")
 
 
+def as_facts(value: Any) -> Any:
+    """Return a dataclass, and those in it, as tables without their local fields; what JSON knows stays as it is."""
+    if dataclasses.is_dataclass(value):
+        told = (field.name for field in dataclasses.fields(value) if not field.metadata.get("local"))
+        return {name: as_facts(getattr(value, name)) for name in told}
+    if isinstance(value, dict):
+        return {key: as_facts(one) for key, one in value.items()}
+    return [as_facts(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
 def understand(text: bytes | bytearray | str, shape: Shape) -> Any:
     """Return the JSON in `text`, read by its shape.
 
@@ -97,6 +107,8 @@ def read_value(value: Any, shape: Shape) -> Any:
     Raises:
         GarbledError: The value does not have the shape.
     """
+    if shape is Any:
+        return value
     if isinstance(shape, dict):
         require(isinstance(value, dict) and shape.keys() <= value.keys(), f"a table with {', '.join(shape)}", value)
         return {**value, **{key: read_value(value[key], one) for key, one in shape.items()}}
@@ -116,22 +128,34 @@ def read_value(value: Any, shape: Shape) -> Any:
         # Not a subclass: True is not a number.
         require(type(value) is shape or (shape is float and type(value) is int), _NAMES.get(shape, str(shape)), value)
         return value
-    return value if shape is Any else _apply(shape, value)
+    return _apply(shape, value)
 
 
 def _read_dataclass(value: Any, shape: Any) -> Any:
     require(isinstance(value, dict), "a table", value)
     hints = _hints(shape)
-    given = {name: read_value(value[name], hint) for name, hint in hints.items() if name in value}
+    given = {name: _read_field(name, value[name], hint) for name, hint in hints.items() if name in value}
     try:
         return shape(**given)
     except TypeError:
-        missing = [name for name in hints if name not in given]
+        has_default = {one.name for one in dataclasses.fields(shape) if _has_default(one)}
+        missing = [name for name in hints if name not in given and name not in has_default]
         raise GarbledError(f"{_shown(value)} has no {' or '.join(missing)}") from None
     except GarbledError:
         raise
     except ValueError as error:  # of its __post_init__
         raise GarbledError(str(error)) from None
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return not (field.default is field.default_factory is dataclasses.MISSING)
+
+
+def _read_field(name: str, value: Any, shape: Shape) -> Any:
+    try:
+        return read_value(value, shape)
+    except GarbledError as error:
+        raise GarbledError(f"{name}: {error}") from None
 
 
 @functools.cache
@@ -169,9 +193,9 @@ def _items(value: Any, shapes: tuple[Shape, ...]) -> typing.Iterator[Any]:
     return (read_value(one, shape) for one, shape in zip(value, shapes, strict=True))
 
 
-def _read_key(key: str, shape: Shape) -> Any:
+def _read_key(key: Any, shape: Shape) -> Any:
     """Return the key of a table, which JSON writes as a text also where it is a number."""
-    if shape is not int:
+    if shape is not int or type(key) is int:
         return read_value(key, shape)
     require(key.isascii() and key.isdecimal() and len(key) < _MOST_DIGITS, "a whole number", key)
     return int(key)

@@ -8,6 +8,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from phalanx.wire.messages import as_facts
+
 MAX_PACKET_BYTES = 1 << 18
 
 
@@ -34,7 +36,7 @@ class PacketSocket:
     def send(self, packet: Mapping[str, object], fds: Sequence[int] = ()) -> None:
         """Send `packet`, and copies of `fds`; nothing happens if nobody is there any more."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._socket, [json.dumps(packet).encode()], list(fds))
+            socket.send_fds(self._socket, [json.dumps(as_facts(packet)).encode()], list(fds))
 
     def receive(self) -> Iterator[dict[str, Any]]:
         """Yield the packets that have come, without waiting for more."""

@@ -487,10 +487,8 @@ class Meeting:
                 continue
             if rank in self._suspects:
                 dead = (Peer(rank=end.rank, pid=end.pid),)
-                how = f"{end.how} before it joined"
-                cause = self.failure(
-                    "rank_ended", culprits=dead, exit_code=end.exit_code, signal=end.signal, detail=how
-                )
+                how = f"{end.exit_words} before it joined"
+                cause = self.failure("rank_ended", culprits=dead, exit_code=end.code, signal=end.signal, detail=how)
                 self._tell(cause)
                 raise error_of(cause)
             self._suspects.add(rank)

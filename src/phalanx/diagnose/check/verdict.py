@@ -14,8 +14,8 @@ SAME, NOTHING_FOUND, FOUND = 0, 3, 1  # exit codes
 
 
 @dataclasses.dataclass(frozen=True)
-class End:
-    """How the trial of a script ended.
+class Stop:
+    """Why the trial of a script was over.
 
     Attributes:
         why: ``steps``, all ranks took them; ``calls``, all made as many; ``ended``, the job was over before;
@@ -48,7 +48,7 @@ class Verdict:
     evidence: Sequence[str] = ()
 
 
-def judge(record: Record, end: End, num_ranks: int, num_steps: int) -> Verdict:
+def judge(record: Record, end: Stop, num_ranks: int, num_steps: int) -> Verdict:
     """Return the verdict on what the ranks called."""
     is_over = end.why in ("steps", "ended", "stalled")
     finished = end.in_step if end.why == "stalled" else record.calls if is_over else ()
@@ -113,7 +113,7 @@ def sequences(record: Record) -> list[str]:
     return lines
 
 
-def as_json(record: Record, verdict: Verdict, end: End) -> dict[str, Any]:
+def as_json(record: Record, verdict: Verdict, end: Stop) -> dict[str, Any]:
     """Return all that is known, for programs."""
     calls = {rank: [_plain(call) for call in calls] for rank, calls in sorted(record.calls.items())}
     return {

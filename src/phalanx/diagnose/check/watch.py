@@ -17,7 +17,7 @@ from pathlib import Path
 
 from phalanx import _env
 from phalanx.diagnose.check.calls import Record
-from phalanx.diagnose.check.verdict import End
+from phalanx.diagnose.check.verdict import Stop
 from phalanx.diagnose.jobs import find_ranks
 from phalanx.diagnose.why.evidence import gather
 from phalanx.diagnose.why.findings import conclude
@@ -61,7 +61,7 @@ class Watch:
         """End the job, and wait until it is gone."""
         self._job.end()
 
-    def run(self, deadline: float) -> tuple[Record, End]:
+    def run(self, deadline: float) -> tuple[Record, Stop]:
         """Return what the ranks called by the time at which their trial ended, at `deadline` at the latest."""
         while True:
             in_step = self._job.who_told(0)
@@ -69,15 +69,15 @@ class Watch:
             boxes = self._boxes()
             record = Record.of(boxes)
             if len(in_step) == self._num_ranks:
-                return record, End("steps")
+                return record, Stop("steps")
             if has_ended:
-                return Record.of(self._saved() or boxes), End("ended", self._job.code)
+                return Record.of(self._saved() or boxes), Stop("ended", self._job.code)
             if self._num_calls and self._least_calls(record) >= self._num_calls:
-                return record, End("calls")
+                return record, Stop("calls")
             if self._has_stalled(boxes, record, in_step):
-                return record, End("stalled", in_step=in_step, answer=self._ask())
+                return record, Stop("stalled", in_step=in_step, answer=self._ask())
             if time.monotonic() >= deadline:
-                return record, End("late", answer=self._ask())
+                return record, Stop("late", answer=self._ask())
             time.sleep(_LOOK_S)
 
     def _ask(self) -> str:

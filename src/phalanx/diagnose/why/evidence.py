@@ -12,10 +12,10 @@ from phalanx.diagnose.jobs import NO_RANK, Job
 from phalanx.diagnose.stacks import Stacks, Thread, read_stacks
 from phalanx.diagnose.why import flight
 from phalanx.diagnose.why.activity import HAS_ENDED, Activity, Call, Look, activity_of, has_collectives
+from phalanx.failure.losses import Loss, load_losses
 from phalanx.host.kernel import call_ended_by_a_halt, stand_of
 from phalanx.host.processes import Process, is_python, off_limits, process_of
 from phalanx.record.box import Box, box_of_process
-from phalanx.record.losses import Loss, load_losses
 
 _STACKS_S = 1.0
 

@@ -19,13 +19,13 @@ from phalanx.diagnose.stacks import Frame, Stacks
 from phalanx.diagnose.subject import Run, is_run
 from phalanx.diagnose.why.activity import Call, Look, activity_of, call_of
 from phalanx.diagnose.why.evidence import Evidence, RankSeen
+from phalanx.failure.ending import Ending, last_words_in
+from phalanx.failure.ends import load_ends, load_reason
 from phalanx.failure.last_words import LastWords, owner_of
-from phalanx.failure.outcome import last_words_in
+from phalanx.failure.losses import load_losses
 from phalanx.failure.victims import is_victim
 from phalanx.record.box import ANSWER, SUFFIX, Box, load_boxes
 from phalanx.record.clocks import load_clocks
-from phalanx.record.ends import End, load_ends, load_reason
-from phalanx.record.losses import load_losses
 from phalanx.wire.files import open_regular, read_json
 
 _INTERRUPT = KeyboardInterrupt.__name__
@@ -140,21 +140,21 @@ def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
     return tuple(map(waited, seen))
 
 
-def _rank(rank: int, logs: Path, saved: _Saved | None, end: End | None) -> RankSeen:
+def _rank(rank: int, logs: Path, saved: _Saved | None, end: Ending | None) -> RankSeen:
     """Return what a rank was doing when it ended, or was ended; no `end`: nobody saw how."""
     box, problem = (saved.box, saved.problem) if saved else (None, "")
     seen_ns = 0
     if saved and box:
-        seen_ns = end.at_ns if end else saved.written_ns - box.realtime_less_monotonic_ns
+        seen_ns = int(end.when_s * 1e9) if end else saved.written_ns - box.realtime_less_monotonic_ns
     words, how = _words(logs, box)
-    if end is not None and end.code < 0 and not end.was_told:  # the cause alone is told of in its folder
-        how = signal_name(-end.code)
+    if end is not None and end.signal and not end.ended_by_us:  # the cause alone is told of in its folder
+        how = signal_name(end.signal)
     look = Look(box.pid if box else 0, None, Stacks(problem=problem), box=box, box_problem=problem, seen_ns=seen_ns)
     how_found = "silent" if box else "unreadable" if problem else "unrecorded"
     doing = dataclasses.replace(activity_of(rank, look), how=how_found, since_s=None)
     if words.kind and _has_waited(words):  # and that ended by its exception
         doing = dataclasses.replace(doing, call=doing.call or _last_wait(box) or _call(words), gave_up=words.name)
-    elif words.name == _INTERRUPT and (end is None or end.was_told):  # so it is seen where it stood
+    elif words.name == _INTERRUPT and (end is None or end.ended_by_us):  # so it is seen where it stood
         call = doing.call or _interrupted_in(words, box)
         doing = dataclasses.replace(doing, how="interrupted", call=call, frame=_frame(words.site))
     elif words.kind:
@@ -168,7 +168,7 @@ def _rank(rank: int, logs: Path, saved: _Saved | None, end: End | None) -> RankS
     elif how:
         frame = _frame(words.site)
         doing = dataclasses.replace(doing, how="killed", call=None, was_in=doing.call, detail=how, frame=frame)
-    elif end is not None and not end.was_told:
+    elif end is not None and not end.ended_by_us:
         doing = dataclasses.replace(doing, how="exited" if end.code else "returned", call=None, detail=str(end.code))
     return RankSeen(doing, look)
 

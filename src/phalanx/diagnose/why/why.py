@@ -108,7 +108,7 @@ def as_json(evidence: Evidence, finding: Finding) -> str:
         "sentence": answer(evidence, finding),
         "ended_by": evidence.ended_by,
         "asked": evidence.asked,
-        "losses": [dataclasses.asdict(loss) for loss in evidence.losses],
+        "losses": [loss.as_document() for loss in evidence.losses],
         **dataclasses.asdict(finding),
         "job": {
             name: getattr(evidence.job, name) for name in ("name", "launcher", "launcher_pid", "world_size", "folder")

@@ -14,8 +14,8 @@ from phalanx.diagnose.why.activity import Activity, Call
 from phalanx.diagnose.why.clauses import MOMENT_S, NAMES, NO_TIME_S, call_text, clause, ranks
 from phalanx.diagnose.why.evidence import Evidence
 from phalanx.diagnose.why.findings import Finding
+from phalanx.failure.losses import Loss, sign_of, who_of, words_of
 from phalanx.host.processes import off_limits
-from phalanx.record.losses import Loss, sign_of, who_of, words_of
 
 _SAME_CALLS = "all ranks of a group must make the same calls in the same order"
 

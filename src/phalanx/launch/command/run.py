@@ -20,7 +20,7 @@ from phalanx.launch.run.supervisor import Supervisor
 from phalanx.record.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from phalanx.failure.outcome import Outcome
+    from phalanx.failure.ending import Ending
     from phalanx.launch.processes.spare import Spare
 
 
@@ -96,7 +96,7 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
     return culprit.exit_code if culprit is not None else 0
 
 
-def _hint_for_usage(culprit: Outcome, job: Job) -> str:
+def _hint_for_usage(culprit: Ending, job: Job) -> str:
     """Return what to do if a script has ended because it was given a flag of ours; else nothing."""
     words = culprit.last_words
     if culprit.signal or words.name not in ("", "SystemExit"):

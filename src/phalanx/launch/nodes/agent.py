@@ -29,14 +29,15 @@ from phalanx.host.ports import open_listener
 from phalanx.launch.command.flag_values import YES
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
 from phalanx.launch.nodes.agreement import Agreement
+from phalanx.launch.nodes.causes import OTHER_SIDE, with_own_kind
 from phalanx.launch.nodes.clocks import Clocks
 from phalanx.launch.nodes.handshake import Handshake
 from phalanx.launch.nodes.links import Links, is_local
 from phalanx.launch.nodes.messages import read_state, read_view
 from phalanx.launch.nodes.questions import Questions
-from phalanx.launch.nodes.shared_causes import OTHER_SIDE, read_cause, with_own_kind
-from phalanx.launch.nodes.views import Node, Place, Rules, State
+from phalanx.launch.nodes.views import Cause, Node, Place, Rules, State
 from phalanx.launch.replicas.holders import told_of
+from phalanx.wire.messages import read_value
 from phalanx.wire.packets import PacketSocket
 
 _BEATS = 4  # in the time after which a silent node is lost
@@ -218,9 +219,9 @@ class Agent:
         if self._agreement.result is None:
             self._leave(self._agreement.out, waits=False)
             return
-        cause = self._agreement.result["cause"]
-        if cause is not None and cause["kind"] == OTHER_SIDE:
-            self._begin_anew(cause["message"])
+        cause = self._agreement.result.cause
+        if cause is not None and cause.kind == OTHER_SIDE:
+            self._begin_anew(cause.message)
         self._leave(cause)
 
     def _begin_anew(self, why: str) -> None:
@@ -234,7 +235,7 @@ class Agent:
         job = {**self._job, "joins": True, "num_starts": self._num_starts, "local_addr": self._me.address}
         os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, sys.argv[1], json.dumps(job)])
 
-    def _leave(self, cause: Any, *, waits: bool = True) -> None:
+    def _leave(self, cause: Cause | None, *, waits: bool = True) -> None:
         """End when the others know how the job has ended, too.
 
         Args:
@@ -318,7 +319,7 @@ class Agent:
                 self._agreement.snapshot_is_whole()
             elif packet.get("number") == self._num_starts:
                 self._is_running = False
-                self._agreement.ranks_ended(packet["ended"], with_own_kind(packet["cause"]))
+                self._agreement.ranks_ended(packet["ended"], with_own_kind(read_value(packet["cause"], Cause | None)))
         if not self._channel.alive:
             os._exit(1)
 
@@ -382,9 +383,8 @@ class Agent:
     def order(self, what: dict[str, Any]) -> None:
         if "start" in what:
             if what["cause"] is not None and self._num_starts:
-                cause = read_cause(what["cause"])
-                sign = self._signs.get(cause["host"])
-                self._channel.send({"restart": cause, "number": what["restarts"], "sign": sign})
+                sign = self._signs.get(what["cause"].ending.host)
+                self._channel.send({"restart": what["cause"], "number": what["restarts"], "sign": sign})
             self._num_starts += 1
             self._is_running = True
             epoch = {**what["start"]["epoch"], "name": self._name}

@@ -12,13 +12,13 @@ from typing import Any
 
 from phalanx._env import PREEMPTED_CODE
 from phalanx.checkpoint.memory.layout import announce_restart, newest_attempt
-from phalanx.failure.outcome import Outcome
+from phalanx.failure.ending import Ending
 from phalanx.host.ports import ReservedPort
 from phalanx.launch.deadlines import AGENT_S, ANSWERS_S, NODES_S
 from phalanx.launch.job import Job
 from phalanx.launch.nodes.agent import RUN_AGENT
+from phalanx.launch.nodes.causes import cause_of
 from phalanx.launch.nodes.handshake import script_of
-from phalanx.launch.nodes.shared_causes import cause_of
 from phalanx.launch.processes.forker import die_with_parent, hold_signals
 from phalanx.launch.replicas.process import Replicas
 from phalanx.launch.run.local_size import SharedSize, is_ahead, newest_steps
@@ -153,7 +153,7 @@ class AgentClient:
         has_loaded = self._old_attempt <= 0 or newest > self._old_attempt
         return now_s >= self._leaves_from_s and self._is_next and has_loaded
 
-    def report(self, number: int, culprit: Outcome | None) -> None:
+    def report(self, number: int, culprit: Ending | None) -> None:
         """Tell the agent how this node's ranks ended, of which start."""
         self._running = False
         if culprit is not None and culprit.ended_for_restart:  # the other nodes know of it, or will in a moment
@@ -165,7 +165,7 @@ class AgentClient:
         if culprit is not None:
             lived_s = culprit.when_s - self._ranks.began_s
             what_follows = self._size.after_failure(culprit, lived_s=lived_s, may_leave=self.may_restart)
-            cause = cause_of(culprit) | what_follows
+            cause = cause_of(culprit, **what_follows)
         if self._how != "succeeded" and (num_ranks := self._size.wanted_after(culprit)):
             self._channel.send({"ask_for": num_ranks})
         self._channel.send({"ended": self._how, "number": number, "cause": cause})

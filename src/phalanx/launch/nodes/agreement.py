@@ -44,13 +44,12 @@ Source: D. Ongaro, J. Ousterhout, "In Search of an Understandable Consensus Algo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from phalanx.launch.nodes import waiting
 from phalanx.launch.nodes.attempt_watch import AttemptWatch
-from phalanx.launch.nodes.election import SETTLE_S, Election, Peer
-from phalanx.launch.nodes.shared_causes import (
+from phalanx.launch.nodes.causes import (
     INTERRUPTED,
     NODE_LOST,
     OTHER_SIDE,
@@ -58,7 +57,8 @@ from phalanx.launch.nodes.shared_causes import (
     num_ranks_after,
     other_side,
 )
-from phalanx.launch.nodes.views import NO_VIEW, Cause, Group, Key, Node, Place, Rules, State, View, seat
+from phalanx.launch.nodes.election import SETTLE_S, Election, Peer
+from phalanx.launch.nodes.views import NO_VIEW, Cause, Group, Key, Node, Place, Result, Rules, State, View, seat
 
 _MAX_PLACES = 1000
 
@@ -85,14 +85,14 @@ class Agreement:
 
     Attributes:
         view: The newest view that this node knows.
-        result: End of the job, {"cause": ...}; None: it goes on.
+        result: End of the job; None: it goes on.
         out: Failure for which this node leaves the job, which goes on; None: it stays.
     """
 
     def __init__(self, me: Node, rules: Rules, acts: Acts, *, is_root: bool, now_s: float) -> None:
         self.me = me
         self.view: View | None = None
-        self.result: Mapping[str, Any] | None = None
+        self.result: Result | None = None
         self.out: Cause | None = None
         self._rules, self._acts, self._is_root = rules, acts, is_root
         self._now_s = self._born_s = self._job_born_s = now_s
@@ -147,7 +147,7 @@ class Agreement:
         if peer in self._peers:
             self._strangers[peer] = self._peers.pop(peer)
         if age_s > self.job_age_s and state.result is None and self.result is None:
-            self.result = {"cause": other_side(self._strangers[peer].node.host)}
+            self.result = Result(other_side(self._strangers[peer].node.host))
 
     def handed(self, view: View, *, is_started: bool, age_s: float = 0.0) -> None:
         """Take in a view that another node knows, of a job that has lasted for `age_s`."""
@@ -168,9 +168,9 @@ class Agreement:
     def _judge(self, cause: Cause | None) -> None:
         """Leave the job if a failure after which this node has too few ranks was the cause."""
         failure = self._attempt.failure
-        if failure is None or cause is None or failure.get("num_ranks") != 0:
+        if failure is None or cause is None or failure.num_ranks != 0:
             return
-        if all(failure.get(name) == cause.get(name) for name in ("rank", "pid")):
+        if failure.of_process == cause.of_process:
             self.out = failure
 
     def ranks_ended(self, how: str, cause: Cause | None) -> None:
@@ -318,7 +318,7 @@ class Agreement:
         if not self.leads:
             return missing
         cause = self._attempt.cause_of_end if self._has_started else None
-        loss = f"{cause['message']}; " if cause is not None and cause["kind"] == NODE_LOST else ""
+        loss = f"{cause.message}; " if cause is not None and cause.kind == NODE_LOST else ""
         return missing and f"{loss}{missing}"
 
     def _bases(self) -> tuple[Group, ...]:
@@ -383,7 +383,7 @@ class Agreement:
     def _lead(self) -> None:
         view = self.view
         if view is not None and self._has_started and self._attempt.all_are_done:
-            self.result = {"cause": None}
+            self.result = Result(None)
         elif view is not None and self._running == view.key:
             is_idle, has_newcomers = self._ranks == "idle", bool(self._newcomers(view))
             if self._attempt.is_to_end(self._now_s, is_idle=is_idle, has_newcomers=has_newcomers):
@@ -421,12 +421,12 @@ class Agreement:
         if view is not None:
             cause = self._attempt.cause_of_end if self._has_started else view.cause
             attempt = view.attempt + self._has_started
-            is_counted = self._has_started and cause is not None and not cause.get("is_free")
+            is_counted = self._has_started and cause is not None and not cause.is_free
             restarts = view.restarts + is_counted
             self._attempt.cause = cause if self._has_started else None
-        is_last = cause is not None and (cause["kind"] in (OTHER_SIDE, INTERRUPTED) or cause.get("preempted"))
+        is_last = cause is not None and (cause.kind in (OTHER_SIDE, INTERRUPTED) or cause.ending.preempted)
         if is_last or restarts > self._rules.max_restarts:
-            self.result = {"cause": cause}
+            self.result = Result(cause)
             return
         self._judge(cause)
         members = self._next_members(voters, cause) if self.out is None else ()

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.launch.deadlines import CAUSE_S
+from phalanx.launch.nodes.causes import cause_of_end, is_interruption
 from phalanx.launch.nodes.election import Election
-from phalanx.launch.nodes.shared_causes import cause_of_end, is_interruption
 from phalanx.launch.nodes.views import Cause, Rules, State, View
 
 
@@ -76,7 +76,7 @@ class AttemptWatch:
         """Why the attempt has ended, or has to; None: it did not fail."""
         interruption = next((it.failure for it in self._told.values() if is_interruption(it.failure)), None)
         if self.cause is not None or self._view is None:
-            if self.cause is not None and self.cause.get("preempted"):
+            if self.cause is not None and self.cause.ending.preempted:
                 return self.cause
             return interruption or self.cause  # that one ends the job, whatever failed before
         return cause_of_end(self._view, self._told, self.gone, self._election.why_lost)
@@ -101,7 +101,7 @@ class AttemptWatch:
 
     def _patience_s(self, cause: Cause, *, is_idle: bool) -> float:
         """Return how long it goes on after a failure: until its cause shows or all preempted ranks have ended."""
-        if cause.get("preempted"):
+        if cause.ending.preempted:
             ids, peers = self._view.ids if self._view is not None else (), self._election.peers
             are_idle = is_idle and all(peers[node].state.is_idle for node in ids if node in peers)
             return 0.0 if are_idle else self._rules.preempted_s
@@ -112,7 +112,7 @@ class AttemptWatch:
                 else [it.is_idle for it in self.known.values() if it.failure == cause]
             )
             return 0.0 if all(told) else self._rules.preempted_s
-        return CAUSE_S if cause["is_victim"] else 0.0
+        return CAUSE_S if cause.ending.is_victim else 0.0
 
     def _may_grow(self, now_s: float, *, has_newcomers: bool) -> bool:
         """Return whether the attempt can end now to go on with more nodes, or with more ranks on one.

@@ -41,20 +41,22 @@ from typing import Any, NoReturn
 
 from phalanx._env import PREEMPTED_CODE, host_name
 from phalanx._text import counted, named
-from phalanx.failure.outcome import Outcome
+from phalanx.failure.ending import Ending
 from phalanx.host.cgroups import count_oom_kills
 from phalanx.launch.environment import Attempt
 from phalanx.launch.job import Job
 from phalanx.launch.nodes.agent_client import AgentClient
-from phalanx.launch.nodes.shared_causes import NODE_LOST, end_of, is_interruption
+from phalanx.launch.nodes.causes import NODE_LOST, ending_of, is_interruption
+from phalanx.launch.nodes.views import Cause
 from phalanx.launch.run.attempts import give_up_memory, say_failure, words_of_used_restarts
 from phalanx.launch.run.local_size import SharedSize
 from phalanx.launch.run.supervisor import Supervisor
+from phalanx.wire.messages import read_value
 
 _INTERRUPTED_CODE = 128 + signal.SIGINT
 
 
-def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
+def run_with_other_nodes(ranks: Supervisor, job: Job) -> Ending | None:
     """Take this node's part in `job` and return the cause of its failure, on whichever node; None if all went well.
 
     Raises:
@@ -89,9 +91,9 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
                     give_up_memory(ranks)
                 agent.report(order["number"], culprit)
             elif "restart" in order:
-                failure = order["restart"]
+                failure = read_value(order["restart"], Cause)
                 _note_failure(ranks, failure, order["sign"])
-                if not failure["is_free"]:
+                if not failure.is_free:
                     ranks.say(f"restart {order['number']} of {job.max_restarts}")
             elif "joins" in order:
                 ranks.say(f"{order['joins']}: this node has stopped its ranks, and joins it")
@@ -99,7 +101,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Outcome | None:
             elif "give_up" in order:
                 _give_up(ranks, job, order)
             elif "finish" in order:
-                return _finish(ranks, job, size, order["finish"], num_restarts)
+                return _finish(ranks, job, size, read_value(order["finish"], Cause | None), num_restarts)
             else:
                 _say_what_is_awaited(ranks, job, order)
         if ranks.was_preempted or ranks.received == signal.SIGINT:
@@ -131,19 +133,18 @@ def _give_up(ranks: Supervisor, job: Job, order: Mapping[str, Any]) -> NoReturn:
     raise SystemExit(1)
 
 
-def _note_failure(ranks: Supervisor, failure: Mapping[str, Any], sign: Mapping[str, Any] | None) -> None:
+def _note_failure(ranks: Supervisor, failure: Cause, sign: Mapping[str, Any] | None) -> None:
     """Say what failed, on whichever node, before the ranks are started again, and note when it did."""
-    if failure["kind"] == NODE_LOST:
-        ranks.say(failure["message"])
-        ranks.recovery.lost_node(failure, sign, ranks.ends)
+    end = ending_of(failure)
+    if failure.kind == NODE_LOST:
+        ranks.say(failure.message)
+        ranks.recovery.lost_node(failure.ending, sign, ranks.ends)
     else:
-        say_failure(ranks, end_of(failure))
-        ranks.recovery.lost_rank(end_of(failure), ranks.ends)
+        say_failure(ranks, end)
+        ranks.recovery.lost_rank(end, ranks.ends)
 
 
-def _finish(
-    ranks: Supervisor, job: Job, size: SharedSize, cause: Mapping[str, Any] | None, num_restarts: int
-) -> Outcome | None:
+def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Cause | None, num_restarts: int) -> Ending | None:
     """Return why the job ends here; None if all went well.
 
     Raises:
@@ -151,18 +152,18 @@ def _finish(
     """
     if cause is None:
         return None
-    if cause.get("preempted") and not ranks.was_preempted:
+    if cause.ending.preempted and not ranks.was_preempted:
         ranks.keep_reason("ended with the job, which was preempted")
         ranks.say(f"the ranks of the job have saved; exit code {PREEMPTED_CODE}, start again to go on")
         raise SystemExit(PREEMPTED_CODE)
     if is_interruption(cause):
-        ranks.keep_reason(f"ended: {cause['message']}")
-        ranks.say(f"{cause['message']}; exit code {_INTERRUPTED_CODE}")
+        ranks.keep_reason(f"ended: {cause.message}")
+        ranks.say(f"{cause.message}; exit code {_INTERRUPTED_CODE}")
         raise SystemExit(_INTERRUPTED_CODE)
-    if cause["kind"] == NODE_LOST:
+    if cause.kind == NODE_LOST:
         used = words_of_used_restarts(job, num_restarts)
-        ranks.keep_reason("; ".join(filter(None, [f"gave up: {cause['message']}", used])))
-        ranks.say(f"{cause['message']}; exit code 1")
+        ranks.keep_reason("; ".join(filter(None, [f"gave up: {cause.message}", used])))
+        ranks.say(f"{cause.message}; exit code 1")
         if used:
             ranks.say(used)
         if not job.max_restarts:
@@ -172,7 +173,7 @@ def _finish(
         ranks.say(f"{host_name()}: {why}: this node leaves the job")
     elif used := words_of_used_restarts(job, num_restarts):
         ranks.say(used)
-    return end_of(cause)
+    return ending_of(cause)
 
 
 def _place_of_this_node(attempt: Attempt, job: Job) -> str:
@@ -184,7 +185,7 @@ def _place_of_this_node(attempt: Attempt, job: Job) -> str:
 
 
 def _changes(
-    order: Mapping[str, Any], num_before: int, why: str, failure: Mapping[str, Any] | None, *, was_away: bool
+    order: Mapping[str, Any], num_before: int, why: str, failure: Cause | None, *, was_away: bool
 ) -> list[str]:
     """Return lines about what is different in an attempt: which nodes take part, and with how many ranks.
 
@@ -209,6 +210,6 @@ def _changes(
         if failure is None:
             reason = ": planned restart, which does not count"
         elif it["now"] < it["before"]:
-            reason = f": rank {failure['rank']} failed before any progress"
+            reason = f": rank {failure.ending.rank} failed before any progress"
         lines.append(f"{it['host']}: going on with {counted(it['now'], 'rank')}, before {it['before']}{reason}")
     return lines

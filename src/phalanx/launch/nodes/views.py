@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+from phalanx.failure.ending import Ending
+from phalanx.wire.messages import between, cropped, require
 
 Key = tuple[int, int]
 """Term of the leader that chose a view, and the view's number; a greater one is newer."""
 Place = tuple[str, int]
 """Address and port of an agent."""
-Cause = Mapping[str, Any]
-"""Why an attempt failed, as `shared_causes` writes it."""
 NO_VIEW: Key = (0, 0)
 MOST_RANKS = 1 << 20
 """More than a node may have."""
+_MOST_NODES = 10_000
+
+_Name = Annotated[str, cropped(300)]
+_Port = Annotated[int, between(0, 65_535)]
+_NumRanks = Annotated[int, between(1, MOST_RANKS - 1)]
+
+
+def _address(told: str) -> str:
+    require("\0" not in told, "an address", told)
+    return told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +44,17 @@ class Node:
         replica_port: Port on which it takes replicas of snapshots; 0: it takes none.
     """
 
-    id: str
-    host: str
-    address: str
-    port: int
-    num_ranks: int
+    id: _Name
+    host: _Name
+    address: Annotated[str, cropped(300), _address]
+    port: _Port
+    num_ranks: _NumRanks
     position: int = -1
-    label: str = ""
-    replica_port: int = 0
+    label: _Name = ""
+    replica_port: _Port = 0
+
+    def __post_init__(self) -> None:
+        require(bool(self.id), "a node's id", self.id)
 
     @property
     def domain(self) -> str:
@@ -65,6 +79,41 @@ class Group:
         yield from (one for one in self.ids if one != self.leader)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why an attempt failed.
+
+    Attributes:
+        ending: Ending of the rank that was the cause; of a node, its host and first rank, with
+            what happened as the exception.
+        num_ranks: Number of ranks that its node has in the next attempt; -1: as many as before.
+        is_free: Whether it costs no restart.
+    """
+
+    ending: Ending
+    num_ranks: Annotated[int, between(-1, MOST_RANKS)] = -1
+    is_free: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.ending.last_words.kind
+
+    @property
+    def message(self) -> str:
+        return self.ending.last_words.message
+
+    @property
+    def of_process(self) -> tuple[int, int]:
+        return self.ending.rank, self.ending.pid
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """End of a job, with the cause of its failure; None: it has succeeded."""
+
+    cause: Cause | None
+
+
 @dataclasses.dataclass(frozen=True)
 class View:
     """Who takes part in one attempt.
@@ -81,13 +130,16 @@ class View:
 
     key: Key
     leader: str
-    members: tuple[Node, ...]
+    members: Annotated[tuple[Node, ...], cropped(_MOST_NODES)]
     attempt: int = 0
     restarts: int = 0
     cause: Cause | None = None
     bases: tuple[Group, ...] = ()
-    places: tuple[Place, ...] = ()
-    job: str = ""
+    places: tuple[tuple[Annotated[str, _address], Annotated[int, between(1, 65_535)]], ...] = ()
+    job: _Name = ""
+
+    def __post_init__(self) -> None:
+        require(any(node.id == self.leader for node in self.members), "a member, so no leader", self.leader)
 
     @functools.cached_property
     def ids(self) -> tuple[str, ...]:
@@ -138,7 +190,7 @@ class State:
         failure: Failure of one of its ranks in this view.
         running: View in which its nodes are to train, if it is the leader.
         port: Port that the first node of this view holds for rank 0; 0: not yet.
-        result: End of the job, {"cause": ...}; None: it has not ended.
+        result: End of the job; None: it has not ended.
         job: Job of its view.
         num_ranks: Number of its ranks in the next attempt, unless a failure of its own says another.
         cause: Reason for which it, as leader, has ended this view's attempt.
@@ -156,9 +208,9 @@ class State:
     failure: Cause | None = None
     running: Key = NO_VIEW
     port: int = 0
-    result: Mapping[str, Any] | None = None
-    job: str = ""
-    num_ranks: int = 1
+    result: Result | None = None
+    job: _Name = ""
+    num_ranks: _NumRanks = 1
     cause: Cause | None = None
 
 

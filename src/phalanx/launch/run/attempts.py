@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 
 from phalanx.checkpoint.memory.layout import announce_restart, forbid
-from phalanx.failure.outcome import Outcome
+from phalanx.failure.ending import Ending
 from phalanx.failure.report import brief_report
 from phalanx.failure.victims import is_victim
 from phalanx.host.block_pool import MemoryPolicy
@@ -36,7 +36,7 @@ from phalanx.launch.run.local_size import LocalSize
 from phalanx.launch.run.supervisor import Supervisor
 
 
-def run_on_this_node(ranks: Supervisor, job: Job) -> Outcome | None:
+def run_on_this_node(ranks: Supervisor, job: Job) -> Ending | None:
     """Start the ranks until they succeed or may not be started again; return the last cause, None if all went well.
 
     Raises:
@@ -101,7 +101,7 @@ def give_up_memory(ranks: Supervisor) -> None:
     )
 
 
-def say_failure(ranks: Supervisor, culprit: Outcome) -> None:
+def say_failure(ranks: Supervisor, culprit: Ending) -> None:
     """Say what failed, before the ranks are started again."""
     ranks.say(brief_report(culprit))
 
@@ -143,7 +143,7 @@ class RestartPolicy:
         self.is_regrowing = False
         return self.size.regrow()
 
-    def after_failure(self, culprit: Outcome, *, lived_s: float, ends: Sequence[Outcome] = ()) -> list[str]:
+    def after_failure(self, culprit: Ending, *, lived_s: float, ends: Sequence[Ending] = ()) -> list[str]:
         """Choose what follows the failed attempt; return the lines to be said.
 
         Args:
@@ -171,7 +171,7 @@ class RestartPolicy:
         return [*filter(None, [why]), f"restart {self._num_restarts} of {job.max_restarts}{note}"]
 
 
-def _common_mistake(ends: Sequence[Outcome]) -> str:
+def _common_mistake(ends: Sequence[Ending]) -> str:
     """Return the exception, with its line, that every rank raised before it trained; nothing if they differ."""
     found = set()
     for end in ends:

@@ -22,14 +22,14 @@ reach its replica only now, and would count for an attempt that made none.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 from phalanx._text import counted
 from phalanx.checkpoint.memory.layout import Head, common_heads, last_copied, newest_attempt, wanted_replicas
-from phalanx.failure.outcome import Outcome
+from phalanx.failure.ending import Ending
 from phalanx.launch.deadlines import AT_ONCE_S
 from phalanx.launch.job import Job
+from phalanx.launch.nodes.views import Cause
 
 
 class LocalSize:
@@ -93,7 +93,7 @@ class LocalSize:
             f"{self.note}, from the last snapshot"
         )
 
-    def after_failure(self, culprit: Outcome, *, lived_s: float) -> str:
+    def after_failure(self, culprit: Ending, *, lived_s: float) -> str:
         """Choose the number after a failure of this node's; return why it changes, nothing if it does not."""
         least, most, before = self._job.min_local_ranks, self._job.num_local_ranks, self.num_ranks
         has_progress = self.has_progress
@@ -143,7 +143,7 @@ class SharedSize:
     def __init__(self, job: Job, snapshots_fd: int) -> None:
         self._most = job.num_local_ranks
         self._now = LocalSize(job, snapshots_fd)
-        self._blamed: tuple[Outcome, LocalSize, str] | None = None  # what follows if this node's failure is the cause
+        self._blamed: tuple[Ending, LocalSize, str] | None = None  # what follows if this node's failure is the cause
         self._has_begun = False
         self._has_asked = False  # for MAX ranks
 
@@ -151,7 +151,7 @@ class SharedSize:
     def is_trial(self) -> bool:
         return self._now.is_trial
 
-    def after_failure(self, culprit: Outcome, *, lived_s: float, may_leave: bool) -> dict[str, Any]:
+    def after_failure(self, culprit: Ending, *, lived_s: float, may_leave: bool) -> dict[str, Any]:
         """Return what is told with a failure: the number of ranks if it is the cause, and whether it costs a restart.
 
         Args:
@@ -166,7 +166,7 @@ class SharedSize:
         self._blamed = culprit, then, why
         return {"num_ranks": then.num_ranks, "is_free": self._now.is_trial and not self._now.has_progress}
 
-    def begin(self, num_ranks: int, cause: Mapping[str, Any] | None) -> str:
+    def begin(self, num_ranks: int, cause: Cause | None) -> str:
         """Take in the number of ranks for the next attempt; return why it is another one, nothing if it is not.
 
         Args:
@@ -191,15 +191,15 @@ class SharedSize:
             self._now.go_on(num_ranks)
         return f"going on with {self._now.note}, before {counted(before, 'rank')}"
 
-    def why_it_leaves(self, cause: Mapping[str, Any]) -> str:
+    def why_it_leaves(self, cause: Cause) -> str:
         """Return why this node leaves the job, if it does because of `cause`; nothing if it does not."""
-        return self._blamed[2] if self._blamed and not cause["num_ranks"] and self._is_blamed_for(cause) else ""
+        return self._blamed[2] if self._blamed and not cause.num_ranks and self._is_blamed_for(cause) else ""
 
-    def _is_blamed_for(self, cause: Mapping[str, Any] | None) -> bool:
+    def _is_blamed_for(self, cause: Cause | None) -> bool:
         if self._blamed is None or cause is None:
             return False
         culprit = self._blamed[0]
-        return (culprit.rank, culprit.pid) == (cause["rank"], cause["pid"])
+        return (culprit.rank, culprit.pid) == cause.of_process
 
     def is_to_be_asked_for(self, lived_s: float) -> int:
         """Return MAX once, when the wait with fewer ranks is over and a snapshot has just been taken; else 0."""
@@ -208,7 +208,7 @@ class SharedSize:
         self._has_asked = True
         return self._most
 
-    def wanted_after(self, culprit: Outcome | None) -> int:
+    def wanted_after(self, culprit: Ending | None) -> int:
         """Return MAX where an attempt with fewer made progress and another node has ended it; 0: as many as now.
 
         All ranks start again anyway, so trying MAX costs nothing.

@@ -23,13 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.failure.outcome import Outcome
+from phalanx.failure.ending import Ending
+from phalanx.failure.losses import Loss, folder_of, save_loss, words_of
 from phalanx.record.beginning import Before, Beginning, is_numbered, num_repeated, read_before
 from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
-from phalanx.record.losses import Loss, folder_of, save_loss, words_of
 
 _PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # between two looks
-_PLANNED = "planned"
 _SOON_S = 60.0  # after the start
 _RAISED_S = 0.5  # within which an error that ended a step or a collective is noted, or ends its rank
 
@@ -48,6 +47,7 @@ class Recovery:
         self._attempt = self._ended = -1  # the present one, and that which the loss ended
         self._began_s = self._told_s = 0.0
         self._loss: Loss | None = None  # after which no step has been done yet
+        self._is_planned = False  # the end of the attempt, so that nothing was lost
         self._marks: dict[str, float] = {}  # when each of its phases ended, in their order
         self._first_rank = -1  # of this host, in that attempt
         self._before: Before | None = None
@@ -61,37 +61,37 @@ class Recovery:
         """Take in that the ranks have just been told to end."""
         self._told_s = self._told_s or time.monotonic()
 
-    def lost_rank(self, culprit: Outcome, ends: Sequence[Outcome]) -> None:
+    def lost_rank(self, culprit: Ending, ends: Sequence[Ending]) -> None:
         """Take in why the attempt has ended whose ranks on this host ended so, and that there will be another."""
-        exception = culprit.raised
-        how = "signal" if culprit.signal else "raised" if exception else "exit"
-        number = int(culprit.signal or culprit.exit_code)
-        self._lost(Loss(rank=culprit.rank, how=how, number=number, error=exception, host=culprit.host), ends)
+        self._lost(Loss(ending=culprit), ends)
 
-    def lost_node(self, cause: Mapping[str, Any], sign: Mapping[str, Any] | None, ends: Sequence[Outcome]) -> None:
+    def lost_node(self, lost: Ending, sign: Mapping[str, Any] | None, ends: Sequence[Ending]) -> None:
         """Take in the loss of a node, with the sign that this node had of it, if any."""
-        loss = Loss(rank=cause["rank"], is_node=True, how="left", host=cause["host"])
+        loss = Loss(ending=lost, node_sign="left")
         if sign is None or sign["noticed_s"] < self._began_s:  # this node has had no trouble with it
             self._lost(loss, ends)
             return
         since_s, noticed_s = float(sign["since_s"]), float(sign["noticed_s"])
         silent_s = noticed_s - since_s if sign["how"] == "silent" else 0.0
-        loss = dataclasses.replace(loss, how=sign["how"], number=silent_s, num_ranks=sign["num_ranks"])
+        loss = dataclasses.replace(loss, node_sign=sign["how"], silent_s=silent_s, num_ranks=sign["num_ranks"])
         self._lost(loss, ends, since_s=since_s, noticed_s=noticed_s)
 
-    def planned(self, ends: Sequence[Outcome]) -> None:
+    def planned(self, ends: Sequence[Ending]) -> None:
         """Take in that the attempt whose ranks on this host ended so was ended only to begin another."""
-        self._lost(Loss(rank=-1, how=_PLANNED), ends)
+        self._lost(None, ends)
 
-    def _lost(self, loss: Loss, ends: Sequence[Outcome], *, since_s: float = 0.0, noticed_s: float = 0.0) -> None:
+    def _lost(self, loss: Loss | None, ends: Sequence[Ending], *, since_s: float = 0.0, noticed_s: float = 0.0) -> None:
+        """Take in why an attempt ended; `loss` is None where nothing was lost."""
         failed_s = [end.when_s for end in ends if end.failed]
         now_s = time.monotonic()
         first_s = min(filter(None, (since_s, self._told_s, *failed_s)), default=now_s)
         self._marks = {"": first_s}
-        if loss.how != _PLANNED:
+        if loss is not None:
             self._mark("noticed", noticed_s or self._told_s or first_s)
         self._mark("ended", max((end.when_s for end in ends), default=first_s))
         self._ended, self._first_rank, self._before = self._attempt, min((end.rank for end in ends), default=-1), None
+        self._is_planned = loss is None
+        loss = loss or Loss(ending=Ending(rank=-1, pid=-1))
         self._loss = dataclasses.replace(loss, at_s=time.time() - (now_s - first_s))
         self._save()
 
@@ -118,7 +118,7 @@ class Recovery:
         pause_s = max(0.0, self._next_s - time.monotonic())
         return pause_s if timeout_s is None else min(timeout_s, pause_s)
 
-    def look(self, *, ends: Sequence[Outcome] | None = None) -> None:
+    def look(self, *, ends: Sequence[Ending] | None = None) -> None:
         """Take in what the first rank has recorded; say how the job went on once its first step is done.
 
         Args:
@@ -137,7 +137,7 @@ class Recovery:
             self._seen.add(box)
             self._judge(ends)
 
-    def _judge(self, ends: Sequence[Outcome] | None) -> None:
+    def _judge(self, ends: Sequence[Ending] | None) -> None:
         seen = self._seen
         if self._loss is None or not seen.has_ended_any:
             return
@@ -165,7 +165,7 @@ class Recovery:
         self._say(words_of(self._loss))
         self._loss = self._tail = None
 
-    def _may_have_failed(self, first: Event, ends: Sequence[Outcome] | None) -> bool:
+    def _may_have_failed(self, first: Event, ends: Sequence[Ending] | None) -> bool:
         """Return whether the first step or collective has ended with an error, or may have: that is no progress."""
         known = self._seen.has_failed(first)
         if known is not None:
@@ -191,7 +191,7 @@ class Recovery:
         took = zip([*self._marks][1:], times, times[1:], strict=False)
         phases_s = {name: end_s - begin_s for name, begin_s, end_s in took}
         self._loss = dataclasses.replace(self._loss, phases_s=phases_s)
-        if self._loss.how == _PLANNED:  # nothing was lost
+        if self._is_planned:  # nothing was lost
             return
         with contextlib.suppress(OSError):  # a full disk: the line is on the screen
             save_loss(self._loss, self._run, self._ended)

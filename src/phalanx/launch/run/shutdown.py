@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from phalanx._text import named, signal_name
-from phalanx.failure.outcome import find_culprit
+from phalanx.failure.ending import find_culprit
 from phalanx.launch.deadlines import CAUSE_S, KILL_S, LATE_S, SAME_S, STOP_S
 from phalanx.launch.job import Job
 from phalanx.launch.processes.forkers import Forkers

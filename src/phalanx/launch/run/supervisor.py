@@ -28,6 +28,7 @@ waits across hosts and `monitored_barrier` count it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -37,7 +38,8 @@ from typing import TYPE_CHECKING
 
 from phalanx import _env
 from phalanx._text import counted, named, signal_name
-from phalanx.failure.outcome import Outcome, find_culprit, read_stderr
+from phalanx.failure.ending import Ending, find_culprit, read_stderr
+from phalanx.failure.ends import save_ends, save_reason
 from phalanx.host.block_pool import of_rank
 from phalanx.host.cpus import Share
 from phalanx.host.descriptors import raise_descriptor_limit
@@ -56,7 +58,6 @@ from phalanx.launch.screen.output import Screen
 from phalanx.launch.screen.ranks import Rank
 from phalanx.launch.screen.stragglers import StragglerWatch
 from phalanx.record.clocks import save_clocks
-from phalanx.record.ends import End, save_ends, save_reason
 from phalanx.record.memory import BoxMemory
 from phalanx.record.notes import was_preempted, words_of_checkpoints
 from phalanx.record.run_folder import RunFolder
@@ -86,7 +87,7 @@ class Supervisor:
         self.received: int | None = None  # the one that ends the job
         self.drain: Callable[[], None] | None = None  # what the first SIGTERM asks for instead of the end of the job
         self.announce_interrupt: Callable[[], None] | None = None  # to the other nodes
-        self.cause_before: Outcome | None = None  # of a failure that came before it
+        self.cause_before: Ending | None = None  # of a failure that came before it
         self.clocks: Mapping[str, Sequence[float]] = {}  # of other hosts, as `clocks.Clocks.told` has them
         self._stopped_at_s: float | None = None
         self._late: int | None = None  # one that came when all ranks had ended
@@ -171,7 +172,7 @@ class Supervisor:
 
     def run_attempt(
         self, attempt: Attempt, until: Callable[[], bool] | None = None, *, may_keep: bool = False
-    ) -> Outcome | None:
+    ) -> Ending | None:
         """Start the group once and return the cause of its failure; None if every rank ended with 0 or was told to end.
 
         Args:
@@ -186,7 +187,7 @@ class Supervisor:
         self._await_ends()
         self._shutdown.begin(may_keep=may_keep)
         self.began_s = time.monotonic()
-        self._forker_failure: Outcome | None = None
+        self._forker_failure: Ending | None = None
         self._refusals.clear()
         if not self._start_attempt(attempt, may_keep=may_keep):
             return None
@@ -275,7 +276,7 @@ class Supervisor:
         self._shutdown.has_ended()
 
     @property
-    def ends(self) -> list[Outcome]:
+    def ends(self) -> list[Ending]:
         """How the ranks of the last attempt have ended."""
         return [end for rank in self._ranks if (end := rank.end or rank.pause)]
 
@@ -297,7 +298,7 @@ class Supervisor:
     def _save_boxes(self) -> None:
         """Keep what the ranks of this attempt have recorded, and make room for those of the next."""
         folder = Path(self._folder.path, "blackbox", f"attempt_{self._num_attempts - 1}")
-        ends = {end.rank: End(end.exitcode or 0, self._has_obeyed(end), int(end.when_s * 1e9)) for end in self.ends}
+        ends = [dataclasses.replace(end, ended_by_us=self._has_obeyed(end)) for end in self.ends]
         try:
             self._boxes.save(folder)
             save_ends(ends, folder)
@@ -305,7 +306,7 @@ class Supervisor:
         except OSError as error:
             self._say_log_problem(error.strerror or str(error))
 
-    def _has_obeyed(self, end: Outcome) -> bool:
+    def _has_obeyed(self, end: Ending) -> bool:
         """Whether a rank ended because it was told to, and not by a SIGKILL that is none of ours."""
         by_another = end.exitcode == -signal.SIGKILL and self._shutdown.by != signal.SIGKILL
         return end.ended_by_us and (not by_another or self._forker_failure is not None)
@@ -377,7 +378,7 @@ class Supervisor:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
         has_failure = self._shutdown.has_failure or not rank.asked_to_end
         end = rank.record_end(status, is_reported=self.received is None and has_failure)
-        self._notes.note_end(end.rank, end.pid, end.exitcode or 0, end.last_words.summary if end.raised else "")
+        self._notes.note_end(end)
         if end.failed:
             self._shutdown.note_failure(end.when_s)
 
@@ -412,7 +413,7 @@ class Supervisor:
             rank.record_end(signal.SIGKILL, is_reported=self.received is None)
         if living or not self._ranks:
             serving.output.drain(drops_last_words=True)
-            self._forker_failure = Outcome(
+            self._forker_failure = Ending(
                 rank=-1,
                 pid=serving.forker.pid,
                 exitcode=os.waitstatus_to_exitcode(serving.forker.status()),

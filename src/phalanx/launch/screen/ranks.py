@@ -21,12 +21,12 @@ import tty
 from collections.abc import Callable
 
 from phalanx._env import PREEMPTED_CODE
+from phalanx.failure.ending import Ending, last_words_in, read_stderr, write_error_file
 from phalanx.failure.last_words import LastWords
-from phalanx.failure.outcome import Outcome, last_words_in, read_stderr, write_error_file
 from phalanx.failure.tracebacks import HeldTracebacks, Stream
 from phalanx.failure.victims import is_victim
 from phalanx.launch.screen.output import LineStream, LiveStream, Screen, prefix
-from phalanx.record.notes import has_ended_for_restart
+from phalanx.record.notes import has_ended_for_restart, was_preempted
 
 _LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
 _MAX_READS = 64  # more than a full pipe
@@ -186,8 +186,8 @@ class Rank:
         self.pid = pid  # 0 until the forker has forked it
         self.asked_to_end = False
         self.was_killed = False  # by us
-        self.end: Outcome | None = None
-        self.pause: Outcome | None = None
+        self.end: Ending | None = None
+        self.pause: Ending | None = None
 
     @property
     def outputs(self) -> tuple[Output, Output]:
@@ -228,7 +228,7 @@ class Rank:
     def _last_words(self) -> LastWords:
         return last_words_in(self.folder, self.pid, self.stderr.tail)
 
-    def record_end(self, status: int, *, is_reported: bool) -> Outcome:
+    def record_end(self, status: int, *, is_reported: bool) -> Ending:
         """Take in its wait status, with all that it had still to say.
 
         Args:
@@ -243,7 +243,7 @@ class Rank:
             write_error_file(self.end)
         return self.end
 
-    def record_pause(self) -> Outcome:
+    def record_pause(self) -> Ending:
         """Take in that an exception has ended its part of the attempt, and that its process waits for the next one."""
         self._drain(is_reported=True)
         code = PREEMPTED_CODE if has_ended_for_restart(self.folder) else 1
@@ -254,12 +254,14 @@ class Rank:
         self.stdout.drain()
         self.stderr.drain(drops_last_words=is_reported)
 
-    def _outcome(self, code: int, words: LastWords) -> Outcome:
-        return Outcome(
+    def _outcome(self, code: int, words: LastWords) -> Ending:
+        return Ending(
             rank=self.rank,
             pid=self.pid,
             exitcode=code,
             ended_by_us=self.asked_to_end,
+            preempted=code == PREEMPTED_CODE and was_preempted(self.folder),
+            ended_for_restart=code == PREEMPTED_CODE and has_ended_for_restart(self.folder),
             killed_by_another=self.asked_to_end and code == -signal.SIGKILL and not self.was_killed,
             last_words=words,
             folder=self.folder,

@@ -26,8 +26,8 @@ from typing import Any
 
 from phalanx import _env
 from phalanx._errors import require_linux
+from phalanx.failure.ending import Ending, read_stderr
 from phalanx.failure.last_words import LastWords
-from phalanx.failure.outcome import Outcome, read_stderr
 from phalanx.host.block_pool import choose
 from phalanx.host.ports import ReservedPort
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
@@ -235,11 +235,11 @@ class Workers:
             self._notes.note_start(rank, process.pid or 0)
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[Ending]:
         return [handle.outcome for handle in self.handles]
 
     @property
-    def failures(self) -> list[Outcome]:
+    def failures(self) -> list[Ending]:
         """Outcomes of the ranks that have failed so far."""
         return [handle.outcome for handle in self.handles if handle.ended and not handle.outcome.ok]
 
@@ -275,10 +275,9 @@ class Workers:
             if handle.ended:
                 self._note_end(handle.outcome)
 
-    def _note_end(self, outcome: Outcome) -> None:
+    def _note_end(self, outcome: Ending) -> None:
         """Let the ranks that wait for this one know that it has ended."""
-        why = outcome.last_words.summary if outcome.raised else ""
-        self._notes.note_end(outcome.rank, outcome.pid, outcome.exitcode or 0, why)
+        self._notes.note_end(outcome)
 
     def end(self, sig: int, grace_s: float) -> None:
         """Send `sig` to the ranks that live; return when all have ended or `grace_s` has passed."""
@@ -344,7 +343,7 @@ class Handle:
     def __init__(
         self, rank: int, process: Any, pipe: connection.Connection, folder: str, *, forked: bool = False
     ) -> None:
-        self.outcome: Outcome = Outcome(rank=rank, pid=process.pid)
+        self.outcome: Ending = Ending(rank=rank, pid=process.pid)
         self.points: dict[str, Any] = {}
         self.ended: bool = False
         self.process = process

@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from phalanx import _env
-from phalanx.failure.outcome import Outcome, find_culprit
+from phalanx.failure.ending import Ending, find_culprit
 from phalanx.failure.report import first_true_failure, heads
 from phalanx.launch.processes.forker import RANK_MODULES
 from phalanx.launch.processes.pages import fork_cheaply
@@ -224,7 +224,7 @@ def _take_over(item: pytest.Item, told: list[Told]) -> None:
     shown.replay_subtests(item, [one.subtests for one in told])
 
 
-def _take_over_marks(item: pytest.Item, outcomes: list[Outcome], told: list[Told]) -> None:
+def _take_over_marks(item: pytest.Item, outcomes: list[Ending], told: list[Told]) -> None:
     """Take over marks, such as xfail, that the test has given itself: on all ranks that failed, on any if none did."""
     failed = [told[outcome.rank].marks for outcome in outcomes if outcome.failed and not outcome.is_victim]
     for mark in (mark for one in told for mark in one.marks):
@@ -232,7 +232,7 @@ def _take_over_marks(item: pytest.Item, outcomes: list[Outcome], told: list[Told
             item.own_markers.append(mark)
 
 
-def _judge(item: pytest.Item, outcomes: list[Outcome], told: list[Told], limit_s: float, why: list[str]) -> None:
+def _judge(item: pytest.Item, outcomes: list[Ending], told: list[Told], limit_s: float, why: list[str]) -> None:
     """Raise what the test as a whole has met, if it has not passed on each rank."""
     __tracebackhide__ = True
     if verdict := verdict_of(outcomes):

@@ -21,8 +21,8 @@ from _pytest._code.code import (
 )
 
 from phalanx._errors import PhalanxError
+from phalanx.failure.ending import Ending
 from phalanx.failure.last_words import LastWords, owner_of, text_of
-from phalanx.failure.outcome import Outcome
 
 NOT_MARKED = "the fixture {} is that of a test on ranks: mark the test with @pytest.mark.ranks(2)"
 BEFORE_FORK = (
@@ -109,7 +109,7 @@ def advice_for(error: BaseException) -> str:
     return ""
 
 
-def why(outcomes: Sequence[Outcome]) -> list[str]:
+def why(outcomes: Sequence[Ending]) -> list[str]:
     """Return the sentence of ``phalanx why`` about ranks that hang; none if it tells nothing."""
     with contextlib.suppress(Exception):  # the failure is told anyway
         from phalanx.diagnose.jobs import find_job

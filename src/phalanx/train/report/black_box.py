@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 
 from phalanx._text import measured
+from phalanx.failure.losses import Loss, load_losses
 from phalanx.record.box import Box, Event, SavedBoxes, boxes_in, load_boxes, open_box, read_box
-from phalanx.record.losses import Loss, load_losses
 from phalanx.record.stragglers import Ledger, Verdict
 from phalanx.train.report.plots import colours_of, legend
 
@@ -76,7 +76,8 @@ def losses_of(folder: Path, logs: Iterable[str]) -> list[Loss]:
 
 def _is_same(one: Loss, other: Loss) -> bool:
     """Return whether two launchers have kept the same loss, each by the clock of its host."""
-    return (one.rank, one.is_node) == (other.rank, other.is_node) and abs(one.at_s - other.at_s) < _CLOCKS_S
+    is_same = (one.ending.rank, bool(one.node_sign)) == (other.ending.rank, bool(other.node_sign))
+    return is_same and abs(one.at_s - other.at_s) < _CLOCKS_S
 
 
 def out_of_reach(folder: Path, logs: Iterable[tuple[str, str]]) -> list[str]:

@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 import phalanx
 from phalanx._text import counted, listed, measured
+from phalanx.failure.losses import place_of, repeated, sign_of, who_of
 from phalanx.record.box import SavedBoxes
-from phalanx.record.losses import place_of, repeated, sign_of, who_of
 from phalanx.train.report import black_box, plots
 from phalanx.train.report.metrics import Record, is_being_written, is_number, read_metrics, resumed_at, without_undone
 from phalanx.train.report.plots import Point, number

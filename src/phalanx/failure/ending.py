@@ -1,8 +1,13 @@
-"""The outcome of a rank, and the choice of the cause among several that failed.
+"""How a process of a job ended: the one type for it, in memory, in files and between hosts.
 
-The first rank to fail is often a victim: a peer's death closes its sockets before the peer is seen to end. So victims
-count last, a signal counts before an exit code, then time: one order for ``phalanx run``, `phalanx.spawn` and
-`run_ranks`. If only victims have failed, the others have up to 3 s to end or to say why before they are ended.
+Whoever sees a rank end makes an `Ending`; the report, the notes for waiting ranks, the files of a run and the messages
+between nodes hold or write that object, so a death has the same facts and the same words everywhere. What travels is
+`Ending.for_others`, whose traceback is short.
+
+`find_culprit` picks the ending that was the cause of the others. The first rank to fail is often a victim: a peer's
+death closes its sockets before the peer is seen to end. So victims count last, a signal counts before an exit code,
+then time: one order for ``phalanx run``, `phalanx.spawn` and `run_ranks`. If only victims have failed, the others have
+up to 3 s to end or to say why before they are ended.
 """
 
 from __future__ import annotations
@@ -13,23 +18,26 @@ import os
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from phalanx._env import PREEMPTED_CODE
 from phalanx._text import signal_name
 from phalanx.failure import last_words as words_file
+from phalanx.failure.folding import fold
 from phalanx.failure.last_words import LastWords
 from phalanx.failure.tracebacks import STYLE, TORCH_PREFIX, find_last_block
 from phalanx.failure.victims import is_victim
-from phalanx.record.notes import has_ended_for_restart, was_preempted
 from phalanx.record.run_folder import LAUNCH_LOG
+from phalanx.wire.messages import LOCAL, between
 
 _MAX_PLAIN_LINES = 5  # of what a rank that raised nothing wrote last: it stands on the screen, too
 _ERROR_FILE = "error.json"
+_MOST_LINE, _MOST_KIND, _MOST_MESSAGE = 300, 200, 1000  # characters that others are told
+_MOST_RANKS = _MOST_PIDS = 1 << 31
+_MOST_CODE, _MOST_SIGNAL = 255, 64
 
 
 @dataclasses.dataclass(kw_only=True)
-class Outcome:
+class Ending:
     """How a rank ended, under whichever launcher.
 
     Attributes:
@@ -42,6 +50,8 @@ class Outcome:
         hung: Whether the rank was killed because it had not ended at the time limit.
         ended_by_us: Whether the rank was told to end, so that it is not the cause.
         killed_by_another: Whether a SIGKILL that was not ours ended it after it was told to end.
+        preempted: Whether it was asked to end, has saved its state, and can go on from there.
+        ended_for_restart: Whether it has ended for a planned restart, maybe before its own launcher was told of it.
         skipped: Whether the rank skipped the test or expected its failure, so that it is not the cause.
         folder: Folder of its logs.
         host: Host on which it ran; empty: this one.
@@ -53,15 +63,17 @@ class Outcome:
         ((0, 0), '...')
     """
 
-    rank: int
-    pid: int
-    exitcode: int | None = None
-    value: Any = None
-    error: BaseException | None = None
+    rank: Annotated[int, between(-1, _MOST_RANKS)]
+    pid: Annotated[int, between(-1, _MOST_PIDS)]
+    exitcode: Annotated[int, between(-_MOST_SIGNAL, _MOST_CODE)] | None = None
+    value: Any = dataclasses.field(default=None, metadata=LOCAL)
+    error: BaseException | None = dataclasses.field(default=None, metadata=LOCAL)
     last_words: LastWords = dataclasses.field(default_factory=LastWords)
     hung: bool = False
     ended_by_us: bool = False
     killed_by_another: bool = False
+    preempted: bool = False
+    ended_for_restart: bool = False
     skipped: bool = False
     folder: str = ""
     host: str = ""
@@ -99,20 +111,15 @@ class Outcome:
         return -self.exitcode
 
     @property
+    def code(self) -> int | None:
+        """Exit code; None if a signal ended the rank, or it lives."""
+        return None if self.exitcode is None or self.exitcode < 0 else self.exitcode
+
+    @property
     def exit_code(self) -> int:
         """What a shell would report: 128 plus the signal, if one ended the rank."""
         code = self.exitcode or 0
         return 128 - code if code < 0 else code
-
-    @property
-    def preempted(self) -> bool:
-        """Whether it was asked to end, has saved its state, and can go on from there."""
-        return self.exitcode == PREEMPTED_CODE and was_preempted(self.folder)
-
-    @property
-    def ended_for_restart(self) -> bool:
-        """Whether it has ended for a planned restart, maybe before its own launcher was told of it."""
-        return self.exitcode == PREEMPTED_CODE and has_ended_for_restart(self.folder)
 
     @property
     def raised(self) -> str:
@@ -129,6 +136,31 @@ class Outcome:
     def how(self) -> str:
         """Words for how the rank ended, such as "was killed by SIGKILL"."""
         return self._how(message=True)
+
+    @property
+    def exit_words(self) -> str:
+        """Words for how its process ended, such as "exited with code 1 (ValueError: no)", of one that returned too."""
+        code = self.exitcode or 0
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        return f"{how} ({self.last_words.summary})" if self.raised and self.last_words.kind else how
+
+    def for_others(self, num_rows: int = 0) -> Ending:
+        """Return what another process is told: plain data, short enough for a packet.
+
+        Args:
+            num_rows: Rows of the screen that the traceback may take; 0: it is left out.
+        """
+        words = self.last_words
+        brief = dataclasses.replace(
+            words,
+            # Also short where JSON writes twelve bytes for a character.
+            kind=words.kind[:_MOST_KIND],
+            message=words.message[:_MOST_MESSAGE],
+            lines=tuple(line[:_MOST_LINE] for line in fold(words.lines, num_rows)) if num_rows else (),
+            site=words.site[:_MOST_LINE],
+            failure=None,
+        )
+        return dataclasses.replace(self, value=None, error=None, last_words=brief)
 
     def describe(self, *, message: bool = False) -> str:
         """Return which rank ended how, in words.
@@ -182,7 +214,7 @@ class RankError(RuntimeError):
         0 KeyError(0)
     """
 
-    def __init__(self, message: str, culprit: Outcome, outcomes: Sequence[Outcome]) -> None:
+    def __init__(self, message: str, culprit: Ending, outcomes: Sequence[Ending]) -> None:
         super().__init__(message, culprit, outcomes)
         self.rank: int = culprit.rank
         self.pid: int = culprit.pid
@@ -191,7 +223,7 @@ class RankError(RuntimeError):
         self.error: BaseException | None = culprit.error
         self.traceback: str = culprit.traceback
         self.hung: list[int] = [outcome.rank for outcome in outcomes if outcome.hung]
-        self.outcomes: list[Outcome] = list(outcomes)
+        self.outcomes: list[Ending] = list(outcomes)
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -200,7 +232,7 @@ class RankError(RuntimeError):
 RankError.__module__ = "phalanx"  # where users import it from
 
 
-def find_culprit(outcomes: Iterable[Outcome]) -> Outcome | None:
+def find_culprit(outcomes: Iterable[Ending]) -> Ending | None:
     """Return the rank whose end was the cause.
 
     A hang and a victim come last, a signal before an exit code, a rank that ended the group before those that only
@@ -209,7 +241,7 @@ def find_culprit(outcomes: Iterable[Outcome]) -> Outcome | None:
     return min((outcome for outcome in outcomes if outcome.failed), key=_order, default=None)
 
 
-def _order(outcome: Outcome) -> tuple[object, ...]:
+def _order(outcome: Ending) -> tuple[object, ...]:
     failure = outcome.last_words.failure
     has_heard = failure is not None and failure.by is not None
     return outcome.hung, outcome.is_victim, (outcome.exitcode or 0) >= 0, has_heard, outcome.when_s
@@ -240,7 +272,7 @@ def read_stderr(tail: bytes) -> LastWords:
     block = find_last_block(lines)
     if block is None:
         return LastWords(lines=tuple(TORCH_PREFIX.sub("", line) for line in lines[-_MAX_PLAIN_LINES:]))
-    shown = words_file.cropped(block.lines)
+    shown = words_file.cropped_lines(block.lines)
     return LastWords(block.kind, block.message, shown, site=words_file.site_of(block.lines))
 
 
@@ -249,7 +281,7 @@ def last_words_in(folder: str, pid: int, stderr_tail: bytes) -> LastWords:
     return words_file.read(os.path.join(folder, _ERROR_FILE), pid) or read_stderr(stderr_tail)
 
 
-def write_error_file(outcome: Outcome) -> None:
+def write_error_file(outcome: Ending) -> None:
     """Write ``error.json`` in the form of torch's ``@record``, unless the rank has written its own."""
     path = os.path.join(outcome.folder, _ERROR_FILE)
     if os.path.exists(path):

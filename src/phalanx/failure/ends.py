@@ -1,51 +1,36 @@
-"""The ends of an attempt's ranks, kept beside their saved boxes: by then nobody else knows."""
+"""The endings of the ranks of an attempt, kept beside their black boxes: by then nobody else knows."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx._errors import printable
+from phalanx.failure.ending import Ending
 from phalanx.wire.files import open_regular, read_json
-from phalanx.wire.messages import read_value
+from phalanx.wire.messages import as_facts, read_value
 
 _NAME = "ends.json"
 _REASON = "ended_by"
 _MOST_BYTES = 1000
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
-    """How a rank ended.
-
-    Attributes:
-        code: Exit code, or minus the number of the signal that ended it.
-        was_told: Whether it was told to end, because another rank had failed or the job was to.
-        at_ns: Time of its end, by CLOCK_MONOTONIC of the host.
-    """
-
-    code: int
-    was_told: bool
-    at_ns: int
-
-
-def save_ends(ends: Mapping[int, End], folder: Path) -> None:
-    """Write how ranks ended, by their numbers.
+def save_ends(ends: Iterable[Ending], folder: Path) -> None:
+    """Write how ranks ended.
 
     Raises:
         OSError: The folder or the file can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _NAME).write_text(json.dumps({str(rank): dataclasses.asdict(end) for rank, end in ends.items()}))
+    (folder / _NAME).write_text(json.dumps([as_facts(end.for_others()) for end in ends]))
 
 
-def load_ends(folder: Path) -> dict[int, End]:
+def load_ends(folder: Path) -> dict[int, Ending]:
     """Return how ranks ended, by their numbers; nothing if that was not saved, or can't be read."""
     with contextlib.suppress(OSError, ValueError):
-        return {int(rank): end for rank, end in read_value(read_json(folder / _NAME), dict[str, End]).items()}
+        return {end.rank: end for end in read_value(read_json(folder / _NAME), list[Ending])}
     return {}
 
 

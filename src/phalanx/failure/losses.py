@@ -11,12 +11,13 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from phalanx._errors import printable
 from phalanx._text import counted, named, signal_name
+from phalanx.failure.ending import Ending
 from phalanx.wire.files import read_json, write_whole
-from phalanx.wire.messages import read_value
+from phalanx.wire.messages import as_facts, between, read_value
 
 _NAME = "loss.json"
 _FOLDER = "blackbox"
@@ -28,13 +29,10 @@ class Loss:
     """A loss that ended an attempt, and how long it took until the ranks had done a step again.
 
     Attributes:
-        rank: Rank that was lost, the first of a node; -1: the process that starts the ranks.
+        ending: Ending of the rank that was lost; of a node, its host and first rank alone.
         num_ranks: Number of ranks of a node.
-        is_node: Whether a whole node was lost.
-        how: Sign by which it was noticed: "exit", "signal", "raised", "refused", "silent" or "left".
-        number: Exit code, number of the signal, or seconds of silence; 0: it has none.
-        error: Class of the exception that the rank raised; empty: none is known.
-        host: Host that was lost, or on which the rank ran; empty: this one.
+        node_sign: Sign by which the loss of a node was noticed; empty: a rank was lost.
+        silent_s: Seconds of silence of a node.
         at_s: Time of day of the first sign, in seconds since 1970.
         phases_s: Seconds of each phase by its name, in their order. What lies between two phases is part of the later.
         step: First step that was done again, by its number in the run; None: the ranks do not record such numbers.
@@ -42,14 +40,11 @@ class Loss:
         num_repeated: Number of steps that were done twice; None: unknown.
     """
 
-    rank: int
-    how: str
+    ending: Ending
     num_ranks: int = 1
-    is_node: bool = False
-    number: float = 0
-    error: str = ""
-    host: str = ""
-    at_s: float = 0.0
+    node_sign: Literal["", "refused", "silent", "left"] = ""
+    silent_s: float = 0.0
+    at_s: Annotated[float, between(0, _END_OF_TIME_S)] = 0.0
     phases_s: dict[str, float] = dataclasses.field(default_factory=dict)
     step: int | None = None
     loaded_step: int | None = None
@@ -65,27 +60,39 @@ class Loss:
         """Whether the job is known to have gone on."""
         return any(name.startswith("first ") for name in self.phases_s)
 
+    def as_document(self) -> dict[str, Any]:
+        """Return the loss as ``phalanx why --json`` prints it."""
+        end = self.ending
+        sign = self.node_sign or ("signal" if end.signal else "raised" if end.raised else "exit")
+        number = self.silent_s if self.node_sign else int(end.signal or end.exit_code)
+        who = {"rank": end.rank, "num_ranks": self.num_ranks, "is_node": bool(self.node_sign), "host": end.host}
+        after = ("at_s", "phases_s", "step", "loaded_step", "num_repeated")
+        return {
+            **who, "how": sign, "number": number, "error": end.raised, **{name: getattr(self, name) for name in after},
+        }  # fmt: skip
+
 
 # ---------------------------------------------------------------- words
 
 
 def who_of(loss: Loss) -> str:
     """Return who was lost, in words."""
-    if loss.is_node:
-        return f"node {loss.host} ({named('rank', range(loss.rank, loss.rank + max(loss.num_ranks, 1)))})"
-    name = f"rank {loss.rank}" if loss.rank >= 0 else "the process that starts the ranks"
-    return f"{name} on {loss.host}" if loss.host else name
+    end = loss.ending
+    if loss.node_sign:
+        return f"node {end.host} ({named('rank', range(end.rank, end.rank + max(loss.num_ranks, 1)))})"
+    return f"{end.name} on {end.host}" if end.host else end.name
 
 
 def sign_of(loss: Loss) -> str:
     """Return how a loss was noticed, in words."""
-    number = int(loss.number)
-    if loss.how == "signal":
-        return f"killed by {signal_name(number)}"
-    if loss.how == "silent":
-        return f"silent for {loss.number:.1f} s"
-    known = {"raised": f"raised {loss.error}", "exit": f"exit code {number}", "refused": "its process has ended"}
-    return known.get(loss.how, "it could not reach the others")
+    if loss.node_sign == "silent":
+        return f"silent for {loss.silent_s:.1f} s"
+    if loss.node_sign:
+        return "its process has ended" if loss.node_sign == "refused" else "it could not reach the others"
+    end = loss.ending
+    if end.signal:
+        return f"killed by {signal_name(end.signal)}"
+    return f"raised {end.raised}" if end.raised else f"exit code {end.exit_code}"
 
 
 def place_of(loss: Loss, number: str = "") -> str:
@@ -141,7 +148,8 @@ def save_loss(loss: Loss, run: Path, attempt: int) -> None:
     """
     folder = folder_of(run, attempt)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(str(folder / _NAME), json.dumps(dataclasses.asdict(loss)))
+    loss = dataclasses.replace(loss, ending=loss.ending.for_others())
+    write_whole(str(folder / _NAME), json.dumps(as_facts(loss)))
 
 
 def load_losses(run: Path) -> list[Loss]:
@@ -149,14 +157,14 @@ def load_losses(run: Path) -> list[Loss]:
     found = []
     for path in run.glob(f"{_FOLDER}/attempt_*/{_NAME}"):
         with contextlib.suppress(OSError, ValueError):
-            found.append((int(path.parent.name.rpartition("_")[2]), _loss(read_json(path))))
+            found.append((int(path.parent.name.rpartition("_")[2]), _printable(read_value(read_json(path), Loss))))
     return [loss for _, loss in sorted(found, key=lambda pair: pair[0])]
 
 
-def _loss(saved: Any) -> Loss:
-    loss = read_value(saved, Loss)
-    if not 0 <= loss.at_s < _END_OF_TIME_S:
-        raise ValueError("at_s is no time of day")
-    how, error, host = map(printable, (loss.how, loss.error, loss.host))
-    phases_s = {printable(name): value for name, value in loss.phases_s.items()}
-    return dataclasses.replace(loss, how=how, error=error, host=host, phases_s=phases_s)
+def _printable(loss: Loss) -> Loss:
+    end = loss.ending
+    words = dataclasses.replace(end.last_words, kind=printable(end.last_words.kind))
+    ending = dataclasses.replace(end, host=printable(end.host), last_words=words)
+    return dataclasses.replace(
+        loss, ending=ending, phases_s={printable(name): value for name, value in loss.phases_s.items()}
+    )

@@ -1,0 +1,112 @@
+"""Why an attempt ended, as nodes tell each other: the ending of a rank, or of a node, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx._env import host_name
+from phalanx._text import named
+from phalanx.failure.ending import Ending
+from phalanx.failure.folding import ROWS
+from phalanx.failure.last_words import LastWords
+from phalanx.launch.nodes.views import Cause, State, View
+
+NODE_LOST = "NodeLost"
+"""Kind of a cause that is no rank's."""
+OTHER_SIDE = "OtherSide"
+"""Kind of a cause that ends a job which is the lesser side of another: its nodes join that."""
+INTERRUPTED = "Interrupted"
+"""Kind of a cause that ends a job: Ctrl-C on one of its nodes."""
+
+
+def cause_of(end: Ending, **what_follows: Any) -> Cause:
+    """Return what other nodes need to name `end` as the cause.
+
+    Args:
+        what_follows: `Cause.num_ranks` and `Cause.is_free`, where they are known.
+    """
+    host, code = end.host or host_name(), end.exitcode or 1  # it has failed
+    return Cause(ending=dataclasses.replace(end.for_others(ROWS), host=host, exitcode=code), **what_follows)
+
+
+def ending_of(cause: Cause) -> Ending:
+    """Return the ending that a cause tells of, on whichever node, as this host reports it."""
+    end = cause.ending
+    return dataclasses.replace(end, host="" if end.host == host_name() else end.host)
+
+
+def with_own_kind(cause: Cause | None) -> Cause | None:
+    """Return a cause with our own kind where a rank was refused because another side of the job has its folder."""
+    if cause is None or cause.kind.rpartition(".")[2] != OTHER_SIDE:
+        return cause
+    words = dataclasses.replace(cause.ending.last_words, kind=OTHER_SIDE)
+    return dataclasses.replace(cause, ending=dataclasses.replace(cause.ending, last_words=words))
+
+
+def other_side(host: str) -> Cause:
+    """Return the cause that another side of this job, in which `host` takes part, is older and goes on."""
+    return _of_a_node(OTHER_SIDE, f"another side of this job is older, and {host} takes part in it", host)
+
+
+def loss_of(view: View, node_rank: int, how: str, *, is_victim: bool = False) -> Cause:
+    """Return the cause that a node of a view was lost."""
+    node, first = view.members[node_rank], view.first_rank(node_rank)
+    ranks = named("rank", range(first, first + node.num_ranks))
+    message = f"node {view.name_of(node_rank)} ({ranks}) was lost: {how}"
+    return _of_a_node(NODE_LOST, message, node.host, first, is_victim=is_victim)
+
+
+def interruption_of(view: View, node_rank: int) -> Cause:
+    """Return the cause that Ctrl-C on a node of a view ends the job."""
+    node, first = view.members[node_rank], view.first_rank(node_rank)
+    ranks = named("rank", range(first, first + node.num_ranks))
+    message = f"node {view.name_of(node_rank)} ({ranks}) was stopped by Ctrl-C, which ends the job"
+    return _of_a_node(INTERRUPTED, message, node.host, first)
+
+
+def is_interruption(cause: Cause | None) -> bool:
+    """Return whether a cause is Ctrl-C on a node."""
+    return cause is not None and cause.kind == INTERRUPTED
+
+
+def _of_a_node(kind: str, message: str, host: str, rank: int = -1, *, is_victim: bool = False) -> Cause:
+    words = LastWords(kind, message, is_victim=is_victim, is_told=True)
+    return Cause(ending=Ending(rank=rank, pid=-1, exitcode=1, last_words=words, host=host))
+
+
+def cause_of_end(
+    view: View, known: Mapping[str, State], gone: set[str], why_lost: Callable[[str], str]
+) -> Cause | None:
+    """Return why an attempt failed, of all that nodes tell; None if it did not.
+
+    Args:
+        known: Last state that each node of the view told.
+        gone: Ids of the nodes that have left as they had said.
+        why_lost: Function that says how the node of an id was lost; empty: it was not.
+    """
+    causes = [state.failure for state in known.values() if state.failure is not None]
+    for number, node in enumerate(view.members):
+        if node.id in gone:
+            continue
+        if how := why_lost(node.id):
+            causes.append(loss_of(view, number, how))
+        elif known.get(node.id, State()).has_left:  # because of another, who may show
+            causes.append(loss_of(view, number, "it could not reach the others for a while", is_victim=True))
+    if gone:  # whoever fell victim did so to those
+        causes = [cause for cause in causes if not cause.ending.is_victim]
+    preempted = next((cause for cause in causes if cause.ending.preempted), None)
+    if preempted is not None:  # asked for: whatever came of it is no failure
+        return preempted
+    if (interruption := next(filter(is_interruption, causes), None)) is not None:
+        return interruption
+    return min(causes, key=lambda cause: (cause.ending.is_victim, not cause.ending.signal), default=None)
+
+
+def num_ranks_after(cause: Cause | None, state: State) -> int:
+    """Return the number of ranks of a node after an attempt that ended for `cause`; 0: it takes no part."""
+    failure = state.failure
+    if failure is not None and failure == cause and failure.num_ranks >= 0:
+        return failure.num_ranks
+    return state.num_ranks
