@@ -12,7 +12,7 @@
       + CheckpointError                          a checkpoint could not be saved or loaded
         + Damaged                                its files are not what was saved (checkpoint/disk/folder.py)
         + OtherSide                              another job or a newer attempt writes there (checkpoint/disk/claim.py)
-    RankError (RuntimeError)                     a rank of phalanx.spawn or run_ranks failed (failure/outcome.py)
+    RankError (RuntimeError)                     a rank of phalanx.spawn or run_ranks failed (failure/ending.py)
     ArgumentError (ValueError, RuntimeError)     an operation was called with a wrong argument
       + UnsupportedLayout (NotImplementedError)  ... with a tensor of a layout that it can't take
       + OtherDevice                              ... with tensors of another device (backend/calls/memory.py)
