@@ -73,7 +73,12 @@ def assert_refused(code, out, err, said, right):
         (["ckpt", "ls", "x", "--version"], "--version stands alone", "phalanx --version"),
         (["tune"], "no script given", "phalanx tune [flags] train.py [args]"),
         (["tune", "missing.py"], "no script 'missing.py'", "phalanx tune [flags] train.py [args]"),
-        (["verify-resume"], "no script given", "phalanx verify-resume --nproc-per-node 2 train.py [args]"),
+        (["verify-resume"], "no script given", "phalanx check --nproc 8 train.py [args]"),
+        (
+            ["check", "--resume", "--steps", "3", "train.py"],
+            "--resume runs the whole script; --steps is for its first steps",
+            "phalanx check --nproc 8 train.py [args]",
+        ),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
@@ -219,7 +224,6 @@ _COMMANDS = [
     ["run", "--help"],
     ["run", "--dry-run", "--nproc-per-node", "2", "train.py"],
     ["report", "run"],
-    ["verify-resume", "--help"],
     ["tune", "--help"],
     ["check", "--help"],
     ["attach", "--help"],

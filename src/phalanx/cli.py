@@ -81,17 +81,15 @@ _COMMANDS = {
         "checkpoint.ckpt",
         needs_linux=False,
     ),
-    "verify-resume": _Command(
-        "phalanx verify-resume --nproc-per-node 2 train.py [args]",
-        "prove that a script with a Trainer resumes to the same bits",
-        "train.resume.verification_command",
-    ),
     "warm": _Command(
         "phalanx warm --list|--stop",
         "show or end the processes that phalanx run --warm forks jobs from",
         "launch.warm.warm",
     ),
 }
+
+
+_OLD_NAMES = {"verify-resume": ["check", "--resume"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(args: list[str]) -> int:
     name, rest = (args[0], args[1:]) if args else ("", [])
+    if name in _OLD_NAMES:
+        return _command([*_OLD_NAMES[name], *rest])
     if name == "help":
         return _command([*rest, "--help"])
     command = _COMMANDS.get(name)

@@ -24,7 +24,7 @@ for name in phalanx.__all__:
         print(name)
 """
 COMMAND = "import sys; from phalanx.cli import main; sys.exit(main(['{}', 'train.py']))"
-COMMANDS = ("run", "tune", "doctor", "verify-resume")
+COMMANDS = ("run", "tune", "doctor", "check")
 SPAWN = "import phalanx\nphalanx.spawn(print, (), 2)"
 GROUP = "import torch.distributed as dist\ndist.init_process_group('phalanx', {})"
 PLACES = ("init_method='file://{}/meet', rank=0, world_size=2", "store=dist.HashStore(), rank=0, world_size=1")

@@ -1,4 +1,4 @@
-"""Whole jobs that train: asked to make room, killed, verified by ``phalanx verify-resume``."""
+"""Whole jobs that train: asked to make room, killed, checked by ``phalanx check --resume``."""
 
 from __future__ import annotations
 
@@ -230,28 +230,28 @@ def test_another_program_may_exit_with_75_and_is_restarted(tmp_path):
     assert "made room" not in done.stderr
 
 
-def verify(folder, *arguments):
-    command = [sys.executable, "-m", "phalanx", "verify-resume", "--nproc-per-node", "2", str(SCRIPT), *arguments]
+def check_resume(folder, *arguments):
+    command = [sys.executable, "-m", "phalanx", "check", "--resume", "--nproc", "2", str(SCRIPT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
 
 
 @pytest.mark.slow
-def test_verify_resume_finds_a_script_that_resumes_to_the_bit(tmp_path):
-    done = verify(tmp_path, "--epochs", "12")
+def test_check_resume_finds_a_script_that_resumes_to_the_bit(tmp_path):
+    done = check_resume(tmp_path, "--epochs", "12")
     assert done.returncode == 0, done.stdout
     assert "killed: the same bits as the whole run" in done.stdout
     assert "preempted: the same bits as the whole run" in done.stdout
 
 
 @pytest.mark.slow
-def test_verify_resume_finds_what_a_script_forgets(tmp_path):
-    done = verify(tmp_path, "--epochs", "12", "--forgets")
+def test_check_resume_finds_what_a_script_forgets(tmp_path):
+    done = check_resume(tmp_path, "--epochs", "12", "--forgets")
     assert done.returncode == 1
     assert re.search(r"killed: \d+ differences from the whole run", done.stdout)
     assert re.search(r"model\.0\.bias.*by at most", done.stdout)
 
 
-def test_verify_resume_refuses_what_run_refuses(tmp_path):
+def test_verify_resume_is_check_and_refuses_what_run_refuses(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "phalanx", "verify-resume", "--nproc-per-nod", "2", str(SCRIPT)],
         capture_output=True,
@@ -260,8 +260,8 @@ def test_verify_resume_refuses_what_run_refuses(tmp_path):
     )
     assert done.returncode == 2
     usage, line = done.stderr.splitlines()
-    assert usage.startswith("usage: phalanx verify-resume ")
-    assert f"did you mean --nproc-per-node? Right: phalanx verify-resume --nproc-per-node 2 {SCRIPT}" in line
+    assert usage.startswith("usage: phalanx check ")
+    assert f"did you mean --nproc-per-node? Right: phalanx check --resume --nproc-per-node 2 {SCRIPT}" in line
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ OWN_FLAGS = (
         "stall-after", "seconds without progress after which waiting ranks count as stalled", _seconds, "SECONDS", "5"
     ),
     Flag("json", "print everything as JSON: the verdict and each rank's calls", str),
+    Flag("resume", "check instead whether the script, killed or preempted, resumes to the same bits", str),
 )
 
 
@@ -54,7 +55,9 @@ def main(argv: Sequence[str]) -> int:
         "Run the first steps of a script on real ranks of this host, and compare what each rank calls. Names the first "
         "call in which ranks differ, and who waits for whom where they wait. The script runs as it is, in a run folder "
         "of its own, and is ended then. Exit code: 0 if all ranks made the same calls, 1 if something is wrong, 3 if "
-        "nothing could be compared. Every flag of phalanx run is accepted.",
+        "nothing could be compared. Every flag of phalanx run is accepted. With --resume, a script that trains with a "
+        "Trainer runs three times: whole, with a rank killed, and preempted and started again. The last checkpoints "
+        "are compared bit for bit, and the exit code is 1 if they differ.",
         RIGHT_CALL,
     )
     add_flags(parser, {"Check": OWN_FLAGS})
@@ -63,13 +66,23 @@ def main(argv: Sequence[str]) -> int:
         settings, target, _ = read_command(argv, _env.environment(), parser=parser, also=OWN_FLAGS)
         if settings["nnodes"].value != (1, 1):
             raise UsageError("--nnodes: phalanx check runs on one machine", RIGHT_CALL)
-        words = without_flags((*_CHANGED, *(f"--{flag.name}" for flag in OWN_FLAGS)), argv, target, ["--json"])
+        resumes = settings["resume"].is_given
+        for flag in OWN_FLAGS if resumes else ():
+            if settings[flag.name].is_given and flag.name not in ("nproc", "resume"):
+                raise UsageError(f"--resume runs the whole script; --{flag.name} is for its first steps")
+        changed = _CHANGED[:1] if resumes else _CHANGED
+        own = (f"--{flag.name}" for flag in OWN_FLAGS)
+        words = without_flags((*changed, *own), argv, target, ["--json", "--resume"])
         asked = settings["nproc" if settings["nproc"].is_given else "nproc-per-node"]
         num_ranks = count_local_ranks(asked, read_machine(), _env.environment())[1]
         words = ["--nproc-per-node", str(num_ranks), *words]
         make_plan(words, _env.environment(), parser)  # refuses what could not be started
     except UsageError as error:
         return parser.refuse(error)
+    if resumes:
+        from phalanx.diagnose.check.resume import check_resume  # imports torch
+
+        return check_resume(words)
     for end in _ENDS:
         if signal.getsignal(end) != signal.SIG_IGN:  # nohup
             signal.signal(end, _leave)

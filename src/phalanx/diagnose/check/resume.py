@@ -1,4 +1,4 @@
-"""``phalanx verify-resume``: tests that a script ends with the same bits whether or not it is interrupted."""
+"""``phalanx check --resume``: tests that a script ends with the same bits whether or not it is interrupted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Failed(Exception):
     """A run did not go as it should; the text says how."""
 
 
-def verify_resume(run_arguments: Sequence[str]) -> int:
+def check_resume(run_arguments: Sequence[str]) -> int:
     """Run a script three times and compare the last checkpoints: whole, with a rank killed, and preempted and resumed.
 
     Args:
@@ -34,7 +34,7 @@ def verify_resume(run_arguments: Sequence[str]) -> int:
     Returns:
         0 if all three end with the same bits, 1 if not or if a run failed.
     """
-    with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as base:
+    with tempfile.TemporaryDirectory(prefix="phalanx-check-") as base:
         whole, killed, preempted = (os.path.join(base, name) for name in ("whole", "killed", "preempted"))
         try:
             print("1 of 3: the whole run", flush=True)
@@ -46,7 +46,7 @@ def verify_resume(run_arguments: Sequence[str]) -> int:
             _run(run_arguments, preempted, middle, _ask_for_room, code=_env.PREEMPTED_CODE)
             _run(run_arguments, preempted)
         except Failed as failure:
-            print(f"phalanx verify-resume: {failure}")
+            print(f"phalanx check: {failure}")
             return 1
         return max(_report(whole, killed, "killed"), _report(whole, preempted, "preempted"))
 
