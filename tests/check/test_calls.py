@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.diagnose.check.calls import Record, circle, first_difference
-from phalanx.diagnose.check.verdict import Stop, judge
+from phalanx.diagnose.check.result import Stop, result_of
 from phalanx.record.box import Box, Event
 
 
@@ -74,10 +74,10 @@ def test_whoever_waits_for_a_rank_that_computes_is_in_no_circle():
 
 
 @pytest.mark.parametrize(("why", "kind"), [("stalled", "stalled"), ("late", "unknown")])
-def test_a_verdict_on_ranks_that_wait_has_the_answer_of_why(why, kind):
+def test_a_result_of_ranks_that_wait_has_the_answer_of_why(why, kind):
     record = Record.of([box(0, did(is_open=True)), box(1, did("join", 0, 0))])
     answer = "rank 1 has not called all_reduce #1"
-    told = judge(record, Stop(why, answer=answer), 2, 2)
+    told = result_of(record, Stop(why, answer=answer), 2, 2)
     assert told.kind == kind
     assert answer in "\n".join([told.words, *told.evidence])
-    assert "rank 1" not in judge(record, Stop("late"), 2, 2).words
+    assert "rank 1" not in result_of(record, Stop("late"), 2, 2).words

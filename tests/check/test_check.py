@@ -142,7 +142,7 @@ def test_of_a_script_that_prints_much_only_the_end_is_read(check):
     assert len(done.stderr) < 80_000
 
 
-def test_without_a_collective_there_is_no_verdict(check):
+def test_without_a_collective_there_is_no_result(check):
     done = check("pass")
     assert done.returncode == 3
     assert "no rank made a collective on the CPU" in done.stdout
@@ -151,7 +151,7 @@ def test_without_a_collective_there_is_no_verdict(check):
 def test_json_has_all_calls(check):
     done = check(AVERAGE, "--json", "--steps", "1")
     facts = json.loads(done.stdout)
-    assert facts["verdict"] == "same"
+    assert facts["result"] == "same"
     assert [call["op"] for call in facts["calls"]["1"]] == ["all_reduce"] * 2
 
 
@@ -179,7 +179,7 @@ def test_mistakes_are_refused(tmp_path, words):
     assert "phalanx check" in done.stderr
 
 
-def test_a_terminal_keeps_the_head_of_the_calls_and_the_verdict_on_one_screen(monkeypatch):
+def test_a_terminal_keeps_the_head_of_the_calls_and_the_result_on_one_screen(monkeypatch):
     calls = ["ranks 0 and 1: 42 calls", *(f"  {number:>7}  all_reduce" for number in range(1, 43))]
     monkeypatch.setenv("LINES", "24")
     assert command._cropped(calls, 2) == calls

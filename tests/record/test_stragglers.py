@@ -9,14 +9,14 @@ import random
 import pytest
 
 from phalanx.record.excess import over_others, trimmed_mean
-from phalanx.record.stragglers import Ledger, Verdict
+from phalanx.record.stragglers import Ledger, Summary
 from tests.record.made import MS, Job, looks
 
 
-def verdict_of(job: Job, num_steps: int, **options) -> Verdict:
+def summary_of(job: Job, num_steps: int, **options) -> Summary:
     ledger = Ledger(**options)
     ledger.add(job.boxes(num_steps))
-    return ledger.verdict()
+    return ledger.summary()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
@@ -25,8 +25,8 @@ def test_five_percent_are_named_within_fifty_steps_in_99_of_100_runs(num_ranks):
     found = 0
     for seed in range(100):
         slow = seed % num_ranks
-        verdict = verdict_of(Job(num_ranks, jitter=jitter, slower={slow: 0.05}, seed=seed), 51)
-        found += verdict.kind == "rank" and verdict.named[0].rank == slow
+        summary = summary_of(Job(num_ranks, jitter=jitter, slower={slow: 0.05}, seed=seed), 51)
+        found += summary.kind == "rank" and summary.named[0].rank == slow
     assert found >= 99
 
 
@@ -37,58 +37,58 @@ def test_nobody_is_named_in_100_runs_without_a_slow_rank():
         boxes = Job(4, has_phases=False, seed=seed).boxes(500)
         for seen in looks(boxes, 1000 * MS):
             ledger.add(seen)
-            assert not ledger.verdict().named, f"seed {seed}"
+            assert not ledger.summary().named, f"seed {seed}"
 
 
 def test_the_cost_the_phase_and_its_ratio_are_told():
-    verdict = verdict_of(Job(4, slower={2: 0.22}, phase="load data", seed=3), 1200)
-    assert str(verdict) == "rank 2 has cost 18% of the last 1,000 steps; its data loading takes 2.1x the others'"
-    assert [account.is_named for account in verdict.accounts] == [False, False, True, False]
-    assert verdict.accounts[2].awaited_s > 10 * max(verdict.accounts[rank].awaited_s for rank in (0, 1, 3))
-    assert verdict.step_s == pytest.approx(12.2e-3, rel=0.05)
+    summary = summary_of(Job(4, slower={2: 0.22}, phase="load data", seed=3), 1200)
+    assert str(summary) == "rank 2 has cost 18% of the last 1,000 steps; its data loading takes 2.1x the others'"
+    assert [account.is_named for account in summary.accounts] == [False, False, True, False]
+    assert summary.accounts[2].awaited_s > 10 * max(summary.accounts[rank].awaited_s for rank in (0, 1, 3))
+    assert summary.step_s == pytest.approx(12.2e-3, rel=0.05)
 
 
 def test_without_steps_and_phases_the_line_is_told_before_which_time_is_lost():
-    verdict = verdict_of(Job(3, slower={0: 0.1}, has_phases=False, seed=4), 200)
-    assert verdict.kind == "rank"
-    assert str(verdict) == (
-        f"rank 0 has cost {verdict.cost:.0%} of the last 196 steps; "
-        f"its time before all_reduce at train.py:31 takes {verdict.named[0].ratio:.2f}x the others'"
+    summary = summary_of(Job(3, slower={0: 0.1}, has_phases=False, seed=4), 200)
+    assert summary.kind == "rank"
+    assert str(summary) == (
+        f"rank 0 has cost {summary.cost:.0%} of the last 196 steps; "
+        f"its time before all_reduce at train.py:31 takes {summary.named[0].ratio:.2f}x the others'"
     )
-    assert 1.08 < verdict.named[0].ratio < 1.12
+    assert 1.08 < summary.named[0].ratio < 1.12
 
 
 def test_pauses_that_come_back_are_found_and_a_single_one_is_not():
-    verdict = verdict_of(Job(4, slower=lambda rank, step: 2.0 if rank == 1 and step % 20 == 7 else 0.0, seed=5), 1001)
-    assert [account.rank for account in verdict.named] == [1]
-    assert 0.07 < verdict.cost < 0.12
-    once = verdict_of(Job(4, slower=lambda rank, step: 500.0 if rank == 1 and step == 70 else 0.0, seed=6), 1001)
+    summary = summary_of(Job(4, slower=lambda rank, step: 2.0 if rank == 1 and step % 20 == 7 else 0.0, seed=5), 1001)
+    assert [account.rank for account in summary.named] == [1]
+    assert 0.07 < summary.cost < 0.12
+    once = summary_of(Job(4, slower=lambda rank, step: 500.0 if rank == 1 and step == 70 else 0.0, seed=6), 1001)
     assert once.named == ()
 
 
 def test_a_slow_host_is_named_as_a_host():
     hosts = ["a", "a", "a", "b", "b", "b"]
-    verdict = verdict_of(Job(6, slower={3: 0.1, 4: 0.1, 5: 0.1}, hosts=hosts, seed=7), 300)
-    assert verdict.kind == "host"
-    assert {account.rank for account in verdict.named} == {3, 4, 5}
-    assert str(verdict).startswith("each rank of host b has cost up to ")
-    one = verdict_of(Job(6, slower={4: 0.1}, hosts=hosts, seed=7), 300)
+    summary = summary_of(Job(6, slower={3: 0.1, 4: 0.1, 5: 0.1}, hosts=hosts, seed=7), 300)
+    assert summary.kind == "host"
+    assert {account.rank for account in summary.named} == {3, 4, 5}
+    assert str(summary).startswith("each rank of host b has cost up to ")
+    one = summary_of(Job(6, slower={4: 0.1}, hosts=hosts, seed=7), 300)
     assert (one.kind, one.named[0].rank) == ("rank", 4)
 
 
 def test_waiting_for_another_rank_each_time_is_jitter():
     rng = random.Random(8)
     late = [rng.randrange(4) for _ in range(300)]
-    verdict = verdict_of(Job(4, slower=lambda rank, step: 0.5 * (late[step] == rank), seed=8), 300)
-    assert (verdict.kind, verdict.named) == ("jitter", ())
-    assert "each time for a different one" in str(verdict)
-    assert verdict_of(Job(4, jitter=0.005, pauses=0, seed=8), 300).kind == "even"
+    summary = summary_of(Job(4, slower=lambda rank, step: 0.5 * (late[step] == rank), seed=8), 300)
+    assert (summary.kind, summary.named) == ("jitter", ())
+    assert "each time for a different one" in str(summary)
+    assert summary_of(Job(4, jitter=0.005, pauses=0, seed=8), 300).kind == "even"
 
 
 def test_two_slow_ranks_of_eight_are_both_named():
-    verdict = verdict_of(Job(8, slower={1: 0.1, 6: 0.2}, seed=9), 300)
-    assert (verdict.kind, [account.rank for account in verdict.named]) == ("ranks", [6, 1])
-    assert str(verdict).startswith("ranks 6, 1 have each cost up to ")
+    summary = summary_of(Job(8, slower={1: 0.1, 6: 0.2}, seed=9), 300)
+    assert (summary.kind, [account.rank for account in summary.named]) == ("ranks", [6, 1])
+    assert str(summary).startswith("ranks 6, 1 have each cost up to ")
 
 
 def test_looking_once_a_second_finds_the_same_as_looking_once():
@@ -97,14 +97,14 @@ def test_looking_once_a_second_finds_the_same_as_looking_once():
     for seen in looks(boxes, 1000 * MS):
         often.add(seen)
     once.add(boxes)
-    assert often.verdict() == once.verdict()
-    assert often.verdict().named[0].rank == 3
+    assert often.summary() == once.summary()
+    assert often.summary().named[0].rank == 3
 
 
 def test_only_the_window_counts():
     job = Job(4, slower=lambda rank, step: 0.2 if rank == 1 and step < 500 else 0.0, seed=11)
-    assert verdict_of(job, 900).named[0].rank == 1
-    assert verdict_of(job, 900, window_s=2).named == ()
+    assert summary_of(job, 900).named[0].rank == 1
+    assert summary_of(job, 900, window_s=2).named == ()
 
 
 def test_what_was_overwritten_before_it_was_read_is_left_out():
@@ -112,10 +112,10 @@ def test_what_was_overwritten_before_it_was_read_is_left_out():
     torn = [dataclasses.replace(box, events=box.events[:600] + box.events[1200 + 40 * box.rank :]) for box in boxes]
     ledger = Ledger()
     ledger.add(torn)
-    verdict = ledger.verdict()
-    assert 200 < verdict.num_steps < 300
-    assert verdict.named[0].rank == 2
-    assert verdict.step_s == pytest.approx(11e-3, rel=0.05)
+    summary = ledger.summary()
+    assert 200 < summary.num_steps < 300
+    assert summary.named[0].rank == 2
+    assert summary.step_s == pytest.approx(11e-3, rel=0.05)
 
 
 def test_a_phase_whose_end_was_overwritten_does_not_last_for_ever():
@@ -125,7 +125,7 @@ def test_a_phase_whose_end_was_overwritten_does_not_last_for_ever():
     ledger = Ledger()
     ledger.add([boxes[0].with_events(boxes[0].events[:600]), boxes[1].with_events([outer, *boxes[1].events[1:600]])])
     ledger.add([boxes[0], boxes[1].with_events(boxes[1].events[500:])])
-    assert ledger.verdict().named[0].phase == "backward"
+    assert ledger.summary().named[0].phase == "backward"
 
 
 def test_ranks_that_hide_their_waits_are_not_judged():
@@ -133,22 +133,22 @@ def test_ranks_that_hide_their_waits_are_not_judged():
     calls = [event._replace(kind="call") if event.kind == "collective" else event for event in boxes[0].events]
     ledger = Ledger()
     ledger.add([boxes[0].with_events(calls), boxes[1]])
-    assert ledger.verdict().kind == "unknown"
+    assert ledger.summary().kind == "unknown"
 
 
 def test_a_restart_begins_anew():
     ledger = Ledger()
     ledger.add(Job(2, slower={0: 0.3}).boxes(100))
-    assert ledger.verdict().named
+    assert ledger.summary().named
     ledger.add([dataclasses.replace(box, pid=box.pid + 50) for box in Job(2, jitter=0.001, pauses=0).boxes(40)])
-    assert (ledger.verdict().kind, ledger.verdict().num_steps) == ("even", 36)
+    assert (ledger.summary().kind, ledger.summary().num_steps) == ("even", 36)
 
 
 def test_too_few_steps_or_a_single_rank_are_not_judged():
-    assert verdict_of(Job(4, slower={0: 1.0}), 20).kind == "unknown"
-    assert verdict_of(Job(1), 200).kind == "unknown"
-    assert Ledger().verdict().num_steps == 0
-    assert "too few to tell" in str(Ledger().verdict())
+    assert summary_of(Job(4, slower={0: 1.0}), 20).kind == "unknown"
+    assert summary_of(Job(1), 200).kind == "unknown"
+    assert Ledger().summary().num_steps == 0
+    assert "too few to tell" in str(Ledger().summary())
 
 
 def test_the_median_of_the_others_and_the_mean_are_what_statistics_says():

@@ -26,10 +26,11 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx._errors import RankFailed
-from phalanx.debugging import AT_BREAKPOINT, recorded
+from phalanx.debugging import AT_BREAKPOINT
 from phalanx.debugging.prompt import Prompt, is_held, line_of
 from phalanx.debugging.terminal import open_terminal
 from phalanx.host.network import host_identity
+from phalanx.record import writer
 from phalanx.rendezvous.launched import Launch, start_time
 
 _LOOK_S, _CHECK_S = 0.1, 0.5  # between looks for the word to go on, and at whether it can still come
@@ -234,7 +235,7 @@ def _standing(line: str) -> Iterator[None]:
         return
     _core.say_where(f"{AT_BREAKPOINT} at {line}")
     try:
-        with recorded.phase(_core, AT_BREAKPOINT, line):
+        with writer.phase(AT_BREAKPOINT, site=line):
             yield
     finally:
         _core.say_where("")

@@ -19,8 +19,9 @@ from types import FrameType
 from typing import Any
 
 from phalanx._errors import printable
-from phalanx.debugging import HELD_BY, IN_DEBUGGER, recorded
+from phalanx.debugging import HELD_BY, IN_DEBUGGER
 from phalanx.debugging.terminal import Terminal
+from phalanx.record import writer
 
 _LIBRARIES = {"phalanx", "torch", *sys.stdlib_module_names} - {"__main__"}
 
@@ -36,17 +37,16 @@ def line_of(frame: FrameType) -> str:
 @contextlib.contextmanager
 def held(where: str) -> Iterator[None]:
     """Let the ranks that wait for this one know that a debugger holds it, and where. Several threads may be held."""
-    try:
+    core: Any = None
+    with contextlib.suppress(ImportError):  # not on Linux, where there are no groups of ours
         from phalanx import _core as core
-    except ImportError:  # not on Linux, where there are no groups of ours
-        core = None  # type: ignore[assignment]
     own = threading.get_ident()
     with _holding:
         if core is not None and not _held_threads:
             core.hold(HELD_BY + where)
         _held_threads.append(own)
     try:
-        with recorded.phase(core, IN_DEBUGGER, where) if core is not None else contextlib.nullcontext():
+        with writer.phase(IN_DEBUGGER, site=where):
             yield
     finally:
         with _holding:

@@ -16,9 +16,9 @@ from phalanx._text import complain, named
 from phalanx.debugging.attached import SIGNAL
 from phalanx.debugging.terminal import listen_at
 from phalanx.diagnose.jobs import NO_JOB, Job, NoRank, find_ranks
-from phalanx.host.kernel import status_of
+from phalanx.host.kernel import number_inside, status_of, threads_of
 from phalanx.host.processes import off_limits
-from phalanx.record.box import box_of_process, number_inside
+from phalanx.record.box import box_of_process
 from phalanx.rendezvous.launched import note_lender, read_started, start_time
 from phalanx.wire.peer import peer_of
 from phalanx.wire.places import make_path
@@ -146,7 +146,7 @@ def _refuse_if_deaf(who: str, pid: int) -> None:
             f"{who} does not take {name}, which opens a debugger: it has only just begun, its script has taken the "
             "signal, or it runs no Python"
         )
-    threads = (status_of(pid, int(thread)) for thread in os.listdir(f"/proc/{pid}/task"))
+    threads = (status_of(pid, thread) for thread in threads_of(pid))
     if all(int(thread["SigBlk"], 16) & bit for thread in threads if thread):  # any of them may take it
         raise _Refused(f"{who} blocks {name}, which opens a debugger: its script has called pthread_sigmask")
 

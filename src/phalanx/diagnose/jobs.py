@@ -22,6 +22,7 @@ from phalanx import _env
 from phalanx._errors import printable
 from phalanx._text import columns, ending_of, shortened
 from phalanx.diagnose.commands import BY_HAND, launcher_of, program_of, script_name, script_path
+from phalanx.host.kernel import number_inside
 from phalanx.host.processes import (
     Process,
     awaited_by,
@@ -348,10 +349,10 @@ def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int],
 
     They differ where the launcher is in a container; one that has ended there is 0 here.
     """
-    if box.number_inside(launcher) == launcher:
+    if number_inside(launcher) == launcher:
         return lambda pid: pid
     below = (process.pid for process in descendants(launcher, processes))
-    known = {box.number_inside(pid): pid for pid in below}
+    known = {number_inside(pid): pid for pid in below}
     return lambda pid: known.get(pid, 0)
 
 

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.failure.last_words import owner_of
-from phalanx.host.kernel import status_of
-from phalanx.record.box import number_inside
+from phalanx.host.kernel import number_inside, ptrace_scope, status_of
+from phalanx.host.processes import process_of, working_folder
 
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|python3\.\d+|src(?=/phalanx/))/")
 _TRIES = 3
@@ -138,7 +138,7 @@ def _read(pid: int, deadline: float, native: bool) -> Stacks:
         if done.returncode == 0:
             return Stacks(_threads(pid, json.loads(done.stdout)))
         said = done.stderr
-        if not os.path.exists(f"/proc/{pid}") or "python version" in said:
+        if process_of(pid) is None or "python version" in said:
             break
     return Stacks(problem=_why_not(pid, said))
 
@@ -161,10 +161,8 @@ def _threads(pid: int, dumped: Sequence[dict[str, Any]]) -> tuple[Thread, ...]:
 
 def folder_of(pid: int) -> str:
     """Return the folder of a process, with a slash behind it; empty if it is not known."""
-    try:
-        return os.path.join(os.readlink(f"/proc/{pid}/cwd"), "")
-    except OSError:
-        return ""
+    folder = working_folder(pid)
+    return folder and os.path.join(folder, "")
 
 
 def _frame(facts: dict[str, Any], folder: str) -> Frame:
@@ -209,15 +207,6 @@ def _denied(pid: int) -> str:
     )
 
 
-def ptrace_scope() -> int:
-    """Return whom the kernel's Yama lets look into a process; 0: every process of the same user."""
-    try:
-        with open("/proc/sys/kernel/yama/ptrace_scope") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return 0
-
-
 def _users_of(pid: int) -> list[int]:
     """Return the real, effective and saved user of a process; none if it has ended."""
     return [int(word) for word in status_of(pid).get("Uid", "").split()[:3]]
@@ -225,7 +214,7 @@ def _users_of(pid: int) -> list[int]:
 
 def _why_not(pid: int, said: str) -> str:
     """Return why py-spy could not read a process, from what it printed."""
-    if not os.path.exists(f"/proc/{pid}"):
+    if process_of(pid) is None:
         return "it has ended"
     if "python version" in said.lower():
         return "it runs no Python that py-spy can read"

@@ -16,6 +16,7 @@ from phalanx.doctor.finding import LEVELS, Finding, warning, worst
 from phalanx.doctor.torch_process import Say, TorchProcess
 from phalanx.host.cpus import count_gpus, read_machine
 from phalanx.host.network import Interface, interfaces
+from phalanx.host.processes import count_threads
 
 _TEST_S = 5.0  # for one test of the host
 _MPI_S = 8.0
@@ -143,7 +144,7 @@ def _examine_host(role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
         "memory": lambda: limits.examine_memory(num_ranks),
         "freed memory": lambda: limits.examine_freed_memory(num_ranks, environ),
         "limits": lambda: limits.examine_limits(
-            num_ranks, world_size, limits.read_limits(), num_threads=limits.count_threads()
+            num_ranks, world_size, limits.read_limits(), num_threads=count_threads(os.getuid())
         ),
         "shared memory": limits.try_shared_memory,
         "liveness": limits.try_watching,

@@ -18,6 +18,7 @@ from phalanx._text import in_units
 from phalanx.doctor.finding import Finding, note, ok, problem, warning
 from phalanx.host import cgroups
 from phalanx.host.block_pool import choose, huge_pages
+from phalanx.host.network import infiniband_cards
 from phalanx.host.processes import process_of
 from phalanx.launch.warm import starter
 
@@ -120,7 +121,7 @@ def examine_limits(
     if tasks.soft is not None and tasks.soft < num_tasks:
         found = f"RLIMIT_NPROC: {tasks.soft} processes and threads of this user, and some {num_tasks} may be needed"
         wanted.append((found, f"ulimit -u {max(4096, num_tasks)}"))
-    if locked.soft is not None and _names(os.path.join(root, "sys/class/infiniband")):
+    if locked.soft is not None and infiniband_cards(root):
         card = "this host's InfiniBand or RoCE card"
         found = f"RLIMIT_MEMLOCK: {in_units(locked.soft)}; NCCL and MPI pin memory for {card}"
         wanted.append((found, "ulimit -l unlimited (in a container: --ulimit memlock=-1)"))
@@ -129,16 +130,6 @@ def examine_limits(
         return [warning("limits", found, todo, **facts) for found, todo in wanted]
     shown = "unlimited" if files.soft is None else str(files.soft)
     return [ok("limits", f"open files {shown}; address space unlimited", **facts)]
-
-
-def count_threads(root: str = "/proc") -> int:
-    """Return the number of threads in all processes of this user."""
-    uid, total = os.getuid(), 0
-    for name in filter(str.isdigit, _names(root)):
-        with contextlib.suppress(OSError):  # the process has ended
-            if os.stat(os.path.join(root, name)).st_uid == uid:
-                total += len(os.listdir(os.path.join(root, name, "task")))
-    return total
 
 
 def examine_warm_start(num_ranks: int, environ: Mapping[str, str]) -> list[Finding]:
@@ -224,9 +215,3 @@ def read_dev_shm() -> os.statvfs_result | None:
     with contextlib.suppress(OSError):
         return os.statvfs("/dev/shm")
     return None
-
-
-def _names(folder: str) -> list[str]:
-    with contextlib.suppress(OSError):
-        return sorted(os.listdir(folder))
-    return []

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import collections
-import os
 
 from phalanx._text import counted
 from phalanx.doctor.finding import Finding, note, ok, warning
 from phalanx.host import cgroups
-from phalanx.host.cpus import Machine, divide
+from phalanx.host.cpus import Machine, clock_governors, divide
 
 _OFTEN_THROTTLED = 0.05
 _FASTEST = "performance"
@@ -45,7 +44,7 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
         )
     else:
         findings.append(ok("CPUs", f"{found}, for {counted(num_ranks, 'rank')}", **facts))
-    periods, throttled = _throttling(root)
+    periods, throttled = cgroups.cpu_throttling(root)
     if periods and throttled / periods > _OFTEN_THROTTLED:
         findings.append(
             warning(
@@ -64,14 +63,6 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
         ok("NUMA", f"{counted(len(nodes), 'node')} of {cores} cores; {division.note}{where}", num_nodes=len(nodes))
     )
     return findings
-
-
-def _throttling(root: str) -> tuple[int, int]:
-    """Return how many periods our own cgroup has had, and in how many of them its quota ran out."""
-    for cgroup in cgroups.folders("cpu", root):
-        if "nr_periods" in (numbers := cgroups.read_numbers(cgroup, "cpu.stat")):
-            return numbers["nr_periods"], numbers.get("nr_throttled", 0)
-    return 0, 0
 
 
 def examine_places(machine: Machine, root: str = "/") -> list[Finding]:
@@ -110,13 +101,8 @@ def examine_places(machine: Machine, root: str = "/") -> list[Finding]:
 
 
 def _examine_clock(machine: Machine, root: str) -> Finding:
-    folder = os.path.join(root, "sys/devices/system/cpu")
     cpus = [cpu for core in machine.cores for cpu in core]
-    governors = collections.Counter(
-        cgroups.read(folder, f"cpu{cpu}/cpufreq/scaling_governor").strip()
-        for cpu in cpus
-        if os.path.exists(os.path.join(folder, f"cpu{cpu}/cpufreq"))
-    )
+    governors = collections.Counter(clock_governors(cpus, root))
     facts = {"governors": dict(governors)}
     if not governors:
         return ok("clock", "the firmware or the hypervisor sets it", **facts)

@@ -143,6 +143,14 @@ def count_oom_kills(root: str = "/") -> int:
     return read_numbers(root, "proc/vmstat").get("oom_kill", 0)
 
 
+def cpu_throttling(root: str = "/") -> tuple[int, int]:
+    """Return how many periods the CPU quota of our own cgroup has had, and in how many of them it ran out."""
+    for folder in folders("cpu", root):
+        if "nr_periods" in (numbers := read_numbers(folder, "cpu.stat")):
+            return numbers["nr_periods"], numbers.get("nr_throttled", 0)
+    return 0, 0
+
+
 def read_numbers(folder: str, name: str) -> dict[str, int]:
     """Return the numbers in a file whose lines have a name and a number, by name; empty if it can't be read."""
     pairs = (line.split() for line in read(folder, name).splitlines())

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import NamedTuple, TypeVar
 
@@ -140,6 +140,12 @@ def _quota_of(cgroup: str) -> float | None:
 
 
 # ---------------------------------------------------------------- GPUs
+
+
+def clock_governors(cpus: Iterable[int], root: str = "/") -> list[str]:
+    """Return who sets the clock of each CPU whose clock the kernel sets; empty text where that can't be read."""
+    folders = (os.path.join(root, f"sys/devices/system/cpu/cpu{cpu}/cpufreq") for cpu in cpus)
+    return [read(folder, "scaling_governor").strip() for folder in folders if os.path.exists(folder)]
 
 
 def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:

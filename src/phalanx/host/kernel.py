@@ -83,13 +83,26 @@ def status_of(pid: int, thread: int = 0) -> dict[str, str]:
     return {name: value.strip() for name, found, value in (line.partition(":") for line in lines) if found}
 
 
+def threads_of(pid: int) -> list[int]:
+    """Return the kernel's numbers of the threads of a process; none if it has ended."""
+    with contextlib.suppress(OSError):
+        return list(map(int, os.listdir(f"/proc/{pid}/task")))
+    return []
+
+
+def number_inside(pid: int) -> int:
+    """Return the number of a process in its own pid namespace, as of a container; `pid` if it has ended."""
+    return int(status_of(pid).get("NSpid", str(pid)).split()[-1])
+
+
+def ptrace_scope() -> int:
+    """Return whom the kernel's Yama lets look into a process; 0: every process of the same user."""
+    return int(_read("/proc/sys/kernel/yama/ptrace_scope") or 0)
+
+
 def call_ended_by_a_halt(pid: int) -> str:
     """Return a system call of a process that might fail with EINTR after a short halt; empty if none would."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return ""
-    for thread in threads:
+    for thread in threads_of(pid):
         folder = f"/proc/{pid}/task/{thread}"
         call, descriptor = _call(_read(f"{folder}/syscall").split())
         is_special = call in ("read", "write") and _path(pid, descriptor).startswith(("socket:", "anon_inode:"))

@@ -206,6 +206,13 @@ def _v6_addresses() -> Iterator[tuple[str, str]]:
             yield name, f"{address}%{name}" if address.is_link_local else str(address)
 
 
+def infiniband_cards(root: str = "/") -> list[str]:
+    """Return the names of this host's InfiniBand and RoCE cards."""
+    with contextlib.suppress(OSError):
+        return sorted(os.listdir(os.path.join(root, "sys/class/infiniband")))
+    return []
+
+
 def _flags(asked: socket.socket, name: str) -> int:
     with contextlib.suppress(OSError):  # the interface is gone
         answer = fcntl.ioctl(asked.fileno(), _SIOCGIFFLAGS, struct.pack("16sH22x", name.encode(), 0))

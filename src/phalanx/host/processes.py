@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pwd
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from phalanx.host.proc_stat import stat_fields
 
@@ -77,6 +77,11 @@ def processes_of(user: int) -> dict[int, Process]:
     return found
 
 
+def count_threads(user: int) -> int:
+    """Return the number of threads in all processes of a user."""
+    return sum(process.num_threads for process in processes_of(user).values())
+
+
 def command_of(pid: int) -> list[str]:
     """Return the words of a process's command line; none if it has ended, or belongs to the kernel."""
     return [word.decode(errors="replace") for word in _read(pid, "cmdline").split(b"\0") if word]
@@ -103,6 +108,19 @@ def is_python(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
     return False
+
+
+def open_files(pid: int) -> Iterator[tuple[str, str]]:
+    """Yield each open descriptor of a process, as a path by which it can be opened, with what it leads to.
+
+    Raises:
+        FileNotFoundError: The process has ended.
+        PermissionError: This user may not look into it.
+    """
+    folder = f"/proc/{pid}/fd"
+    for number in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield f"{folder}/{number}", os.readlink(f"{folder}/{number}")
 
 
 def pss_of(pid: int) -> int | None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx._errors import printable
+from phalanx.host.kernel import number_inside
+from phalanx.host.processes import open_files
 from phalanx.wire.files import open_regular, write_whole
 
 MEMORY_NAME = "phalanx-record"
@@ -290,24 +292,13 @@ def _at_rest(data: bytes, later: bytes) -> bytes:
 
 
 def memories_of(pid: int, name: str) -> Iterator[str]:
-    """Yield the paths by which the open memfds of this name in a running process can be opened.
+    """Return the paths by which the open memfds of this name in a running process can be opened.
 
     Raises:
         FileNotFoundError: The process has ended.
         PermissionError: This user may not look into it.
     """
-    folder = f"/proc/{pid}/fd"
-    for number in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name} "):
-                yield f"{folder}/{number}"
-
-
-def number_inside(pid: int) -> int:
-    """Return the number of a process in its own pid namespace, as of a container; `pid` if it has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
-        return next((int(line.split()[-1]) for line in file if line.startswith(b"NSpid:")), pid)
-    return pid
+    return (path for path, target in open_files(pid) if target.startswith(f"/memfd:{name} "))
 
 
 def open_box(pid: int) -> tuple[int, int] | None:

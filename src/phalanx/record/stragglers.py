@@ -63,7 +63,7 @@ class Account:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Summary:
     """What a ledger says of the steps that it remembers.
 
     Attributes:
@@ -162,14 +162,14 @@ class Ledger:
             self._begin_anew(given)
         self._kept.extend(self._stages.add(given))
 
-    def verdict(self) -> Verdict:
+    def summary(self) -> Summary:
         """Return who has cost how much lately, and whether one of them is to blame."""
         stages = self._recent()
         steps = list(_steps(stages))[-MOST_STEPS:]
         step_ns = statistics.median(step.span for step in steps) if steps else 0
         if len(self._ranks) < 2 or len(steps) < LEAST_STEPS or step_ns <= 0:
             nothing = tuple(Account(rank, host, 0.0, 0.0, "", 1.0, is_named=False) for rank, host in self._ranks)
-            return Verdict("unknown", 0.0, len(steps), step_ns / 1e9, nothing)
+            return Summary("unknown", 0.0, len(steps), step_ns / 1e9, nothing)
         steady = _Look(steps, step_ns)
         in_blocks = _Look(_added_up(steps), step_ns * BLOCK) if len(steps) >= BLOCK * LEAST_BLOCKS else steady
         slow_host = self._slow_host(steady)
@@ -184,7 +184,7 @@ class Ledger:
         kind = "host" if slow_host is not None else "rank" if len(costs) == 1 else "ranks"
         if not costs:
             kind, costs = ("jitter", [lost]) if lost >= _JITTER else ("even", [0.0])
-        return Verdict(kind, max(costs), len(steps), step_ns / 1e9, tuple(accounts))
+        return Summary(kind, max(costs), len(steps), step_ns / 1e9, tuple(accounts))
 
     def _recent(self) -> list[Stage]:
         since = self._kept[-1].ended_ns - self._window_ns if self._kept else 0

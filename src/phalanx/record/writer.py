@@ -12,13 +12,13 @@ happens. A forked child forgets its parent's box.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 from phalanx import _env
+from phalanx.host.processes import process_of
 from phalanx.record.box import MEMORY, MEMORY_NAME, OPS
 
 _core: Any = None
@@ -141,15 +141,15 @@ def begin_step(step: int, num_samples: int = 0, num_steps: int = 0) -> int:
     return _begin(_STEP, 0, f"of {num_steps}" if num_steps else "", step, num_samples)
 
 
-def begin_phase(name: str, step: int = 0) -> int:
+def begin_phase(name: str, step: int = 0, site: str = "") -> int:
     """Record that a phase begins, such as "load data", as part of an optimizer step; return its event, for `end`."""
-    return _begin(_PHASE, 0, name, step, 0)
+    return _begin(_PHASE, 0, name, step, 0, site)
 
 
 @contextlib.contextmanager
-def phase(name: str, step: object = 0) -> Iterator[None]:
+def phase(name: str, step: object = 0, site: str = "") -> Iterator[None]:
     """Record how long the body takes, under a name such as "checkpoint". A `step` that is no number is left out."""
-    event = begin_phase(name, step if isinstance(step, int) else 0)
+    event = begin_phase(name, step if isinstance(step, int) else 0, site)
     try:
         yield
     finally:
@@ -163,8 +163,8 @@ def note(words: str, step: int = 0) -> None:
 
 def note_memory() -> None:
     """Record how many bytes of memory this process has, what is shared among them."""
-    with contextlib.suppress(OSError, IndexError, ValueError), open("/proc/self/statm") as file:
-        end(_begin(_NOTE, 0, MEMORY, 0, int(file.read().split()[1]) * mmap.PAGESIZE))
+    if (process := process_of(os.getpid())) is not None:
+        end(_begin(_NOTE, 0, MEMORY, 0, process.rss_bytes))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from multiprocessing import util as multiprocessing_util
 from typing import Any
 
 from phalanx import _env
+from phalanx.host.kernel import status_of
 from phalanx.launch.processes.forker import draw_anew
 from phalanx.launch.spawn.worker import Inherited
 
@@ -53,7 +54,8 @@ class Settings:
         self.folder = folder
         self._environ = _env.environment()
         self._group = os.getpgrp()
-        self._umask = _umask()
+        # os.umask would change it, which other threads would see.
+        self._umask = int(status_of(os.getpid()).get("Umask", "022"), 8)
         self._limits = {which: resource.getrlimit(which) for which in _RESOURCES}
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._ignored = {one for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN}
@@ -82,11 +84,6 @@ class Settings:
         draw_anew()
         if plugin := sys.modules.get("phalanx._plugin"):
             plugin.autoload()  # by the variables that the server had not
-
-
-def _umask() -> int:
-    with open("/proc/self/status") as file:  # os.umask would change it, which other threads would see
-        return next((int(line.split()[1], 8) for line in file if line.startswith("Umask:")), 0o022)
 
 
 def _forget_server() -> None:

@@ -17,6 +17,8 @@ import warnings
 from typing import Any
 
 from phalanx import _env
+from phalanx.host.kernel import threads_of
+from phalanx.host.processes import open_files
 from phalanx.launch.processes.ahead import Imports
 from phalanx.launch.processes.pages import share_pages
 from phalanx.launch.processes.reaper import fork_server
@@ -90,7 +92,7 @@ class _Server:
 
 
 def _num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    return len(threads_of(os.getpid()))
 
 
 def _num_threads_after_fork() -> int:
@@ -103,11 +105,7 @@ def _num_threads_after_fork() -> int:
 
 def _has_touched_device() -> bool:
     """Return whether a driver was initialized: some packages only load its library."""
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}").startswith(_DEVICES):
-                return True
-    return False
+    return any(target.startswith(_DEVICES) for _, target in open_files(os.getpid()))
 
 
 _folder = _env.take(_env.FAST_RANKS_VARIABLE)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import resource
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
 from phalanx import _env
 from phalanx.launch.spawn.worker import Function, call, channel_to_parent, load_function
-from phalanx.testing.verdict import make_portable
+from phalanx.testing.results import make_portable
 
 
 def reached(point: str, payload: Any = None) -> None:
@@ -90,6 +92,21 @@ class Group:
             timeout=None if self.timeout_s is None else timedelta(seconds=self.timeout_s),
         )
         _env.withdraw(lent)
+
+
+@contextlib.contextmanager
+def group_in_folder(
+    world_size: int,
+    *,
+    backend: str | None,
+    init: bool,
+    init_method: str | None,
+    group_timeout_s: float | None,
+    hosts: Sequence[int],
+) -> Iterator[Group]:
+    """Make the group of one run, with a folder that lasts as long as the block; see `spawn_ranks`."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-group-") as folder:
+        yield Group(backend if init else None, init_method or "file", group_timeout_s, folder, world_size, tuple(hosts))
 
 
 def run_in_group(

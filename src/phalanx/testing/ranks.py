@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,8 +15,8 @@ from phalanx.failure.report import first_true_failure, folded, headline
 from phalanx.launch.deadlines import CAUSE_S, STACKS_S
 from phalanx.launch.spawn.worker import Function
 from phalanx.launch.spawn.workers import Workers
-from phalanx.testing.rank import Group, run_in_group
-from phalanx.testing.verdict import ends_session, verdict_of
+from phalanx.testing.rank import group_in_folder, run_in_group
+from phalanx.testing.results import ends_session, result_of
 
 HELD = "held by a debugger"
 """Point that a rank reaches with True when a debugger opens, and with False when it lets the rank go on."""
@@ -59,7 +58,7 @@ def run_ranks(
         [(0, 0), (0, 1)]
     """
     __tracebackhide__ = True  # by pytest, which then shows the test's own line
-    if unknown := [name for name in options if name not in _OPTIONS]:
+    if unknown := [name for name in options if name not in OPTIONS]:
         given = ", ".join(f"{name!r}: {options[name]!r}" for name in unknown)
         raise TypeError(
             f"run_ranks() has no {' and no '.join(unknown)}; keyword arguments of the function go into kwargs, right: "
@@ -119,10 +118,9 @@ def spawn_ranks(
         raise ValueError(f"hosts must add up to the {world_size} ranks, got {list(hosts)}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
-    with tempfile.TemporaryDirectory(prefix="phalanx-group-") as folder:
-        group = Group(
-            backend if init else None, init_method or "file", group_timeout_s, folder, world_size, tuple(hosts)
-        )
+    with group_in_folder(
+        world_size, backend=backend, init=init, init_method=init_method, group_timeout_s=group_timeout_s, hosts=hosts
+    ) as group:
         environ = {**_env.environment(), **(env or {})}
         call = (group, Function.of(fn), dict(kwargs or {}), *args)
         workers = Workers(run_in_group, call, world_size, environ=environ, num_threads=1, warm=warm)
@@ -130,7 +128,12 @@ def spawn_ranks(
             yield Ranks(workers)
 
 
-_OPTIONS = frozenset(inspect.signature(spawn_ranks).parameters) - {"fn", "world_size", "args"}
+OPTIONS: Mapping[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(spawn_ranks).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+"""Keyword arguments of `spawn_ranks` with their defaults; `@pytest.mark.ranks` takes them, too."""
 
 
 def kill_rank(ranks: Ranks, rank: int, sig: int = signal.SIGKILL) -> None:
@@ -180,8 +183,8 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         while missing := [handle for handle in wanted if point not in handle.points]:
             ended = next((handle for handle in missing if handle.ended), None)
-            if ended is not None and (verdict := verdict_of(self._workers.outcomes)):
-                raise verdict
+            if ended is not None and (result := result_of(self._workers.outcomes)):
+                raise result
             if ended is not None or time.monotonic() >= deadline:
                 late = (ended or missing[0]).outcome
                 why = headline(late) if ended else f"rank {late.rank} (pid {late.pid}) is elsewhere"
@@ -207,8 +210,8 @@ class Ranks:
         __tracebackhide__ = True
         workers = self._workers
         self.wait(timeout_s, stop_at_failure=stop_at_failure)
-        if verdict := verdict_of(workers.outcomes):
-            raise verdict
+        if result := result_of(workers.outcomes):
+            raise result
         workers.check_guard("phalanx.testing.run_ranks(fn, 2)")
         return workers.outcomes
 
@@ -232,7 +235,7 @@ class Ranks:
         workers = self._workers
         limit = deadline = time.monotonic() + timeout_s
         while not workers.all_ended:
-            if ends_session(verdict_of(workers.outcomes)):
+            if ends_session(result_of(workers.outcomes)):
                 self._kill_hung()
                 break
             if any(handle.points.get(HELD) and not handle.ended for handle in workers.handles):
@@ -246,7 +249,7 @@ class Ranks:
                 self._kill_hung()
                 break
             workers.pump(deadline)
-            if deadline == limit and ((stop_at_failure and workers.failures) or verdict_of(workers.outcomes)):
+            if deadline == limit and ((stop_at_failure and workers.failures) or result_of(workers.outcomes)):
                 deadline = min(limit, time.monotonic() + CAUSE_S)
 
     def _kill_hung(self) -> None:

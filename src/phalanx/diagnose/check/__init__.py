@@ -1,4 +1,4 @@
 """``phalanx check``: a script's first steps on real ranks of this host, and what each of them called.
 
-Start with `watch`, then `verdict`.
+Start with `watch`, then `result`.
 """

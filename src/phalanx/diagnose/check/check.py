@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
-from phalanx.diagnose.check.verdict import FOUND, Verdict, as_json, judge, sequences
+from phalanx.diagnose.check.result import FOUND, Result, as_json, result_of, sequences
 from phalanx.diagnose.check.watch import Watch
 from phalanx.host.cpus import read_machine
 from phalanx.launch.command.flag_parser import add_flags, without_flags
@@ -42,7 +42,7 @@ OWN_FLAGS = (
     Flag(
         "stall-after", "seconds without progress after which waiting ranks count as stalled", _seconds, "SECONDS", "5"
     ),
-    Flag("json", "print everything as JSON: the verdict and each rank's calls", str),
+    Flag("json", "print everything as JSON: the result and each rank's calls", str),
     Flag("resume", "check instead whether the script, killed or preempted, resumes to the same bits", str),
 )
 
@@ -119,16 +119,16 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
         finally:
             watch.close()
         printed = [line for line in watch.printed.rstrip().splitlines() if folder not in line]  # it is gone then
-    verdict = judge(record, end, num_ranks, settings["steps"])
+    result = result_of(record, end, num_ranks, settings["steps"])
     if settings["json"]:
-        print(json.dumps(as_json(record, verdict, end), indent=1))
-        return verdict.code
-    for line in _cropped(sequences(record), len(verdict.evidence) + len(printed)):
+        print(json.dumps(as_json(record, result, end), indent=1))
+        return result.code
+    for line in _cropped(sequences(record), len(result.evidence) + len(printed)):
         print(line)
-    _tell(verdict, printed, f"{shlex.join(target)}, {time.monotonic() - began_s:.0f} s")
+    _tell(result, printed, f"{shlex.join(target)}, {time.monotonic() - began_s:.0f} s")
     if not record.is_whole:
         print("only the last calls were compared: a rank made more than its black box holds")
-    return verdict.code
+    return result.code
 
 
 def _cropped(calls: Sequence[str], num_others: int) -> Sequence[str]:
@@ -140,12 +140,12 @@ def _cropped(calls: Sequence[str], num_others: int) -> Sequence[str]:
     return [*first, f"  ... {len(calls) - len(first) - len(last)} more lines: add | less to see all", *last]
 
 
-def _tell(verdict: Verdict, printed: Sequence[str], of_what: str) -> None:
-    if verdict.kind in ("failed", "unknown"):
+def _tell(result: Result, printed: Sequence[str], of_what: str) -> None:
+    if result.kind in ("failed", "unknown"):
         for line in printed[-_TAIL_LINES:]:
             print(line, file=sys.stderr)
-    print(f"phalanx check: {verdict.words} ({of_what})")
-    for line in verdict.evidence:
+    print(f"phalanx check: {result.words} ({of_what})")
+    for line in result.evidence:
         print(f"  {line}")
 
 

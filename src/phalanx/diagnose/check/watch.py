@@ -17,7 +17,7 @@ from pathlib import Path
 
 from phalanx import _env
 from phalanx.diagnose.check.calls import Record
-from phalanx.diagnose.check.verdict import Stop
+from phalanx.diagnose.check.result import Stop
 from phalanx.diagnose.jobs import find_ranks
 from phalanx.diagnose.why.evidence import gather
 from phalanx.diagnose.why.findings import conclude

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -22,10 +23,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from phalanx.debugging import AT_BREAKPOINT
-from phalanx.diagnose.stacks import Frame, Stacks, Thread
+from phalanx.diagnose.stacks import Frame, Stacks, Thread, folder_of
 from phalanx.diagnose.why import workers
 from phalanx.host.kernel import Stand, stand_of
-from phalanx.host.processes import Process
+from phalanx.host.processes import Process, process_of
 from phalanx.record.box import Box, Event
 
 _BACKWARD = "_engine_run_backward"
@@ -344,13 +345,10 @@ def _split(thread: Thread) -> tuple[tuple[Frame, ...], tuple[Frame, ...]]:
 
 def _source(frame: Frame, pid: int) -> str:
     """Return the line of source that a frame is at, without a comment; empty if it can't be read."""
-    try:
-        folder = os.readlink(f"/proc/{pid}/cwd")
-        with open(os.path.join(folder, frame.file), encoding="utf-8", errors="replace") as file:
-            line = next((line for number, line in enumerate(file, 1) if number == frame.line), "")
-            return line.partition("#")[0]
-    except OSError:
-        return ""
+    path = os.path.join(folder_of(pid), frame.file)
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return next((line for number, line in enumerate(file, 1) if number == frame.line), "").partition("#")[0]
+    return ""
 
 
 # ---- how it stands -------------------------------------------------------------------------------------------------
@@ -362,21 +360,14 @@ def _halted(doing: Activity, look: Look) -> Activity | None:
     if look.has_ended:
         return dataclasses.replace(doing, how="ended", since_s=None)
     if stand.tracer_pid and stand.state in "tT":
-        name = _read_name(stand.tracer_pid)
+        tracer = process_of(stand.tracer_pid)
+        name = tracer.name if tracer is not None else ""
         return dataclasses.replace(doing, how="traced", detail=name, other_pid=stand.tracer_pid)
     if stand.state == "T":
         return dataclasses.replace(doing, how="stopped")
     if stand.state == "D":
         return dataclasses.replace(doing, how="disk", detail=stand.place)
     return None
-
-
-def _read_name(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/comm") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _held(doing: Activity, look: Look) -> Activity | None:

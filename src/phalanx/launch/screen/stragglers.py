@@ -30,7 +30,7 @@ class StragglerWatch:
         now_s: Clock.
 
     Attributes:
-        line: Verdict of now, if a rank costs too much; else empty.
+        line: Summary of now, if a rank costs too much; else empty.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StragglerWatch:
         self._say, self._now_s = say, now_s
         self._ledger: Ledger | None = None
         self._next_s = self._judge_s = now_s() + _JUDGE_S
-        self._named: Sequence[int] = ()  # ranks that the last verdict named
+        self._named: Sequence[int] = ()  # ranks that the last summary named
         self._since_s = 0.0  # when they were first named
         self._said: set[int] = set()
 
@@ -78,11 +78,11 @@ class StragglerWatch:
         if now_s < self._judge_s:
             return
         self._judge_s = now_s + _JUDGE_S
-        verdict = ledger.verdict()
-        named = sorted(account.rank for account in verdict.named if account.cost >= _LEAST_COST)
-        self.line = str(verdict) if named else ""
+        summary = ledger.summary()
+        named = sorted(account.rank for account in summary.named if account.cost >= _LEAST_COST)
+        self.line = str(summary) if named else ""
         if named != self._named:
             self._named, self._since_s = named, now_s
         elif named and now_s - self._since_s >= _LEAST_S and not self._said.issuperset(named):
             self._said.update(named)
-            self._say(str(verdict))
+            self._say(str(summary))

@@ -19,7 +19,6 @@ import inspect
 import os
 import random
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -36,9 +35,9 @@ from phalanx.launch.spawn.workers import Workers
 from phalanx.testing.plugin import shown
 from phalanx.testing.plugin.marks import Options, checked_sizes
 from phalanx.testing.plugin.on_rank import Task, Told, run_test
-from phalanx.testing.rank import Group
+from phalanx.testing.rank import Group, group_in_folder
 from phalanx.testing.ranks import Ranks
-from phalanx.testing.verdict import verdict_of
+from phalanx.testing.results import result_of
 
 _NEEDED = (*RANK_MODULES, "phalanx.record.gloo")
 """What every rank needs, imported once before the fork."""
@@ -128,23 +127,17 @@ def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began
     limits.check_fork(item)
     shown.flush_coverage()
     limit_s = _limit_s(item, options.timeout_s or _TIMEOUT_S, time.monotonic() - began)
-    with tempfile.TemporaryDirectory(prefix="phalanx-group-") as folder:
-        group = Group(
-            options.backend if options.init else None,
-            options.init_method or "file",
-            options.group_timeout_s,
-            folder,
-            world_size,
-            tuple(options.hosts),
-        )
-        with contextlib.closing(_fork(group, options, task)) as workers:
-            why: list[str] = []
-            with _terminal_comes_back():
-                Ranks(workers).wait(
-                    limit_s, stop_at_failure=True, before_kill=lambda: why.extend(shown.why(workers.outcomes))
-                )
-            told = [handle.points.get("told") or Told() for handle in workers.handles]
-            outcomes = workers.outcomes
+    why: list[str] = []
+    with (
+        group_in_folder(world_size, **options.group) as group,
+        contextlib.closing(_fork(group, options, task)) as workers,
+    ):
+        with _terminal_comes_back():
+            Ranks(workers).wait(
+                limit_s, stop_at_failure=True, before_kill=lambda: why.extend(shown.why(workers.outcomes))
+            )
+        told = [handle.points.get("told") or Told() for handle in workers.handles]
+        outcomes = workers.outcomes
     _take_over(item, told)
     _take_over_marks(item, outcomes, told)
     _judge(item, outcomes, told, limit_s, why)
@@ -235,11 +228,11 @@ def _take_over_marks(item: pytest.Item, outcomes: list[Ending], told: list[Told]
 def _judge(item: pytest.Item, outcomes: list[Ending], told: list[Told], limit_s: float, why: list[str]) -> None:
     """Raise what the test as a whole has met, if it has not passed on each rank."""
     __tracebackhide__ = True
-    if verdict := verdict_of(outcomes):
-        source = next(outcome.rank for outcome in outcomes if outcome.error is verdict)
+    if result := result_of(outcomes):
+        source = next(outcome.rank for outcome in outcomes if outcome.error is result)
         if told[source].longrepr is not None:
             vars(item)["_phalanx_shown"] = told[source].longrepr
-        raise verdict
+        raise result
     culprit = find_culprit(outcomes)
     if culprit is None:
         return
@@ -249,12 +242,13 @@ def _judge(item: pytest.Item, outcomes: list[Ending], told: list[Told], limit_s:
         for outcome in outcomes:
             outcome.last_words = shown.without_ours(outcome.last_words)
         error: BaseException = first_true_failure(outcomes, limit_s)
-        lines = [*why, *str(error).splitlines()]
+        lines = [*shown.fitted(why, item), *str(error).splitlines()]
         vars(item)["_phalanx_shown"] = shown.of_lines(lines, item)
         raise error
     lines = heads(culprit, outcomes, limit_s)
     if advice := shown.advice_for(culprit.error):
         lines.append(f"  hint: {advice}")
+    lines = shown.fitted(lines, item)
     vars(item)["_phalanx_shown"] = shown.below_heads(lines, longrepr, culprit.rank)
     raise culprit.error
 

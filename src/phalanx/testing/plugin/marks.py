@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from phalanx import _env
+from phalanx.testing.ranks import OPTIONS
 
+_OF_FUNCTIONS = ("kwargs", "warm")
 _RIGHT = "right: @pytest.mark.ranks(2), @pytest.mark.ranks(1, 2, 3), or @pytest.mark.ranks(2, backend='gloo')"
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Keyword arguments of the mark; those of `phalanx.testing.run_ranks`, with the same meanings."""
+    """Keyword arguments of the mark: those of `spawn_ranks` that are not about a function, and a time limit.
 
-    backend: str | None = "phalanx"
-    init: bool = True
-    init_method: str | None = None
-    group_timeout_s: float | None = None
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    hosts: Sequence[int] = ()
-    timeout_s: float | None = None
+    Attributes:
+        group: Keyword arguments of `group_in_folder`.
+    """
+
+    group: Mapping[str, Any]
+    env: Mapping[str, str]
+    timeout_s: float | None
 
     @classmethod
     def of(cls, mark: pytest.Mark) -> Options:
@@ -33,36 +35,38 @@ class Options:
         Raises:
             ValueError: One of them is nonsense.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
+        options = {name: default for name, default in OPTIONS.items() if name not in _OF_FUNCTIONS}
+        options["timeout_s"] = None
         for name in mark.kwargs:
             if name == "start_method":
                 raise ValueError(
                     "ranks() has no start_method: ranks are forked from the test's process; a function that needs an "
                     "interpreter of its own runs by phalanx.testing.run_ranks"
                 )
-            if name not in known:
-                raise ValueError(
-                    f"ranks() has no option {name}{_env.did_you_mean(name, known)}; it has {', '.join(known)}"
-                )
-        options = cls(**mark.kwargs)
+            if name not in options:
+                near = _env.did_you_mean(name, [*options])
+                raise ValueError(f"ranks() has no option {name}{near}; it has {', '.join(options)}")
+        options |= mark.kwargs
         for name in ("timeout_s", "group_timeout_s"):
-            value = getattr(options, name)
+            value = options[name]
             if value is not None and not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be a number of seconds above 0, got {value!r}")
-        if options.backend is not None and not isinstance(options.backend, str):
-            raise ValueError(f"backend must be a string such as 'phalanx' or 'gloo', or None, got {options.backend!r}")
-        if not isinstance(options.init, bool):
-            raise ValueError(f"init must be True or False, got {options.init!r}")
-        if options.init_method is not None and not isinstance(options.init_method, str):
-            raise ValueError(f"init_method must be 'file', 'tcp', 'env' or a URL, got {options.init_method!r}")
-        if not _is_environment(options.env):
+        backend, init, init_method, hosts = (options[name] for name in ("backend", "init", "init_method", "hosts"))
+        if backend is not None and not isinstance(backend, str):
+            raise ValueError(f"backend must be a string such as 'phalanx' or 'gloo', or None, got {backend!r}")
+        if not isinstance(init, bool):
+            raise ValueError(f"init must be True or False, got {init!r}")
+        if init_method is not None and not isinstance(init_method, str):
+            raise ValueError(f"init_method must be 'file', 'tcp', 'env' or a URL, got {init_method!r}")
+        env, timeout_s = options.pop("env"), options.pop("timeout_s")
+        if env is not None and not _is_environment(env):
             raise ValueError(
                 "env must be a dictionary of strings, with names that are not empty and hold no '=', and no zero "
-                f"bytes; got {options.env!r}"
+                f"bytes; got {env!r}"
             )
-        if not (isinstance(options.hosts, (list, tuple)) and all(map(_is_size, options.hosts))):
-            raise ValueError(f"hosts must be a list with the number of ranks of each host, got {options.hosts!r}")
-        return options
+        if not (isinstance(hosts, (list, tuple)) and all(map(_is_size, hosts))):
+            raise ValueError(f"hosts must be a list with the number of ranks of each host, got {hosts!r}")
+        return cls(options, env or {}, timeout_s)
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
@@ -82,8 +86,9 @@ def checked_sizes(mark: pytest.Mark, options: Options) -> tuple[int, ...]:
     for size in sizes:
         if not _is_size(size):
             raise ValueError(f"a number of ranks must be a whole number of at least 1, got {size!r}; {_RIGHT}")
-        if options.hosts and sum(options.hosts) != size:
-            raise ValueError(f"hosts must add up to the {size} ranks, got {list(options.hosts)}")
+        hosts = options.group["hosts"]
+        if hosts and sum(hosts) != size:
+            raise ValueError(f"hosts must add up to the {size} ranks, got {list(hosts)}")
     return sizes
 
 

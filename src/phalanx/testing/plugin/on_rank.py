@@ -24,7 +24,7 @@ from phalanx.failure.victims import is_victim
 from phalanx.testing.plugin import shown
 from phalanx.testing.rank import Group, reached
 from phalanx.testing.ranks import HELD
-from phalanx.testing.verdict import make_portable
+from phalanx.testing.results import make_portable
 
 
 @dataclasses.dataclass

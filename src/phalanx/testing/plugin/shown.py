@@ -21,6 +21,7 @@ from _pytest._code.code import (
 )
 
 from phalanx._errors import PhalanxError
+from phalanx._text import broken_at
 from phalanx.failure.ending import Ending
 from phalanx.failure.last_words import LastWords, owner_of, text_of
 
@@ -40,6 +41,14 @@ def of_lines(lines: Sequence[str], item: pytest.Item) -> Any:
     path, line, _ = item.reportinfo()
     crash = ReprFileLocation(str(path), (line or 0) + 1, lines[0])
     return ExceptionChainRepr([(_plain(lines), crash, None)])
+
+
+def fitted(lines: Sequence[str], item: pytest.Item) -> list[str]:
+    """Return lines broken between words where pytest prints to a terminal; otherwise as they are."""
+    reporter = item.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not reporter.isatty:
+        return list(lines)
+    return broken_at(item.config.get_terminal_writer().fullwidth, lines)
 
 
 def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx._text import measured
 from phalanx.failure.losses import Loss, load_losses
 from phalanx.record.box import Box, Event, SavedBoxes, boxes_in, load_boxes, open_box, read_box
-from phalanx.record.stragglers import Ledger, Verdict
+from phalanx.record.stragglers import Ledger, Summary
 from phalanx.train.report.plots import colours_of, legend
 
 _WIDTH, _ROW = 1000, 10  # of the SVG's own coordinates
@@ -104,18 +104,18 @@ def _launches(folder: Path, logs: Iterable[str]) -> list[Path]:
     return list(dict.fromkeys(Path(folder, one) for one in logs))
 
 
-def verdict_of(boxes: Iterable[Box]) -> Verdict:
+def summary_of(boxes: Iterable[Box]) -> Summary:
     """Return what the ledger says of the steps that are still in these boxes."""
     ledger = Ledger()
     ledger.add(boxes)
-    return ledger.verdict()
+    return ledger.summary()
 
 
-def rows_of(verdict: Verdict) -> list[tuple[str, str, str, str]]:
+def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
     """Return rank, time that others waited for it, its cost, and what it is slow in."""
     return [
         (f"rank {one.rank}", measured(one.awaited_s), f"{max(0.0, one.cost):.1%}", one.what_is_slow or "nothing clear")
-        for one in verdict.accounts
+        for one in summary.accounts
     ]
 
 

@@ -319,12 +319,12 @@ def _phases(run: _Run) -> str:
 
 def _stragglers(run: _Run) -> str:
     """Who waited for whom in the last steps of the newest attempt, as far as that was recorded."""
-    verdict = black_box.verdict_of(run.boxes(max(run.attempts)).boxes)
-    if verdict.kind == "unknown":
+    summary = black_box.summary_of(run.boxes(max(run.attempts)).boxes)
+    if summary.kind == "unknown":
         return ""
-    words = str(verdict)
+    words = str(summary)
     head = ["Rank", "Others waited for it", "Cost of a step", "Where it loses the time"]
-    table = _table("Stragglers", head, black_box.rows_of(verdict))
+    table = _table("Stragglers", head, black_box.rows_of(summary))
     return _section("Stragglers", table, f"{escape(words[0].upper() + words[1:])}.")
 
 

@@ -11,28 +11,28 @@ from typing import Any
 
 from phalanx.failure.ending import Ending
 
-_VERDICTS = ("skip", "xfail", "exit")  # of pytest's functions; what fail() raises is the failure of a rank
+_RESULTS = ("skip", "xfail", "exit")  # of pytest's functions; what fail() raises is the failure of a rank
 
 
 def make_portable(error: BaseException) -> None:
     """Make what pytest's functions raise fit to be pickled: those classes don't say where they are."""
-    for name in (*_VERDICTS, "fail"):
+    for name in (*_RESULTS, "fail"):
         if type(error) is _raised_by(name):
             copyreg.pickle(type(error), _reduce)
 
 
-def verdict_of(outcomes: Sequence[Ending]) -> BaseException | None:
+def result_of(outcomes: Sequence[Ending]) -> BaseException | None:
     """Return what a rank has raised about the test as a whole, None if there is nothing, or another rank has failed.
 
-    Victims of the rank that left, and ranks that still wait for it, have not failed. Ranks with a verdict are marked as
-    `Ending.skipped`, so that none is taken for the cause of another's failure.
+    Victims of the rank that left, and ranks that still wait for it, have not failed. Ranks with such a result are
+    marked as `Ending.skipped`, so that none is taken for the cause of another's failure.
     """
     for outcome in outcomes:
-        outcome.skipped = _is_verdict(outcome.error)
-    verdicts = [outcome for outcome in outcomes if outcome.skipped]
-    if not verdicts or any(map(_is_failure, outcomes)):
+        outcome.skipped = _is_result(outcome.error)
+    results = [outcome for outcome in outcomes if outcome.skipped]
+    if not results or any(map(_is_failure, outcomes)):
         return None
-    return min(verdicts, key=lambda outcome: outcome.when_s).error
+    return min(results, key=lambda outcome: outcome.when_s).error
 
 
 def ends_session(error: BaseException | None) -> bool:
@@ -45,8 +45,8 @@ def _is_failure(outcome: Ending) -> bool:
     return outcome.failed and not (lives or outcome.hung or outcome.is_victim)
 
 
-def _is_verdict(error: BaseException | None) -> bool:
-    return isinstance(error, unittest.SkipTest) or any(type(error) is _raised_by(name) for name in _VERDICTS)
+def _is_result(error: BaseException | None) -> bool:
+    return isinstance(error, unittest.SkipTest) or any(type(error) is _raised_by(name) for name in _RESULTS)
 
 
 def _raised_by(name: str) -> type[BaseException] | None:
@@ -56,7 +56,7 @@ def _raised_by(name: str) -> type[BaseException] | None:
 
 
 def _reduce(error: BaseException) -> tuple[Any, ...]:
-    name = next(name for name in (*_VERDICTS, "fail") if type(error) is _raised_by(name))
+    name = next(name for name in (*_RESULTS, "fail") if type(error) is _raised_by(name))
     return _restored, (name, error.args, error.__dict__)
 
 

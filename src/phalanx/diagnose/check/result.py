@@ -1,4 +1,4 @@
-"""One verdict on the first steps of a script."""
+"""The result of a script's first steps."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Stop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Result:
     """What is to be said of a script.
 
     Attributes:
         kind: ``same``, ``differ``, ``deadlock``, ``stalled``, ``failed`` or ``unknown``.
         code: Exit code of ``phalanx check``.
-        words: The verdict in one line.
+        words: The result in one line.
         evidence: Lines that prove it.
     """
 
@@ -48,42 +48,42 @@ class Verdict:
     evidence: Sequence[str] = ()
 
 
-def judge(record: Record, end: Stop, num_ranks: int, num_steps: int) -> Verdict:
-    """Return the verdict on what the ranks called."""
+def result_of(record: Record, end: Stop, num_ranks: int, num_steps: int) -> Result:
+    """Return the result of what the ranks called."""
     is_over = end.why in ("steps", "ended", "stalled")
     finished = end.in_step if end.why == "stalled" else record.calls if is_over else ()
     alike = first_difference(record)
     if (found := alike or (first_difference(record, finished) if not end.code else None)) is not None:
         where = "" if found.group in ("", "default") else f" of group {found.group!r}"
         words = f"the ranks differ in collective #{found.seq}{where}"
-        return Verdict("differ", FOUND, words, found.lines)
+        return Result("differ", FOUND, words, found.lines)
     if end.why == "stalled":
         return _stalled(record, end.answer)
     if end.why == "ended" and end.code:
-        return Verdict("failed", FOUND, f"the script failed with exit code {end.code}")
+        return Result("failed", FOUND, f"the script failed with exit code {end.code}")
     if end.why == "late":
         words = "the time was up before every rank had taken its steps; see --seconds"
-        return Verdict("unknown", NOTHING_FOUND, words, [f"when it was up: {end.answer}"] if end.answer else [])
+        return Result("unknown", NOTHING_FOUND, words, [f"when it was up: {end.answer}"] if end.answer else [])
     if not record.num_calls:
         words = "no rank made a collective on the CPU, so there is nothing to compare"
-        return Verdict("unknown", NOTHING_FOUND, words)
+        return Result("unknown", NOTHING_FOUND, words)
     steps = counted(num_steps, "optimizer step")
     until = {"steps": f"in {steps}", "ended": "and the script ended", "calls": "before it was stopped"}[end.why]
     most = max(len(calls) for calls in record.calls.values())
     if any(call.is_message for calls in record.calls.values() for call in calls):
-        return Verdict("same", SAME, f"{num_ranks} ranks made matching collectives and messages {until}")
+        return Result("same", SAME, f"{num_ranks} ranks made matching collectives and messages {until}")
     if num_ranks == 1:
-        return Verdict("same", SAME, f"1 rank made {counted(most, 'call')} {until}")
-    return Verdict("same", SAME, f"{num_ranks} ranks made the same {counted(most, 'call')} {until}")
+        return Result("same", SAME, f"1 rank made {counted(most, 'call')} {until}")
+    return Result("same", SAME, f"{num_ranks} ranks made the same {counted(most, 'call')} {until}")
 
 
-def _stalled(record: Record, answer: str) -> Verdict:
+def _stalled(record: Record, answer: str) -> Result:
     if found := circle(record):
         lines = [
             f"rank {call.rank} waits for rank {other.rank} in {call}"
             for call, other in zip(found, [*found[1:], found[0]], strict=True)
         ]
-        return Verdict("deadlock", FOUND, "deadlock: each of these ranks waits for the next", lines)
+        return Result("deadlock", FOUND, "deadlock: each of these ranks waits for the next", lines)
     waits = record.waiting()
     missing = sorted({rank for call in waits.values() for rank in awaited(record, call)} - set(waits))
     lines = [f"rank {rank} waits in {call}" for rank, call in sorted(waits.items())]
@@ -93,7 +93,7 @@ def _stalled(record: Record, answer: str) -> Verdict:
         lines.append(f"rank {rank} has not come; {last}")
     who = named("rank", missing) if missing else "a message that nobody sends or takes"
     words = answer or f"{counted(len(waits), 'rank')} waiting for {who}"
-    return Verdict("stalled", FOUND, f"stalled: {words}", lines)
+    return Result("stalled", FOUND, f"stalled: {words}", lines)
 
 
 def sequences(record: Record) -> list[str]:
@@ -113,12 +113,12 @@ def sequences(record: Record) -> list[str]:
     return lines
 
 
-def as_json(record: Record, verdict: Verdict, end: Stop) -> dict[str, Any]:
+def as_json(record: Record, result: Result, end: Stop) -> dict[str, Any]:
     """Return all that is known, for programs."""
     calls = {rank: [_plain(call) for call in calls] for rank, calls in sorted(record.calls.items())}
     return {
-        "verdict": verdict.kind, "words": verdict.words, "evidence": [*verdict.evidence], "ended": end.why,
-        "exit_code": verdict.code, "calls": calls,
+        "result": result.kind, "words": result.words, "evidence": [*result.evidence], "ended": end.why,
+        "exit_code": result.code, "calls": calls,
     }  # fmt: skip
 
 
