@@ -32,14 +32,31 @@ from phalanx import _env, _torch
 from phalanx._torch import is_profiling, num_dispatch_modes
 from phalanx.backend.calls.collectives import UNSET, Blocking
 from phalanx.backend.calls.ops import Operations
-from phalanx.backend.calls.work import PhalanxWork, end_threads, finished
+from phalanx.backend.calls.work import PhalanxWork, end_threads
 from phalanx.backend.torch.dispatch import (
-    COLLECTIVES,
+    ALL_GATHER_SINGLE,
+    ALL_GATHER_SINGLE_COALESCED,
+    ALL_TO_ALL_SINGLE,
+    ALLGATHER,
+    ALLGATHER_COALESCED,
+    ALLREDUCE,
+    ALLREDUCE_COALESCED,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    GATHER_SINGLE,
     HAS_PYTHON_BACKENDS,
-    MESSAGES,
-    complete,
+    RECV,
+    RECV_ANYSOURCE,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_SINGLE,
+    REDUCE_SCATTER_SINGLE_COALESCED,
+    SCATTER,
+    SEND,
+    backend_method,
     entry_point,
-    note_issued,
 )
 
 _TorchFunctionDisabled = torch.DisableTorchFunctionSubclass
@@ -219,8 +236,42 @@ class PhalanxGroup(_Common, ProcessGroup):
         if not _kept:
             end_threads()
 
-    # Before 2.14 nothing else implements these.
+    # ---- what torch's front end calls ------------------------------------------------------------------------------
+
+    broadcast = entry_point(BROADCAST)
+    allreduce = entry_point(ALLREDUCE)
+    allreduce_coalesced = entry_point(ALLREDUCE_COALESCED)
+    reduce = entry_point(REDUCE)
+    allgather = entry_point(ALLGATHER)
+    allgather_coalesced = entry_point(ALLGATHER_COALESCED)
+    all_gather_single = entry_point(ALL_GATHER_SINGLE)
+    all_gather_single_coalesced = entry_point(ALL_GATHER_SINGLE_COALESCED)
+    gather = entry_point(GATHER)
+    gather_single = entry_point(GATHER_SINGLE)
+    gather_into_tensor = entry_point(GATHER_SINGLE._replace(name="gather_into_tensor"))
+    scatter = entry_point(SCATTER)
+    reduce_scatter = entry_point(REDUCE_SCATTER)
+    reduce_scatter_single = entry_point(REDUCE_SCATTER_SINGLE)
+    reduce_scatter_single_coalesced = entry_point(REDUCE_SCATTER_SINGLE_COALESCED)
+    alltoall = entry_point(ALLTOALL)
+    all_to_all_single = entry_point(ALL_TO_ALL_SINGLE)
+    barrier = entry_point(BARRIER)
+    send = entry_point(SEND)
+    recv = entry_point(RECV)
+    recv_anysource = entry_point(RECV_ANYSOURCE)
+
+    # Before 2.14 nothing else implements these. Newer torch maps the former names to those above by itself, and would
+    # call these again from the base method.
     if not HAS_PYTHON_BACKENDS:
+        _allgather_base = entry_point(ALL_GATHER_SINGLE._replace(name="_allgather_base"))
+        allgather_into_tensor_coalesced = entry_point(
+            ALL_GATHER_SINGLE_COALESCED._replace(name="allgather_into_tensor_coalesced")
+        )
+        _reduce_scatter_base = entry_point(REDUCE_SCATTER_SINGLE._replace(name="_reduce_scatter_base"))
+        reduce_scatter_tensor_coalesced = entry_point(
+            REDUCE_SCATTER_SINGLE_COALESCED._replace(name="reduce_scatter_tensor_coalesced")
+        )
+        alltoall_base = entry_point(ALL_TO_ALL_SINGLE._replace(name="alltoall_base"))
 
         def _start_coalescing(self, device: torch.device | None = None) -> None:
             self._operations.start_coalescing()
@@ -238,17 +289,6 @@ class InnerGloo(c10d.ProcessGroupGloo):
         super()._set_default_timeout(timeout)
         self.operations.set_timeout(timeout)
 
-
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Rename a function: tracebacks show the name, and pybind11 recognises a call of the base method by it."""
-    function.__code__ = function.__code__.replace(co_name=name)
-    function.__name__ = name
-    function.__qualname__ = f"PhalanxGroup.{name}"
-    return function
-
-
-for _name in (*COLLECTIVES, *MESSAGES):
-    setattr(PhalanxGroup, _name, _named(entry_point(_name), _name))
 
 _kept: set[PhalanxGroup] = set()
 """Groups to which torch may refer from C++ alone: their Python half must not be collected before they are shut down."""
@@ -314,24 +354,30 @@ if HAS_PYTHON_BACKENDS:
         def shutdown(self) -> None:
             self._operations.shutdown()
 
-    def _operation(name: str) -> Callable[..., Any]:
-        method, options, num_args = COLLECTIVES.get(name, (name, None, 0))
-        run = getattr(Operations, method)
+        # ---- what torch's dispatcher calls -------------------------------------------------------------------------
 
-        def call(self: PhalanxBackend, *args: Any, **named: Any) -> object:
-            if options is not None and len(args) != num_args + 1:  # from Python; torch's dispatcher passes them all
-                args = complete(name, args, named)
-            with _TorchFunctionDisabled():
-                # A blocking operation has no work, but the Flight Recorder needs one to see that it is over.
-                work = run(self._operations, *args) or finished([])
-            note_issued(work)
-            return work
-
-        return _named(call, name)
-
-    for _name in (*COLLECTIVES, *MESSAGES):
-        setattr(PhalanxBackend, _name, _operation(_name))
-    PhalanxBackend.allreduce_sparse = PhalanxBackend.allreduce
+        broadcast = backend_method(BROADCAST)
+        allreduce = backend_method(ALLREDUCE)
+        allreduce_coalesced = backend_method(ALLREDUCE_COALESCED)
+        reduce = backend_method(REDUCE)
+        allgather = backend_method(ALLGATHER)
+        allgather_coalesced = backend_method(ALLGATHER_COALESCED)
+        all_gather_single = backend_method(ALL_GATHER_SINGLE)
+        all_gather_single_coalesced = backend_method(ALL_GATHER_SINGLE_COALESCED)
+        gather = backend_method(GATHER)
+        gather_single = backend_method(GATHER_SINGLE)
+        gather_into_tensor = backend_method(GATHER_SINGLE._replace(name="gather_into_tensor"))
+        scatter = backend_method(SCATTER)
+        reduce_scatter = backend_method(REDUCE_SCATTER)
+        reduce_scatter_single = backend_method(REDUCE_SCATTER_SINGLE)
+        reduce_scatter_single_coalesced = backend_method(REDUCE_SCATTER_SINGLE_COALESCED)
+        alltoall = backend_method(ALLTOALL)
+        all_to_all_single = backend_method(ALL_TO_ALL_SINGLE)
+        barrier = backend_method(BARRIER)
+        send = backend_method(SEND)
+        recv = backend_method(RECV)
+        recv_anysource = backend_method(RECV_ANYSOURCE)
+        allreduce_sparse = allreduce
 
 
 CLASSES = (_Common, PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -16,43 +16,58 @@ from phalanx._torch.tensors import Overridden
 from phalanx.backend.calls.flight import joined
 from phalanx.backend.calls.memory import NotPlain, OtherDevice
 from phalanx.backend.calls.ops import Operations
-from phalanx.backend.calls.work import PhalanxWork
+from phalanx.backend.calls.work import PhalanxWork, finished
 
 HAS_PYTHON_BACKENDS = _torch.version() >= (2, 14)
 
-# Name in torch -> (method of Operations, class of its options, number of arguments before them).
-COLLECTIVES = {
-    "broadcast": ("broadcast", c10d.BroadcastOptions, 1),
-    "allreduce": ("allreduce", c10d.AllreduceOptions, 1),
-    "allreduce_coalesced": ("allreduce_coalesced", c10d.AllreduceCoalescedOptions, 1),
-    "reduce": ("reduce", c10d.ReduceOptions, 1),
-    "allgather": ("allgather", c10d.AllgatherOptions, 2),
-    "allgather_coalesced": ("allgather_coalesced", c10d.AllgatherOptions, 2),
-    "all_gather_single": ("all_gather_single", c10d.AllgatherOptions, 2),
-    "all_gather_single_coalesced": ("all_gather_single_coalesced", c10d.AllgatherOptions, 2),
-    "gather": ("gather", c10d.GatherOptions, 2),
-    "gather_single": ("gather_single", c10d.GatherOptions, 2),
-    "gather_into_tensor": ("gather_single", c10d.GatherOptions, 2),
-    "scatter": ("scatter", c10d.ScatterOptions, 2),
-    "reduce_scatter": ("reduce_scatter", c10d.ReduceScatterOptions, 2),
-    "reduce_scatter_single": ("reduce_scatter_single", c10d.ReduceScatterOptions, 2),
-    "reduce_scatter_single_coalesced": ("reduce_scatter_single_coalesced", c10d.ReduceScatterOptions, 2),
-    "alltoall": ("alltoall", c10d.AllToAllOptions, 2),
-    "all_to_all_single": ("all_to_all_single", c10d.AllToAllOptions, 4),
-    "barrier": ("barrier", c10d.BarrierOptions, 0),
-}
-# Former names. Newer torch maps them to those above by itself, and would call these again from the base method.
-if not HAS_PYTHON_BACKENDS:
-    COLLECTIVES |= {
-        "_allgather_base": COLLECTIVES["all_gather_single"],
-        "allgather_into_tensor_coalesced": COLLECTIVES["all_gather_single_coalesced"],
-        "_reduce_scatter_base": COLLECTIVES["reduce_scatter_single"],
-        "reduce_scatter_tensor_coalesced": COLLECTIVES["reduce_scatter_single_coalesced"],
-        "alltoall_base": COLLECTIVES["all_to_all_single"],
-    }
-MESSAGES = {"send": 3, "recv": 3, "recv_anysource": 2}  # numbers of arguments
-_UNREACHED = ("gather_single", "gather_into_tensor")
-"""Operations that torch's dispatcher does not lead to a Python backend: they go directly even if somebody listens."""
+
+class Operation(NamedTuple):
+    """An operation as torch calls it.
+
+    Attributes:
+        name: Name of the method in torch.
+        run: Method of `Operations` that runs it.
+        num_args: Number of arguments before the options.
+        options: Class of the options; None: it takes none.
+        is_led_here: Whether torch's dispatcher leads to a Python backend; otherwise the operation goes directly even
+            if somebody listens.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    num_args: int
+    options: type | None = None
+    is_led_here: bool = True
+
+
+BROADCAST = Operation("broadcast", Operations.broadcast, 1, c10d.BroadcastOptions)
+ALLREDUCE = Operation("allreduce", Operations.allreduce, 1, c10d.AllreduceOptions)
+ALLREDUCE_COALESCED = Operation(
+    "allreduce_coalesced", Operations.allreduce_coalesced, 1, c10d.AllreduceCoalescedOptions
+)
+REDUCE = Operation("reduce", Operations.reduce, 1, c10d.ReduceOptions)
+ALLGATHER = Operation("allgather", Operations.allgather, 2, c10d.AllgatherOptions)
+ALLGATHER_COALESCED = Operation("allgather_coalesced", Operations.allgather_coalesced, 2, c10d.AllgatherOptions)
+ALL_GATHER_SINGLE = Operation("all_gather_single", Operations.all_gather_single, 2, c10d.AllgatherOptions)
+ALL_GATHER_SINGLE_COALESCED = Operation(
+    "all_gather_single_coalesced", Operations.all_gather_single_coalesced, 2, c10d.AllgatherOptions
+)
+GATHER = Operation("gather", Operations.gather, 2, c10d.GatherOptions)
+GATHER_SINGLE = Operation("gather_single", Operations.gather_single, 2, c10d.GatherOptions, is_led_here=False)
+SCATTER = Operation("scatter", Operations.scatter, 2, c10d.ScatterOptions)
+REDUCE_SCATTER = Operation("reduce_scatter", Operations.reduce_scatter, 2, c10d.ReduceScatterOptions)
+REDUCE_SCATTER_SINGLE = Operation(
+    "reduce_scatter_single", Operations.reduce_scatter_single, 2, c10d.ReduceScatterOptions
+)
+REDUCE_SCATTER_SINGLE_COALESCED = Operation(
+    "reduce_scatter_single_coalesced", Operations.reduce_scatter_single_coalesced, 2, c10d.ReduceScatterOptions
+)
+ALLTOALL = Operation("alltoall", Operations.alltoall, 2, c10d.AllToAllOptions)
+ALL_TO_ALL_SINGLE = Operation("all_to_all_single", Operations.all_to_all_single, 4, c10d.AllToAllOptions)
+BARRIER = Operation("barrier", Operations.barrier, 0, c10d.BarrierOptions)
+SEND = Operation("send", Operations.send, 3)
+RECV = Operation("recv", Operations.recv, 3)
+RECV_ANYSOURCE = Operation("recv_anysource", Operations.recv_anysource, 2)
 
 
 def _options(cls: type, extra: tuple[object, ...], named: dict[str, object]) -> object:
@@ -71,33 +86,33 @@ def _options(cls: type, extra: tuple[object, ...], named: dict[str, object]) -> 
     return opts
 
 
-def complete(name: str, args: tuple[Any, ...], named: dict[str, object]) -> tuple[Any, ...]:
+def complete(operation: Operation, args: tuple[Any, ...], named: dict[str, object]) -> tuple[Any, ...]:
     """Return the arguments of a collective with torch's defaults and shorthands spelled out."""
-    method, options, num_args = COLLECTIVES[name]
+    _, run, num_args, options, _ = operation
+    assert options is not None
     if len(args) == num_args + 1 and isinstance(args[-1], options):
         return args
-    return (*_listed(method, args[:num_args]), _options(options, args[num_args:], named))
+    return (*_listed(run, args[:num_args]), _options(options, args[num_args:], named))
 
 
-def _listed(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _listed(run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments with torch's shorthand spelled out: ``allreduce(tensor)`` is ``allreduce([tensor])``."""
-    if op in ("broadcast", "allreduce", "reduce") and isinstance(args[0], torch.Tensor):
+    if run in _OF_TENSORS and isinstance(args[0], torch.Tensor):
         return ([args[0]],)
-    if op in ("allgather", "gather") and isinstance(args[1], torch.Tensor):
+    if run in _TO_LISTS and isinstance(args[1], torch.Tensor):
         return ([args[0]] if args[0] and isinstance(args[0][0], torch.Tensor) else args[0], [args[1]])
-    if op in ("scatter", "reduce_scatter") and isinstance(args[0], torch.Tensor):
+    if run in _FROM_LISTS and isinstance(args[0], torch.Tensor):
         return ([args[0]], [args[1]] if args[1] and isinstance(args[1][0], torch.Tensor) else args[1])
     return args
 
 
+_OF_TENSORS = (Operations.broadcast, Operations.allreduce, Operations.reduce)
+_TO_LISTS = (Operations.allgather, Operations.gather)
+_FROM_LISTS = (Operations.scatter, Operations.reduce_scatter)
+
+
 _issued = threading.local()
 """The works that the backend returned to this thread while a call went through torch's dispatcher, which wraps them."""
-
-
-def note_issued(work: PhalanxWork) -> None:
-    """Remember a work that the backend returns to torch's dispatcher."""
-    if (works := getattr(_issued, "works", None)) is not None:
-        works.append(work)
 
 
 def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...]) -> object:
@@ -148,11 +163,10 @@ class _Dispatch:
         return works[0] if works else work
 
 
-def entry_point(name: str) -> Callable[..., Any]:
-    """Return the method of a process group that runs the operation of this name."""
-    method, options, num_args = COLLECTIVES.get(name, (name, None, MESSAGES.get(name, 0)))
-    base = None if name in _UNREACHED else getattr(ProcessGroup, name, None)
-    run = getattr(Operations, method)
+def entry_point(operation: Operation) -> Any:
+    """Return the method of `PhalanxGroup` that runs an operation."""
+    name, run, num_args, options, is_led_here = operation
+    base = getattr(ProcessGroup, name, None) if is_led_here else None
 
     def call(self: Any, *args: Any, **named: Any) -> object:
         refusal = None
@@ -160,7 +174,7 @@ def entry_point(name: str) -> Callable[..., Any]:
         if base is None or (len(args) >= num_args and self.goes_direct()):
             given = args
             if options is not None and (len(args) != num_args + 1 or not isinstance(args[-1], options)):
-                given = complete(name, args, named)
+                given = complete(operation, args, named)
             try:
                 return direct(run, self._operations, given)
             except NotPlain as error:
@@ -174,4 +188,29 @@ def entry_point(name: str) -> Callable[..., Any]:
             work = base(self, *args, **named)
         return dispatch.unwrap(work)
 
-    return call
+    return named_as(name, call)
+
+
+def backend_method(operation: Operation) -> Any:
+    """Return the method of `PhalanxBackend` that runs an operation for torch's dispatcher."""
+    name, run, num_args, options, _ = operation
+
+    def call(self: Any, *args: Any, **named: Any) -> object:
+        if options is not None and len(args) != num_args + 1:  # from Python; torch's dispatcher passes them all
+            args = complete(operation, args, named)
+        with torch.DisableTorchFunctionSubclass():
+            # A blocking operation has no work, but the Flight Recorder needs one to see that it is over.
+            work = run(self._operations, *args) or finished([])
+        if (works := getattr(_issued, "works", None)) is not None:
+            works.append(work)
+        return work
+
+    return named_as(name, call)
+
+
+def named_as(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Rename a function: tracebacks show the name, and pybind11 recognises a call of the base method by it."""
+    function.__code__ = function.__code__.replace(co_name=name)
+    function.__name__ = name
+    function.__qualname__ = f"PhalanxGroup.{name}"
+    return function

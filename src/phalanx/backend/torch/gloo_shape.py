@@ -25,7 +25,19 @@ from phalanx.backend.calls.memory import OtherDevice
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.hosts.links import closed_at_exec
 from phalanx.backend.torch.adapters import PhalanxBackend
-from phalanx.backend.torch.dispatch import COLLECTIVES
+from phalanx.backend.torch.dispatch import named_as
+
+
+def _by_device(run: Callable[..., Any]) -> Any:
+    """Return the method that runs a collective, or leaves it to Gloo if its tensors are on another device."""
+
+    def call(self: GlooShaped, *args: Any) -> object:
+        try:
+            return run(self, *args)
+        except OtherDevice:
+            return getattr(self.gloo(), run.__name__)(*args)
+
+    return named_as(run.__name__, call)
 
 
 class GlooShaped(PhalanxBackend):
@@ -85,20 +97,19 @@ class GlooShaped(PhalanxBackend):
         super().shutdown()
         self._gloo = None
 
-
-def _by_device(method: str) -> Callable[..., Any]:
-    run = getattr(PhalanxBackend, method)
-
-    def call(self: GlooShaped, *args: Any) -> object:
-        try:
-            return run(self, *args)
-        except OtherDevice:
-            return getattr(self.gloo(), method)(*args)
-
-    call.__name__ = method
-    call.__code__ = call.__code__.replace(co_name=method)  # pybind11 recognises a call of the base method by it
-    return call
-
-
-for _method in {entry[0] for entry in COLLECTIVES.values()} - {"barrier"}:
-    setattr(GlooShaped, _method, _by_device(_method))
+    broadcast = _by_device(PhalanxBackend.broadcast)
+    allreduce = _by_device(PhalanxBackend.allreduce)
+    allreduce_coalesced = _by_device(PhalanxBackend.allreduce_coalesced)
+    reduce = _by_device(PhalanxBackend.reduce)
+    allgather = _by_device(PhalanxBackend.allgather)
+    allgather_coalesced = _by_device(PhalanxBackend.allgather_coalesced)
+    all_gather_single = _by_device(PhalanxBackend.all_gather_single)
+    all_gather_single_coalesced = _by_device(PhalanxBackend.all_gather_single_coalesced)
+    gather = _by_device(PhalanxBackend.gather)
+    gather_single = _by_device(PhalanxBackend.gather_single)
+    scatter = _by_device(PhalanxBackend.scatter)
+    reduce_scatter = _by_device(PhalanxBackend.reduce_scatter)
+    reduce_scatter_single = _by_device(PhalanxBackend.reduce_scatter_single)
+    reduce_scatter_single_coalesced = _by_device(PhalanxBackend.reduce_scatter_single_coalesced)
+    alltoall = _by_device(PhalanxBackend.alltoall)
+    all_to_all_single = _by_device(PhalanxBackend.all_to_all_single)
