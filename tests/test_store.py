@@ -20,7 +20,7 @@ from phalanx.backend.hosts.meeting import Meeting
 from phalanx.doctor.hosts.bulletin import Bulletin, NotMetError
 from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.patience import Patience
-from phalanx.rendezvous.roll import RollCall
+from phalanx.rendezvous.roll_call import RollCall
 from phalanx.wire.messages import GarbledError, one_of, understand
 from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, wait_until
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.rendezvous import patience, roll, server
+from phalanx.rendezvous import patience, roll_call, server
 from phalanx.rendezvous.asked import cpu_backend
 
 from .jobs import run_job, write_script
@@ -53,12 +53,12 @@ def meet(rank, world_size, calls, by_hand):
         threading.Thread(target=die_after, args=call.pop("killed_after"), daemon=True).start()
     os.environ.update(call.pop("env", {}))
     if "host" in call:
-        roll.host_identity = partial(str, call.pop("host"))
+        roll_call.host_identity = partial(str, call.pop("host"))
     time.sleep(call.pop("after_s", 0))
     await_words(*call.pop("after", ()))
     if "arrives_after_s" in call:  # between serving the store and saying so in it
-        arrive, pause_s = roll.RollCall._arrive, call.pop("arrives_after_s")
-        roll.RollCall._arrive = lambda roll_call: (time.sleep(pause_s), arrive(roll_call))
+        arrive, pause_s = roll_call.RollCall._arrive, call.pop("arrives_after_s")
+        roll_call.RollCall._arrive = lambda self: (time.sleep(pause_s), arrive(self))
     if "exit" in call:
         os._exit(call["exit"])
     if "raise" in call:

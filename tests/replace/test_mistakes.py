@@ -90,17 +90,17 @@ def test_a_rank_without_the_variable_is_named(spawn_ranks, who, launched):
     assert "PHALANX_REPLACE" in text
 
 
-def join_as_version(rank, world_size, roll):
+def join_as_version(rank, world_size, calls_roll):
     phalanx.__version__ = f"0.{rank}.0"
-    if not roll:
+    if not calls_roll:
         os.environ.pop("PHALANX_LAUNCH", None)
     phalanx.replace_gloo()
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 
 
-@pytest.mark.parametrize("roll", [True, False])
-def test_two_versions_in_one_job_are_named(spawn_ranks, roll):
-    with spawn_ranks(join_as_version, 2, roll, init=False, init_method="env") as ranks:
+@pytest.mark.parametrize("calls_roll", [True, False])
+def test_two_versions_in_one_job_are_named(spawn_ranks, calls_roll):
+    with spawn_ranks(join_as_version, 2, calls_roll, init=False, init_method="env") as ranks:
         for outcome in ranks.join(20):
             assert isinstance(outcome.error, phalanx.PhalanxError)
             assert "the ranks run different versions of phalanx: 0.0.0 on rank 0" in str(outcome.error)

@@ -281,10 +281,10 @@ def leave_late(rank, world_size):
             first = dist.distributed_c10d._get_default_store()  # keeps it open
     if rank == 0:
         place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        roll = dist.PrefixStore("phalanx-roll", dist.TCPStore(*place, is_master=False, wait_for_workers=False))
-        while any(roll.get(f"rank/{other}") == b"null" for other in range(1, world_size)):
+        records = dist.PrefixStore("phalanx-roll", dist.TCPStore(*place, is_master=False, wait_for_workers=False))
+        while any(records.get(f"rank/{other}") == b"null" for other in range(1, world_size)):
             time.sleep(0.01)
-        del first, roll
+        del first, records
     with phalanx.init(timeout=20):
         dist.barrier()
 

@@ -50,19 +50,19 @@ GLOO = "gloo"
 
 
 @dataclass(frozen=True)
-class Guise:
-    """What programs take a group for.
+class DisplayedBackend:
+    """The backend that programs see, whatever the group is.
 
     Attributes:
-        name: Name of its backend, ``gloo`` where phalanx stands in the place of Gloo.
-        devices: Types of the devices whose tensors it takes. Those of a GPU go to Gloo itself.
+        name: Its name, ``gloo`` where phalanx stands in the place of Gloo.
+        devices: Types of the devices whose tensors it takes; those of a GPU go to Gloo itself.
     """
 
     name: str = "phalanx"
     devices: tuple[str, ...] = ("cpu",)
 
 
-_ITSELF = Guise()
+_ITSELF = DisplayedBackend()
 
 _core.configure(call_site, shown_file, from_core, report_core_stall)
 
@@ -144,9 +144,9 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
     pids = parent.pids if isinstance(parent, PhalanxGroup) else met_in(options.store) if is_world else {}
     name = "default" if is_world else options.group_id
     others = {device: backend for device, backend in devices.items() if backend != own}
-    guise = Guise(own, tuple(device for device, backend in devices.items() if backend == own))
+    displayed = DisplayedBackend(own, tuple(device for device, backend in devices.items() if backend == own))
     group = build_group(
-        options.store, options.group_rank, size, name, global_ranks, options.timeout, given, guise, pids
+        options.store, options.group_rank, size, name, global_ranks, options.timeout, given, displayed, pids
     )
     if others:
         _add_devices(group, others, options, None if given else backend_options)
@@ -161,10 +161,10 @@ def build_group(
     global_ranks: list[int],
     timeout: timedelta,
     options: GroupOptions | None = None,
-    guise: Guise = _ITSELF,
+    displayed: DisplayedBackend = _ITSELF,
     pids: Mapping[int, int] = MappingProxyType({}),
 ) -> PhalanxGroup:
-    """Join the group and return it, with a backend registered for the devices of its guise."""
+    """Join the group and return it, with a backend registered for its devices."""
     _begin()
     writer.begin(global_ranks[rank], size)
     core, segment, store, pids = join_group(
@@ -175,16 +175,16 @@ def build_group(
         global_ranks,
         timeout.total_seconds(),
         options,
-        is_in_place=guise.name == GLOO,
+        is_in_place=displayed.name == GLOO,
         pids=pids,
     )
     operations = Operations(core, segment, name, Ranks(rank, size, global_ranks), timeout)
-    operations.title = guise.name
-    build = functools.partial(build_group, guise=guise, pids=pids)
+    operations.title = displayed.name
+    build = functools.partial(build_group, displayed=displayed, pids=pids)
     group = PhalanxGroup(store, operations, global_ranks, build)
     group.pids = pids
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
-    kind = ProcessGroup.BackendType.GLOO if guise.name == GLOO else ProcessGroup.BackendType.CUSTOM
+    kind = ProcessGroup.BackendType.GLOO if displayed.name == GLOO else ProcessGroup.BackendType.CUSTOM
     if HAS_PYTHON_BACKENDS:
         # The debug wrapper refers only to the C++ half, and without its Python half the backend has no operations.
         group.backend = _backend(operations, store, global_ranks)
@@ -202,9 +202,9 @@ def build_group(
         store.set(f"connected/{rank}", "")
         store.wait([f"connected/{r}" for r in range(size)], limit)
     _torch.set_default_backend(group, kind)
-    for device in guise.devices:
+    for device in displayed.devices:
         _torch.register_backend(group, torch.device(device), kind, backend)
-    group.other_devices |= {*guise.devices} - {"cpu"}
+    group.other_devices |= {*displayed.devices} - {"cpu"}
     keep(group)
     return group
 

@@ -31,7 +31,7 @@ from phalanx._errors import require_linux
 from phalanx.rendezvous.asked import Asked, caller, launch_of, read_url
 from phalanx.rendezvous.launched import note_meeting
 from phalanx.rendezvous.patience import Patience
-from phalanx.rendezvous.roll import RollCall
+from phalanx.rendezvous.roll_call import RollCall
 from phalanx.rendezvous.server import is_taken, open_store, store_of_another
 from phalanx.rendezvous.solo import exchanges_uncounted, wants_others
 
@@ -118,10 +118,10 @@ def _meet(asked: Asked) -> Any:
                 raise
             if asked.world_size == 1:
                 return store
-            roll = RollCall(store, asked, patience)
-            if (prefix := roll.answer()) is not None:
+            roll_call = RollCall(store, asked, patience)
+            if (prefix := roll_call.answer()) is not None:
                 store = dist.PrefixStore(prefix, store)
-                note_meeting(store, roll.pids)
+                note_meeting(store, roll_call.pids)
                 return store
 
 

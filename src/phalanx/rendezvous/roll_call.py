@@ -264,7 +264,7 @@ class RollCall:
 
     @property
     def _awaited(self) -> str:
-        return enumerated("rank", self._missing, _MOST_NAMED) if self._missing else "rank 0 to call the roll"
+        return enumerated("rank", self._missing, _MOST_NAMED) if self._missing else "rank 0 to begin the roll call"
 
     def _timed_out(self) -> CollectiveTimeout:
         """Tell the others that the time is up, and return the error."""
