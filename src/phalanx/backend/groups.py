@@ -54,8 +54,8 @@ class DisplayedBackend:
     """The backend that programs see, whatever the group is.
 
     Attributes:
-        name: Its name, ``gloo`` where phalanx stands in the place of Gloo.
-        devices: Types of the devices whose tensors it takes; those of a GPU go to Gloo itself.
+        name: Name of the backend, ``gloo`` where phalanx stands in the place of Gloo.
+        devices: Types of devices whose tensors it takes; those of a GPU go to Gloo itself.
     """
 
     name: str = "phalanx"
