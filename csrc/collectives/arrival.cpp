@@ -1,5 +1,5 @@
-// How the ranks of a collective meet: each publishes its call and waits for everyone's, which checks the calls against
-// each other and tells that the previous collective is over everywhere. And the mailboxes and counters of chunks.
+// The arrival of a collective's ranks: each publishes its call and waits for everyone's. That compares the calls, and
+// shows that the previous collective is over everywhere. Also the mailboxes and counters of chunks.
 #include <algorithm>
 #include <chrono>
 #include <new>

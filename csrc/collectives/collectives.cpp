@@ -1,4 +1,4 @@
-// The collectives but all_reduce: what each stages for its peers, and what it makes of theirs.
+// All collectives except all_reduce: what each stages for its peers, and what it makes of theirs.
 #include "collectives/collectives.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// An operation on its way: done or not, failed or not, and whom to tell.
+// An operation in flight: whether it is done, whether it failed, and whom to tell.
 #pragma once
 
 #include <atomic>

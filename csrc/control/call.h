@@ -1,4 +1,4 @@
-// What a rank calls: the operation, and all that the ranks of a collective must agree on.
+// A rank's call: the operation, and everything that the ranks of a collective must agree on.
 #pragma once
 
 #include <cstddef>

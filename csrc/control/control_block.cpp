@@ -1,4 +1,4 @@
-// What a group's control block is made of; who is in the group; how a rank leaves it, and how the group ends.
+// The layout of a group's control block, the ranks in the group, how a rank leaves it, and how the group ends.
 #include "control/control_block.h"
 
 #include <pthread.h>

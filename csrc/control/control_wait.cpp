@@ -1,4 +1,4 @@
-// The wait for peers: asleep, with a look at the world now and then.
+// The wait for peers: asleep, with a regular look at signals, peers and the clock.
 #include "control/control_block.h"
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// What is wrong where a wait does not end: who is dead, who is late, who called something else, what a peer says.
+// The diagnosis of a wait that does not end: who is dead, who is late, who called something else, what a peer says.
 //
 // Deadlock: each rank publishes the rank that its only message in flight is from or to, and a rank that waits follows
 // these around the group. A circle counts only if no message in it is on its way, because what a stopped rank says of

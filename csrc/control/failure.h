@@ -1,4 +1,4 @@
-// What can end a collective: facts without words. The Python side makes the sentences (backend/failures/wording.py).
+// A failure that ends a collective: facts without words. Python makes the sentences (backend/failures/wording.py).
 #pragma once
 
 #include <cstddef>

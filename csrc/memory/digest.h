@@ -1,4 +1,4 @@
-// 128 bits of any number of bytes, as fast as they are read: do the ranks have the same?
+// 128-bit digests at the speed of memory, by which ranks see whether they hold the same bytes.
 #pragma once
 
 #include <array>

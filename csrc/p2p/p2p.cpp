@@ -1,4 +1,4 @@
-// A message from its post to its end: who waits for it, who fails it, the thread that moves what nobody waits for.
+// A message from its post to its end: the wait for it, its failure, and the thread that moves what nobody waits for.
 #include "p2p/p2p.h"
 
 #include <pthread.h>

@@ -1,4 +1,4 @@
-// Point-to-point messages: per-pair byte rings, matching by source and tag, progress by whoever waits.
+// Point-to-point messages: byte rings per pair, matching by source and tag, progress by the rank that waits.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// How messages cross: fragments in the ring of each pair of ranks, and the receive that each message belongs to.
+// The transport of messages: fragments in the ring of each pair of ranks, matched to the receive that they belong to.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

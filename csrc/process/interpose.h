@@ -1,4 +1,4 @@
-// Puts functions of ours in the place of others' where a loaded library calls them.
+// Replaces functions that a loaded library calls with ours.
 //
 // posix_memalign and free are replaced in the table through which torch's libc10.so calls them. With those two torch
 // allocates and frees a tensor on the CPU, so no pointer of the pool reaches another allocator; smaller blocks and

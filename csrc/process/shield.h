@@ -1,4 +1,4 @@
-// Keeps signals from a process that works for another one, so that it does not die of what its owner is asked to do.
+// Shields a process that works for another one from signals that are meant for its owner.
 #pragma once
 
 #include <sys/types.h>
