@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.parallel.ddp.coalesced import CoalescedBucket
+from phalanx.parallel.ddp.buckets import CoalescedBucket
 from phalanx.train.step.memory_format import lay_out_batch
 from tests.train._programs import quietly
 

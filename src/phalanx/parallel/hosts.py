@@ -6,7 +6,7 @@ sends it once, over all rails at the same time, and its ranks share what arrives
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch import Tensor
 from phalanx import _env, _settings
 from phalanx._ranges import share
 from phalanx.host.network import host_identity
-from phalanx.parallel.broadcasts import broadcast_each
 from phalanx.wire.rank_group import RankGroup, group_or_world
 
 
@@ -105,6 +104,18 @@ def pieces_of(flat: Tensor, groups: HostGroups) -> list[Tensor]:
 
 def _sum(piece: Tensor, group: dist.ProcessGroup) -> None:
     dist.all_reduce(piece, group=group)
+
+
+def broadcast_each(parts: Iterable[tuple[int, Tensor]], group: dist.ProcessGroup) -> None:
+    """Send each tensor from its rank to all ranks of the group, and wait. Every rank calls it.
+
+    Args:
+        parts: Tensors to send or to receive into, each with its source, a rank in the group; empty ones are skipped.
+        group: Ranks that exchange the tensors.
+    """
+    works = [dist.broadcast(part, group=group, group_src=src, async_op=True) for src, part in parts if part.numel()]
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
 
 
 def share_out(pieces: list[Tensor], groups: HostGroups) -> None:

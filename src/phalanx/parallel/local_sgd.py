@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from phalanx._torch import foreach_copy_
+from phalanx._torch.tensors import is_dtensor
 from phalanx.parallel.hosts import HostGroups, cross_hosts, gather_from_all, pieces_of, share_out
 from phalanx.parallel.layout import by_kind, views_of
 from phalanx.wire.rank_group import group_or_world
@@ -327,7 +328,7 @@ def _problem_of(parameters: list[Tensor], every: int, warmup_steps: int, compres
         return f'compress must be None or "bf16", got {compress!r}'
     if not parameters:
         return "there are no parameters; pass model.parameters()"
-    if any(hasattr(p, "placements") for p in parameters):
+    if any(map(is_dtensor, parameters)):
         return (
             "parameters are DTensors: pass their local shards, LocalSGD([p.to_local() for p in model.parameters()], "
             "every=..., process_group=groups.across), where groups.across are the ranks that hold the same shard"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from phalanx.parallel.broadcasts import broadcast_each
+from phalanx.parallel.hosts import broadcast_each
 from phalanx.parallel.layout import by_kind
 from phalanx.parallel.pieces import CUT_ELEMS, ELEMENTWISE, Piece, cut_into_pieces, cuts, elementwise, move_into_buffer
 from phalanx.wire.rank_group import RankGroup, group_or_world

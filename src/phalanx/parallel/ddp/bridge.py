@@ -1,9 +1,8 @@
 """Communication hooks for the link between hosts: `bridge_hook`, and bf16 with error feedback to use with it.
 
-`bridge_hook` adds up a bucket on each host first, then sends it over rails (see `phalanx.parallel.hosts`). The bucket
+`bridge_hook` first adds up a bucket on each host, then sends it over rails (see `phalanx.parallel.hosts`). The bucket
 is cut between gradients, because PowerSGD needs whole matrices. One bucket crosses while backward makes the next, and
-never two: the rounds of PowerSGD come from callbacks, and those of two buckets would meet in a different order on each
-rank.
+never two: callbacks start PowerSGD's rounds, and with two buckets their order would differ between ranks.
 """
 
 # No `from __future__ import annotations`: torch's DistributedDataParallel compares a hook's annotations with types.
@@ -32,7 +31,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
     The ranks of a host first add up their gradients. Each rail then runs `hook` on its share of the bucket, which
     consists of whole gradients, so that hooks that work on matrices get matrices. Finally, the ranks of the host share
     the results. So each host sends one copy of the gradients, and all its ranks get the same bits. The result is the
-    mean over all ranks, even if hosts have different numbers of ranks. Backward goes on while a bucket crosses.
+    mean over all ranks, even if hosts have different numbers of ranks. Backward continues while a bucket crosses.
 
     Args:
         groups: Groups of this rank, from `host_groups`.
@@ -57,7 +56,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
             "bridge_hook(groups, PowerSGDState(groups.across), powerSGD_hook) or "
             "bridge_hook(groups, groups.across, bf16_compress_hook)"
         )
-    crossing: list[_Crossing] = []  # at most one: a hook with several rounds would mix those of two buckets
+    crossing: list[_Crossing] = []  # at most one: the rounds of a hook for two buckets would interleave
 
     def finish() -> None:
         while crossing:
@@ -77,7 +76,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
         parts = _parts_of(bucket, groups.num_rails)
         future = None
         if groups.across is not None:
-            future = checked_future(hook(hook_state, parts[groups.rail]))  # for an empty part too: hooks count buckets
+            future = checked_future(hook(hook_state, parts[groups.rail]))  # even for an empty part: hooks count buckets
         crossing.append(
             _Crossing(buffer, [part.buffer() for part in parts], groups.rail, future, _Late(finish, buffer.device))
         )
@@ -90,7 +89,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
 
 
 class _Late(torch.futures.Future):
-    """Future of a bucket; waiting for it in Python finishes the bucket first."""
+    """The future of a bucket; waiting for it in Python first finishes the bucket."""
 
     def __init__(self, finish: Callable[[], None], device: torch.device) -> None:
         super().__init__(devices=[device] if device.type == "cuda" else [])
@@ -146,9 +145,9 @@ def _parts_of(bucket: Any, num_rails: int) -> list[GradBucket]:
 
 
 class Bf16State:
-    """State of `bf16_feedback_hook`: the residuals, which rounding has left out of the gradients so far.
+    """State of `bf16_feedback_hook`: the residuals that rounding has left so far.
 
-    They are not saved; after a restart they begin at zero.
+    They are not saved, and begin at zero after a restart.
 
     Args:
         process_group: Ranks to average over; None means all.
@@ -167,7 +166,7 @@ class Bf16State:
 def bf16_feedback_hook(state: Bf16State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in bf16, which halves float32's bytes, and add the residual to the next gradients.
 
-    Without this feedback, as in torch's ``bf16_compress_hook``, updates that are too small for bf16 are lost.
+    Without that feedback, as in torch's ``bf16_compress_hook``, updates that are too small for bf16 are lost.
 
     Args:
         state: State of the hook, one for each model.
@@ -187,7 +186,7 @@ def bf16_feedback_hook(state: Bf16State, bucket: dist.GradBucket) -> torch.futur
     assert group is not None
     buffer, parameters = bucket.buffer(), list(bucket.parameters())
     known, left_out = state.left_out.get(bucket.index(), ([], buffer))
-    # torch's DistributedDataParallel makes its buckets anew after the first pass.
+    # torch's DistributedDataParallel rebuilds its buckets after the first pass.
     if len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True)) and known:
         buffer.add_(left_out)
     rounded = buffer.bfloat16()

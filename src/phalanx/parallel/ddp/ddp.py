@@ -1,23 +1,23 @@
 """DistributedDataParallel: one model on every rank, with gradients averaged while backward runs.
 
-`forward` hangs a hook on the tensors of the model's output. It fires when backward reaches them and asks autograd for
-a callback at the end of this backward pass, whatever checkpoints nest in it. Hooks on the parameters note which of
-them got a gradient. Then `reducer` averages, in one of two ways:
+`forward` registers a hook on the tensors of the model's output. It fires when backward reaches them, and asks autograd
+for a callback at the end of this backward pass, whatever checkpoints nest in it. Hooks on the parameters record which
+of them got a gradient. Then `reducer` averages, in one of two ways:
 
-- On the phalanx backend and CPU nothing happens until the pass has ended; then one call of the core averages all
-  gradients where autograd left them (`coalesced`).
-- On other backends gradients go into flat buckets, which are averaged while backward runs (`buckets`).
+- On the phalanx backend and the CPU nothing happens until the pass has ended; then one call of the core averages all
+  gradients where autograd left them (`buckets.CoalescedBucket`).
+- On other backends gradients go into flat buckets, which are averaged while backward runs (`buckets.FlatBucket`).
 
-A parameter without a gradient counts as zeros where another rank has one, and is left alone where none has; the
-message that averages carries that. So no graph is searched for unused parameters, nothing hangs and nothing raises.
+A parameter without a gradient counts as zeros if another rank has one, and is left as it is if none has; the message
+that averages says which. So the graph is not searched for unused parameters, nothing hangs and nothing raises.
 
 **Parameters added to a wrapped model** are not averaged, since ranks would have to agree about them; a warning names
 them. torch's hooks on the registration of parameters and modules count additions to wrapped models, so a forward pass
 compares only two numbers.
 
-**Frozen parameters.** Every rank freezes alike, but not every rank has accumulated alike. So a parameter that was
-frozen stays in the buckets for one more averaged pass, whether or not this rank has a gradient of it, and is left
-alone afterwards.
+**Frozen parameters.** All ranks freeze the same parameters, but they may have accumulated different gradients. So a
+parameter that was frozen stays in the buckets for one more averaged pass, whether or not this rank has a gradient for
+it, and is left alone afterwards.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ from phalanx._errors import warn_caller
 from phalanx._torch import disable_dynamo
 from phalanx._torch.nested import to_device
 from phalanx.data.epochs import repeated_orders
-from phalanx.parallel.ddp.bucket import BoundHook
-from phalanx.parallel.ddp.coalesced import Division
+from phalanx.parallel.ddp.buckets import BoundHook, Division
 from phalanx.parallel.ddp.grad_bucket import CommHook
 from phalanx.parallel.ddp.reducer import Reducer
 from phalanx.parallel.ddp.replica import Replica
-from phalanx.parallel.ddp.shadow import Shadow
-from phalanx.parallel.ddp.uneven_inputs import active_ranks, add_hint
+from phalanx.parallel.ddp.uneven_inputs import Shadow, active_ranks, add_hint
 from phalanx.wire.rank_group import group_or_world
+
+_UNSUPPORTED = (
+    "delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "skip_all_reduce_unused_params",
+    "bucket_cap_mb_list", "batched_grad_copy", "lazy_bucket_allocation",
+)  # fmt: skip
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -56,17 +59,18 @@ class DistributedDataParallel(nn.Module, Joinable):
     What differs from torch's:
 
     - Parameters without a gradient in a backward pass cause neither a hang nor an error. If another rank has a
-      gradient, this rank counts as zeros; if no rank has one, ``.grad`` stays as it was. Each rank names each such
-      parameter once, when it is first left out, unless `find_unused_parameters` is set.
-    - Parameters that the module is given after it was wrapped are not averaged, as with torch's, and are named.
+      gradient, this rank contributes zeros; if no rank has one, ``.grad`` stays as it was. Each rank warns once of each
+      such parameter, when it is first left out, unless `find_unused_parameters` is set.
+    - Parameters that are added to the module after it was wrapped are not averaged, as in torch, but a warning names
+      them.
     - If the models differ between ranks, all ranks raise the same error, which names the first difference.
     - If a loop forgets to call ``set_epoch`` of torch's DistributedSampler, rank 0 warns once.
-    - ``grad_norm()`` returns the norm of all gradients. Parameters may be frozen and unfrozen at any time;
-      what one has accumulated under ``no_sync()`` is averaged in the next averaged pass, frozen or not.
+    - ``grad_norm()`` returns the norm of all gradients. Parameters may be frozen and unfrozen at any time; a gradient
+      accumulated under ``no_sync()`` is averaged in the next averaged pass, even if its parameter has been frozen.
       :class:`phalanx.SyncBatchNorm` works on the CPU.
     - `gradient_as_bucket_view` is True by default. Where gradients are averaged in a buffer, copying them out again
       doubles their memory and costs up to a tenth of a step.
-    - Unsupported, and refused by name: `delay_all_reduce_named_params`, `param_to_hook_all_reduce`,
+    - Unsupported arguments raise an error: `delay_all_reduce_named_params`, `param_to_hook_all_reduce`,
       `mixed_precision`, `skip_all_reduce_unused_params`, `bucket_cap_mb_list`, `batched_grad_copy` and
       `lazy_bucket_allocation`.
 
@@ -79,15 +83,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         init_sync: Whether to compare the ranks' models and copy rank 0's parameters and buffers now.
         process_group: Ranks that train together; by default all.
         bucket_cap_mb: MiB of gradients that are reduced together; None means 25.
-        find_unused_parameters: Whether parameters without a gradient are expected, and not named.
+        find_unused_parameters: Whether parameters without a gradient are expected, so that there is no warning.
         check_reduction: Ignored, as in torch.
         gradient_as_bucket_view: Whether each ``.grad`` is a view of its bucket, which saves a copy of the gradients.
-        static_graph: Ignored; a graph that changes is no error here.
+        static_graph: Ignored; the graph may change.
         device_mesh: One-dimensional mesh to use instead of `process_group`.
         forward_sync_buffers: Replacement of `broadcast_buffers`; even False copies rank 0's buffers once, now.
 
     Raises:
-        ValueError: The module has nothing to train, is on devices that do not fit, or differs between ranks; or an
+        ValueError: The module has no trainable parameter, is on the wrong devices, or differs between ranks; or an
             argument is not supported.
         RuntimeError: Both `process_group` and `device_mesh` are given, or the mesh has several dimensions.
 
@@ -136,17 +140,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
     ) -> None:
+        given = locals().copy()  # the arguments by name
         super().__init__()
         Joinable.__init__(self)
-        _refuse(
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-            batched_grad_copy=batched_grad_copy,
-            lazy_bucket_allocation=lazy_bucket_allocation,
-        )
+        _refuse(given)
         buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         with_buffers = buffers is not False or forward_sync_buffers is not None
         self.process_group: dist.ProcessGroup = _choose_group(process_group, device_mesh)
@@ -228,7 +225,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @disable_dynamo
     def _after_forward(self, output: Any) -> None:
-        # As in torch: buffers become rank 0's before the first evaluation after training, then stay. So ranks may
+        # As in torch: buffers become rank 0's before the first evaluation after training, and then stay. So ranks may
         # evaluate different numbers of batches.
         self._reducer.loop.end_phase()
         averages = self._averages_now()
@@ -243,7 +240,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
     def _sync_buffers(self, *, active: bool = True) -> None:
-        """Set the buffers to those of rank 0, or of the last rank that still has data (`active`)."""
+        """Set the buffers to those of rank 0, or within ``join()`` to those of the last rank that still has data."""
         src = active_ranks(self.process_group, active=active)[-1] if self._is_joining() else 0
         try:
             self._replica.broadcast_buffers(src)
@@ -253,7 +250,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank alone.
+        """Accumulate gradients without averaging them.
 
         The backward pass of the first forward pass outside of the context averages the sum.
         """
@@ -268,11 +265,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._reducer.norm(self.device)
 
     def divide_averaging(self, division: Division | None) -> None:
-        """Average from now on only what each rank needs of a gradient, for ranks that divide the optimizer's step.
+        """Average from now on only the elements of a gradient that each rank needs, for a divided optimizer step.
 
-        Every rank calls it between the same backward passes. The elements of ``.grad`` that a rank does not need are
-        then those of its own gradient. It changes something where the phalanx backend averages gradients on the CPUs
-        of one host.
+        Every rank calls it between the same backward passes. Elsewhere, ``.grad`` then holds the rank's own gradient.
+        It has an effect only where the phalanx backend averages gradients on the CPUs of one host.
 
         Args:
             division: Elements that each rank needs, and whether any rank needs all; None: all ranks need all.
@@ -280,21 +276,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer.divide(division)
 
     def remove_hooks(self) -> None:
-        """Take the wrapper off the model for good: no backward pass averages any more, and another can wrap it."""
+        """Detach the wrapper for good: backward passes no longer average, and the model can be wrapped again."""
         self._reducer.remove_hooks()
 
     def take_averaging_s(self) -> float:
         """Return the time that backward passes have spent averaging gradients since the last call, in seconds.
 
-        Waiting for other ranks counts. What overlaps with the computation of gradients does not, nor does work that a
-        GPU does meanwhile.
+        Waiting for other ranks counts. Averaging that overlaps with the computation of gradients does not, nor does
+        work that a GPU does meanwhile.
         """
         return self._reducer.take_averaging_s()
 
     def take_waiting_s(self) -> float:
-        """Return how much of that time was spent, since the last call, until the slowest rank had come, in seconds.
+        """Return how much of that time was spent waiting for the slowest rank since the last call, in seconds.
 
-        It is known where the phalanx backend averages gradients on the CPUs of one host, and 0.0 elsewhere.
+        It is measured where the phalanx backend averages gradients on the CPUs of one host, and 0.0 elsewhere.
         """
         return self._reducer.take_waiting_s()
 
@@ -325,11 +321,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Return torch's ``Join`` context, in which ranks that run out of data take part with zeros.
+        """Return torch's ``Join`` context, in which ranks that run out of data contribute zeros.
 
         Args:
-            divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, rather than by that
-                of the ranks that still have data.
+            divide_by_initial_world_size: Whether gradients are divided by the number of all ranks, rather than by the
+                number of ranks that still have data.
             enable: Whether the context does anything.
             throw_on_early_termination: Whether all ranks raise when the first runs out of data.
         """
@@ -356,14 +352,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         return bool(_torch.attribute_of(self, "_join_config").enable)
 
     def _follow_forward(self) -> bool:
-        """Take part in the other ranks' forward pass without data, and return whether any averages its gradients."""
+        """Take part in the other ranks' forward pass without data; return whether any of them averages gradients."""
         if self._has_buffers and self.require_forward_param_sync:
             self._sync_buffers(active=False)
         self.require_forward_param_sync = self._count_active(active=False) > 0
         return self.require_forward_param_sync
 
     def _count_active(self, *, active: bool) -> int:
-        """Agree with all ranks on how many of them average gradients in this pass, and on the means' divisor."""
+        """Return how many ranks average gradients in this pass, and scale the means to match. Every rank calls it."""
         num_active = len(active_ranks(self.process_group, active=active))
         if num_active and not self._divides_by_initial_world_size:
             self._reducer.scale(dist.get_world_size(self.process_group) / num_active)
@@ -384,9 +380,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer = self._make_reducer()
 
 
-def _refuse(**unsupported: Any) -> None:
-    for name, value in unsupported.items():
-        if value not in (None, False):
+def _refuse(given: dict[str, Any]) -> None:
+    for name in _UNSUPPORTED:
+        if given[name] not in (None, False):
             raise ValueError(
                 f"DistributedDataParallel: {name} is not supported; use torch.nn.parallel.DistributedDataParallel, "
                 "which runs on the phalanx backend too"

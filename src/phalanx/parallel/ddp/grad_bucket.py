@@ -1,4 +1,4 @@
-"""`GradBucket`, the argument of a communication hook, and the hook's result."""
+"""The argument of a communication hook, `GradBucket`, and checks of what the hook returns."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GradBucket:
 
 
 def tensor_of(future: torch.futures.Future[Any], buffer: Tensor) -> Tensor:
-    """Wait for a hook's future, and return the tensor that it holds, by itself or in a list, in the buffer's shape.
+    """Wait for a hook's future, and return the tensor that it holds, alone or in a list, in the buffer's shape.
 
     Raises:
         TypeError: It holds no tensor.
@@ -75,12 +75,12 @@ def tensor_of(future: torch.futures.Future[Any], buffer: Tensor) -> Tensor:
 
 
 def checked_future(returned: Any) -> torch.futures.Future[Any]:
-    """Return what a hook has returned, which must be a future.
+    """Return the result of a hook, which must be a future.
 
     Raises:
         TypeError: It is not.
     """
-    if not callable(getattr(returned, "wait", None)):  # torch's own are of another class in C++
+    if not callable(getattr(returned, "wait", None)):  # futures from C++ have another class
         raise TypeError(f"{_WHERE}: the communication hook returned {_described(returned)}; {_RIGHT}")
     return returned
 

@@ -1,8 +1,8 @@
 """Reducer: averages gradients over the ranks, bucket by bucket, while backward runs.
 
-The path of a gradient: the hook of its parameter (`_on_gradient`) -> its bucket (see `buckets`), which is started once
-all of its gradients have arrived -> the parameter's ``.grad``. The remaining buckets are started when backward ends
-(`_finish`), because a parameter without a gradient is not an error here.
+A gradient's path: the hook of its parameter (`_on_gradient`), then its bucket (see `buckets`), which starts once all of
+its gradients have arrived, then the parameter's ``.grad``. The remaining buckets start when backward ends (`_finish`),
+because a parameter without a gradient is not an error here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from phalanx._text import listed
 from phalanx._torch import current_graph_task_id, queue_callback
 from phalanx._torch.nested import tensors_in
 from phalanx.data.epochs import repeated_orders
-from phalanx.parallel.ddp.bucket import BoundHook, Bucket
-from phalanx.parallel.ddp.buckets import make_buckets
-from phalanx.parallel.ddp.coalesced import CoalescedBucket, Division
+from phalanx.parallel.ddp.buckets import BoundHook, Bucket, CoalescedBucket, Division, make_buckets
 from phalanx.parallel.ddp.replica import Replica
 from phalanx.parallel.ddp.uneven_inputs import add_hint
 from phalanx.record.loop import Loop
@@ -35,31 +33,31 @@ from phalanx.record.loop import Loop
 class _Pass:
     """A backward pass whose gradients are averaged, or the wait for one."""
 
-    task: int | None = None  # of the autograd engine, once it runs
+    task: int | None = None  # of the autograd engine, once the pass runs
     node: Any = None  # of the graph, where the pass reached the model's output
-    armed: bool = False  # a forward pass came before
+    armed: bool = False  # a forward pass has announced it
     reached: bool = False  # a parameter got a gradient
-    next: int = 0  # bucket to start: they are started in their order
+    next: int = 0  # index of the bucket to start next: they start in order
     num_arrived: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
 
 
 class Reducer:
-    """Averages a model's gradients in the backward pass of each output that `expect_backward` is told of.
+    """Averages a model's gradients in the backward pass of each output that is passed to `expect_backward`.
 
-    Its hooks are removed from the parameters when nothing refers to it any longer. It is no part of a module, whose
-    attributes take a microsecond each to set.
+    Its hooks are removed from the parameters when nothing refers to it any longer. It is not a module, because setting
+    an attribute of a module takes a microsecond.
 
     Args:
-        replica: Model whose gradients are averaged over the ranks that have a copy.
+        replica: Model whose gradients are averaged over the ranks that have a copy of it.
         bucket_cap_mb: MiB of gradients that are reduced together.
         as_view: Whether gradients become views of their buckets.
         comm_hook: Function that averages a bucket; None: the reducer does.
-        warns_of_unused: Whether to name each parameter that no gradient reached, the first time.
+        warns_of_unused: Whether to warn of each parameter that no gradient reached, the first time.
 
     Attributes:
         loop: Recorder of the passes, for the black box.
-        averaged: Parameters whose gradients it averages: those that require one; and, in the first averaged pass after
-            they were frozen, those that did, because they may hold what this rank has accumulated.
+        averaged: Parameters whose gradients it averages: those that require one and, in the first averaged pass after
+            they were frozen, those that did, because this rank may have accumulated a gradient for them.
 
     Raises:
         ValueError: A parameter has an optimizer that steps within backward.
@@ -80,7 +78,7 @@ class Reducer:
         self._as_view = as_view
         self._comm_hook = comm_hook
         self._warns_of_unused = warns_of_unused
-        self._named: set[nn.Parameter] = set()  # in such a warning
+        self._named: set[nn.Parameter] = set()  # in an earlier warning
         self._all = dict(replica.parameters())
         self._averaging_s = self._waiting_s = 0.0
         self._division: Division | None = None
@@ -92,7 +90,7 @@ class Reducer:
         self._build()
 
     def _build(self) -> None:
-        """Make buckets for the parameters that may have a gradient to average, and hang a hook on each."""
+        """Make buckets for the parameters that may have a gradient to average, and register a hook on each."""
         parameters = self._all
         self._parameters = list(parameters.values())
         self._is_trained = [p.requires_grad for p in self._parameters]
@@ -118,7 +116,7 @@ class Reducer:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         for parameter in accumulated:
             self._bucket_of[parameter].used.add(parameter)
-        self._expected: dict[nn.Parameter, int] = {}  # how often its gradient arrived in the backward pass before
+        self._expected: dict[nn.Parameter, int] = {}  # number of times that its gradient arrived in the last pass
         self._pass = _Pass()
         for parameter in self._handles.keys() - self._names.keys():
             self._handles.pop(parameter).remove()
@@ -135,34 +133,34 @@ class Reducer:
     # ---- before a pass ---------------------------------------------------------------------------------------------
 
     def remove_hooks(self) -> None:
-        """Leave the model to itself: no gradient is averaged any more."""
+        """Stop averaging the model's gradients for good."""
         _remove_all(self._handles)
 
     def name_newcomers(self) -> None:
-        """Warn of trained parameters that the model has been given since it was wrapped, each once."""
+        """Warn once of each trained parameter that was added to the model after it was wrapped."""
         names = self._replica.newcomers()
         if names and self._replica.group.size() > 1:
             some = listed([repr(name) for name in names], 8)
-            warn_caller(  # in the same words on every rank, which the launcher shows once
+            warn_caller(  # with the same text on every rank, so the launcher shows it once
                 f"DistributedDataParallel: gradients of {some} are not averaged, because the model was given them "
                 "after it was wrapped, so each rank trains its own. Wrap the model, or make its Trainer, last; or call "
                 "remove_hooks() and wrap it again"
             )
 
     def follow_freezing(self) -> None:
-        """Make the buckets anew if a parameter was frozen or unfrozen."""
+        """Rebuild the buckets if a parameter was frozen or unfrozen."""
         if self._must_build or [p.requires_grad for p in self._parameters] != self._is_trained:
             self._build()
 
     def _let_frozen_go(self) -> None:
-        """Average no longer what was frozen before this pass: it holds nothing more of this rank alone."""
+        """Drop parameters that were frozen before this pass: their accumulated gradients are averaged by now."""
         if len(self.averaged) > sum(self._is_trained):
             trained = zip(self._parameters, self._is_trained, strict=True)
             self._may_hold = {p for p, is_trained in trained if is_trained}
             self._must_build = True
 
     def use_comm_hook(self, comm_hook: BoundHook) -> None:
-        """Have `comm_hook` average the buckets from now on."""
+        """Let `comm_hook` average the buckets from now on."""
         self._comm_hook = comm_hook
         self._build()
 
@@ -182,13 +180,13 @@ class Reducer:
                 tensor.register_hook(begin)
 
     def expect_nothing(self) -> None:
-        """Leave the gradients of the next backward pass as they are, to be averaged with those of a later one."""
+        """Leave the gradients of the next backward pass as they are, to be averaged with those of a later pass."""
         self._pass.armed = False
 
     # ---- while backward runs ---------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin to average, when gradients first reach an output of the model in this backward pass."""
+        """Begin a pass, when gradients first reach an output of the model."""
         task = current_graph_task_id()
         if task == self._pass.task:
             return
@@ -202,21 +200,21 @@ class Reducer:
         queue_callback(functools.partial(self._finish, task))
 
     def _abandon(self) -> None:
-        """Forget the backward pass that runs, or that an error ended, but for the gradients that it has made."""
+        """Forget a backward pass that is running, or that an error ended; its gradients stay."""
         for bucket in self._buckets:
             if bucket.started:
-                bucket.wait()  # other ranks take part
+                bucket.wait()  # other ranks take part in it
         self._pass = _Pass()
 
     def _on_gradient(self, parameter: Any) -> None:
-        """Take note of a gradient just added to ``parameter.grad``, in the thread that runs backward."""
+        """Record a gradient just added to ``parameter.grad``, in the thread that runs backward."""
         bucket = self._bucket_of[parameter]
         bucket.used.add(parameter)
         if not self._pass.reached:
             if self._pass.task is None:
                 if not self._pass.armed:
                     return
-                self._begin()  # no tensor was found in the model's output
+                self._begin()  # the model's output held no tensor with a hook
             self._pass.reached = True
         if not bucket.overlaps:
             return
@@ -242,13 +240,13 @@ class Reducer:
     # ---- when backward has ended -----------------------------------------------------------------------------------
 
     def _finish(self, task: int) -> None:
-        """Start the remaining buckets, wait for all, hand the means to the parameters."""
+        """Start the remaining buckets, wait for all, and store the means."""
         if task != self._pass.task:
-            self._pass = _Pass()  # another backward pass ran within this one, and what it averaged is not all
+            self._pass = _Pass()  # another backward pass ran within this one and averaged only its own gradients
         elif not self._pass.reached and not _fills_grads(self._pass.node):
             self._pass = _Pass(armed=True)
             self.loop.end_phase()
-            return  # it was torch.autograd.grad()
+            return  # the pass was torch.autograd.grad()
         begin_s = time.perf_counter()
         try:
             while self._pass.next < len(self._buckets):
@@ -268,7 +266,7 @@ class Reducer:
             self._warn_of_unused(unused)
 
     def _end_pass(self) -> list[nn.Parameter]:
-        """Keep what the next pass needs to know of this one, and return the parameters that no gradient reached."""
+        """Record what the next pass needs to know of this one, and return the parameters that no gradient reached."""
         num_arrived, self._pass = self._pass.num_arrived, _Pass()
         unused: list[nn.Parameter] = []
         for bucket in self._buckets:
@@ -281,23 +279,23 @@ class Reducer:
         return unused
 
     def _warn_of_unused(self, parameters: list[nn.Parameter]) -> None:
-        """Name those of the parameters that no earlier warning has named."""
+        """Warn of those parameters that no earlier warning has named."""
         fresh = [p for p in parameters if p not in self._named]
         if not fresh:
             return
         self._named.update(fresh)
         some = listed([self._names[p] for p in fresh], 8)
-        warn_caller(  # in the same words on every rank, which the launcher shows once
+        warn_caller(  # with the same text on every rank, so the launcher shows it once
             f"DistributedDataParallel: no gradient reached {some} in this backward pass. "
             "They count as zeros where another rank has a gradient, and stay as they are where none has. "
             "If that is meant, make it DistributedDataParallel(model, find_unused_parameters=True), which a Trainer "
             "takes, too; if not, look for an output that the loss leaves out"
         )
 
-    # ---- what else it is asked for ---------------------------------------------------------------------------------
+    # ---- other requests --------------------------------------------------------------------------------------------
 
     def average_zeros(self) -> None:
-        """Take part in a pass of the other ranks with zeros, and hand their means to the parameters."""
+        """Contribute zeros to a pass of the other ranks, and store their means."""
         self.follow_freezing()
         for bucket in self._buckets:
             bucket.used.clear()
@@ -306,11 +304,11 @@ class Reducer:
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
-            bucket.store()  # for an optimizer that takes part, too, such as ZeroRedundancyOptimizer
+            bucket.store()  # for an optimizer that also takes part, such as ZeroRedundancyOptimizer
         self._let_frozen_go()
 
     def divide(self, division: Division | None) -> None:
-        """Average of each gradient what a rank needs, where gradients are averaged where they lie; None: all of it."""
+        """Average only the elements that each rank needs where gradients are averaged in place; None: all elements."""
         self._division = division
         for bucket in self._buckets:
             if isinstance(bucket, CoalescedBucket):
@@ -327,24 +325,24 @@ class Reducer:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def take_averaging_s(self) -> float:
-        """Return the seconds that the ends of backward passes have taken since the last call."""
+        """Return the seconds spent averaging at the ends of backward passes since the last call."""
         taken, self._averaging_s = self._averaging_s, 0.0
         return taken
 
     def take_waiting_s(self) -> float:
-        """Return how many of these seconds passed, since the last call, until every rank had come to average."""
+        """Return how many of those seconds were spent waiting for other ranks, since the last call."""
         taken, self._waiting_s = self._waiting_s, 0.0
         return taken
 
 
 def _fills_grads(node: Any) -> bool:
-    """Return whether ``backward()`` reached `node`, and not ``torch.autograd.grad()``."""
+    """Return whether ``backward()``, rather than ``torch.autograd.grad()``, reached `node`."""
     while following := [below for below, _ in node.next_functions if below is not None]:
         node = following[0]
     try:
         return _torch.will_engine_execute_node(node)  # backward() reaches every leaf
     except RuntimeError:
-        return False  # a leaf that autograd.grad() was asked for
+        return False  # autograd.grad() was called for this leaf
 
 
 def _remove_all(handles: dict[nn.Parameter, Any]) -> None:

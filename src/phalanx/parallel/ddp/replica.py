@@ -1,4 +1,4 @@
-"""Replica: one rank's copy of a model, held equal to the copies of the other ranks."""
+"""Replica: one rank's copy of a model, kept equal to the copies of the other ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Replica:
         self._num_seen = _num_additions
 
     def newcomers(self) -> list[str]:
-        """Return the names of trained parameters that came since this was made or asked; costs nothing if none did."""
+        """Return the names of trained parameters added since the last call; costs nothing if there are none."""
         if self._num_seen == _num_additions:
             return []
         self._num_seen = _num_additions
@@ -91,7 +91,7 @@ class Replica:
         """Copy the parameters of one rank to all. Every rank calls it.
 
         Args:
-            src: Rank in the group whose tensors all get.
+            src: Rank in the group whose tensors are copied.
             with_buffers: Whether buffers are copied, too.
         """
         tensors = [p.detach() for _, p in self.parameters()]
@@ -101,7 +101,7 @@ class Replica:
 
     def broadcast_buffers(self, src: int = 0) -> None:
         """Copy the buffers of rank `src` of the group to all, between passes. Every rank calls it."""
-        self._broadcast([b.data for _, b in self.buffers()], src)  # not detach(): backward may have saved this version
+        self._broadcast([b.data for _, b in self.buffers()], src)  # detach() would fail a backward that saved a buffer
 
     def _broadcast(self, tensors: list[Any], src: int) -> None:
         if tensors:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from phalanx._errors import ReplicaMismatch
 from phalanx._text import listed, named
+from phalanx._torch.tensors import is_dtensor
 from phalanx.checkpoint.state.digest import bytes_of, digests
 from phalanx.parallel.divergence.replicated import (
     Entry,
     buffers,
-    is_shard,
     optimizer_state,
     other_parameters,
     parameters,
@@ -103,7 +103,7 @@ def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
             )
         entries += [other_parameters(model, optimizer), optimizer_state(model, optimizer, lambda _: False)]
     for entry in itertools.chain(*entries):
-        if (tensor := entry.fetch()) is not None and is_shard(tensor):
+        if (tensor := entry.fetch()) is not None and is_dtensor(tensor):
             raise ValueError(
                 f"check_replicas: {entry.name} is a DTensor, of which each rank has a part: pass a model whose "
                 "parameters all ranks hold whole"

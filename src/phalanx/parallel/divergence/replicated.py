@@ -29,11 +29,6 @@ class Entry(NamedTuple):
     fetch: Callable[[], Tensor | None]
 
 
-def is_shard(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, of which each rank has a part."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor has elements in one storage: it is no DTensor, nor is it quantized, sparse or meta."""
     is_own_class = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
