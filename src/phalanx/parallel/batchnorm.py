@@ -16,9 +16,9 @@ from phalanx._torch import BatchNorm
 class SyncBatchNorm(BatchNorm):
     """torch's SyncBatchNorm, on the CPU too: it normalizes with the statistics of all ranks' samples.
 
-    Up to rounding, forward and backward equal those of ``BatchNorm*d`` in one process on the whole batch, however
-    unequal the ranks' batches are; some may be empty. Inputs have shape (N, C, ...). Statistics are computed in float32
-    or wider. As in torch, gradients of weight and bias are those of this rank's samples, and DistributedDataParallel
+    Up to rounding, forward and backward equal those of ``BatchNorm*d`` in one process on the whole batch, even if the
+    ranks' batches differ in size or are empty. Inputs have shape (N, C, ...). Statistics are computed in float32 or
+    wider. As in torch, gradients of weight and bias are those of this rank's samples, and DistributedDataParallel
     averages them. The class does not derive from torch's, which torch's DistributedDataParallel refuses on a CPU.
 
     Args:
@@ -30,7 +30,7 @@ class SyncBatchNorm(BatchNorm):
         process_group: Ranks to normalize over; by default all.
         device: Device of parameters and buffers.
         dtype: Dtype of parameters and buffers.
-        bias: Whether an affine layer has a bias; False takes a torch whose BatchNorm has the argument, too.
+        bias: Whether an affine layer has a bias; False needs a torch whose BatchNorm takes the argument.
 
     Raises:
         ValueError: In ``forward()``: the input has fewer than two dimensions, or all ranks together have only one value
@@ -96,7 +96,7 @@ class SyncBatchNorm(BatchNorm):
             process_group: Ranks to normalize over; by default all.
         """
         converted: dict[nn.Module, nn.Module] = {}
-        for path, child in [*module.named_modules(remove_duplicate=False)]:  # a layer may have a second name
+        for path, child in [*module.named_modules(remove_duplicate=False)]:  # a layer may have several names
             if isinstance(child, BatchNorm) and not isinstance(child, SyncBatchNorm):
                 if child not in converted:
                     converted[child] = cls._replacement(child, process_group)

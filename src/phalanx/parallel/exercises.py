@@ -1,4 +1,4 @@
-"""Functions that the distributed tutorials have their readers write by hand."""
+"""Functions that readers of the distributed tutorials write by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def average_gradients(
 
     The tutorials loop over the parameters, with one all_reduce for each; this function needs one for each 25 MiB. A
     gradient that is None on some ranks counts as zeros there; one that is None on all ranks stays None. Sparse
-    gradients stay sparse. For training, DistributedDataParallel does the same during the backward pass.
+    gradients stay sparse. For real training, DistributedDataParallel does the same during the backward pass.
 
     Args:
         model: Module, or its parameters in the same order on all ranks.
@@ -36,10 +36,10 @@ def average_gradients(
     """
     group = group_with_this_rank(process_group, "average_gradients")
     parameters = model.parameters() if isinstance(model, nn.Module) else model
-    trained = list(dict.fromkeys(p for p in parameters if p.requires_grad))  # one that is given twice: once
+    trained = list(dict.fromkeys(p for p in parameters if p.requires_grad))  # without duplicates
     for parameter in trained:
         if parameter.grad is not None and is_expanded(parameter.grad):
-            parameter.grad = parameter.grad.clone()  # one number, expanded: nothing can be stored there
+            parameter.grad = parameter.grad.clone()  # expanded elements share memory, so the means can't be stored
     for bucket in make_buckets(trained, group, bucket_cap_mb=25, sparse=_sparse_anywhere(trained, group)):
         bucket.used = {parameter for parameter in bucket.parameters if parameter.grad is not None}
         bucket.load()
@@ -96,7 +96,7 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
 
 
 def _sparse_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Return the parameters whose gradient is sparse on any rank: a rank without the gradient cannot know it."""
+    """Return the parameters whose gradient is sparse on any rank; a rank without the gradient can't know that."""
     if not parameters:
         return []
     marks = RankGroup(group).largest_of_each([p.grad is not None and p.grad.is_sparse for p in parameters])

@@ -1,7 +1,7 @@
 """Groups of ranks by host: the ranks of one host, and rails of ranks that communicate across the slow link.
 
-Rail i consists of the i-th rank of each host. A message between hosts is cut into one piece for each rail. So each host
-sends it once, over all rails at the same time, and its ranks share what arrives.
+Rail i consists of the i-th rank of each host. A message between hosts is cut into one piece for each rail, so each host
+sends it only once, over all rails at the same time, and then its ranks share what arrives.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ class HostGroups(NamedTuple):
 
     @property
     def rail(self) -> int:
-        """Index of this rank on its host, from 0; that of its rail, if there are as many rails."""
+        """Index of this rank on its host, from 0, which is also that of its rail if there are enough rails."""
         return dist.get_rank(self.host) if self.host is not None else 0
 
     @property
     def weight(self) -> float:
-        """Number of ranks on this host divided by its mean over the hosts; 1 if all hosts have the same number."""
+        """Number of ranks on this host, divided by the mean over the hosts; 1 if all hosts have the same number."""
         return (self.host.size() if self.host is not None else 1) * self.num_hosts / self.num_ranks
 
 
 def host_groups(
     name: str | None = None, *, host_backend: str | None = None, across_backend: str | None = None
 ) -> HostGroups:
-    """Return the group of this rank's host, and its group across hosts. Every rank of the job calls it.
+    """Return the group of this rank's host, and this rank's group across hosts. Every rank of the job calls it.
 
     If hosts have different numbers of ranks, there are as many rails as the smallest host has ranks. The remaining
     ranks of larger hosts have no ``across``; they get the results from the other ranks of their host.
 
     Args:
         name: Name of this rank's host. By default two ranks share a host if its name, boot and network are the same
-            and the launcher gave them the same ``GROUP_RANK``. A name helps where the slow link lies elsewhere, such as
-            between data centres, and in trials on one host.
+            and the launcher gave them the same ``GROUP_RANK``. Pass a name if the slow link is elsewhere, such as
+            between data centres, or to try several hosts on one.
         host_backend: Backend of ``host``, such as ``"phalanx"`` in a job on Gloo; by default the job's.
         across_backend: Backend of ``across``; by default the job's.
 
@@ -80,7 +80,7 @@ def host_groups(
     hosts = [[r for r in range(world_size) if names[r] == host] for host in dict.fromkeys(names)]
     num_rails = min(map(len, hosts))
     rails = [[ranks[rail] for ranks in hosts] for rail in range(num_rails)]
-    # Every rank of the world makes each group, those outside as well, in the same order.
+    # Every rank of the world makes every group, in the same order, even those that it is not in.
     by_host: list[Any] = [
         dist.new_group(ranks, timeout, host_backend, group_desc=f"host {i}") for i, ranks in enumerate(hosts)
     ]

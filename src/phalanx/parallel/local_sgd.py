@@ -1,13 +1,13 @@
-"""LocalSGD: hosts train by themselves and synchronize every so many steps, over a link too slow for every gradient.
+"""LocalSGD: hosts train separately and synchronize every few steps, over a link too slow for every gradient.
 
-A window is the steps between two synchronizations. `LocalSGD` keeps the flat parameters with which the window began.
+A window is the steps between two synchronizations. `LocalSGD` keeps the flat parameters from the start of the window.
 At its end, each host's pseudo-gradient, the parameters at the window's start minus those at its end, is averaged over
-the hosts. An outer optimizer steps along it from the common start, on every rank alike, and its result is the start of
-the next window. So only the averaged pseudo-gradient must cross, ranks keep the same bits, and the residual that bf16
-leaves of a rail's piece stays with that rail.
+the hosts. On every rank alike, an outer optimizer steps along it from the common start, and the result is the start of
+the next window. So only the averaged pseudo-gradient crosses between hosts, ranks keep the same bits, and bf16's
+residual of a rail's piece stays with that rail.
 
-Between synchronizations ranks differ, so `state_dict` then has a name of the rank's own, by which a checkpoint saves
-each rank whole.
+Between synchronizations ranks differ, so `state_dict` then contains a name of each rank's own, which makes a checkpoint
+save each rank's state completely.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class LocalSGD:
         params: Parameters to train, such as ``model.parameters()``; or tensors that share their memory, such as the
             local shards of FSDP2's DTensors, together with the group of ranks that hold the same shard.
         every: Number of steps between two synchronizations, at least 1.
-        process_group: Groups from `host_groups`, or a group whose ranks each train alone; by default all ranks, each
-            alone.
+        process_group: Groups from `host_groups`, or a group whose ranks each train separately; by default all ranks,
+            each separately.
         outer_optimizer: Function that makes the outer optimizer for a list of parameters; by default DiLoCo's. With
             None the parameters are averaged, which is local SGD.
-        warmup_steps: Number of steps at the beginning that each end with an average of the parameters.
+        warmup_steps: Number of steps at the beginning after each of which the parameters are averaged.
         compress: "bf16" to halve the bytes between hosts, or None. The pseudo-gradient is rounded, and the residual is
             added to the next one.
-        buffers: Buffers to average over all ranks at each synchronization, such as ``model.buffers()``; integers stay
-            as they are.
+        buffers: Buffers to average over all ranks at each synchronization, such as ``model.buffers()``; integer
+            buffers are not averaged.
 
     Attributes:
         num_steps: Number of steps since the beginning.
@@ -138,7 +138,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def _start_alike(self, tensors: list[Tensor]) -> None:
-        """Copy parameters and buffers from rank 0 of the group; they cross the slow link once for each host."""
+        """Copy parameters and buffers from rank 0 of the group, over the slow link only once for each host."""
         groups = self._groups
         for members in by_kind(tensors):
             flat, views = _flat_copy(members)
@@ -200,7 +200,7 @@ class LocalSGD:
         self.num_steps_apart = 0
 
     def _verify_steps(self) -> None:
-        """Raise if the hosts have taken different numbers of steps: their windows would no longer end together."""
+        """Raise an error if the hosts have taken different numbers of steps, so that their windows end apart."""
         groups, device = self._groups, self._windows[0].start.device
         most = torch.tensor([self.num_steps, -self.num_steps], device=device)
         for group in (groups.across, groups.host):
@@ -217,7 +217,7 @@ class LocalSGD:
     def _average_buffers(self, members: list[Tensor]) -> None:
         groups = self._groups
         flat, views = _flat_copy(members)
-        if groups.host is not None:  # ranks of a host have each seen their own samples
+        if groups.host is not None:  # each rank of a host has seen different samples
             dist.all_reduce(flat, group=groups.host)
         cross_hosts(flat, groups)
         flat.div_(groups.num_ranks)
@@ -232,8 +232,8 @@ class LocalSGD:
         """
         groups = self._groups
         host = dist.get_rank(groups.across) if groups.across else -1
-        # A name of each rank's own makes phalanx.checkpoint keep every rank's state apart. Otherwise a job of another
-        # size would get the small tensors of rank 0, which are those of one host.
+        # A name of each rank's own makes phalanx.checkpoint save every rank's state separately. Otherwise a job of
+        # another size would get the small tensors of rank 0, which belong to one host.
         apart = {f"rank {dist.get_rank()}": torch.tensor(self.num_steps_apart)} if self.num_steps_apart else {}
         return {
             "num_steps": self.num_steps,
@@ -276,11 +276,11 @@ class LocalSGD:
 
 
 class _Window:
-    """Parameters of one dtype on one device, and their values when the window began.
+    """Parameters of one dtype on one device, and their values at the start of the window.
 
     Attributes:
         members: Parameters of the model.
-        start: Values at the beginning of the window, in one flat tensor.
+        start: Values at the start of the window, in one flat tensor.
         starts: Views of `start`, as parameters for the outer optimizer.
         residual: Rounding error of this rail's piece at the last synchronization; None without compression.
     """
@@ -296,7 +296,7 @@ class _Window:
             self.residual = torch.zeros_like(pieces_of(self.start, groups)[groups.rail] if carries else self.start[:0])
 
     def pseudo_gradient(self) -> Tensor:
-        """Return the start minus the present parameters, averaged over all ranks, flat."""
+        """Return the start minus the current parameters, averaged over all ranks, as a flat tensor."""
         groups = self._groups
         gradient = torch.empty_like(self.start)
         for view, start, now in zip(views_of(gradient, self.members), self.starts, self.members, strict=True):
@@ -319,7 +319,7 @@ class _Window:
 
 
 def _problem_of(parameters: list[Tensor], every: int, warmup_steps: int, compress: str | None) -> str:
-    """Return what is wrong with the arguments, or an empty string."""
+    """Return what is wrong with the arguments; empty if nothing is."""
     if every < 1:
         return f"every must be at least 1, got {every}"
     if warmup_steps < 0:
@@ -348,7 +348,7 @@ def _flat_copy(members: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _to_bytes(tensor: Tensor | None) -> bytes | None:
-    """Return a tensor as bytes: a checkpoint saves bytes for each rank, but tensors that are alike only once."""
+    """Return a tensor as bytes, which a checkpoint saves for every rank; it saves equal tensors only once."""
     return None if tensor is None else tensor.cpu().view(torch.uint8).numpy().tobytes()
 
 

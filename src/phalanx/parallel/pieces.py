@@ -1,8 +1,8 @@
-"""Pieces: the parts of parameters that each rank steps, and where parameters are cut.
+"""Pieces: the parts of parameters that each rank of a ZeroRedundancyOptimizer steps, and where they are cut.
 
-Parameters are cut at multiples of 128 elements from their start: kernels treat the elements behind the last full
+Parameters are cut at multiples of 128 elements from their start: kernels treat the elements after the last full
 vector differently, and the bits must be those of the plain optimizer. Optimizers that look at a whole parameter get
-whole ones.
+uncut ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn, optim
 from phalanx.parallel.layout import flat, laid_out_like, packed, shaped
 from phalanx.parallel.shared_memory import shared_tensor
 
-# Kernels treat the last elements of a tensor otherwise than full vectors, with other rounding: shards are cut where
-# vectors end, at any width and element size.
+# Kernels treat the elements after the last full vector differently, and round differently: shards are cut where vectors
+# end, at any width and element size.
 CUT_ELEMS = 128
 ELEMENTWISE = {
     optim.SGD,
@@ -35,12 +35,12 @@ ELEMENTWISE = {
     optim.Adadelta,
     optim.ASGD,
 }
-"""Optimizers that treat every element by itself: a parameter may be cut anywhere."""
+"""Optimizers that treat each element separately, so a parameter may be cut anywhere."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What one rank steps of a parameter: all of it, or a range of its elements in the order of their memory.
+    """The part of a parameter that one rank steps: all of it, or a range of its elements in memory order.
 
     Attributes:
         parameter: Parameter of the model.
@@ -64,11 +64,11 @@ class Piece:
         return flat(tensor)[self.start : self.stop]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View this piece of a tensor laid out like the parameter; the whole one keeps its shape."""
+        """View this piece of a tensor laid out like the parameter; a whole piece keeps its shape."""
         return tensor.detach() if self.is_whole else self.memory_of(tensor)
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """Copy this piece of a tensor that has the parameter's shape, in whatever layout."""
+        """Copy this piece of a tensor of the parameter's shape, in any layout."""
         return self.of(laid_out_like(self.parameter, tensor)).clone()
 
     def gradient(self) -> Tensor | None:
@@ -91,7 +91,7 @@ class Piece:
 def elementwise(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     """Return the tensors in a parameter's optimizer state that have an element for each of its own.
 
-    The number of steps is none of them, even if the parameter has a single element.
+    The number of steps does not count, even if the parameter has a single element.
     """
     return {
         name: v for name, v in values.items() if isinstance(v, Tensor) and name != "step" and v.shape == parameter.shape
@@ -152,13 +152,13 @@ def cut_into_pieces(parameters: Sequence[nn.Parameter], begins: Sequence[int], b
 
 
 def cuts(begins: Sequence[int], numels: Sequence[int], num_shards: int, cut: int) -> list[int]:
-    """Return the offsets at which a buffer of tensors is cut into shards that are as equal as can be.
+    """Return the offsets at which a buffer of tensors is cut into shards of sizes that are as equal as possible.
 
     Args:
         begins: Offsets of the tensors in the buffer, in elements.
         numels: Numbers of elements of the tensors.
         num_shards: Number of shards, at least 1; there is one cut less.
-        cut: Number of elements from a tensor's start at multiples of which it may be cut; 0: only between tensors.
+        cut: Number of elements; a tensor may be cut at multiples of it from its start. 0: only between tensors.
     """
     total = sum(numels)
     places: list[int] = []

@@ -1,7 +1,7 @@
 """Memory that all ranks of one host read and write, whatever the backend.
 
 It is an unnamed memfd that the other ranks open through ``/proc/<pid>/fd``, rather than a part of the backend's
-segment, so it works with any backend. A nonce proves the mapping.
+segment, so it works with any backend. A nonce proves that a rank has mapped the right memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from phalanx.wire.rank_group import RankGroup
 
-_HEADER_BYTES = mmap.PAGESIZE  # begins with a nonce, by which a rank knows that it mapped the right memory
+_HEADER_BYTES = mmap.PAGESIZE  # begins with a nonce, which shows a rank that it has mapped the right memory
 
 
 def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """Return a zeroed CPU tensor whose memory all ranks of the group share. Every rank calls it.
 
-    The memory has no name. The kernel frees it when the last process that maps it has ended, in whatever way.
+    The memory has no name. The kernel frees it once the last process that maps it has ended, however it ended.
 
     Args:
         num_elems: Length of the tensor, of shape ``(num_elems,)``.
@@ -64,10 +64,10 @@ def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) 
 
 
 def _create(num_bytes: int, opened: contextlib.ExitStack) -> tuple[mmap.mmap, tuple[int, int, bytes]]:
-    """Return new memory, and what a peer needs to map it until `opened` is closed."""
+    """Return new memory, and the values with which a peer can map it until `opened` is closed."""
     fd = os.memfd_create("phalanx-parameters", os.MFD_CLOEXEC)
     opened.callback(os.close, fd)
-    os.posix_fallocate(fd, 0, num_bytes)  # a shortage is an error here, and not a SIGBUS later
+    os.posix_fallocate(fd, 0, num_bytes)  # fails now if memory is short, instead of a SIGBUS later
     memory = mmap.mmap(fd, num_bytes)
     nonce = secrets.token_bytes(16)
     memory[: len(nonce)] = nonce

@@ -1,4 +1,4 @@
-"""Tests that the ranks' copies of a model are still the same: once (`check`), or during training (`sentinel`).
+"""Detects whether the ranks' copies of a model differ: once (`check`), or while it trains (`sentinel`).
 
 Start with `check`. Nothing here repairs a copy.
 """

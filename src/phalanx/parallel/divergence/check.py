@@ -1,8 +1,8 @@
 """`check_replicas`: tests that all ranks hold the same model and optimizer state, and names the tensor that differs.
 
 Ranks compare a digest of each 4 MiB of each tensor, then of each 64 KiB of the first tensor that differs, then the
-piece itself. If a rank raises before the digests, its error is exchanged in their place; otherwise its next collective
-would be paired with one of the comparison's.
+piece itself. If a rank raises before the digests, the ranks exchange its error in their place; otherwise its next
+collective would be paired with one of the comparison's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from phalanx.parallel.divergence.replicated import (
 )
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
-_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # of a tensor: what has a digest, and what ranks show each other
+_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # pieces of a tensor: for a digest, and to exchange
 _MOST_NAMED = 3
-_MOST_WORDS = 200  # characters of torch's reason; some fill pages
+_MOST_WORDS = 200  # characters of torch's reason, which may fill pages
 _SHARED = (TypeError, ValueError)
 _SHARED_BY_NAME: dict[str, type[Exception]] = {kind.__name__: kind for kind in _SHARED}
 
@@ -44,7 +44,7 @@ class Difference:
         tensors: Names of all tensors that differ, the first one first.
         ranks: Ranks in the group that differ from the majority; all of them if there is none.
         how: Kind of the first one's difference: "value", "NaN", "shape", "dtype" or "missing".
-        words: Clause that says all this.
+        words: Clause that states the difference.
     """
 
     tensors: tuple[str, ...]
@@ -58,22 +58,22 @@ def check_replicas(
 ) -> None:
     """Raise an error on every rank if any rank's copy of the model or of the optimizer's state differs by a bit.
 
-    Every rank calls it between two steps, on any backend. Parameters are compared, also those that only the optimizer
-    has, the buffers of the ``state_dict``, learning rates, and the tensors and numbers of the optimizer's state. Ranks
-    may differ in the running statistics of a batch norm that is not synchronized, in what the model wants
+    Every rank calls it between two steps, on any backend. It compares parameters, including those that only the
+    optimizer has, the buffers of the ``state_dict``, learning rates, and the tensors and numbers of the optimizer's
+    state. Ranks may differ in the running statistics of a batch norm that is not synchronized, in what the model tells
     DistributedDataParallel to ignore, and in the state of a ZeroRedundancyOptimizer, which is divided.
 
     Args:
-        model: Model, in its wrapper or not.
+        model: Model, wrapped or not.
         optimizer: Optimizer whose state is compared, too.
         group: Ranks that hold a copy each; by default all.
 
     Raises:
-        ReplicaMismatch: A tensor differs: names the first one, the ranks that differ from the majority, and how.
+        ReplicaMismatch: A tensor differs; the error names the first, the ranks that differ from the majority, and how.
         ValueError: There is no process group yet, this rank is not in it, or a parameter of any rank is a DTensor, of
             which each rank has a part.
-        TypeError: Any rank's model or optimizer is something else.
-        RuntimeError: Any rank has a tensor that can't be read, such as a nested or a fake one; it is named.
+        TypeError: Any rank's model or optimizer has another type.
+        RuntimeError: Any rank has a tensor that can't be read, such as a nested or a fake one; the error names it.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -91,7 +91,7 @@ def check_replicas(
 
 
 def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Entry]:
-    """Yield what all ranks must hold alike, and refuse what they can't hold whole."""
+    """Yield the tensors that must be the same on all ranks; raise for a DTensor, of which each rank has a part."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"check_replicas: model must be a torch.nn.Module, got {type(model).__name__}")
     entries = [parameters(model), buffers(model)]
@@ -112,14 +112,14 @@ def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
 
 
 def first_difference(entries: Iterable[Entry], group: dist.ProcessGroup) -> Difference | None:
-    """Compare every bit of the entries. Every rank of the group calls it, and gets the same.
+    """Compare every bit of the entries. Every rank of the group calls it, and gets the same result.
 
-    Whatever a rank raises while it goes through its entries, all ranks raise: a rank that left alone would have its
-    next collective paired with one of these.
+    If one rank raises while it iterates over its entries, all ranks raise: a single rank's next collective would be
+    paired with one of the comparison's.
 
     Raises:
         RuntimeError: A rank could not read a tensor.
-        TypeError, ValueError: The entries of a rank have raised it.
+        TypeError, ValueError: A rank's entries raised it.
     """
     ranks = RankGroup(group)
     own: dict[str, Tensor] = {}
@@ -172,7 +172,7 @@ def _difference(
 
 
 def _odd_ranks(found: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks that are not of the largest party; all if two are equally large."""
+    """Return the ranks outside the largest party; all ranks if two parties are the largest."""
     parties = collections.Counter(found).most_common(2)
     has_majority = parties[0][1] > parties[1][1]
     return tuple(r for r, one in enumerate(found) if not has_majority or one != parties[0][0])
@@ -189,13 +189,13 @@ def _description(name: str, tensor: Tensor) -> tuple[str, str, bytes]:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor of any layout; of a quantized one, the integers."""
+    """Return all elements of a tensor of any layout; for a quantized tensor, its integers."""
     tensor = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     return tensor.int_repr() if tensor.is_quantized else tensor
 
 
 def _kind(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype, with what its integers stand for if it is quantized."""
+    """Return the name of a tensor's dtype, with scale and zero point if it is quantized."""
     name = str(tensor.dtype).removeprefix("torch.")
     if not tensor.is_quantized:
         return name
@@ -207,7 +207,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _first_element(tensor: Tensor, ranks: RankGroup) -> tuple[str, list[str]]:
-    """Return where the first element lies that differs, and its value on each rank."""
+    """Return the place of the first element that differs, and its value on each rank."""
     tensor = _elements(tensor)
     bits = bytes_of(tensor)
     every = ranks.gather(digests(bits.cpu().split(_FINE_BYTES)))
@@ -224,10 +224,10 @@ def _first_element(tensor: Tensor, ranks: RankGroup) -> tuple[str, list[str]]:
     words = [f"bits 0x{bytes(element.tolist())[::-1].hex()}" for element in elements]
     try:
         values = [repr(element.view(tensor.dtype).item()) for element in elements]
-    except (NotImplementedError, RuntimeError):  # torch reads no number of this dtype, such as float4_e2m1fn_x2
+    except (NotImplementedError, RuntimeError):  # torch can't read numbers of this dtype, such as float4_e2m1fn_x2
         values = words
     else:
-        if len({*values}) == 1:  # such as NaNs of different bits
+        if len({*values}) == 1:  # such as NaNs with different bits
             values = [f"{value} ({word})" for value, word in zip(values, words, strict=True)]
     index = torch.unravel_index(torch.tensor(first + offset), tensor.shape)
     return f" at [{', '.join(str(int(i)) for i in index)}]" if tensor.dim() else "", values

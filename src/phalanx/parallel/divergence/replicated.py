@@ -1,4 +1,4 @@
-"""The state that all ranks of one model hold alike: parameters, buffers and optimizer state, by name."""
+"""State that is the same on all ranks that train a model: parameters, buffers, the optimizer's state, by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Owner = Callable[[nn.Parameter], bool]
 
 
 class Entry(NamedTuple):
-    """A tensor that all ranks hold alike.
+    """A tensor that is the same on all ranks.
 
     Attributes:
         name: Name in messages, such as ``parameter '0.weight'``.
-        fetch: Function that returns the tensor as it is now, or None if there is none any more.
+        fetch: Function that returns the current tensor, or None if it no longer exists.
     """
 
     name: str
@@ -30,18 +30,18 @@ class Entry(NamedTuple):
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has elements in one storage: it is no DTensor, nor is it quantized, sparse or meta."""
+    """Return whether a tensor has its elements in one storage: it is no DTensor, and not quantized, sparse or meta."""
     is_own_class = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     return is_own_class and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
 def ignored_by_ddp(model: nn.Module) -> set[str]:
-    """Return the names that the model wants DistributedDataParallel to leave alone: they are each rank's own."""
+    """Return the names that the model tells DistributedDataParallel to ignore, because they differ between ranks."""
     return set(getattr(unwrap(model), _torch.MARK_IGNORED_BY_DDP, ()))
 
 
 def parameters(model: nn.Module) -> Iterator[Entry]:
-    """Yield the parameters, whether or not they are under training."""
+    """Yield the parameters, trained or frozen."""
     ignored = ignored_by_ddp(model)
     for name, parameter in unwrap(model).named_parameters():
         if name not in ignored and not is_lazy(parameter):
@@ -49,7 +49,7 @@ def parameters(model: nn.Module) -> Iterator[Entry]:
 
 
 def buffers(model: nn.Module) -> Iterator[Entry]:
-    """Yield the buffers of the model's ``state_dict`` that do not depend on the batches which this rank has seen."""
+    """Yield the buffers of the model's ``state_dict`` that do not depend on the batches that this rank has seen."""
     module, ignored = unwrap(model), ignored_by_ddp(model)
     saved = module.state_dict(keep_vars=True).keys()
     own = {
@@ -64,14 +64,14 @@ def buffers(model: nn.Module) -> Iterator[Entry]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, leaves_out: Owner) -> Iterator[Entry]:
-    """Yield the learning rates, and the state of each parameter that the model lets the ranks have alike.
+    """Yield the learning rates, and the state of each parameter that is the same on all ranks.
 
     Args:
-        leaves_out: Whether the state of a parameter is divided among the ranks.
+        leaves_out: Function that says whether the state of a parameter is divided among the ranks.
     """
     for number, group in enumerate(optimizer.param_groups):
         yield Entry(f"lr of parameter group {number}", lambda g=group: _as_tensor(g.get("lr")))  # type: ignore[misc]
-    if hasattr(optimizer, "consolidate_state_dict"):  # ZeroRedundancyOptimizer: each rank has a part of it
+    if hasattr(optimizer, "consolidate_state_dict"):  # a ZeroRedundancyOptimizer, of whose state each rank has a part
         return
     ignored, names = ignored_by_ddp(model), {p: name for name, p in unwrap(model).named_parameters()}
     every = [p for group in optimizer.param_groups for p in group["params"]]
@@ -88,18 +88,18 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, leaves_o
 def _fetcher(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: Any, path: str
 ) -> Callable[[], Tensor | None]:
-    """A state dictionary that is loaded replaces the tensors."""
+    """Return a function that looks the tensor up, because loading a state dictionary replaces the tensors."""
     return lambda: _tensors_of(key, optimizer.state.get(parameter, {}).get(key)).get(path)
 
 
 def _tensors_of(key: Any, value: Any) -> dict[str, Tensor]:
-    """Return a number, a tensor or the tensors of a container, such as L-BFGS's ``old_dirs[0]``, by their places."""
+    """Return a number, a tensor or the tensors in a container, such as L-BFGS's ``old_dirs[0]``, by their places."""
     number = _as_tensor(value)
     return dict(tensors_in(value if number is None else number, str(key)))
 
 
 def other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Entry]:
-    """Yield the parameters that the optimizer has and the model lacks, such as those of a loss."""
+    """Yield the parameters that the optimizer has but the model lacks, such as those of a loss."""
     of_model = set(unwrap(model).parameters())
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in of_model and not is_lazy(parameter):

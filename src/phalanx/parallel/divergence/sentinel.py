@@ -1,18 +1,18 @@
 """`Sentinel`: compares the ranks' copies of a model during training, slice by slice, in messages that are sent anyway.
 
-The message in which ranks agree after a step carries two more numbers: a fingerprint of the next slice of parameters
-and optimizer state, and its negative. If the maxima of both add up to 0, all ranks have the same, and every rank knows
-at once. Otherwise the ranks compare everything (see `check`). Averaged gradients have the same bits on all ranks, so a
-difference stays where it began: the named tensor is the one that was hit.
+The message by which ranks agree after a step carries two more numbers: a fingerprint of the next slice of parameters
+and optimizer state, and its negative. If the maxima of both add up to 0, all fingerprints are equal, and every rank
+knows at once. Otherwise the ranks compare everything (see `check`). Averaged gradients have the same bits on all ranks,
+so a difference stays where it began: the tensor that is named is the one that was corrupted.
 
-- Slices come round in ``compare_every`` steps, even while the number of steps between two messages changes: a slice is
-  as long as the steps since the last one ask for, continues into the next cycle, and a cycle is planned one such gap
-  shorter (a quarter of the interval at most). The time that slices took on the slowest rank travels in the same
-  message, so all ranks choose the same slices, at 0.5 % of the time.
-- State that a divided step shares is left out: there is one copy of it. Buffers are left out, since each forward pass
-  sets them to those of rank 0. Where ranks have different instruction sets or numbers of threads nothing is compared,
-  since elementwise kernels round differently there.
-- A difference that a moving average has rounded away before its slice came is not found; by then nothing is wrong.
+- All slices take ``compare_every`` steps, even if the number of steps between two messages changes: a slice is as long
+  as the steps since the last one require, continues into the next cycle, and a cycle is planned one such gap shorter (a
+  quarter of the interval at most). The message also carries the time that slices took on the slowest rank, so all ranks
+  choose the same slices, at 0.5 % of the time.
+- State that a divided step shares is left out, because there is one copy of it. So are buffers, because each forward
+  pass sets them to those of rank 0. Nothing is compared where ranks have different instruction sets or numbers of
+  threads, because elementwise kernels round differently there.
+- A difference that a moving average has rounded away before its slice is compared is not found; by then it is harmless.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from phalanx.parallel.divergence.check import first_difference
 from phalanx.parallel.divergence.replicated import Entry, Owner, is_plain, optimizer_state, parameters
 from phalanx.parallel.layout import flat
 
-_SHARE = 0.005  # of the time of training
-_FIRST_EVERY = 100  # steps, until it is known what they and a comparison take
-_LEAST_LOOKS = 4  # before their time counts
+_SHARE = 0.005  # of the training time
+_FIRST_EVERY = 100  # steps, until the time of a step and of a comparison is known
+_LEAST_LOOKS = 4  # needed for a measurement of their time
 _MOST_EVERY = 10_000
-_MOST_CHANGE = 4.0  # at once: a rank may have been interrupted in a look
+_MOST_CHANGE = 4.0  # limits a change, since a rank may have been interrupted during a look
 _NOTHING = (0, 0, 0)
-LEAST_OF_A_CYCLE = 4  # looks, where `every` has as many steps: then any two of a tensor's are at most `every` apart
+LEAST_OF_A_CYCLE = 4  # looks in a cycle; if `every` allows them, two looks at a tensor are at most `every` steps apart
 
 
 def kind_of_processor(device: torch.device) -> str:
-    """Return what decides how a rank rounds in an optimizer's step: ranks of another kind drift apart by a bit.
+    """Return what determines a rank's rounding in an optimizer's step: ranks that differ in it drift apart by bits.
 
-    Elementwise kernels are compiled for several instruction sets, and treat the last elements of a thread otherwise.
+    Elementwise kernels are compiled for several instruction sets, and treat the last elements of a thread differently.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -58,11 +58,11 @@ def kind_of_processor(device: torch.device) -> str:
 class Sentinel:
     """Compares parameters and optimizer state of all ranks, all of it once in `every` steps.
 
-    A cycle goes through all tensors in the model's order, again and again. In each look, a rank makes one number of the
-    digests of the next slice, which is as long as the steps since the last look ask for. The ranks find the largest of
-    each of their numbers in a message that goes anyway. The largest number and the largest of the negative ones tell
-    every rank at once whether all are the same. Only if they are not, the ranks compare everything, and raise an error
-    that names what differs.
+    A cycle goes through all tensors in the model's order, over and over. In each look, a rank computes one number from
+    the digests of the next slice, which is as long as the steps since the last look require. In a message that is sent
+    anyway, the ranks find the maximum of these numbers and of their negatives, which tell every rank at once whether
+    all numbers are equal. Only if they are not, the ranks compare everything, and raise an error that names what
+    differs.
 
     Every rank has one and calls the same methods after the same steps.
 
@@ -70,10 +70,10 @@ class Sentinel:
         model: Model in its wrapper.
         optimizer: Optimizer of its parameters.
         group: Ranks that hold a copy each; None: there is nothing to compare.
-        every: Number of steps in which everything is compared once, whatever the number of steps between two looks, if
-            that is at most ``every / LEAST_OF_A_CYCLE``; "auto": as few as cost 0.5 % of the time.
-        leaves_out: Whether the optimizer's state of a parameter lies where all ranks have it.
-        step: Number of steps done; the copies count as the same then.
+        every: Number of steps in which everything is compared once, provided that looks are at most
+            ``every / LEAST_OF_A_CYCLE`` steps apart; "auto": as few steps as cost 0.5 % of the time.
+        leaves_out: Function that says whether the ranks share one copy of the optimizer's state of a parameter.
+        step: Number of steps done, after which the copies count as equal.
 
     Attributes:
         every: Number of steps in which everything is compared once; 0: never.
@@ -93,13 +93,13 @@ class Sentinel:
         self._is_on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
         self._adapts = every == "auto"
         self.every: int = 0 if group is None else _FIRST_EVERY if every == "auto" else every
-        self._step = self._begun = step  # of the last look; when the training began
-        self._since: dict[str, int] = {}  # step after which a tensor was compared last, by name
+        self._step = self._begun = step  # of the last look; at the beginning of training
+        self._since: dict[str, int] = {}  # step after which a tensor was last compared, by name
         self._cycle: list[Entry] = []
-        self._at, self._offset = 0, 0  # where the next slice begins: entry, and byte in it
+        self._at, self._offset = 0, 0  # start of the next slice: entry, and byte in it
         self._cycle_bytes = 0
         self._tensor_begun = step  # of the look that compared the first piece of the tensor at `_at`
-        self._compared: dict[str, int] = {}  # in the last look to their ends, and the looks that began them
+        self._compared: dict[str, int] = {}  # tensors that the last look completed, and the step that began each
         self._in_memory_order = True
         self._num_steps = 1  # before the last look
         self._adapted = step
@@ -111,13 +111,13 @@ class Sentinel:
         if not self.every or not num_steps:
             return _NOTHING
         if self._is_on_device:
-            torch.accelerator.synchronize()  # what the slice waits for has been asked for before: it is no time of ours
+            torch.accelerator.synchronize()  # earlier work on the device must not count as the time of this look
         begin_s, self._num_steps = time.perf_counter(), num_steps
         number = self._fingerprint(self._share())
         return number, -number, int(1e9 * (time.perf_counter() - begin_s))
 
     def hear(self, largest: Sequence[int]) -> None:
-        """Take in the largest of each of the numbers of all ranks.
+        """Receive the maximum of each number over all ranks.
 
         Raises:
             ReplicaMismatch: The ranks' copies differ; on every rank.
@@ -130,7 +130,7 @@ class Sentinel:
             return
         assert self._group is not None
         difference = first_difference(self._entries(), self._group)
-        if difference is None:  # only the memory's order does, or a difference has come and gone
+        if difference is None:  # only the order in memory differs, or a difference has vanished again
             self._in_memory_order = False
             self._at = len(self._cycle)
             return
@@ -147,9 +147,9 @@ class Sentinel:
         )  # fmt: skip
 
     def adapt(self, step: int, step_s: float) -> None:
-        """Choose how often from now on, the same on every rank, if that was left to it.
+        """Adapt `every`, alike on every rank, if it is "auto".
 
-        A look costs something whatever the size of its slice, so sizes grow or shrink until the share is right.
+        A look has a cost that does not depend on the size of its slice, so sizes change until the share is right.
 
         Args:
             step: Number of steps done.
@@ -160,7 +160,7 @@ class Sentinel:
         if self._adapts and self._num_looks >= _LEAST_LOOKS:
             change = self._looked_s / (_SHARE * self._trained_s)
             every = math.ceil(self.every * min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE))
-            self.every = min(max(every, self._num_steps), _MOST_EVERY)  # the last look took all that there is
+            self.every = min(max(every, self._num_steps), _MOST_EVERY)  # a slice can't be larger than a cycle
             self._num_looks, self._looked_s, self._trained_s = 0, 0.0, 0.0
 
     def _entries(self) -> Iterator[Entry]:
@@ -170,11 +170,11 @@ class Sentinel:
                 yield entry
 
     def _share(self) -> Fraction:
-        """Return how much of all to compare in this look.
+        """Return the share of all bytes to compare in this look.
 
-        A byte that is compared at the end of a slice comes again in the look with which the slices since then are a
-        whole cycle. The look before was less than a cycle's steps after the first, this one at most a gap later: so a
-        cycle must take a gap less than `every`.
+        A byte at the end of a slice is compared again in the look that completes a cycle since then. The look before
+        that one came less than a cycle after the first, and this one comes at most one gap later. So a cycle must be
+        one gap shorter than `every`.
         """
         most_between = max(self._num_steps, self.every // LEAST_OF_A_CYCLE)
         return Fraction(self._num_steps, max(self.every - most_between, self._num_steps))
@@ -185,7 +185,7 @@ class Sentinel:
         self._at = self._offset = 0
 
     def _fingerprint(self, share: Fraction) -> int:
-        """Return 62 bits of the next slice, which goes on into the next cycle."""
+        """Return a digest of 62 bits of the next slice, which continues into the next cycle."""
         if self._at >= len(self._cycle):
             self._begin_cycle()
         forms, pieces = [], []
@@ -194,7 +194,7 @@ class Sentinel:
         while left > 0:
             if self._at >= len(self._cycle):
                 self._begin_cycle()
-                left = min(left, self._cycle_bytes)  # a tensor may be gone
+                left = min(left, self._cycle_bytes)  # a tensor may have gone
                 continue
             form, piece = self._take(self._cycle[self._at], left)
             left -= len(piece)
@@ -205,7 +205,7 @@ class Sentinel:
         return int.from_bytes(bits.digest(), "little") >> 2
 
     def _take(self, entry: Entry, most_bytes: int) -> tuple[object, Tensor]:
-        """Return what must be the same of the next piece of a tensor beside its bits, and these."""
+        """Return the next piece of a tensor: what else must be the same on all ranks, and its bits."""
         tensor = entry.fetch()
         if tensor is None:
             form, bits = None, torch.empty(0, dtype=torch.uint8)
