@@ -19,7 +19,7 @@ from phalanx.wire.rank_group import RankGroup
 
 _NUMBERS = "numbers"
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OTHER_NAMES = {  # of other libraries and of torch
+_OTHER_NAMES = {  # in other libraries and in torch
     "32": "fp32", "32-true": "fp32", "float32": "fp32", "float": "fp32", "no": "fp32", "none": "fp32",
     "bf16-mixed": "bf16", "bfloat16": "bf16",
     "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16",
@@ -34,7 +34,7 @@ _OF_WEIGHTS = {
 
 
 def right_precision(given: object) -> str:
-    """Return what to write instead of another library's name of a precision; empty if it is not known."""
+    """Return what to write instead of another library's name for a precision; empty if the name is unknown."""
     name = str(given).lower().removeprefix("torch.")
     if name in _OF_WEIGHTS:
         return f'"fp32" and model.to(torch.{_OF_WEIGHTS[name]}), for this changes the weights too'
@@ -80,30 +80,31 @@ class LoopTools:
         Ranks may have different numbers of rows.
 
         Args:
-            value: Tensor, or mappings, lists and tuples of tensors, which are gathered position by position: of a list
-                of batches, each becomes the batches of all ranks. Join batches first, ``torch.cat(batches)``, for
-                one tensor. Tensors without a dimension count as one row; anything else becomes a list with one entry
-                for each rank.
-            total: Number of samples in the dataset. The rows are then returned in the dataset's order, as ours and
-                torch's `DistributedSampler` without shuffling deal it out, and padding is dropped. By default the
-                rows of rank 0 come first, then those of rank 1, and so on.
+            value: Tensor, or mappings, lists and tuples of tensors, which are gathered position by position: each batch
+                in a list of batches becomes that batch of all ranks. For one tensor, join the batches first with
+                ``torch.cat(batches)``. A tensor without a dimension counts as one row; anything else becomes a list
+                with one entry for each rank.
+            total: Number of samples in the dataset. The rows are then returned in the dataset's order, assuming that
+                our `DistributedSampler` or torch's has dealt it out without shuffling, and padding is dropped. By
+                default the rows of rank 0 come first, then those of rank 1, and so on.
 
         Raises:
-            ValueError: The ranks' values differ in structure, dtype or shape, or have too few rows; on every rank.
-                Or a list holds nothing but numbers, which may be samples or separate values: pass samples as a tensor,
+            ValueError: The ranks' values differ in structure, dtype or shape, or have too few rows; raised on every
+                rank. Or a list holds only numbers, which may be samples or separate values: pass samples as a tensor,
                 separate values as a tuple.
         """
         return _gather(value, total)
 
     @contextlib.contextmanager
     def accumulate(self, model: Any, step: int, every: int, num_steps: int | None = None) -> Iterator[bool]:
-        """Accumulate gradients over `every` passes, and average them over the ranks in the last pass only.
+        """Accumulate gradients over `every` passes, and average them over the ranks only in the last pass.
 
         Run forward and backward of one pass inside the context, with the loss divided by `every`. The context's value
-        is True in a pass after which the optimizer is to step.
+        is True in a pass after which the optimizer should step.
 
         Args:
-            model: Model in our or torch's DistributedDataParallel, or FSDP2's; with any other, passes are only counted.
+            model: Model wrapped in our or torch's DistributedDataParallel, or sharded by FSDP2; any other model leaves
+                only the counting of passes.
             step: Number of the pass in the epoch, from 0.
             every: Number of passes for each optimizer step.
             num_steps: Number of passes in the epoch, the last of which always ends with a step; None: unknown.
@@ -133,16 +134,16 @@ class LoopTools:
         """Return torch's ``GradScaler`` for this device, which only scales if `precision` is "fp16".
 
         Raises:
-            ValueError: `precision` is none that `autocast` knows.
+            ValueError: `autocast` does not know `precision`.
         """
         return torch.amp.GradScaler(self.device.type, enabled=_checked("grad_scaler", precision) == "fp16")
 
 
 def _checked(call: str, precision: str) -> str:
-    """Return a precision that there is.
+    """Return the precision if it exists.
 
     Raises:
-        ValueError: There is no such one; names the right call if another library has it.
+        ValueError: It does not; the error suggests the right call if another library uses the name.
     """
     if precision in _DTYPES:
         return precision
@@ -153,7 +154,7 @@ def _checked(call: str, precision: str) -> str:
 
 @contextlib.contextmanager
 def synchronizing(model: Any, averages: bool) -> Iterator[None]:
-    """Average gradients over the ranks in this backward pass if `averages`, else only accumulate them."""
+    """Average gradients over the ranks in this backward pass if `averages`, otherwise only accumulate them."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(averages)
     with contextlib.nullcontext() if averages or not hasattr(model, "no_sync") else model.no_sync():
@@ -254,7 +255,7 @@ def _take_apart(value: Any, leaves: list[Any]) -> Any:
     if isinstance(value, Mapping):
         return [(repr(key), _take_apart(item, leaves)) for key, item in value.items()]
     if type(value) is list and value and all(isinstance(item, int | float) for item in value):
-        return _NUMBERS  # which every rank refuses
+        return _NUMBERS  # every rank refuses it
     if isinstance(value, tuple | list):
         return [_take_apart(item, leaves) for item in value]
     leaves.append(value)
@@ -262,7 +263,7 @@ def _take_apart(value: Any, leaves: list[Any]) -> Any:
 
 
 def _has_numbers(shape: Any) -> bool:
-    """Whether a list of nothing but numbers is in the structure."""
+    """Return whether the structure contains a list of only numbers."""
     return shape == _NUMBERS or (isinstance(shape, list | tuple) and any(map(_has_numbers, shape)))
 
 

@@ -35,19 +35,19 @@ from phalanx.rendezvous import handler
 from phalanx.wire.store import JsonStore, wait_until
 
 _LOCAL_ADDRESS = "127.0.0.1"
-_HOSTS_S = 300.0  # for ranks that have met to report their hosts; one may be stopped in a debugger
+_HOSTS_S = 300.0  # for ranks to report their hosts once they have met; one may be stopped in a debugger
 _num_meetings = 0
 
 
 def find_place(rank: int | None, world_size: int | None) -> Placement:
-    """Return this process's place in the job: as given, else as its launcher says, else alone."""
+    """Return this process's place in the job: as given, else from its launcher, else as a job of one rank."""
     if (rank is None) != (world_size is None):
         raise ValueError("rank and world_size go together: phalanx.init(rank=0, world_size=2), or neither")
     environ = _env.environment()
     if rank is not None:
         given = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
         if any(environ.get(name) != value for name, value in given.items()):
-            # The environment describes another world; only where to meet still holds.
+            # The environment describes another world; only its address still applies.
             environ = {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ}
         found = detect({**environ, **given})
         assert found is not None
@@ -71,7 +71,7 @@ def contract(place: Placement, store: Any) -> dict[str, str]:
 
 
 def meet(place: Placement, init_method: str | None, timeout: timedelta | None, backend: str = "") -> Any:
-    """Wait for all ranks and return the store in which they met."""
+    """Wait for all ranks, and return the store through which they met."""
     if init_method or (place.master_addr and place.master_port):
         url = init_method or f"tcp://{place.master_addr}:{place.master_port}"
         return handler.meet(url, place.rank, place.world_size, timeout, backend=backend)
@@ -94,7 +94,7 @@ def meet(place: Placement, init_method: str | None, timeout: timedelta | None, b
 
 
 def place_by_hosts(place: Placement, store: Any) -> Placement:
-    """Return the place with its host and local rank, which the ranks work out through `store`."""
+    """Return the place with its host and local rank, which the ranks determine through `store`."""
     mine = host_identity(_settings.read_settings().host)
     told, deadline = JsonStore(store), time.monotonic() + _HOSTS_S
     told.set(f"phalanx/host/{place.rank}", mine, _HOSTS_S)
@@ -132,7 +132,7 @@ def _meet_on_this_host(place: Placement) -> Any:
         raise PermissionError(f"{folder} is not a folder of yours alone: set TMPDIR to one, on every rank")
     job = re.sub(r"\W", "_", _env.environment().get("PMIX_NAMESPACE", ""))  # where one launcher serves many jobs
     path = os.path.join(folder, f"{_launcher_of(place.rank_variable)}-{job}-{_num_meetings}")
-    meeting = dist.FileStore(path, place.world_size)  # the last rank to leave it removes it
+    meeting = dist.FileStore(path, place.world_size)  # removed by the last rank that closes it
     served = None
     if place.rank == 0:
         served = dist.TCPStore(_LOCAL_ADDRESS, 0, place.world_size, is_master=True, wait_for_workers=False)
@@ -144,7 +144,7 @@ def _meet_by_mpi(place: Placement) -> Any:
     """Return a store on a free port of rank 0's host, which MPI passes to the others."""
     from phalanx.backend.hosts.mpi import tell_all, world_rank
 
-    world_rank()  # says what is missing
+    world_rank()  # raises if mpi4py is missing
     _check_mpis_world(place)
     served, told = None, None
     if place.rank == 0:
@@ -159,7 +159,7 @@ def _meet_by_mpi(place: Placement) -> Any:
 
 
 def _check_mpis_world(place: Placement) -> None:
-    """Raise if mpi4py uses another MPI than the one that started the ranks: each rank would be alone in its world."""
+    """Raise if mpi4py uses another MPI than the one that started the ranks: each rank would be a world of its own."""
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.Get_size() == place.world_size:
@@ -173,9 +173,9 @@ def _check_mpis_world(place: Placement) -> None:
 
 
 def meet_under_scheduler() -> tuple[Any, int, int] | None:
-    """Return store, rank and world size for ``env://`` where mpirun or the like started this process without RANK.
+    """Return store, rank and world size for ``env://`` if mpirun or the like started this process without RANK.
 
-    None means that torch's own handler is right.
+    None means that torch's own handler applies.
     """
     environ = _env.environment()
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
@@ -187,9 +187,9 @@ def meet_under_scheduler() -> tuple[Any, int, int] | None:
 
 
 def _launcher_of(rank_variable: str) -> str:
-    """Return a name for the process that started the ranks of this host; no other process ever has that name.
+    """Return a name, unique to one process, for the process that started the ranks of this host.
 
-    It is the nearest ancestor without a rank, because a rank may run under a shell or another wrapper.
+    That is the nearest ancestor without a rank, because a rank may run under a shell or another wrapper.
     """
     pid = os.getpid()
     while True:
@@ -198,7 +198,7 @@ def _launcher_of(rank_variable: str) -> str:
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 is_rank = any(entry.startswith(f"{rank_variable}=".encode()) for entry in file.read().split(b"\0"))
-        except OSError:  # another user's
+        except OSError:  # another user's process
             is_rank = False
         if not is_rank or not parent:
             return f"{pid}-{stat_fields(pid)[22]}"

@@ -91,7 +91,7 @@ class Made:
     Attributes:
         arguments: Arguments of `init`.
         exported: Variables set for the group that it owns; None: the script owns the group.
-        use: Use of the group until then, as `use_of_group` returns it.
+        use: Use of the group before this session, as `use_of_group` returns it.
         num_blocks: Open ``with`` blocks.
     """
 
@@ -123,7 +123,7 @@ def init(
     """Join the job that this process belongs to and return its `Session`. A process without a job is a world of one.
 
     The place in the job comes from the arguments, or from the launcher: ``phalanx run``, torchrun, ``srun``,
-    ``mpirun``, Kubeflow, or variables set by hand. Where torchrun's variables are missing, they are set until
+    ``mpirun``, Kubeflow, or variables set by hand. Those of torchrun's variables that are missing are set until
     `shutdown`. A second call with the same arguments returns the same session.
 
     Args:
@@ -137,8 +137,8 @@ def init(
         world_size: Number of ranks, together with `rank`; default: the launcher's.
 
     Raises:
-        ValueError: The environment or the arguments contradict themselves, torch knows no such backend, or `timeout` is
-            not positive.
+        ValueError: The environment or the arguments are contradictory, torch knows no such backend, or `timeout` is not
+            positive.
         RuntimeError: This host has fewer GPUs than ranks, or a session with other arguments exists.
 
     Example:
@@ -174,18 +174,18 @@ def init(
 
 
 def made() -> Made | None:
-    """Return how the present session was made; None if there is none."""
+    """Return the current session and how it was made; None if there is no session."""
     return _current
 
 
 def use_of_group() -> tuple[int, bool] | None:
-    """Return how many collectives the default group has seen, and whether messages; None if it does not tell."""
+    """Return how many collectives the default group has run, and whether it has messages; None if it does not count."""
     group: Any = dist.group.WORLD
     return (group.num_collectives, group.has_messages) if hasattr(group, "num_collectives") else None
 
 
 def why_not_met() -> str:
-    """Return why a process that only calls `init` can't meet this one where it is; empty if it can."""
+    """Return why a new process that calls `init` could not join this one in its group; empty if it could."""
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     if _current is None or _current.exported is None or any(one is not None for one in _current.arguments[3:]):
@@ -200,9 +200,9 @@ def why_not_met() -> str:
 
 
 def init_again(ended: Made) -> Session:
-    """Join the job as `init` did before, when the group has failed and this process has another place.
+    """Join the job again, as `init` did, after the group has failed and this process has been given a new place.
 
-    The session that the script may hold is given the new place, and returned.
+    The existing session, to which the script may refer, takes the new place and is returned.
     """
     global _current
     backend, device, timeout = ended.arguments[:3]
@@ -218,7 +218,8 @@ def _adopt_group(device: str | torch.device | None) -> Session:
     """Return the session of a process group that the script created."""
     place = find_place(dist.get_rank(), dist.get_world_size())
     if not place.knows_hosts:
-        store = getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store()  # of an earlier group, too
+        # The default store may still hold what an earlier group has written.
+        store = getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store()
         place = place_by_hosts(place, store)
     backend = str(dist.get_backend_config())
     return _session(place, _choose_device(device, backend, place), backend)
@@ -265,7 +266,7 @@ def shutdown() -> None:
 
 
 def _end(error: BaseException | None) -> None:
-    """End the session, and report an error to the ranks that are waiting for this one."""
+    """End the session, and report an error, if any, to the ranks that are waiting for this one."""
     global _current
     if _current is None:
         return
@@ -273,7 +274,7 @@ def _end(error: BaseException | None) -> None:
     if ended.exported is None:
         return
     _env.withdraw(ended.exported)
-    if not dist.is_initialized():  # the script has destroyed it
+    if not dist.is_initialized():  # the script has destroyed the group
         return
     if error is None:
         dist.destroy_process_group()
@@ -282,19 +283,19 @@ def _end(error: BaseException | None) -> None:
 
 
 def leave_failed_groups(error: BaseException, backend: str) -> None:
-    """Destroy every process group although its other ranks may have failed, and report the error to those that wait."""
+    """Destroy all process groups although other ranks may have failed, and report the error to ranks that wait."""
     if "phalanx" in backend:
         from phalanx.backend.groups import leave_groups
 
         leave_groups(error)
     if "nccl" in backend:
-        _torch.abort_process_group()  # its peers may never come: destroying would wait for them
+        _torch.abort_process_group()  # destroying would wait for peers that may never come
     else:
         dist.destroy_process_group()
 
 
 def leave_session(error: BaseException) -> None:
-    """End the session, if there is one, and destroy every process group, whoever has made it."""
+    """End the session, if there is one, and destroy all process groups, including the script's own."""
     _end(error)
     if dist.is_available() and dist.is_initialized():
         leave_failed_groups(error, str(dist.get_backend_config()))
@@ -304,10 +305,10 @@ def _known(backend: str) -> str:
     """Return the backend that the script asked for, if torch knows it.
 
     Raises:
-        ValueError: It does not; names the one that is meant, and all of them.
+        ValueError: It does not; the error suggests the right name, and lists all.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, that it does not know what devices an unknown one is for
+        warnings.simplefilter("ignore")  # torch warns that it does not know the devices of an unknown backend
         by_device = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
     backends = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     for name in by_device.values():
@@ -320,9 +321,7 @@ def _known(backend: str) -> str:
 
 
 def _choose_backend() -> tuple[str, str]:
-    """Return the backend, and the reason why its part for CPU tensors is not phalanx; empty if it is."""
-    import torch
-
+    """Return the default backend, and the reason why its part for CPU tensors is not phalanx; empty if it is."""
     on_cpu, reason = "phalanx", ""
     try:
         require_linux()
@@ -349,7 +348,7 @@ def _choose_device(given: str | torch.device | None, backend: str, place: Placem
                 f"rank {place.rank} is local rank {place.local_rank} and this host has {count} GPUs: start "
                 f"--nproc-per-node {count}, or call phalanx.init(device='cpu')"
             )
-        # A scheduler may show each rank its own GPU alone.
+        # A scheduler may show each rank only its own GPU.
         device = torch.device("cuda", 0 if count == 1 else place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

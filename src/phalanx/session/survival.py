@@ -11,7 +11,7 @@
   first group of the script: after a group before the call, or at a second call, the process is started anew. Letting a
   new process skip what the others did together would need a log of it.
 - **Without peers.** A solo rank has no collective that could raise. It looks where it would meet others, at a
-  Trainer's step or at a snapshot (`wire.rank_group.call_when_alone`).
+  Trainer's step or at a snapshot (`wire.rank_group.call_when_solo`).
 
 **Compared.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and leaves a
 step out when it fails. Taken from it: the group is made anew under the objects that use it, and state is healed in
@@ -47,21 +47,21 @@ from phalanx.record import writer
 from phalanx.record.notes import note_end_for_restart
 from phalanx.session.session import leave_session
 from phalanx.wire.packets import PacketSocket
-from phalanx.wire.rank_group import call_when_alone
+from phalanx.wire.rank_group import call_when_solo
 
 _T = TypeVar("_T")
 _CONNECT_S = 2.0
 _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-_num_begun = 0  # in this process
-_is_open = False  # one of them, at present
+_num_begun = 0  # survivors in this process so far
+_is_open = False  # whether one of them is open
 
 
 class _ToldToStop(RuntimeError):
-    """The launcher has told this rank to stop, and it has no collective that could fail."""
+    """The launcher has told this rank to stop; raised where no collective can fail in its place."""
 
 
 class PlannedRestart(SystemExit):
-    """Ends a rank after a snapshot, so that all start again in another number. Its process is kept if it can be."""
+    """Ends a rank after a snapshot, so that another number of ranks can start. Its process is kept if possible."""
 
     def __init__(self) -> None:
         note_end_for_restart()
@@ -69,14 +69,14 @@ class PlannedRestart(SystemExit):
 
 
 class Survivor:
-    """While open, this process can be kept when another rank fails, if ``phalanx run`` keeps processes.
+    """While open, this process can outlive the failure of another rank, if ``phalanx run`` keeps processes.
 
-    A failure comes as an exception: of this rank's own next collective, or because the launcher has told it to stop,
-    whereupon a thread aborts all groups. A rank that is alone has no collective that could fail: it looks where it
-    would meet others (`call_when_alone`), at a step of a Trainer or at a snapshot.
+    A failure arrives as an exception: from this rank's next collective, or because the launcher has told it to stop,
+    whereupon a thread aborts all groups. A solo rank has no collective that could fail: it checks where it would meet
+    others (`call_when_solo`), at a step of a Trainer or at a snapshot.
 
     Args:
-        why_not: Function that returns why this process can't go on, when another rank has failed; empty: it can.
+        why_not: Function that returns why this process can't continue after another rank has failed; empty: it can.
         let_go: Function that drops what belongs to the groups, before they are destroyed.
     """
 
@@ -85,7 +85,7 @@ class Survivor:
         self._is_outermost = self._is_first = False
         self._channel: PacketSocket | None = None
         self._is_told = threading.Event()  # to stop
-        self._has_looked = False  # since then
+        self._has_looked = False  # whether the main thread has seen that
         self._places: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Survivor:
@@ -95,18 +95,18 @@ class Survivor:
             self._is_outermost = _is_open = True
             self._is_first = _num_begun == 1
             self._connect()
-            call_when_alone(self._stop_if_told)
+            call_when_solo(self._stop_if_told)
         return self
 
     def __exit__(self, *_: object) -> None:
         global _is_open
         if self._is_outermost:
             _is_open = False
-            call_when_alone(None)
+            call_when_solo(None)
             self._disconnect()
 
     def outlive(self, run: Callable[[], _T]) -> _T:
-        """Return what `run` returns; each time that another rank fails, call it again, with a new place in the job."""
+        """Return what `run` returns; call it again, with a new place in the job, each time another rank fails."""
         while True:
             try:
                 return run()
@@ -114,7 +114,7 @@ class Survivor:
                 if not self._can_outlive(error):
                     raise
                 failure = error
-            self._leave(failure)  # not in the handler: the exception holds frames, and these hold groups
+            self._leave(failure)  # outside the handler: the exception refers to frames, and these refer to groups
             del failure
             self._rejoin()
 
@@ -157,40 +157,40 @@ class Survivor:
 
     def _stop_if_told(self) -> None:
         if self._is_told.is_set() and not self._has_looked and threading.current_thread() is threading.main_thread():
-            self._has_looked = True  # once: what ends now may look, too
+            self._has_looked = True  # raise only once: code that runs during the unwinding may come here, too
             raise _ToldToStop("the launcher has told this rank to stop")
 
     def _can_outlive(self, error: BaseException) -> bool:
-        """Return whether this process goes on although `error` was raised: it is not to blame for it, and it can."""
+        """Return whether this process can continue after `error`, and did not cause it."""
         is_planned = isinstance(error, PlannedRestart)
         if self._channel is None or not (is_planned or self._is_told.is_set() or is_victim(LastWords.of_error(error))):
             return False
         why_not = self._why_not()
         if not self._is_first:
-            why_not = "a new process would not have come as far: phalanx.resilient or fit() was called before"
+            why_not = "phalanx.resilient or fit() was called before in this process"
         if why_not:
             self._channel.send({"refuses": why_not})
         return not why_not
 
     def _leave(self, error: BaseException) -> None:
-        """Leave all groups, and free what the failed call still holds."""
+        """Leave all groups, and free what the failed call still refers to."""
         if not isinstance(error, PlannedRestart):
             last_words.tell(error)
         self._let_go()
         for one in origins(error):
-            # Frames hold models in their wrappers, and the wrappers hold groups.
+            # Frames refer to wrapped models, and the wrappers refer to groups.
             traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None
         leave_session(error)
         last_words.forget_rank()
-        gc.collect()  # hooks of a wrapper end with it
+        gc.collect()  # the hooks of a wrapper are removed with it
         writer.stop()
 
     def _rejoin(self) -> None:
-        """Wait until the launcher has a place for this process, and take it; the next group is made there.
+        """Wait until the launcher has a place for this process, and take it, so that the next group is made there.
 
         Raises:
-            SystemExit: There is no launcher any more.
+            SystemExit: The launcher has ended.
         """
         assert self._channel is not None
         for stream in (sys.stdout, sys.stderr):
@@ -208,38 +208,38 @@ class Survivor:
 
 
 def may_outlive() -> bool:
-    """Return whether an error that another rank's failure has caused may be one that this process outlives."""
+    """Return whether this process may outlive an error that another rank's failure has caused."""
     return _is_open
 
 
 def _abort_groups() -> None:
     """End every wait in every group of this process."""
-    with contextlib.suppress(ImportError):  # without that name of torch's, this rank does not stop, and is ended
+    with contextlib.suppress(ImportError):  # if torch lacks the name, this rank does not stop, and is killed
         for group in list(_torch.world.pg_names):
-            with contextlib.suppress(Exception):  # it may just be leaving, or its backend can't
+            with contextlib.suppress(Exception):  # the group may be closing, or its backend can't abort
                 group.abort()
 
 
 def resilient(train: Callable[[], _T]) -> _T:
     """Return what `train` returns; call it again, in the same process, when another rank has failed.
 
-    Under ``phalanx run --max-restarts N``, a rank that is not to blame for a failure keeps its process: what it has
-    imported, its data, its device. `train` ends with the exception of the failed collective, all process groups are
-    destroyed, and `train` is called again as part of the next attempt, beside a new process in the place of the lost
-    one. Without a launcher that does so, this is a plain call.
+    Under ``phalanx run --max-restarts N``, a rank that did not cause a failure keeps its process, with its imports, its
+    data and its device. `train` ends with the exception of the failed collective, all process groups are destroyed, and
+    `train` is called again as part of the next attempt, while a new process takes the place of the lost one. Without a
+    launcher that does so, this is a plain call.
 
-    `train` makes the process group, wraps the model and calls `checkpoint.load`, since all this has to be done again.
-    Whatever it does not load keeps the value that it had when the failure came.
+    `train` makes the process group, wraps the model and calls `checkpoint.load`, since all this must be done again.
+    Anything that it does not load keeps the value that it had at the failure.
 
-    A process that can't be kept is ended and started again, as without this function; the launcher says why. That is
-    so if it has taken no snapshot or checkpoint yet, if it comes to no collective or snapshot within two seconds, or
-    if a process group existed before this call, since a new process could not join it.
+    A process that can't be kept is killed and started again, as without this function; the launcher says why. That is
+    the case if it has taken no snapshot or checkpoint yet, if it reaches no collective or snapshot within two seconds,
+    or if a process group existed before this call, since a new process could not join it.
 
     Args:
         train: Function without arguments that trains to the end.
 
     Raises:
-        TypeError: `train` is a generator or a coroutine function, whose body would run behind this call.
+        TypeError: `train` is a generator or a coroutine function, whose body would run after this call.
 
     Example:
         >>> model = nn.Linear(2, 1)

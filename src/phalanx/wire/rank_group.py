@@ -14,7 +14,7 @@ from torch import Tensor
 _on_meeting: Callable[[], None] | None = None
 
 
-def call_when_alone(look: Callable[[], None] | None) -> None:
+def call_when_solo(look: Callable[[], None] | None) -> None:
     """Have `look` called where a group of one rank would meet others: no collective of it can fail."""
     global _on_meeting
     _on_meeting = look

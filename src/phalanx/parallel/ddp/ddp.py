@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from phalanx.parallel.ddp.buckets import BoundHook, Division
 from phalanx.parallel.ddp.grad_bucket import CommHook
 from phalanx.parallel.ddp.reducer import Reducer
 from phalanx.parallel.ddp.replica import Replica
-from phalanx.parallel.ddp.uneven_inputs import Shadow, active_ranks, add_hint
+from phalanx.parallel.ddp.uneven_inputs import active_ranks, add_hint
 from phalanx.wire.rank_group import group_or_world
 
 _UNSUPPORTED = (
@@ -338,7 +338,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return Shadow(self._replica, self._reducer, self._follow_forward, with_buffers=self.broadcast_buffers)
+        return _Shadow(self._replica, self._reducer, self._follow_forward, with_buffers=self.broadcast_buffers)
 
     @property
     def join_device(self) -> torch.device:
@@ -378,6 +378,39 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = _choose_group(None, None)
         self._replica = Replica(self.module, self.process_group)
         self._reducer = self._make_reducer()
+
+
+class _Shadow(JoinHook):
+    """Contributes zeros on a rank that has run out of data, within ``join()``, while other ranks continue.
+
+    Args:
+        replica: Model that the rank has trained until then.
+        reducer: Reducer of the model's gradients.
+        follow_forward: Function that takes part in a forward pass of the other ranks, and returns whether any of them
+            averages gradients.
+        with_buffers: Whether the model ends up with the buffers of the last rank that had data.
+    """
+
+    def __init__(
+        self, replica: Replica, reducer: Reducer, follow_forward: Callable[[], bool], *, with_buffers: bool
+    ) -> None:
+        self._replica = replica
+        self._reducer = reducer
+        self._follow_forward = follow_forward
+        self._with_buffers = with_buffers
+        self._own: dict[nn.Parameter, Tensor | None] = {}  # this rank's gradients, restored at the end
+
+    def main_hook(self) -> None:
+        self._own = self._own or {parameter: parameter.grad for parameter in self._reducer.averaged}
+        if self._follow_forward():
+            self._reducer.average_zeros()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        for parameter, grad in self._own.items():
+            parameter.grad = grad
+        [*_, src] = active_ranks(self._replica.group, active=is_last_joiner)
+        self._replica.broadcast(src, with_buffers=self._with_buffers)
+        self._reducer.scale(1.0)
 
 
 def _refuse(given: dict[str, Any]) -> None:
