@@ -40,12 +40,13 @@ import threading
 import time
 from collections.abc import Iterator
 from io import FileIO
-from typing import Any
+from typing import Annotated
 
 from phalanx import _env
 from phalanx._errors import CheckpointError, printable
 from phalanx.host.network import boot_id
 from phalanx.wire.files import lock_within, open_regular, read_json
+from phalanx.wire.messages import GarbledError, between, read_value, understand
 
 BEAT_S = 1.0
 SILENCE_S = 4.0
@@ -82,7 +83,7 @@ class Claimant:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """The note of a folder's holder; fields that could not be read have their defaults.
+    """The note of a folder's holder.
 
     Attributes:
         boot: Boot of the kernel that the holder runs on.
@@ -98,7 +99,7 @@ class Note:
     job: str = ""
     attempt: tuple[int, ...] = ()
     name: str = ""
-    epoch: int = 0
+    epoch: Annotated[int, between(0, _MOST_EPOCHS - 1)] = 0
     beat: int = 0
     is_open: bool = False
     is_settled: bool = False
@@ -337,31 +338,18 @@ def is_other_side(holder: Note) -> bool:
 def claimant() -> Claimant:
     """Return the attempt for which this process claims folders, as its launcher describes it."""
     environ = _env.environment()
-    with contextlib.suppress(ValueError, TypeError):
-        told = json.loads(environ.get(_env.EPOCH_VARIABLE, ""))
-        return Claimant(str(told["job"]), tuple(map(int, told["attempt"])), str(told["name"]))
+    with contextlib.suppress(GarbledError):
+        return understand(environ.get(_env.EPOCH_VARIABLE, ""), Claimant)
     before, number, _ = environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition(f"{os.sep}attempt_")
     count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return Claimant(before if number else "", (int(count) if count.isdigit() else 0,))
 
 
 def read_note(folder: str) -> Note:
-    """Return the note of a folder's holder; an empty one if the file is missing or not a note."""
-    told: Any = None
+    """Return the note of a folder's holder; an empty one, as of nobody, if the file is missing or not a note."""
     with contextlib.suppress(OSError, ValueError):
-        told = read_json(os.path.join(folder, _NAME))
-    if not isinstance(told, dict):
-        return Note()
-    fields: dict[str, Any] = {"is_open": True}
-    for field in dataclasses.fields(Note):
-        value = told.get(field.name)
-        if field.name == "attempt":
-            is_right = isinstance(value, list) and all(type(one) is int for one in value)
-            fields["attempt"] = tuple(value) if is_right and value is not None else ()
-        elif type(value) is type(field.default):
-            fields[field.name] = value
-    note = Note(**fields)
-    return note if 0 <= note.epoch < _MOST_EPOCHS else dataclasses.replace(note, epoch=0)
+        return read_value(read_json(os.path.join(folder, _NAME)), Note)
+    return Note()
 
 
 def _claims(folder: str) -> Iterator[int]:
