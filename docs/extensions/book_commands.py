@@ -24,7 +24,12 @@ from phalanx._command_line import Parser
 from phalanx.checkpoint import ckpt
 from phalanx.launch.command.flags import FLAGS
 
-COMMANDS = ["", *(name for name in cli._COMMANDS if name != "ckpt"), "ckpt", *(f"ckpt {name}" for name in ckpt._COMMANDS)]
+COMMANDS = [
+    "",
+    *(name for name in cli._COMMANDS if name != "ckpt"),
+    "ckpt",
+    *(f"ckpt {name}" for name in ckpt._COMMANDS),
+]
 """All commands, without ``phalanx``."""
 
 
