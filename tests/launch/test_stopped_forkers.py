@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.launch.processes.forker import children_of
+from phalanx.host.proc_stat import children_of
 from tests.launch.jobs import LIMIT_S, run_job
 from tests.launch.test_nodes import nodes
 

@@ -134,7 +134,6 @@ def _end_workers(pid: int) -> None:
 
 
 def _is_held_back(pid: int | None) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        blocked = next((line for line in file if line.startswith("SigBlk:")), ": 0").split()[1]
-        return bool(int(blocked, 16) >> (signal.SIGTERM - 1) & 1)
-    return False
+    from phalanx.host.kernel import status_of
+
+    return bool(int(status_of(pid or 0).get("SigBlk", "0"), 16) >> (signal.SIGTERM - 1) & 1)

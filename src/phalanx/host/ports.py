@@ -7,6 +7,8 @@ import errno
 import os
 import socket
 
+from phalanx.host.processes import command_of, open_files
+
 _BACKLOG = 128  # connections that wait to be accepted
 
 
@@ -95,10 +97,8 @@ def _owner(port: int) -> str:
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            for fd in os.listdir(f"/proc/{pid}/fd"):
-                if os.readlink(f"/proc/{pid}/fd/{fd}") in wanted:
-                    with open(f"/proc/{pid}/cmdline") as file:
-                        return f"pid {pid} ({file.read().replace(chr(0), ' ').strip()})"
+            if wanted & {*open_files(pid).values()}:
+                return f"pid {pid} ({' '.join(command_of(int(pid)))})"
     return ""
 
 

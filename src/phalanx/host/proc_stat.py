@@ -1,6 +1,12 @@
-"""The one reader of ``/proc/PID/stat``. Imports nothing, because processes that fork and reap ranks use it, too."""
+"""The one reader of ``/proc/PID/stat``, and of a process's children.
+
+It imports little, because processes that fork and reap ranks use it, too.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import os
 
 
 def stat_fields(process: int | str = "self") -> list[str]:
@@ -16,3 +22,18 @@ def stat_fields(process: int | str = "self") -> list[str]:
         head, _, tail = file.read().rpartition(")")  # a name may hold spaces and parentheses
     pid, _, name = head.partition("(")
     return ["", pid.strip(), name, *tail.split()]
+
+
+def children_of(parent: int) -> list[int]:
+    """Return the pids of the children of a process's main thread."""
+    try:
+        with open(f"/proc/{parent}/task/{parent}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == parent]
+
+
+def _parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(stat_fields(pid)[4])
+    return 0

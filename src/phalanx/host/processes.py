@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pwd
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from phalanx.host.proc_stat import stat_fields
 
@@ -110,17 +110,18 @@ def is_python(pid: int) -> bool:
     return False
 
 
-def open_files(pid: int) -> Iterator[tuple[str, str]]:
-    """Yield each open descriptor of a process, as a path by which it can be opened, with what it leads to.
+def open_files(pid: int | str = "self") -> dict[int, str]:
+    """Return the target of each open descriptor of a process, such as ``socket:[123]``.
 
     Raises:
         FileNotFoundError: The process has ended.
         PermissionError: This user may not look into it.
     """
-    folder = f"/proc/{pid}/fd"
-    for number in os.listdir(folder):
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            yield f"{folder}/{number}", os.readlink(f"{folder}/{number}")
+            found[int(name)] = os.readlink(f"/proc/{pid}/fd/{name}")
+    return found
 
 
 def pss_of(pid: int) -> int | None:

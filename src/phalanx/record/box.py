@@ -298,7 +298,7 @@ def memories_of(pid: int, name: str) -> Iterator[str]:
         FileNotFoundError: The process has ended.
         PermissionError: This user may not look into it.
     """
-    return (path for path, target in open_files(pid) if target.startswith(f"/memfd:{name} "))
+    return (f"/proc/{pid}/fd/{fd}" for fd, target in open_files(pid).items() if target.startswith(f"/memfd:{name} "))
 
 
 def open_box(pid: int) -> tuple[int, int] | None:

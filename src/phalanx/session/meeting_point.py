@@ -30,6 +30,7 @@ from phalanx import _env, _settings
 from phalanx._errors import CollectiveTimeout
 from phalanx.host.network import NetworkError, host_identity, outside_address
 from phalanx.host.proc_stat import stat_fields
+from phalanx.host.processes import environment_of
 from phalanx.host.schedulers import Placement, detect
 from phalanx.rendezvous import handler
 from phalanx.wire.store import JsonStore, wait_until
@@ -195,10 +196,5 @@ def _launcher_of(rank_variable: str) -> str:
     while True:
         parent = int(stat_fields(pid)[4])
         pid = parent or pid  # a rank may be the first process of its container
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                is_rank = any(entry.startswith(f"{rank_variable}=".encode()) for entry in file.read().split(b"\0"))
-        except OSError:  # another user's process
-            is_rank = False
-        if not is_rank or not parent:
+        if rank_variable not in environment_of(pid) or not parent:  # that of another user can't be read
             return f"{pid}-{stat_fields(pid)[22]}"

@@ -32,8 +32,8 @@ from multiprocessing import context, forkserver, popen_forkserver, reduction, sp
 from typing import Any
 
 from phalanx import _env
+from phalanx.host.proc_stat import children_of
 from phalanx.launch.processes.ahead import relevant
-from phalanx.launch.processes.forker import children_of
 from phalanx.launch.spawn.worker import worker_main
 from phalanx.testing.fast_child import Child, Nobody, Preparation, Settings, installed_modules
 from phalanx.wire.sockets import keep_paths_short

@@ -105,7 +105,7 @@ def _num_threads_after_fork() -> int:
 
 def _has_touched_device() -> bool:
     """Return whether a driver was initialized: some packages only load its library."""
-    return any(target.startswith(_DEVICES) for _, target in open_files(os.getpid()))
+    return any(target.startswith(_DEVICES) for target in open_files().values())
 
 
 _folder = _env.take(_env.FAST_RANKS_VARIABLE)

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _torch
 from phalanx.backend.deadlines import CLOSING_POLL_S, END_S
 from phalanx.backend.hosts.links import Link, closed_at_exec, duplicate, sockets
+from phalanx.host.processes import open_files
 from phalanx.wire.messages import understand
 from phalanx.wire.store import wait_until
 
@@ -190,7 +191,7 @@ class GlooChannel:
         The handles must stay alive until then, but are not asked: see above.
         """
         own = {link.fileno() for link in self.links.values()}
-        held = {os.readlink(f"/proc/self/fd/{fd}") for fd in own}
+        held = {target for fd, target in open_files().items() if fd in own}
 
         def is_closed() -> bool | None:
             return not any(inode in held and fd not in own for inode, fd in sockets()) or None

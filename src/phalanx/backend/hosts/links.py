@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator
 
 from phalanx.backend.deadlines import KEEPALIVE_S, LEAST_SILENCE_S
+from phalanx.host.processes import open_files
 
 _MOST_KEPT = 127  # probes: MAX_TCP_KEEPCNT
 _ESTABLISHED = 1  # linux/tcp_states.h
@@ -142,20 +143,16 @@ def watch_store(port: int, silence_s: float) -> None:
 
 def sockets() -> list[tuple[str, int]]:
     """Return the inode and the descriptor of each socket of this process."""
-    return [(target, fd) for target, fd in _descriptors() if target.startswith("socket:")]
+    return [(target, fd) for fd, target in open_files().items() if target.startswith("socket:")]
 
 
 def engine_descriptors() -> set[tuple[str, int]]:
     """Return the target and the descriptor of everything that an engine may have opened."""
     return {
-        (target, fd) for target, fd in _descriptors() if target.startswith(("socket:", "pipe:", "anon_inode:[event"))
+        (target, fd)
+        for fd, target in open_files().items()
+        if target.startswith(("socket:", "pipe:", "anon_inode:[event"))
     }
-
-
-def _descriptors() -> Iterator[tuple[str, int]]:
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed since
-            yield os.readlink(f"/proc/self/fd/{entry}"), int(entry)
 
 
 @contextlib.contextmanager

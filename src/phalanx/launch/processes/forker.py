@@ -42,7 +42,7 @@ from typing import Any
 from phalanx import _env
 from phalanx.debugging import attached
 from phalanx.host.block_pool import obey_launcher
-from phalanx.host.proc_stat import stat_fields
+from phalanx.host.proc_stat import children_of
 from phalanx.launch import rank_trial
 from phalanx.launch.processes.ahead import Hidden, Imports, begin_log, replay
 from phalanx.rendezvous import solo
@@ -127,21 +127,6 @@ def reap(pid: int, limit_s: float) -> int | None:
         ended, status = os.waitpid(pid, os.WNOHANG)
         return status if ended else None
     return None
-
-
-def children_of(parent: int) -> list[int]:
-    """Return the pids of the children of a process's main thread."""
-    try:
-        with open(f"/proc/{parent}/task/{parent}/children") as file:
-            return [int(pid) for pid in file.read().split()]
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == parent]
-
-
-def _parent_of(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(stat_fields(pid)[4])
-    return 0
 
 
 # ---------------------------------------------------------------- the forker's side

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx import _env
-from phalanx.launch.processes.forker import adopt_orphans, adopts_orphans, children_of, reap
+from phalanx.host.proc_stat import children_of
+from phalanx.launch.processes.forker import adopt_orphans, adopts_orphans, reap
 
 _SCRIPT = f"""
 while read -r line; do last=$line; done

@@ -26,9 +26,9 @@ import select
 import signal
 from typing import NoReturn
 
-from phalanx.host.proc_stat import stat_fields
+from phalanx.host.proc_stat import children_of, stat_fields
 from phalanx.launch.processes.endings import end_like
-from phalanx.launch.processes.forker import adopt_orphans, children_of, die_with_parent, end_children, hold_signals
+from phalanx.launch.processes.forker import adopt_orphans, die_with_parent, end_children, hold_signals
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 NAME = "rank-reaper"

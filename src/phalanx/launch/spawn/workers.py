@@ -30,10 +30,11 @@ from phalanx.failure.ending import Ending, read_stderr
 from phalanx.failure.last_words import LastWords
 from phalanx.host.block_pool import choose
 from phalanx.host.ports import ReservedPort
+from phalanx.host.proc_stat import children_of
 from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
 from phalanx.launch.processes.ahead import relevant
-from phalanx.launch.processes.forker import RANK_MODULES, children_of
+from phalanx.launch.processes.forker import RANK_MODULES
 from phalanx.launch.processes.guard import Orphans, guard
 from phalanx.launch.spawn.worker import Assignment, Function, Inherited, dumps, worker_main
 from phalanx.record.memory import BoxMemory

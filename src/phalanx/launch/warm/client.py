@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from phalanx import _env
+from phalanx.host.processes import open_files
 from phalanx.launch.processes import job_packets
 from phalanx.launch.processes.endings import end_like
 from phalanx.wire import places
@@ -154,7 +155,7 @@ def _request(kind: str, words: Sequence[str], is_trial: bool) -> dict[str, Any]:
         "command_line": command_line,
         "umask": old_umask,
         "blocked": [int(sig) for sig in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-        "fds": [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_passed_on(fd)],
+        "fds": [fd for fd in open_files() if _is_passed_on(fd)],
         "is_trial": is_trial,
     }
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx.host.descriptors import take_streams
+from phalanx.host.processes import command_of, open_files
 from phalanx.launch.processes import job_packets
 from phalanx.launch.processes.forker import SETTINGS_VARIABLE, die_with_parent
 from phalanx.launch.processes.forker_client import with_hook
@@ -161,7 +162,7 @@ def _execute(
             os._exit(0)
         places.listen(listener)
         take_streams(output)
-        for fd in map(int, os.listdir("/proc/self/fd")):
+        for fd in open_files():
             with contextlib.suppress(OSError):  # the listing's own
                 os.set_inheritable(fd, fd in (0, 1, 2, listener.fileno(), words))
         os.chdir("/")
@@ -189,10 +190,9 @@ def stop(path: str) -> int | None:
         return None
     pid = int(found["pid"])
     places.forget(path)
-    if "state" in found and pid:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-            if _NAME.encode() in file.read().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
+    if "state" in found and pid and _NAME in command_of(pid):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
     return pid
 
 
