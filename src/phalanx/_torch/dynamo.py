@@ -31,13 +31,13 @@ _WITHOUT_EFFECT = {
     "torch.distributed.distributed_c10d": "trace_rules",  # to clear a cache
     "torch.testing._internal.common_utils": "reset",
 }
-"""What a module of torch asks for without need."""
+"""Name that each of these modules of torch asks for without need."""
 _FILLED = ("torch.distributed", "torch.fx.experimental")
 """Packages that have public modules once torch._dynamo has been imported."""
 
 
 def postpone_import() -> None:
-    """Have ``torch._dynamo`` imported by whoever needs it, if it has not been."""
+    """Postpone the import of ``torch._dynamo`` until somebody needs it."""
     if _NAME not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -59,7 +59,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what makes the stand-in; others find all else."""
+        """Return the spec of the stand-in; None for any other module."""
         if name == _NAME and not self.is_needed:
             return ModuleSpec(name, self)  # type: ignore[arg-type]
         # Its import began with the stand-in as its parent, and that has imported it.
@@ -91,7 +91,7 @@ class _Finder:
         try:
             module = importlib.import_module(_NAME)
         except BaseException:
-            self.is_needed = False  # whoever tries again is to be told what was missed, too
+            self.is_needed = False  # so that the next attempt is told what was missed, too
             raise
         while self._missed:
             function, recursive = self._missed.pop()
@@ -104,11 +104,11 @@ class _Finder:
 
 
 class _StandIn(ModuleType):
-    """Stands in the place of ``torch._dynamo``; all that it lacks is asked of torch's own."""
+    """A stand-in for ``torch._dynamo``; every other name comes from torch's own module."""
 
     def __getattr__(self, name: str) -> Any:
         finder = vars(self).get("_finder")
-        # Whoever looks at all modules asks for names of the first kind.
+        # Code that looks at all modules asks for names with underscores.
         if finder is None or (name.startswith("__") and name != "__path__" and not finder.is_needed):
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         if not finder.is_needed and _WITHOUT_EFFECT.get(sys._getframe(1).f_globals.get("__name__", "")) == name:
@@ -144,7 +144,7 @@ class _Filling:
 
 
 class _Found:
-    """A loader of what has been imported."""
+    """A loader that returns a module already imported."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

@@ -114,7 +114,7 @@ def attribute_of(value: object, attribute: str) -> Any:
 
 
 def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Open an event of the profiler with the shapes of `inputs`, and return what closes it, in whatever order.
+    """Open an event of the profiler with the shapes of `inputs`; return a function that closes it, in any order.
 
     It ends on a thread of its own: so the profiler takes it for an asynchronous one, which need not nest in others.
     torch 2.11 would lose it.
@@ -214,14 +214,14 @@ def devices_of_new_group(own: str) -> dict[str, str]:
 
 
 def wrap_making_of_groups(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put a function in the place of the one with which torch makes every group."""
+    """Wrap the function with which torch makes every group."""
     from torch.distributed import distributed_c10d as c10d
 
     c10d._new_process_group_helper = wrap(__getattr__("new_process_group_helper"))
 
 
 def begin_workers_with(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Have torch set the signal handlers of a worker, which this process is about to be, inside of a context."""
+    """Have torch set the signal handlers of a worker, which this process is about to become, inside a context."""
     from torch.utils.data._utils import signal_handling
 
     begin = __getattr__("begin_worker")

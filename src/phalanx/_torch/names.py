@@ -76,7 +76,7 @@ def _disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_nothing() -> None:
-    """Stand for what no process runs."""
+    """Stand in for a function that no process runs."""
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

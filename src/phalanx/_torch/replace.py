@@ -23,14 +23,12 @@ costs.
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
 from phalanx import _env, _torch
 
 _GLOO = "gloo"
-_log = logging.getLogger("phalanx")
 _origins: list[str] = []
 _said: set[str] = set()
 
@@ -62,7 +60,7 @@ def obey() -> None:
 
 
 def obey_script() -> None:
-    """Obey what a rank's script has set above its import of torch, if torch was imported ahead of the script."""
+    """Obey a variable that a script sets above its import of torch, if torch was imported ahead of the script."""
     if _env.environment().get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         try:
             obey()
@@ -74,7 +72,7 @@ def begin(who: str) -> None:
     """Put phalanx, which torch knows already, in the place of Gloo in this process.
 
     Args:
-        who: Origin of the wish, which ``phalanx doctor`` shows.
+        who: Origin of the request, which ``phalanx doctor`` shows.
     """
     import torch.distributed as dist
 
@@ -83,7 +81,6 @@ def begin(who: str) -> None:
     if not dist.is_available() or not dist.is_gloo_available():
         say_once(f"{who}: this torch is built without Gloo, so there is nothing to replace")
         return
-    _note_direct_uses(dist.ProcessGroupGloo)
     if _torch.version() >= (2, 14):
         _AsPlugin.install()
     else:
@@ -134,16 +131,3 @@ def _make(options: Any, backend_options: Any) -> Any:
     except ImportError as error:
         say_once(f"can't be loaded, so Gloo goes on itself: {error}")
         return None
-
-
-def _note_direct_uses(gloo: Any) -> None:
-    """Log it, at debug level, if a program makes a `ProcessGroupGloo` by name, which stays what it is."""
-    made = gloo.__init__
-
-    def __init__(self: Any, *args: Any, **named: Any) -> None:
-        maker = str(sys._getframe(1).f_globals.get("__name__"))
-        if _log.isEnabledFor(logging.DEBUG) and maker.partition(".")[0] != "phalanx":
-            _log.debug("%s makes a ProcessGroupGloo by name, which stays Gloo", maker)
-        made(self, *args, **named)
-
-    gloo.__init__ = __init__

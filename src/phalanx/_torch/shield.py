@@ -69,7 +69,7 @@ def watch() -> None:
 
 
 def loads_data(process: object) -> bool:
-    """Tell whether a process of multiprocessing is a loader's worker that was started shielded."""
+    """Whether a process of multiprocessing is a data loader's worker that was started shielded."""
     return hasattr(process, _LOADS_DATA)
 
 
@@ -84,7 +84,7 @@ def _held_back() -> Iterator[None]:
 
 
 def _start_tracker(process: Any) -> None:
-    """Start what tracks the resources of processes that are executed: its start lets some signals through again."""
+    """Start multiprocessing's resource tracker before an executed worker, because its start unblocks some signals."""
     import multiprocessing
     from multiprocessing import resource_tracker
 
@@ -94,7 +94,7 @@ def _start_tracker(process: Any) -> None:
 
 
 def _work(loop: Callable[..., object], *args: Any) -> None:
-    """Run a worker, in which signals are held back."""
+    """Run a worker, which begins with signals blocked."""
     _torch.begin_workers_with(_hear_owner)
     with _hear_owner():
         pass
@@ -119,8 +119,8 @@ def _hear_owner() -> Iterator[None]:
 def _end_workers(pid: int) -> None:
     """End the workers that still live at the end of this process, and so before multiprocessing does.
 
-    It tells them once, and waits for ever: but a signal is lost while the same, from somebody else, is still pending,
-    and one that has not begun to work hears none.
+    multiprocessing signals them once and waits for ever. But a signal is lost while the same one from somebody else is
+    pending, and a worker that has not begun to work hears none.
     """
     import multiprocessing
 

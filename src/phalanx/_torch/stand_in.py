@@ -57,11 +57,11 @@ class _StandIn:
 
     def __call__(self, store: Any, rank: int, size: int, *, timeout: Any) -> Any:
         options = SimpleNamespace(store=store, group_rank=rank, group_size=size, timeout=timeout, **vars(self._options))
-        with _found_as_gloo(self._gloo):  # the group has one inside
+        with _found_as_gloo(self._gloo):  # the group contains a Gloo
             group = self._make(options, self._backend_options)
         if group is None:
             return self._gloo(store, rank, size, timeout=timeout)
-        group.options = SimpleNamespace()  # in which torch notes ranks and name
+        group.options = SimpleNamespace()  # torch notes ranks and name in it
         return group
 
     def __instancecheck__(self, instance: object) -> bool:

@@ -192,7 +192,7 @@ class Communicator:
         )
 
     def _no_peer(self, op: str, name: str, number: Any) -> ValueError:
-        """Return what is wrong with a rank that is no other rank of the group."""
+        """Return the error for a number that names no other rank of the group."""
         where = self._operations.arguments(op).where()
         if number in self._ranks and op in ("send", "recv"):
             return ValueError(f"{where}: {name} must be another rank, got {number}; copy the tensor instead")

@@ -71,7 +71,7 @@ def _end_as_member() -> None:
     """Keep groups that were not destroyed from leaving in order while the interpreter ends.
 
     So a script that raises or exits early looks like what it is: its peers see the exit code, and the launcher learns
-    how far it got. Native threads go on until the process is gone, so what they read and write stays, too.
+    how far it got. Native threads run until the process is gone, so the memory that they use stays, too.
     """
     settle_futures()
     _core.end_stall_reports()
@@ -106,9 +106,9 @@ def _serve_monitored_barrier() -> None:
 def _begin() -> None:
     """Do what a process needs before its first group, but not when it imports this package."""
     atexit.register(_end_as_member)
-    attached.listen()  # a rank that was not forked from a forker does so only now
+    attached.listen()  # a rank without a forker begins to listen only now
     keep_from_compiler(*CLASSES)
-    if HAS_PYTHON_BACKENDS:  # before, some calls of C++ take a way past us
+    if HAS_PYTHON_BACKENDS:  # before torch 2.14 some C++ calls bypass us
         count_exchanges(num_exchanges)
     if not HAS_PYTHON_BACKENDS:
         _serve_monitored_barrier()
@@ -183,7 +183,7 @@ def build_group(
     build = functools.partial(build_group, displayed=displayed, pids=pids)
     group = PhalanxGroup(store, operations, global_ranks, build)
     group.pids = pids
-    limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock overflows
+    limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock would overflow
     kind = ProcessGroup.BackendType.GLOO if displayed.name == GLOO else ProcessGroup.BackendType.CUSTOM
     if HAS_PYTHON_BACKENDS:
         # The debug wrapper refers only to the C++ half, and without its Python half the backend has no operations.

@@ -21,16 +21,16 @@ from phalanx._text import in_units
 from phalanx.host.cgroups import cgroup_memory, host_memory, memory_gauges, read, unreadable
 
 CHOICES = ("auto", "default")
-_LEAST_BYTES = 1 << 30  # of each rank: with less, what is kept would be given back all the time
-_LEAST_SHARE = 8  # less than this part of a limit is too near it, see Headroom in csrc/process/block_pool.cpp
+_LEAST_BYTES = 1 << 30  # for each rank: with less, kept blocks would be given back all the time
+_LEAST_SHARE = 8  # a limit is near if less than this part of it is left, see Headroom in block_pool.cpp
 _MORE_MEMORY = "free memory, start fewer ranks, or raise the limit (docker run --memory, srun --mem, limits.memory)"
 _HUGE_PAGES = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; steps may then be faster"
-_ALLOCATING = ("malloc", "posix_memalign", "free")  # whoever replaces one of them replaces all
+_ALLOCATING = ("malloc", "posix_memalign", "free")  # an allocator that replaces one of them replaces all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
-    """What becomes of the large blocks of memory that torch frees in a process.
+    """Treatment of the large blocks of memory that torch frees in a process.
 
     Attributes:
         keeps: Whether they are kept and reused while memory is plentiful; otherwise they go back to the system.
@@ -50,7 +50,7 @@ class MemoryPolicy:
         return "kept, huge pages" if self.huge_pages else f"kept ({self.why})"
 
 
-_in_force: MemoryPolicy | None = None  # as this process began; the core may have ended it
+_in_force: MemoryPolicy | None = None  # as decided when this process began; the core may have ended it
 
 
 def choose(environ: Mapping[str, str], *, wanted: str = "auto", num_ranks: int = 1, root: str = "/") -> MemoryPolicy:
@@ -132,12 +132,12 @@ def _file_of(libc: ctypes.CDLL, name: str) -> str:
 
 
 def _apply(policy: MemoryPolicy) -> MemoryPolicy:
-    """Put `policy` into force in this process, and return what could be."""
+    """Put `policy` into force in this process; return the policy that could be."""
     global _in_force
-    if policy.keeps and (other := _foreign_allocator()):  # which the launcher did not have
+    if policy.keeps and (other := _foreign_allocator()):  # the launcher had another one
         policy = _left_alone(other)
     if policy.keeps:
-        from phalanx import _core  # not for the supervisor, which only chooses
+        from phalanx import _core  # not at the top: the supervisor only chooses
 
         limits = [
             (gauge.limit_bytes, *(os.path.join(gauge.folder, name) for name in (gauge.used_name, "memory.stat")),
@@ -156,7 +156,7 @@ def _apply(policy: MemoryPolicy) -> MemoryPolicy:
 
 
 def in_force() -> MemoryPolicy:
-    """Return what holds for this process now."""
+    """Return the policy of this process now."""
     if _in_force is None or not _in_force.keeps:
         return _in_force or MemoryPolicy(todo="start it with phalanx run, or call phalanx.tune_process()")
     from phalanx import _core

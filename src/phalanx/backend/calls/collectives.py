@@ -80,7 +80,7 @@ class Collectives:
         self.ranks = ranks
         self._rank, self._size = ranks.rank, ranks.size
         self._flight = Flight()
-        # torch's DDP counts the ranks that go on with such all_reduces, and keeps only the C++ half of the work.
+        # torch's DDP counts the ranks that still train with such all_reduces, and keeps only the C++ half of the work.
         self._last_of_one: deque[PhalanxWork | None] = deque(maxlen=4)
         self.num_barriers: int = 0
         self._in_event = False  # inside a profiler event that covers several operations
@@ -132,7 +132,7 @@ class Collectives:
             if settle is not None:
                 settle()
             return None
-        wait = self._core.wait_collective  # now: another thread may leave the group while the operation starts
+        wait = self._core.wait_collective  # looked up first: another thread may leave the group during the start
         try:
             handle = self._core.run(call, *at, timeout, call_site())
             return self._flight.begin(handle, wait, result, settle, keep)

@@ -21,7 +21,7 @@ from phalanx.backend.calls.memory import Tensors
 from phalanx.backend.calls.tasks import Task
 from phalanx.backend.calls.work import PhalanxWork, finished
 
-_NUM_LOOKS = 4  # works that each new one checks for completion
+_NUM_LOOKS = 4  # number of earlier works that each new one checks for completion
 
 
 class Flight:
@@ -44,13 +44,13 @@ class Flight:
         """Keep an operation that the core has started until it is over, even if the caller drops its work.
 
         Args:
-            handle: The core's own for it.
+            handle: The core's handle of the operation.
             wait: Function of the core that waits for such a handle.
-            result: Tensors that it writes.
+            result: Tensors that the operation writes.
             settle: Function that runs once it is over.
             keep: Tensors whose memory it uses, kept alive until it is over.
         """
-        if isinstance(handle, Task):  # whose thread may go on in the engine after the work has been dropped
+        if isinstance(handle, Task):  # its thread may stay in the engine after the work was dropped
             handle.keep = keep
         work, works = PhalanxWork(handle, wait, result, settle, keep, self.let_go), self._works
         if works:
@@ -58,14 +58,14 @@ class Flight:
         works[work] = None
         if self._coalescing is not None:
             self._coalescing.append(work)
-        if self._has_left:  # meanwhile, in another thread
+        if self._has_left:  # another thread has left the group meanwhile
             self._leave_works()
         return work
 
     def keep_after(self, error: BaseException, memory: object) -> None:
         """Keep the tensors of an operation whose start raised `error`, until the group is left, if it may be running.
 
-        Where the core refused it, it is not. What a signal handler raises may come once it has started.
+        An operation that the core refused is not running. A signal handler may raise after it has started.
         """
         if not isinstance(error, PhalanxError):
             self._kept.append(memory)

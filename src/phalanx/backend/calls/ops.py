@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 
 from phalanx import _core, _env
 from phalanx._errors import ArgumentError, CollectiveTimeout, GroupUnusable, PhalanxError
-from phalanx._torch import is_profiling  # by name: finding it costs half of what asking does
+from phalanx._torch import is_profiling  # by name: looking it up costs half as much as the call
 from phalanx.backend.calls.arguments import Arguments
 from phalanx.backend.calls.collectives import UNSET, Call, Collectives, Options, Settle
 from phalanx.backend.calls.flight import Joined
@@ -27,8 +27,8 @@ from phalanx.backend.types import DTYPE_CODES, RedOpType
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import note_progress
 
-_WRAPPED = timedelta(days=-100_000)  # anything below is a timeout so large, such as timedelta.max, that it wrapped
-_TO_BEGIN = 32  # most collectives before a training's first step: models are compared, weights are sent
+_WRAPPED = timedelta(days=-100_000)  # below this, a timeout too large for C++, such as timedelta.max, has wrapped
+_TO_BEGIN = 32  # most collectives before the first step of a training: models are compared, weights are sent
 _AVG = ReduceOp(RedOpType.AVG)
 
 
@@ -52,7 +52,7 @@ class Operations(Collectives):
         self._name = name
         self.timeout = timeout
         self.num_messages: int = 0
-        self._num_exchanges = 0  # once it has left
+        self._num_exchanges = 0  # valid once this rank has left
         self.start_coalescing = self._flight.start_coalescing
         self.end_coalescing = self._flight.end_coalescing
 
@@ -227,14 +227,14 @@ class Operations(Collectives):
     def _started(
         self, op: str, args: tuple[Any, ...], tensors: Tensors, settle: Settle | None = None, keep: object = None
     ) -> PhalanxWork | None:
-        """Start a message by the core's `op`; return None if that is for plain tensors alone, and has done nothing."""
+        """Start a message by the core's method `op`; return None if that takes only plain tensors and did nothing."""
         self.num_messages += 1
-        wait = self._core.wait_request  # now: another thread may leave the group while the message starts
+        wait = self._core.wait_request  # looked up first: another thread may leave the group while the message starts
         try:
             request = getattr(self._core, op)(*args)
             if request is None:
                 return None
-            if type(request) is int:  # over already, as most small messages: the peer's rank
+            if type(request) is int:  # the peer's rank: the message is over already, as most small ones are
                 return PhalanxWork(Over(None, request), None, tensors)
             return self._flight.begin(request, wait, tensors, settle, keep)
         except BaseException as error:
@@ -283,7 +283,7 @@ class Operations(Collectives):
 class _Destroyed:
     """Takes the place of the core of a group that this rank has left; every call raises GroupUnusable."""
 
-    wait_collective = wait_request = None  # asked for before the call that is refused
+    wait_collective = wait_request = None  # looked up before the call that is refused
 
     def __init__(self, name: str) -> None:
         self._name = name

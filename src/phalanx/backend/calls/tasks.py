@@ -154,7 +154,7 @@ class Tasks(_Thread):
         self._runner: int | None = None  # the thread that runs an operation; a lock would not say which
         self._waiting: set[int] = set()  # threads that wait for an operation
         self._num_pending = 0
-        self.current: Task | None = None  # which the thread runs
+        self.current: Task | None = None  # the task that the thread runs
 
     def begin_here(self) -> bool:
         """Hold the thread back until `end_here` if nothing runs or waits; return whether it is held back."""

@@ -28,12 +28,12 @@ def ask_about(failure: Failure, waited_s: float) -> None:
     if waited_s < ASK_WHY_S or key in _answers or not is_first(failure):
         return
     _answers[key] = ""
-    with contextlib.suppress(RuntimeError):  # no thread can be started, or the interpreter ends
+    with contextlib.suppress(RuntimeError):  # no thread can be started, or the interpreter is ending
         threading.Thread(target=_ask, args=(key,), name="phalanx-why", daemon=True).start()
 
 
 def answer_to(failure: Failure) -> str:
-    """Return what was answered about an operation; empty if nothing was."""
+    """Return the answer about an operation; empty if there is none."""
     return _answers.get(_key(failure), "")
 
 
@@ -42,7 +42,7 @@ def _key(failure: Failure) -> tuple[str, str, int]:
 
 
 def is_first(failure: Failure) -> bool:
-    """Whether this rank is the lowest that waits; known in the group of all ranks alone."""
+    """Whether this rank is the lowest waiting one, which is known in the group of all ranks alone."""
     return failure.group != "default" or set(range(failure.rank)) <= set(failure.ranks)
 
 

@@ -1,4 +1,4 @@
-"""Failures and stalls as the core reports them, turned into values of Python: names for codes, None for "none"."""
+"""Turns failures and stalls that the core reports into Python's values: names for codes, None for "none"."""
 
 from __future__ import annotations
 

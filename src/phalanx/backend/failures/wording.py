@@ -60,18 +60,18 @@ def error_of(failure: Failure) -> PhalanxError:
 
 
 _reported: dict[str, tuple[str, int]] = {}
-"""The operation of each group that this rank has reported last."""
+"""Operation that this rank has reported last, by group."""
 
 
 def report_due_s(num_reports: int, stall_s: float) -> float:
-    """Return after how long a wait is to be reported again: soon at first, and then ever more seldom."""
+    """Return the length of a wait at its next report: soon at first, then less and less often."""
     return stall_s * (6 * num_reports - 2 if num_reports else 1)  # 10, 40, 100, 160 s
 
 
 def report_stall(failure: Failure, waited_s: float) -> None:
     """Print that an operation is waiting, for which ranks, and what each of them is doing; later, why.
 
-    Every rank reports a wait once. What is said again is said by the lowest rank that waits, where that is known.
+    Every rank reports a wait once. Only the lowest waiting rank, where that is known, repeats the report.
     """
     call = failure.op, failure.seq
     if _reported.get(failure.group) == call and not is_first(failure):
@@ -83,7 +83,7 @@ def report_stall(failure: Failure, waited_s: float) -> None:
         *_stuck(failure),
     ]
     writer.note(lines[0])
-    with contextlib.suppress(OSError, ValueError):  # closed
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed
         print("\n".join(lines), file=sys.stderr, flush=True)
     ask_about(failure, waited_s)
 
@@ -263,7 +263,7 @@ def _message_differs(failure: Failure) -> str:
 
 
 def _rank_ended(failure: Failure) -> str:
-    if failure.detail:  # from the launcher
+    if failure.detail:  # the launcher's words
         how = failure.detail
     elif failure.signal is not None:
         how = f"was killed by {signal_name(failure.signal)}"

@@ -20,10 +20,10 @@ from phalanx.backend.calls.tasks import Task, Tasks, Watch
 from phalanx.backend.deadlines import END_S, LATE_S
 from phalanx.backend.failures.core_failures import forget_bridged, note_bridged
 from phalanx.backend.failures.members import Members
-from phalanx.backend.hosts.calls import Running
 from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.failures import Failures
 from phalanx.backend.hosts.messages import Messages
+from phalanx.backend.hosts.running import Running
 from phalanx.backend.hosts.steps import Steps
 from phalanx.record import writer
 from phalanx.record.sites import call_site
@@ -60,7 +60,7 @@ class BridgedGroup:
         self._failures = failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
         self._steps = Steps(core, hosts, members.rank, rail, everyone)
-        self._seq = 0
+        self.seq = 0
         self._tasks = Tasks("phalanx-bridge", self._check_reach)
         self._landings = Tasks("phalanx-landing", self._check_reach)
         self._watch = Watch(self._look_unless_ended)
@@ -73,10 +73,6 @@ class BridgedGroup:
         note_bridged(members)
 
     # ---- what surrounds a collective -------------------------------------------------------------------------------
-
-    @property
-    def seq(self) -> int:
-        return self._seq
 
     @property
     def spins(self) -> bool:
@@ -110,7 +106,7 @@ class BridgedGroup:
     ) -> tuple[float, float]:
         pieces = self._steps.all_reduce_pieces
         squares = self._run(call, timeout, None, lambda running: pieces(running, ins, outs, counts, num_squared))
-        return squares, 0.0  # a wait for ranks of other hosts is not told from the rest
+        return squares, 0.0  # the wait for ranks of other hosts is not measured apart
 
     def _run(self, call: _core.Call, timeout: timedelta, site: str | None, work: Callable[[Running], Any]) -> Any:
         op = call.op
@@ -138,14 +134,14 @@ class BridgedGroup:
     def _submit(self, running: Running, work: Callable[[Running], Any]) -> Task:
         try:
             return self._tasks.submit(lambda: self._perform(running, work))
-        except GroupAborted as error:  # since the call
+        except GroupAborted as error:  # the group has ended meanwhile
             raise running.explain(error) from None
 
     def _perform(self, running: Running, work: Callable[[Running], Any]) -> Any:
-        if self._failures.ended:  # since the call
+        if self._failures.ended:  # meanwhile
             raise running.explain(GroupAborted("the group has ended"))
-        self._seq += 1
-        running.seq = self._seq
+        self.seq += 1
+        running.seq = self.seq
         running.began_s = time.monotonic()
         running.task = self._tasks.current
         self._current = running
@@ -197,7 +193,7 @@ class BridgedGroup:
         return True
 
     def _look_unless_ended(self) -> None:
-        if (running := self._current) is not None and not self._failures.ended:  # else watched waits end by themselves
+        if (running := self._current) is not None and not self._failures.ended:  # otherwise the waits end by themselves
             running.look()
 
     # ---- messages and life -----------------------------------------------------------------------------------------
@@ -223,7 +219,7 @@ class BridgedGroup:
         self._close_threads()
         self._core.leave()
         if may_wait:
-            self._tasks.drain(END_S)  # calls that end because the connections have
+            self._tasks.drain(END_S)  # for calls that fail because their connections were closed
         _left.append(self)
         for group in list(_left):
             if group._release():

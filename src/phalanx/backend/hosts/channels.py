@@ -27,9 +27,7 @@ from phalanx.host.processes import open_files
 from phalanx.wire.messages import understand
 from phalanx.wire.store import wait_until
 
-_wait = inspect.unwrap(
-    Work.wait
-)  # without `record.gloo`, whose frame would hold the work while a handler of a signal runs
+_wait = inspect.unwrap(Work.wait)  # without `record.gloo`, whose frame would hold the work while a signal handler runs
 _making = threading.Lock()  # a channel's connections are recognised by when they were opened
 
 
@@ -188,7 +186,7 @@ class GlooChannel:
     def drain(self, handles: Sequence[Handle]) -> None:
         """Wait until Gloo has closed the descriptors of its connections; it no longer touches messages' memory then.
 
-        The handles must stay alive until then, but are not asked: see above.
+        The handles must stay alive until then. They are not asked: Gloo forgets interrupted receives.
         """
         own = {link.fileno() for link in self.links.values()}
         held = {target for fd, target in open_files().items() if fd in own}

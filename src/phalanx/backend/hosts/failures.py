@@ -61,7 +61,7 @@ class Failures:
         mailbox: Mailbox | None = None,
         boxes: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
-        self._notices = Notices(store, members, mailbox, boxes or {})
+        self.notices = Notices(store, members, mailbox, boxes or {})
         self.members = members
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave the group while its thread does
@@ -89,7 +89,9 @@ class Failures:
         """End the group because the connection to a rank (-1: to any) has ended, unless the rank left in order."""
         if self._has_ended or (rank < 0 and not self._is_told()):
             return
-        if rank >= 0 and (self.has_left(rank) or (rank not in self._silent() and self._notices.has_left_soon(rank))):
+        if rank >= 0 and (
+            self.notices.has_left(rank) or (rank not in self._silent() and self.notices.has_left_soon(rank))
+        ):
             return
         with self._lock:
             is_first = not self._has_ended
@@ -101,10 +103,6 @@ class Failures:
     @property
     def is_forked(self) -> bool:
         return os.getpid() != self._pid
-
-    @property
-    def has_failed(self) -> bool:
-        return self._group_failure is not None
 
     @property
     def ended(self) -> bool:
@@ -184,14 +182,14 @@ class Failures:
             return
         silent = self._unreachable = self._silent()
         if silent or any(self.members.global_ranks[rank] == 0 for rank in self._lost()):
-            self._notices.expect_no_store()
-        found = self._notices.group_failure(is_patient=is_patient and not silent)  # a silent host has told nobody
-        self._group_failure = found or self._notices.settle(cause(), self._cut_off())
+            self.notices.expect_no_store()
+        found = self.notices.group_failure(is_patient=is_patient and not silent)  # a silent host has told nobody
+        self._group_failure = found or self.notices.settle(cause(), self._cut_off())
         self._has_ended = True
         with contextlib.suppress(PhalanxError):
             self._core.abort(words(self._group_failure).splitlines()[0])
         self.close_channels()
-        self._notices.note_told()
+        self.notices.note_told()
 
     def _linger(self) -> None:
         """Give the others time to read the group failure before this rank, which may serve the store, ends.
@@ -201,7 +199,7 @@ class Failures:
         num_ranks = len(self.members.pids) - len(self._unreachable)
         if self.members.global_rank == 0 and not self._has_lingered:
             wait_until(
-                lambda: self._has_lingered or self._notices.are_told(num_ranks) or None, time.monotonic() + GRACE_S
+                lambda: self._has_lingered or self.notices.are_told(num_ranks) or None, time.monotonic() + GRACE_S
             )
         self._has_lingered = True
 
@@ -227,12 +225,12 @@ class Failures:
         members = self.members
         lost = self._lost()
         # A rank that closes a connection because of a failure has written it before.
-        found = self._notices.group_failure(is_patient=False)
+        found = self.notices.group_failure(is_patient=False)
         if found is not None:
             return found
         if not lost:
             return self._failure("refused", detail=f"the bridge between hosts failed: {why}{address('rank-lost')}")
-        if left := [rank for rank in lost if self.has_left(rank)]:
+        if left := [rank for rank in lost if self.notices.has_left(rank)]:
             return self._failure("rank_left", culprits=members.peers(left))
         return self._failure("rank_lost", culprits=members.peers(lost), hosts=members.whole_hosts(lost))
 
@@ -249,14 +247,10 @@ class Failures:
         """Return the ranks that mail can't reach."""
         return {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
 
-    def has_left(self, rank: int) -> bool:
-        """Whether a rank has said that it leaves in order."""
-        return self._notices.has_left(rank)
-
     def _tabulate(self, op: str, seq: int, call: MadeCall) -> Failure:
         """Return the failure with the calls of all ranks that report theirs in time."""
         members = self.members
-        calls = self._notices.calls(seq, call)
+        calls = self.notices.calls(seq, call)
         differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
         return self._failure(
             "calls_differ", op, seq, site=call.site, calls=calls, culprits=members.peers(differ)
@@ -278,10 +272,6 @@ class Failures:
         return error_of(self._failure("message_differs", "recv", calls=(expected, sent), culprits=(culprit,)))
 
     # ---- missing ranks ---------------------------------------------------------------------------------------------
-
-    def tell_wait(self, seq: int) -> None:
-        """Tell the other ranks that this one waits in a call."""
-        self._notices.tell_wait(seq)
 
     def report_stall(self, op: str, seq: int, site: str, waited_s: float, timeout_s: float) -> None:
         """Print which ranks are missing from a call."""
@@ -313,7 +303,7 @@ class Failures:
     def _absent(self, seq: int) -> list[int]:
         """Return the other ranks that have not said that they wait in this call or a later one."""
         others = (rank for rank in range(len(self.members.pids)) if rank != self.members.rank)
-        return [rank for rank in others if self._notices.waits_in(rank) < seq]
+        return [rank for rank in others if self.notices.waits_in(rank) < seq]
 
     def is_ended_elsewhere(self) -> bool:
         """Whether another rank has ended the group, and this one has not met that yet."""
@@ -323,7 +313,7 @@ class Failures:
         """Whether a rank has written why the group ended, if closed connections do not announce it."""
         if all(channel.ends_waits for channel in self._channels):
             return False
-        return self._notices.has_group_failure()
+        return self.notices.has_group_failure()
 
     # ---- going -------------------------------------------------------------------------------------------------------
 
@@ -334,11 +324,11 @@ class Failures:
         with self._lock:
             if not self._has_ended:
                 self._has_ended = True
-                self._notices.tell_leaving(self._cut_off())
+                self.notices.tell_leaving(self._cut_off())
             self.close_channels()
         self.stop_watching()
         self._on_end = lambda: None  # breaks a reference cycle
-        self._notices.close()
+        self.notices.close()
 
     def release(self) -> bool:
         """After `leave`, if nobody is in a call, free the connections; return False if an engine is still busy."""
@@ -346,7 +336,7 @@ class Failures:
         self._channels = [channel for channel in self._channels if not channel.destroy()]
         if self._channels:
             return False
-        self._notices.release()
+        self.notices.release()
         return True
 
     def stop_watching(self) -> None:

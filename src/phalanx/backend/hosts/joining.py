@@ -107,7 +107,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
     try:
         core.join(meeting.left_s, meeting.look)
     except PhalanxError:
-        meeting.look()  # raises the reason why a rank ended it
+        meeting.look()  # raises the error of the rank that ended it
         raise
     if len(hosts) == 1:
         return core, segment

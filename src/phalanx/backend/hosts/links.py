@@ -13,7 +13,7 @@ are stopped and whose kernel answers each probe that its buffer is full; TCP_USE
 virtual machine that is paused whole counts as lost, since its kernel does not answer. A process that dies has its
 connections closed by its kernel at once.
 
-**Gloo's sockets are closed from outside**, since Gloo offers no way to end a wait (see `bridged`). The sockets that it
+**Gloo's sockets are closed from outside**, since Gloo offers no way to end a wait (see `running`). The sockets that it
 opened while it connected are found by their inodes, duplicated, identified by the addresses at their ends, watched,
 and shut down to end a group. They are also made to close at ``exec``, or a program that a rank has started would hold
 the connections of the rank after its death. MPI can't end a wait at all: there the watcher asks the store for a

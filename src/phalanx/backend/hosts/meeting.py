@@ -82,7 +82,7 @@ _SHAPES: dict[str, Shape] = {
 """Shape of the value of a key, by the last part of the key that is not a number."""
 
 
-class Waits:
+class Whereabouts:
     """Where each rank of the job waits to join a group, in the job's store: a group's own shows only who came there."""
 
     _SHAPE: ClassVar = {"call": str, "group": str, "ranks": [int]}
@@ -95,7 +95,7 @@ class Waits:
         return JsonStore(_torch.get_default_store()) if dist.is_initialized() else None
 
     def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
-        """Say once in which call a rank waits, and for which group; an empty call: it waits no longer."""
+        """Say once in which call a rank waits, and for which group; an empty call means that it no longer waits."""
         if self._store is not None and self._has_said != bool(call):
             self._has_said = bool(call)
             with contextlib.suppress(StoreGoneError, StoreSilentError):
@@ -160,7 +160,7 @@ class Meeting:
     _begin_s: float = field(default_factory=time.monotonic)
     _num_reports: int = 0
     _has_said_where: bool = False
-    _waits: Waits = field(default_factory=Waits)
+    _whereabouts: Whereabouts = field(default_factory=Whereabouts)
 
     @property
     def me(self) -> int:
@@ -402,7 +402,7 @@ class Meeting:
             self.store.close()
             if self._has_said_where:
                 _core.say_where("")
-            self._waits.close(self.me)
+            self._whereabouts.close(self.me)
 
     def look(self) -> None:
         """Raise the error that keeps another rank from joining, or RankFailed if a rank of this host has died."""
@@ -435,11 +435,11 @@ class Meeting:
             _core.say_where(self._call())
         waited_s = time.monotonic() - self._begin_s
         if waited_s > min(TELL_S, self.stall_s / 2):
-            self._waits.say(self.me, self._call(), self.name, self.global_ranks)
+            self._whereabouts.say(self.me, self._call(), self.name, self.global_ranks)
         if not self.stall_s or waited_s < report_due_s(self._num_reports, self.stall_s):
             return
         self._num_reports += 1
-        standings = tuple(self._waits.standing(rank, self.name, self.me) for rank in self._absent())
+        standings = tuple(self._whereabouts.standing(rank, self.name, self.me) for rank in self._absent())
         if not standings:
             return
         ranks = [standing.rank for standing in standings]
@@ -476,8 +476,8 @@ class Meeting:
     def _look_at_launch(self) -> None:
         """Raise RankFailed if the launcher has noted the end of a rank that has not said hello.
 
-        Only of a process that is known to be a member: others may have come to this group from elsewhere, and number
-        themselves as they like.
+        This concerns only processes that are known to be members: others may have come to this group from elsewhere
+        and number themselves as they like.
         """
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, "")) if self.pids else None
         for end in launch.ended() if launch is not None else []:
@@ -511,7 +511,7 @@ class Meeting:
         self.part()
 
     def _tell_each(self, cause: Failure) -> None:
-        """Tell each rank that is here or comes in a moment: there is no key yet that all of this life read.
+        """Tell each rank that is here or comes in a moment, since no key is yet read by all ranks of this life.
 
         What looks like a rank may be the hello of an earlier life, so a rank counts once it has heard and parts.
         """
@@ -537,7 +537,7 @@ class Meeting:
 
     def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:
         """Return the error for a rank that has waited in vain."""
-        standings = (self._waits.standing(rank, self.name, self.me) for rank in ranks)
+        standings = (self._whereabouts.standing(rank, self.name, self.me) for rank in ranks)
         elsewhere = tuple(stand for stand in standings if stand.waits_in)
         return error_of(
             self.failure("not_met", ranks, site=call_site(), detail=what, timeout_s=self.timeout_s, standings=elsewhere)

@@ -37,14 +37,14 @@ _FOR_EVER = timedelta(seconds=FOR_EVER_S)
 
 
 class _Message(Task):
-    """A running message over the bridge, or a receive that may get one."""
+    """A running message over the bridge, or a receive that the bridge may serve."""
 
     def __init__(
         self, check: Callable[[], object], data: torch.Tensor, dtype: int, count: int, peer: int, tag: int, site: str
     ) -> None:
         super().__init__(check)
         self.data, self.dtype, self.count, self.peer, self.tag, self.site = data, dtype, count, peer, tag, site
-        self.here: Any = None  # the same receive, posted for the ranks of this host
+        self.here: Any = None  # the same receive, posted in the core for ranks of this host
 
     def head(self) -> bytes:
         return _HEAD.pack(self.tag, self.count, self.data.numel(), self.dtype)
@@ -365,7 +365,7 @@ class Messages:
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
         """Fail the messages that need a rank whose connection has ended, if there are any."""
-        in_order = not self._failures.ended and self._failures.has_left(peer)
+        in_order = not self._failures.ended and self._failures.notices.has_left(peer)
         with self._changed:
             self._receiving.discard(peer)
             waiting = [

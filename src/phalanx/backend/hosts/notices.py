@@ -22,7 +22,7 @@ from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, wait
 
 
 class Notices:
-    """What this rank tells the others, and hears from them. No method raises if the store is slow or gone.
+    """This rank's notices to the others, and theirs to it. No method raises if the store is slow or gone.
 
     Args:
         store: Store of this group alone.
@@ -179,9 +179,9 @@ def _own_connection(store: Store) -> JsonStore:
     shared = JsonStore(store)
     try:
         return JsonStore(shared.ask(lambda store: store.clone(), RECONNECT_S))
-    except StoreGoneError:  # or this kind of store has none
+    except StoreGoneError:  # or this kind of store can't be cloned
         return JsonStore(store)
     except StoreSilentError:
         return shared
     finally:
-        shared.close()  # its thread, unless that still waits
+        shared.close()  # ends its thread, unless that still waits

@@ -18,8 +18,8 @@ import torch
 
 from phalanx import _core
 from phalanx._ranges import share
-from phalanx.backend.hosts.calls import Running
 from phalanx.backend.hosts.channels import Channel, Handle
+from phalanx.backend.hosts.running import Running
 
 _SLOT_BYTES = 1344  # with the engine's own bytes, a packet of Ethernet
 _HEAD_BYTES = 64

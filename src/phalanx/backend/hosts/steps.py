@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 from phalanx import _core
-from phalanx.backend.hosts.calls import Running
 from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.rails import INLINE_BYTES, Buffers, Rail, Span, Transfer, bounds_of
+from phalanx.backend.hosts.running import Running
 from phalanx.backend.types import DTYPE_CODES, REDUCE_CODES, RedOpType, is_inexact
 
 _STAGED_BYTES = 512 * 1024  # blocks up to here are collected on their host before they cross
@@ -310,31 +310,29 @@ class Steps:
 
     def gather(self, running: Running, ins: Addresses, outs: Addresses) -> None:
         count, root = running.call.count, running.call.root
-        num_bytes = count * running.item
-        is_root = self._rank == root
         if root in self.here:
-            mine = [outs[r] for r in self.here] if is_root else []
+            mine = [outs[r] for r in self.here] if self._rank == root else []
             self._on_host(running, "gather", ins, mine, count, root=self.here.index(root))
-        sends, recvs = [Span()] * self._size, [Span()] * self._size
-        if is_root:
-            recvs = self._elsewhere(outs, [num_bytes] * self._size)
-        elif root not in self.here:
-            sends[root] = Span(ins[0], num_bytes)
-        self._scatter_wide(running, sends, recvs)
+        own, others = self._with_far_root(running, ins, outs)
+        self._scatter_wide(running, sends=own, recvs=others)
 
     def scatter(self, running: Running, ins: Addresses, outs: Addresses) -> None:
         count, root = running.call.count, running.call.root
-        num_bytes = count * running.item
-        is_root = self._rank == root
         if root in self.here:
-            mine = [ins[r] for r in self.here] if is_root else []
+            mine = [ins[r] for r in self.here] if self._rank == root else []
             self._on_host(running, "scatter", mine, outs, count, root=self.here.index(root))
-        sends, recvs = [Span()] * self._size, [Span()] * self._size
-        if is_root:
-            sends = self._elsewhere(ins, [num_bytes] * self._size)
+        own, others = self._with_far_root(running, outs, ins)
+        self._scatter_wide(running, sends=others, recvs=own)
+
+    def _with_far_root(self, running: Running, own: Addresses, all_at_root: Addresses) -> tuple[list[Span], list[Span]]:
+        """Return this rank's block for a root on another host, and at the root the blocks of other hosts' ranks."""
+        num_bytes, root = running.call.count * running.item, running.call.root
+        mine, others = [Span()] * self._size, [Span()] * self._size
+        if self._rank == root:
+            others = self._elsewhere(all_at_root, [num_bytes] * self._size)
         elif root not in self.here:
-            recvs[root] = Span(outs[0], num_bytes)
-        self._scatter_wide(running, sends, recvs)
+            mine[root] = Span(own[0], num_bytes)
+        return mine, others
 
     def all_to_all(self, running: Running, ins: Addresses, outs: Addresses) -> None:
         call = running.call

@@ -70,7 +70,7 @@ class _Common:
 
     def getBackendName(self) -> str:
         """Return the name for C++ callers. torch's DDP would read a backend named gloo as a C++ ProcessGroupGloo."""
-        return "phalanx" if HAS_PYTHON_BACKENDS else self._operations.title  # before, there is one inside
+        return "phalanx" if HAS_PYTHON_BACKENDS else self._operations.title  # before torch 2.14 a C++ Gloo lives inside
 
     def name(self) -> str:
         return self._operations.title
@@ -92,7 +92,7 @@ class _Common:
         """Do nothing: the core counts from the start, so there is nothing to agree on."""
 
     def _enable_collectives_timing(self) -> None:
-        """Do nothing, as Gloo: nobody reads these times but NCCL's."""
+        """Do nothing, like Gloo: only the times of NCCL are ever read."""
 
     @property
     def timeout(self) -> timedelta:
@@ -116,7 +116,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         build: `build_group` of this package, for groups split off it.
 
     Attributes:
-        life_store: The store that this was given.
+        life_store: The argument `store`.
         backend: Backend registered for C++ callers.
         other_devices: Types of the devices whose tensors torch's dispatcher takes to another backend.
         pids: Process of each member on this host, by its rank in the world.
@@ -195,7 +195,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
         if hasattr(ProcessGroup, "set_timeout"):  # from torch 2.15 on
-            limit = timedelta(seconds=_env.seconds("timeout", timeout))  # C++ overflows
+            limit = timedelta(seconds=_env.seconds("timeout", timeout))  # C++ would overflow
             ProcessGroup.set_timeout(self, limit)  # the backends of other devices
 
     def split_group(
@@ -205,7 +205,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         opts: object = None,
         group_name: str | None = None,
         group_desc: str | None = None,
-        device_types: object = None,  # phalanx has one
+        device_types: object = None,  # phalanx has one backend
     ) -> ProcessGroup | None:
         """Return the group of `ranks`, numbered as in this group; None on the other ranks."""
         self._num_splits += 1
@@ -281,7 +281,7 @@ class PhalanxGroup(_Common, ProcessGroup):
 
 
 class InnerGloo(c10d.ProcessGroupGloo):
-    """The backend of a group before torch 2.14; through it alone torch then sets a timeout."""
+    """The backend of a group before torch 2.14, where torch sets a timeout through it alone."""
 
     operations: Operations
 
@@ -295,7 +295,7 @@ _kept: set[PhalanxGroup] = set()
 
 
 _left: list[int] = []
-"""Numbers of operations with data of the groups that were shut down."""
+"""Number of operations with data of each group that was shut down."""
 
 
 def keep(group: PhalanxGroup) -> None:
@@ -336,7 +336,7 @@ if HAS_PYTHON_BACKENDS:
 
         @property
         def supports_window(self) -> bool:
-            return False  # torch's own would ask Python again, without end; so would those below
+            return False  # torch's default would ask Python again, endlessly; so would those below
 
         supports_reconfigure = supports_shrinking = supports_window
         _supports_time_estimate = supports_time_estimate = supports_window  # torch 2.14 has no underscore

@@ -123,7 +123,7 @@ def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...
     """
     try:
         return run(operations, *args)
-    except Overridden:  # only then: entering this costs as much as checking a tensor
+    except Overridden:  # only here, because entering this costs as much as checking a tensor
         with torch.DisableTorchFunctionSubclass():
             return run(operations, *args)
 

@@ -65,7 +65,7 @@ class GlooShaped(PhalanxBackend):
 
     @property
     def _limit(self) -> timedelta:
-        return timedelta(seconds=seconds("timeout", self._operations.timeout))  # Gloo's clock overflows
+        return timedelta(seconds=seconds("timeout", self._operations.timeout))  # Gloo's clock would overflow
 
     @property  # type: ignore[misc] # isinstance asks for it
     def __class__(self) -> type:

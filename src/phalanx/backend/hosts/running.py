@@ -71,7 +71,7 @@ class Running:
     has_told: bool = False  # whether the other ranks know that this one waits
     num_reports: int = 0
     num_steps: int = 0
-    task: Task | None = None  # which runs it on the group's thread; None: the caller's thread does
+    task: Task | None = None  # its task on the group's thread; None: it runs on the caller's
     transfers: list[Any] = field(default_factory=list)
     """Transfers whose memory the engine may still read and write."""
     began_s: float = field(default_factory=time.monotonic)
@@ -148,7 +148,7 @@ class Running:
             raise self.explain(self.timed_out())
         if not self.has_told and waited_s > min(TELL_S, (self.stall_s or self.timeout_s) / 2, self.timeout_s / 2):
             self.has_told = True
-            self.failures.tell_wait(self.seq)
+            self.failures.notices.tell_wait(self.seq)
         elif self.stall_s and waited_s > report_due_s(self.num_reports, self.stall_s):
             self.num_reports += 1
             self.failures.report_stall(self.op, self.seq, self.line(), waited_s, self.timeout_s)
@@ -165,7 +165,7 @@ class Running:
     def explain(self, error: BaseException) -> BaseException:
         """End the group on all hosts and return the error that says why."""
         found = getattr(error, "failure", None)
-        if found is not None and found.kind == "rank_missing":  # perhaps the core's, of one step and this host alone
+        if found is not None and found.kind == "rank_missing":  # perhaps the core's, which knows one step and host
             error = self.timed_out(found)
         return self.failures.end(error, self.op, self.seq, self.line(), self._made())
 
