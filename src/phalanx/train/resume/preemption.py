@@ -2,7 +2,7 @@
 
 A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). Ctrl-C is such a request, like
 SIGTERM, so the launcher exits with 75 in both cases; without a launcher Ctrl-C gives 130, which shells expect. Two
-signals within 0.15 s count as one, because torchrun passes on what the terminal has already sent to the ranks.
+SIGINT within 0.15 s count as one, because torchrun passes on what the terminal has already sent to the ranks.
 """
 
 from __future__ import annotations
