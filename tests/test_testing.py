@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.failure.report import first_true_failure
-from phalanx.testing import RankError, await_release, kill_rank, reached, run_ranks, spawn_ranks
+from phalanx.testing import RankError, await_release, reached, run_ranks, spawn_ranks
 
 
 def sum_of_ranks(rank, world_size, num_elems):
@@ -176,7 +176,7 @@ def test_a_stopped_rank_hangs_until_resumed_or_killed():
         ranks.wait_until_reached("up")
         ranks.stop(0)
         ranks.release("go", ranks=[0])
-        kill_rank(ranks, 1)
+        ranks.kill(1)
         first, second = ranks.join(1)
         assert first.hung
         assert second.signal is signal.SIGKILL

@@ -65,7 +65,6 @@ WITHOUT = {
             "phalanx.testing.Ranks.release",
             "phalanx.testing.Ranks.join",
             "phalanx.testing.await_release",
-            "phalanx.testing.kill_rank",
             "phalanx.testing.reached",
         ),
         _IN_A_TEST,

@@ -25,7 +25,7 @@ from phalanx.doctor.finding import problem
 from phalanx.doctor.hosts import job, links, messages
 from phalanx.doctor.hosts.bulletin import Bulletin, come_to_bulletin
 from phalanx.doctor.hosts.hosts import hold
-from phalanx.wire.messages import GarbledError, understand
+from phalanx.wire.messages import GarbledError, read_value, understand
 
 NUM_EXAMPLES = 10_000 if os.environ.get("PHALANX_TEST_LONG") == "1" else 150
 MEMBERS = [0, 1, 2]
@@ -189,8 +189,8 @@ def test_a_measured_trip_is_finite_whatever_answers(data):
         trip = talk(data, links.measure_trip)
     except OSError:
         return
-    messages.number(trip.round_trip_s, 0)
-    messages.number(trip.clock_ahead_s)
+    read_value(trip.round_trip_s, messages.amount)
+    read_value(trip.clock_ahead_s, messages.number)
 
 
 @fuzzed
@@ -200,7 +200,7 @@ def test_a_measured_stream_is_finite_whatever_answers(data):
         rate = talk(data, lambda connection: links.measure_stream(connection, 0.0))
     except OSError:
         return
-    messages.number(rate, 0, 1e30)
+    assert 0 <= rate <= 1e30
 
 
 def test_a_listener_answers_whatever_it_is_asked_and_lives():

@@ -27,10 +27,6 @@ _ANSWER_S = 2.0
 _FAILED, _NO_JOB = 1, 2
 
 
-class _Refused(Exception):
-    """The rank can't be held by a debugger; the message says why."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run ``phalanx attach`` with these arguments, and return its exit code."""
     parser = Parser(
@@ -55,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
         try:
             connection = _ask(job, given.rank, pid)
         except (FileNotFoundError, ProcessLookupError):
-            raise _Refused(f"rank {given.rank} (pid {pid}) has ended") from None
-    except (_Refused, LookupError, OSError) as error:
+            raise NoRank(f"rank {given.rank} (pid {pid}) has ended") from None
+    except (LookupError, OSError) as error:
         complain(f"phalanx attach: {error}")
         return _NO_JOB if isinstance(error, LookupError) and not isinstance(error, NoRank) else _FAILED
     started = start_time(pid)
@@ -96,11 +92,11 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
     """Return a connection to the debugger of a rank.
 
     Raises:
-        _Refused: It can't have one now.
+        NoRank: It can't have one now.
     """
     who = f"rank {rank} (pid {pid})"
     if number_inside(pid) != pid:
-        raise _Refused(f"{who} runs in a container: type phalanx attach {rank} in there")
+        raise NoRank(f"{who} runs in a container: type phalanx attach {rank} in there")
     _refuse_if_deaf(who, pid)
     path, listener = listen_at(make_path("attach"))
     with listener:
@@ -110,7 +106,7 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
             listener.settimeout(_ANSWER_S)
             connection, _ = listener.accept()
         except TimeoutError:
-            raise _Refused(
+            raise NoRank(
                 f"{who} has not answered within {_ANSWER_S:g} s: its main thread is in native code that does not come "
                 f"back to Python, or a debugger holds it already{_where(pid)}"
             ) from None
@@ -118,7 +114,7 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
             os.unlink(path)
     if peer_of(connection) != (pid, os.geteuid()):
         connection.close()
-        raise _Refused(f"{who} has not answered, but another process has")
+        raise NoRank(f"{who} has not answered, but another process has")
     connection.settimeout(_ANSWER_S)
     with contextlib.suppress(OSError):
         while (byte := connection.recv(1)) not in (b"", b"\n"):  # who it is, which we know
@@ -127,28 +123,28 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
             connection.settimeout(None)
             return connection
     connection.close()
-    raise _Refused(f"{who} began to answer, and has ended or stopped")
+    raise NoRank(f"{who} began to answer, and has ended or stopped")
 
 
 def _refuse_if_deaf(who: str, pid: int) -> None:
-    """Raise `_Refused` if the process can't take the signal, which would then end it, or lie there."""
+    """Raise `NoRank` if the process can't take the signal, which would then end it, or lie there."""
     facts = status_of(pid)
     if not facts:
         raise ProcessLookupError(f"{who} has ended")
     state = facts["State"][0]
     if state in "Tt":
         if state == "T" and facts["TracerPid"] == "0":
-            raise _Refused(f"{who} is stopped; kill -CONT {pid} lets it go on")
-        raise _Refused(f"{who} is held by another debugger (pid {facts['TracerPid']}); end that first")
+            raise NoRank(f"{who} is stopped; kill -CONT {pid} lets it go on")
+        raise NoRank(f"{who} is held by another debugger (pid {facts['TracerPid']}); end that first")
     name, bit = f"SIGRTMIN+{SIGNAL - signal.SIGRTMIN}", 1 << (SIGNAL - 1)
     if not int(facts["SigCgt"], 16) & bit:
-        raise _Refused(
+        raise NoRank(
             f"{who} does not take {name}, which opens a debugger: it has only just begun, its script has taken the "
             "signal, or it runs no Python"
         )
     threads = (status_of(pid, thread) for thread in threads_of(pid))
     if all(int(thread["SigBlk"], 16) & bit for thread in threads if thread):  # any of them may take it
-        raise _Refused(f"{who} blocks {name}, which opens a debugger: its script has called pthread_sigmask")
+        raise NoRank(f"{who} blocks {name}, which opens a debugger: its script has called pthread_sigmask")
 
 
 def _where(pid: int) -> str:

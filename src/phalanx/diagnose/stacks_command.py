@@ -14,7 +14,6 @@ from phalanx.diagnose.why.activity import Look
 from phalanx.diagnose.why.clauses import clause, ranks
 from phalanx.diagnose.why.evidence import RankSeen, look_at
 from phalanx.diagnose.why.wording import thread_lines
-from phalanx.wire.files import write_regular
 
 RIGHT_CALL = "phalanx stacks [JOB | PID]"
 _TIME_S = 5.0  # native frames are read from the symbols of large libraries
@@ -35,7 +34,6 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument(
         "--native", action="store_true", help="show native frames too, which halts each process for a moment"
     )
-    parser.add_argument("--save", metavar="FILE", help="write to a file instead")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     try:
         given = parser.parse_args(args)
@@ -44,23 +42,13 @@ def main(args: Sequence[str]) -> int:
             complain(f"phalanx stacks: {where}")
         seen = look_at(job, _TIME_S, native=given.native)
         text = as_json(seen) if given.json else "\n".join(map(printable, lines_of(seen)))
-        if given.save:
-            _save(text, given.save)
-            text = given.save
     except UsageError as error:
         return parser.refuse(error)
     except (LookupError, OSError) as error:
         complain(f"phalanx stacks: {error}")
         return 1 if isinstance(error, NoRank) else 2
-    print(text if given.json or given.save else "\n".join(broken(text.splitlines())))
+    print(text if given.json else "\n".join(broken(text.splitlines())))
     return 0 if any(one.look.stacks.threads for one in seen) else 1
-
-
-def _save(text: str, path: str) -> None:
-    try:
-        write_regular(path, f"{text}\n")
-    except OSError as error:
-        raise OSError(printable(f"can't write {path}: {error.strerror}; name another file with --save")) from None
 
 
 def as_json(seen: Sequence[RankSeen]) -> str:

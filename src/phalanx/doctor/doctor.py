@@ -16,6 +16,7 @@ from phalanx.doctor.report import as_json, exit_code, print_report
 from phalanx.host.cpus import read_machine
 from phalanx.host.network import interfaces
 from phalanx.launch.command.flag_parser import add_flags
+from phalanx.launch.command.flag_values import number
 from phalanx.launch.command.flags import GROUPS, Flag, Setting
 from phalanx.launch.command.node_flags import check_nodes, rendezvous
 from phalanx.launch.command.plan import count_local_ranks, read_command
@@ -25,14 +26,7 @@ def _switch(text: str) -> bool:
     return text == "1"
 
 
-def _timeout(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 3600:
-        raise ValueError("must be seconds, more than 0 and at most 3600")
-    return value
+_timeout = number(float, 1e-9, "seconds, more than 0 and at most 3600", most=3600)
 
 
 FLAGS = (

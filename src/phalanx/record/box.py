@@ -370,7 +370,10 @@ def save_boxes(fd: int, folder: Path) -> list[Path]:
     saved = []
     for data in boxes_in(fd):
         with contextlib.suppress(ValueError):  # of another version, of a script with a phalanx of its own
-            saved.append(_save(data, read_box(data).rank, folder))
+            path = folder / _name_of(read_box(data).rank)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, gzip.compress(data, 1))
+            saved.append(path)
     return saved
 
 
@@ -391,13 +394,6 @@ def load_box(path: Path) -> Box:
             return box
     except (ValueError, OSError, EOFError, struct.error, zlib.error) as error:
         raise ValueError(f"{path} can't be read: {error}") from None
-
-
-def _save(data: bytes, rank: int, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _name_of(rank)
-    write_whole(path, gzip.compress(data, 1))
-    return path
 
 
 @dataclasses.dataclass(frozen=True)

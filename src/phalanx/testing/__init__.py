@@ -24,14 +24,13 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
     from phalanx.failure.ending import Ending, RankError
     from phalanx.launch.spawn.workers import start_server
     from phalanx.testing.rank import await_release, reached
-    from phalanx.testing.ranks import Ranks, kill_rank, run_ranks, spawn_ranks
+    from phalanx.testing.ranks import Ranks, run_ranks, spawn_ranks
 
 __all__ = [
     "Ending",
     "RankError",
     "Ranks",
     "await_release",
-    "kill_rank",
     "reached",
     "run_ranks",
     "spawn_ranks",
@@ -42,7 +41,7 @@ _MODULES = {
     "failure.ending": "Ending RankError",
     "launch.spawn.workers": "start_server",
     "testing.rank": "await_release reached",
-    "testing.ranks": "Ranks kill_rank run_ranks spawn_ranks",
+    "testing.ranks": "Ranks run_ranks spawn_ranks",
 }
 
 if not TYPE_CHECKING:  # they would accept any name

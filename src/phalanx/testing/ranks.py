@@ -136,11 +136,6 @@ OPTIONS: Mapping[str, Any] = {
 """Keyword arguments of `spawn_ranks` with their defaults; `@pytest.mark.ranks` takes them, too."""
 
 
-def kill_rank(ranks: Ranks, rank: int, sig: int = signal.SIGKILL) -> None:
-    """Send a signal to one of the ranks that `spawn_ranks` yielded, as ``ranks.kill`` does."""
-    ranks.kill(rank, sig)
-
-
 class Ranks:
     """The running ranks that `spawn_ranks` yields, which the test can signal and step."""
 

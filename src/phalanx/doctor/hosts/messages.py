@@ -1,124 +1,100 @@
-"""Checks messages from other hosts, which may come from another version or program, or be incomplete."""
+"""Forms of the messages from other hosts, which may come from another version or program, or be incomplete."""
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 from collections.abc import Collection
-from typing import Any
+from typing import Annotated, Any
 
 from phalanx.doctor.finding import LEVELS, Finding
-from phalanx.wire.messages import GarbledError, one_of, read_value, require
+from phalanx.wire.messages import GarbledError, Shape, between, cropped, one_of, read_value, require
 
-_MOST_TEXT = 2000
-_MOST_HOSTS = 100_000
 _TOKEN_DIGITS = 32
 
+
+def _printable(text: str) -> str:
+    """Replace characters that would control a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+text = Annotated[str, cropped(2000), _printable]
+number = Annotated[float, between(-1e15, 1e15)]
+amount = Annotated[float, between(0, 1e15)]
+whole = Annotated[int, between(0, 100_000)]
 level = one_of(*LEVELS)
-
-
-def text(told: Any) -> str:
-    """Return a printable text of limited length, without terminal control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in read_value(told, str)[:_MOST_TEXT])
-
-
-def number(told: Any, least: float = -1e15, most: float = 1e15) -> float:
-    require(type(told) in (int, float) and least <= told <= most, "a number", told)
-    return float(told)
-
-
-def whole(told: Any, least: int = 0, most: int = _MOST_HOSTS) -> int:
-    require(least <= read_value(told, int) <= most, f"a whole number from {least} to {most}", told)
-    return int(told)
 
 
 def members(told: Any) -> list[int]:
     """Read the ranks of the hosts that came."""
-    return sorted(set(read_value(told, [whole])))
+    return sorted({*read_value(told, [whole])})
 
 
-def _address(told: Any) -> str:
-    told = text(told)
+def _address(told: Any) -> Any:
+    address = read_value(told, text)
     try:
-        _ = told and ipaddress.ip_address(told)
+        _ = address and ipaddress.ip_address(address)
     except ValueError:
-        raise GarbledError(f"{told!r} is not an address") from None
+        raise GarbledError(f"{address!r} is not an address") from None
+    return address
+
+
+def _token(told: str) -> str:
+    require(len(told) == _TOKEN_DIGITS and {*told} <= {*"0123456789abcdef"}, "a token", told)
     return told
 
 
-def _token(told: Any) -> str:
-    told = text(told)
-    is_hexadecimal = len(told) == _TOKEN_DIGITS and set(told) <= set("0123456789abcdef")
-    require(is_hexadecimal, "a token", told)
-    return told
+def _versions(told: dict[str, Any]) -> dict[str, str]:
+    return read_value({name: one for name, one in told.items() if isinstance(one, str)}, dict[text, text])
 
 
-def _versions(told: Any) -> dict[str, str]:
-    return {text(name): text(version) for name, version in read_value(told, dict).items() if isinstance(version, str)}
-
-
-_FINDING = {
-    "topic": text,
-    "level": level,
-    "found": text,
-    "todo": text,
-    "facts": dict,
-    "host": lambda told: None if told is None else whole(told),
+_FINDING = {"topic": text, "level": level, "found": text, "todo": text, "facts": dict, "host": whole | None}
+_TRIP = {"round_trip_s": amount, "clock_ahead_s": number}
+_HOST = {
+    "name": text,
+    "versions": Annotated[dict, _versions],
+    "host": whole,
+    "address": _address,
+    "interface": text,
+    "port": Annotated[int, between(1, 0xFFFF)],
+    "token": Annotated[str, _token],
 }
-_TRIP = {"round_trip_s": functools.partial(number, least=0), "clock_ahead_s": number}
 
 
 def finding(told: Any) -> Finding:
     return Finding(**_read(told, _FINDING))
 
 
-_FACTS = {
-    "name": text,
-    "versions": _versions,
-    "host": whole,
-    "address": _address,
-    "interface": text,
-    "port": functools.partial(whole, least=1, most=0xFFFF),
-    "token": _token,
-    "findings": [lambda told: finding(told).as_dict()],
-}
-
-
 def facts(told: Any) -> dict[str, Any]:
     """Read the facts of a host, with its findings, each checked."""
-    return _read(told, _FACTS)
+    return _read(told, {**_HOST, "findings": [lambda one: _read(one, _FINDING)]})
 
 
 def hosts(told: Any) -> list[dict[str, Any]]:
     """Read the facts of the hosts that came, without their findings."""
-    of_host = {name: shape for name, shape in _FACTS.items() if name != "findings"}
-    return [_read(one, of_host) for one in read_value(told, list)]
+    return [_read(one, _HOST) for one in read_value(told, list)]
 
 
 def measured(told: Any, ranks: Collection[int]) -> dict[str, Any]:
     """Read a host's measurements of its links to `ranks`, and its tries of Gloo."""
-    told, links = read_value(told, {"links": dict, "gloo": [_try]}), {}
-    for rank, link in told["links"].items():
-        require(rank.isascii() and rank.isdigit() and int(rank[:9]) in ranks, "a host's rank", rank)
-        links[str(int(rank[:9]))] = _link(link)
-    return {"links": links, "gloo": told["gloo"]}
+    found: dict[str, Any] = read_value(told, {"links": dict[int, Annotated[dict, _link]], "gloo": [_try]})
+    require(found["links"].keys() <= {*ranks}, "a table of links to the other hosts", told["links"])
+    return {"links": {str(rank): link for rank, link in found["links"].items()}, "gloo": found["gloo"]}
 
 
-def _link(told: Any) -> dict[str, Any]:
-    if "error" in read_value(told, dict):
+def _link(told: dict[str, Any]) -> dict[str, Any]:
+    if "error" in told:
         return _read(told, {"error": text, "todo": text})
     if "stream_error" in told:
         return _read(told, {**_TRIP, "stream_error": text})
-    return _read(told, {**_TRIP, "bytes_per_s": functools.partial(number, least=0)} if "bytes_per_s" in told else _TRIP)
+    return _read(told, {**_TRIP, "bytes_per_s": amount} if "bytes_per_s" in told else _TRIP)
 
 
 def _try(told: Any) -> dict[str, Any]:
-    is_error = "error" in read_value(told, dict)
-    outcome = {"error": text} if is_error else {"seconds": functools.partial(number, least=0)}
-    return _read(told, {"interface": text, **outcome})
+    result = {"error": text} if "error" in read_value(told, dict) else {"seconds": amount}
+    return _read(told, {"interface": text, **result})
 
 
-def _read(told: Any, shape: dict[str, Any]) -> dict[str, Any]:
+def _read(told: Any, shape: dict[str, Shape]) -> dict[str, Any]:
     """Read a table, and return only the keys that the shape names."""
-    read: dict[str, Any] = read_value(told, shape)
+    read: dict[str, Any] = read_value(read_value(told, dict), shape)
     return {name: read[name] for name in shape}
