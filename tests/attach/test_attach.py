@@ -79,9 +79,9 @@ def test_a_debugger_looks_into_a_rank_and_lets_it_go(job, tmp_path, flags):
     done = attach(running, "import __main__\np 'rank', __main__.RANK\nq\n")
     assert done.returncode == 0, done.stderr
     assert "('rank', 1)" in done.stdout
-    assert re.search(r"rank 1 \(pid \d+\) is held", done.stderr)
-    assert "rank 1 goes on" in done.stderr
-    assert "rank 0 goes on" in attach(running, "c\n", rank=0).stderr
+    assert re.search(r"rank 1 \(pid \d+\) is in the debugger", done.stderr)
+    assert "rank 1 continues" in done.stderr
+    assert "rank 0 continues" in attach(running, "c\n", rank=0).stderr
     finish(running, tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_a_terminal_that_hangs_up_lets_the_rank_go(job, tmp_path):
     screen.read_until("(Pdb) ")
     screen.type("\x03")
     assert screen.finish() == 0
-    assert "rank 0 goes on" in screen.shown
+    assert "rank 0 continues" in screen.shown
     screen.close()
     finish(running, tmp_path)
 
@@ -119,7 +119,7 @@ def test_a_stream_that_is_closed_lets_the_rank_go(job, tmp_path, redirection, ty
     command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *ATTACH, "1", "--job", str(running.pid)]
     done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=60, check=False)
     held, goes_on = done.stderr.splitlines()
-    assert (done.returncode, " is held; " in held, goes_on) == (0, True, "phalanx attach: rank 1 goes on")
+    assert (done.returncode, " is in the debugger; " in held, goes_on) == (0, True, "phalanx attach: rank 1 continues")
     finish(running, tmp_path)
 
 
@@ -144,7 +144,7 @@ def test_a_stopped_rank_is_said_to_be_stopped(job):
     done = attach(running, "c\n")
     os.kill(pid, signal.SIGCONT)
     assert done.returncode == 1
-    assert f"rank 1 (pid {pid}) is stopped; kill -CONT {pid} lets it go on" in done.stderr
+    assert f"rank 1 (pid {pid}) is stopped; kill -CONT {pid} resumes it" in done.stderr
 
 
 def test_the_signal_of_a_script_stays_its_own(job):

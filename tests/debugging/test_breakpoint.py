@@ -265,7 +265,7 @@ def test_a_job_in_the_background_says_that_nobody_is_at_the_terminal(terminal):
     screen = terminal(background)
     assert screen.finish() == 0
     said = screen.shown.replace("\r\n", "")
-    assert re.search(r"debugger at train\.py:\d: nobody is at its terminal any more, so this rank goes on", said)
+    assert re.search(r"debugger at train\.py:\d: its terminal is gone, so this rank continues", said)
     assert ends(screen) == BOTH_END
 
 

@@ -172,7 +172,7 @@ def test_a_process_of_another_user_is_not_looked_into():
     ("scope", "user", "words"),
     [
         (1, 1000, "kernel.yama.ptrace_scope is 1: sudo sysctl kernel.yama.ptrace_scope=0, or look as root"),
-        (3, 0, "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the host is started anew"),
+        (3, 0, "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the host reboots"),
         (0, 1000, "this container lacks permission: start it with --cap-add SYS_PTRACE"),
     ],
 )

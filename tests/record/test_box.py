@@ -156,7 +156,7 @@ def test_an_event_that_is_rewritten_or_was_ended_by_an_older_one_is_told_from_a_
 
 def test_a_saved_box_whose_damage_makes_it_longer_is_refused(data, tmp_path):
     (tmp_path / "rank_0.box").write_bytes(gzip.compress(data + b"x", 1)[:-8] + bytes(8))
-    with pytest.raises(ValueError, match="it goes on behind the end of a black box"):
+    with pytest.raises(ValueError, match="it continues past the end of a black box"):
         load_box(tmp_path / "rank_0.box")
 
 

@@ -19,13 +19,13 @@ from phalanx.debugging.terminal import borrow_terminal
 from phalanx.rendezvous.launched import Launch
 
 SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # other systems have none, and no phalanx run
-"""Signal to a rank that a debugger is to hold. Its default action ends a process: look whether the rank takes it."""
+"""Signal that opens a debugger in a rank. Its default action ends a process: check that the rank handles it."""
 
 _is_open = False
 
 
 def listen() -> None:
-    """Let ``phalanx attach`` into this process, unless the script has taken the signal, or there is no launcher."""
+    """Allow ``phalanx attach`` in this process, unless the script handles the signal or there is no launcher."""
     if _launch() is not None:
         with contextlib.suppress(ValueError):  # only the main thread may set handlers
             if signal.getsignal(SIGNAL) == signal.SIG_DFL:
@@ -43,8 +43,8 @@ def _open(_: int, frame: FrameType | None) -> None:
         return
     terminal = borrow_terminal(launch.lender_for(os.getpid()), launch.rank)
     if terminal is None:
-        return  # whoever sent it has given up
-    from phalanx.debugging.prompt import Prompt  # not where a job begins
+        return  # the sender has given up
+    from phalanx.debugging.prompt import Prompt  # not at the start of every job
 
     def do_nothing() -> None:
         pass

@@ -1,13 +1,13 @@
 """`phalanx.breakpoint`: every rank stops at a line of the script, and one of them has the debugger.
 
 Ranks meet in the default group's store, under the line and how often it was reached, so a condition that keeps a rank
-from one line does not confuse the next. The rank with the debugger goes on into pdb, and the others wait for its word,
-whatever the backend. It gives the word when the prompt is left for the first time, so that a step over a collective
-finds them there.
+from one line does not confuse the next. The rank with the debugger enters pdb, and the others wait for its word,
+whatever the backend. It gives the word when the prompt is left for the first time, so that the others are there for a
+step over a collective.
 
-``SystemExit`` ends a thread alone, so ``quit`` in a thread ends the process. A rank is held until the last of its
-threads is let go. A forked worker of a data loader would share its rank's connection to the store, which two processes
-can't use, so it meets nobody.
+``SystemExit`` ends only its thread, so ``quit`` in a thread ends the process. A rank counts as debugged until its last
+thread leaves the debugger. A forked worker of a data loader would share its rank's connection to the store, which two
+processes can't use, so it meets nobody.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from phalanx.host.network import host_identity
 from phalanx.record import writer
 from phalanx.rendezvous.launched import Launch, start_time
 
-_LOOK_S, _CHECK_S = 0.1, 0.5  # between looks for the word to go on, and at whether it can still come
-_TELL_S = 5.0  # before a rank says whom it waits for
+_LOOK_S, _CHECK_S = 0.1, 0.5  # between looks for the word to continue, and checks that it can still come
+_TELL_S = 5.0  # before a rank says for whom it waits
 _QUIT, _GOES_ON = "quit", "goes on"
 
 _num_stops: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()  # by group and line
@@ -43,9 +43,9 @@ _num_stops: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.W
 def breakpoint(rank: int | None = None) -> None:
     """Stop every rank here: one gets the terminal with pdb, and the others wait for as long as it takes.
 
-    All ranks go on when the one with the debugger does, by ``continue`` or by the first ``next`` or ``step``. Ranks
+    All ranks continue when the one with the debugger does, by ``continue`` or by the first ``next`` or ``step``. Ranks
     that wait for it in a collective of the phalanx backend, now or while it is stepped, do not time out. ``quit`` and
-    Ctrl-D end the job. Without a terminal to type at, one line says so and every rank goes on.
+    Ctrl-D end the job. Without a terminal to type at, one line says so and every rank continues.
 
     Works under ``phalanx run``, torchrun, and for ranks started by hand. Before there is a process group, and in the
     workers of a data loader, only the rank with the debugger stops. ``PYTHONBREAKPOINT=phalanx.breakpoint`` makes it
@@ -59,7 +59,7 @@ def breakpoint(rank: int | None = None) -> None:
         RankFailed: The rank with the debugger ended while this one waited for it.
 
     Example:
-        >>> phalanx.breakpoint()  # this example has no terminal, so it goes on
+        >>> phalanx.breakpoint()  # this example has no terminal, so it continues
     """
     frame = sys._getframe(1)
     own, world_size, meeting = _place(frame)
@@ -73,7 +73,7 @@ def breakpoint(rank: int | None = None) -> None:
 
 
 def _debug(frame: FrameType, rank: int, meeting: _Meeting | None) -> None:
-    is_nested = is_held()  # it would wait for the terminal that its caller has
+    is_nested = is_held()  # it would wait for the terminal that its caller uses
     terminal = None if is_nested else open_terminal(rank)
     if terminal is None:
         why = "has no terminal for a debugger, so no rank stops"
@@ -100,7 +100,7 @@ def _debug(frame: FrameType, rank: int, meeting: _Meeting | None) -> None:
 
 def _leave(rank: int) -> NoReturn:
     words = f"phalanx.breakpoint: rank {rank} has quit the debugger, so the job ends"
-    if threading.current_thread() is not threading.main_thread():  # SystemExit would end this thread alone
+    if threading.current_thread() is not threading.main_thread():  # SystemExit would end only this thread
         with contextlib.suppress(OSError, ValueError):
             print(words, file=sys.stderr, flush=True)
             sys.stdout.flush()
@@ -114,11 +114,11 @@ def _say(text: str) -> None:
 
 
 def _place(frame: FrameType) -> tuple[int, int, _Meeting | None]:
-    """Return this process's rank, the number of ranks, and where they meet, if they have a group."""
+    """Return this process's rank, the world size, and the meeting of the ranks if they have a group."""
     dist, data = sys.modules.get("torch.distributed"), sys.modules.get("torch.utils.data")
     if dist is not None and dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        # A worker would ask the store over its rank's own connection, and take the answers that are meant for the rank.
+        # A worker would share its rank's connection to the store, and receive answers that are meant for the rank.
         is_worker = data is not None and data.get_worker_info() is not None
         return rank, world_size, _Meeting(frame) if world_size > 1 and not is_worker else None
     environ = _env.environment()
@@ -139,13 +139,13 @@ class _Meeting:
 
         self._line = line_of(frame)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        # Conditions may keep ranks from some lines, but a line means the same on all of them.
+        # Conditions may keep ranks from some lines, but a line is the same on all of them.
         num_stops = _num_stops.setdefault(dist.group.WORLD, collections.Counter())
         num_stops[place] += 1
         self._key = f"phalanx/breakpoint/{place}/{num_stops[place]}"
         self._pids = getattr(dist.group.WORLD, "pids", {})
         self._has_ended = False
-        # That of torch may hold the stops of an earlier group.
+        # torch's store may hold the stops of an earlier group.
         self._store = JsonStore(getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store())
 
     def begin(self) -> None:
@@ -153,7 +153,7 @@ class _Meeting:
         self._tell("who", [host_identity(), os.getpid(), start_time(os.getpid())])
 
     def end(self, how: str) -> None:
-        """Let the others go. The first word counts."""
+        """Release the other ranks. Only the first call counts."""
         if not self._has_ended:
             self._has_ended = True
             self._tell("how", how)
@@ -162,11 +162,11 @@ class _Meeting:
     def _tell(self, what: str, value: object) -> None:
         from phalanx.wire.store import StoreGoneError, StoreSilentError
 
-        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the others see that it has gone
+        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the others notice that it is gone
             self._store.set(f"{self._key}/{what}", value)
 
     def wait(self, chosen: int, own: int) -> None:
-        """Return once the rank with the debugger lets this one go on.
+        """Return once the rank with the debugger releases this one.
 
         Raises:
             SystemExit: It has quit the debugger.
@@ -216,7 +216,7 @@ class _Meeting:
             host, pid, started = who
             return bool(host == host_identity() and start_time(pid) != started)
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
-        pid = self._pids.get(chosen)  # the world may be of other programs than the launch
+        pid = self._pids.get(chosen)  # the group may span programs of other launches
         return launch is not None and any(end.rank == chosen and pid in (None, end.pid) for end in launch.ended())
 
 
@@ -227,7 +227,7 @@ def _lost(what: str, own: int, line: str, rank: int) -> RankFailed:
 
 @contextlib.contextmanager
 def _standing(line: str) -> Iterator[None]:
-    """Let the ranks that wait for this one in a collective know that it stands at a breakpoint."""
+    """Let the ranks that wait for this one in a collective know that it is at a breakpoint."""
     try:
         from phalanx import _core
     except ImportError:  # not on Linux

@@ -25,18 +25,18 @@ from phalanx.record import writer
 
 _LIBRARIES = {"phalanx", "torch", *sys.stdlib_module_names} - {"__main__"}
 
-_held_threads: list[int] = []  # of this process, which is held until the last of them is let go
+_held_threads: list[int] = []  # threads of this process that are at a prompt
 _holding = threading.RLock()  # reentrant, because a signal opens a prompt, too
 
 
 def line_of(frame: FrameType) -> str:
-    """Return the line at which a frame stands, as our messages write it: ``train.py:31``."""
+    """Return the line of a frame, in the form of our messages: ``train.py:31``."""
     return printable(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
 
 
 @contextlib.contextmanager
 def held(where: str) -> Iterator[None]:
-    """Let the ranks that wait for this one know that a debugger holds it, and where. Several threads may be held."""
+    """Let the ranks that wait for this one know that it is in a debugger, and where. Several threads may be."""
     core: Any = None
     with contextlib.suppress(ImportError):  # not on Linux, where there are no groups of ours
         from phalanx import _core as core
@@ -56,12 +56,12 @@ def held(where: str) -> Iterator[None]:
 
 
 def is_held() -> bool:
-    """Whether a debugger holds this thread, so that whatever it runs was typed at a prompt."""
+    """Whether this thread is at a prompt, so that whatever it runs was typed there."""
     return threading.get_ident() in _held_threads
 
 
 def _begin_anew() -> None:
-    """Forget, in a forked child, the threads of its parent."""
+    """Forget the parent's threads in a forked child."""
     global _holding
     _held_threads.clear()
     _holding = threading.RLock()
@@ -85,22 +85,22 @@ class Prompt(pdb.Pdb):
     """A debugger of this process.
 
     Args:
-        terminal: Terminal for it, given back whenever the program runs, and closed when that is for good.
-        on_resume: Function called whenever the program goes on, if only for a line.
-        on_quit: Function called by ``quit`` and at the end of the input. The program goes on unless it raises.
+        terminal: Terminal for it, given back while the program runs, and closed at the end.
+        on_resume: Function called whenever the program resumes, if only for a line.
+        on_quit: Function called by ``quit`` and at the end of the input. The program resumes unless it raises.
     """
 
     def __init__(self, terminal: Terminal, on_resume: Callable[[], None], on_quit: Callable[[], None]) -> None:
-        # Ctrl-C stays what it is in a job; modules of ours are no places to stop.
+        # Ctrl-C keeps its meaning in a job; pdb must not stop in our own modules.
         super().__init__(stdin=terminal.stdin, stdout=terminal.stdout, nosigint=True, skip=["phalanx.debugging.*"])
         self._terminal, self._on_resume, self._on_quit = terminal, on_resume, on_quit
         self._is_over = False
         self.prompt = "(Pdb) "
 
     def open_at(self, frame: FrameType) -> None:
-        """Ask now, within a signal handler that has interrupted `frame`: its next line may be long in coming.
+        """Open the prompt now, in a signal handler that has interrupted `frame`: its next line may be long in coming.
 
-        What is shown is the script's own line; where that waits, the libraries are below it.
+        The prompt shows the script's own line; the library frames in which it waits are below.
         """
         frame = _scripts(frame)
         self.reset()
@@ -121,7 +121,7 @@ class Prompt(pdb.Pdb):
                 super().interaction(frame, *args, **kwargs)
         except OSError:
             with contextlib.suppress(OSError, ValueError):
-                told = f"debugger at {line_of(frame)}: nobody is at its terminal any more, so this rank goes on"
+                told = f"debugger at {line_of(frame)}: its terminal is gone, so this rank continues"
                 print(told, file=sys.stderr, flush=True)
             self.clear_all_breaks()
             self.set_continue()
@@ -135,7 +135,7 @@ class Prompt(pdb.Pdb):
         self._on_resume()
 
     def format_stack_entry(self, *args: Any, **kwargs: Any) -> str:
-        # Names of files and functions are the script's to choose, and this is somebody's terminal.
+        # The script chooses names of files and functions, which must not control the terminal.
         return printable(super().format_stack_entry(*args, **kwargs), keep="\n\t")
 
     def set_continue(self) -> None:

@@ -23,15 +23,15 @@ from phalanx.wire.peer import peer_of
 CONNECT_S = 2.0
 """Time for the other side of a socket to accept a connection."""
 RUNS = "\0"
-"""What a debugger writes when the program runs until the next prompt: the terminal may be lent to another meanwhile."""
+"""Byte that a debugger writes when the program runs until the next prompt; others may use the terminal meanwhile."""
 
 
 class Terminal:
-    """What a debugger reads and writes. Several may share one terminal, and have it by turns.
+    """The terminal of a debugger. Several debuggers may share one, and take turns.
 
     Args:
         connection: Connection to the process that lends its terminal; None: the terminal is this process's own.
-        is_shared: Whether the lender lets others have it while the program runs.
+        is_shared: Whether the lender gives it to others while the program runs.
 
     Attributes:
         stdin, stdout: Files for `pdb.Pdb`; None stands for this process's own streams, which have line editing.
@@ -46,7 +46,7 @@ class Terminal:
             self.stdin = connection.makefile("r", encoding="utf-8", errors="replace")
             self.stdout = connection.makefile("w", encoding="utf-8", errors="replace")
         elif not (sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()):
-            # Output that goes elsewhere, as with --redirects, must not take the prompt along.
+            # If the output is redirected, as with --redirects, the prompt must not go there.
             self.stdin = open(0, errors="replace", closefd=False)  # noqa: SIM115 until `close`
             self.stdout = open(os.ttyname(0), "w")  # noqa: SIM115
 
@@ -61,30 +61,30 @@ class Terminal:
         self._unlock()
 
     def take(self) -> None:
-        """Wait until no other debugger has it. A lender makes the first read wait instead."""
+        """Wait until no other debugger uses it. With a lender, the first read waits instead."""
         if self._connection is None and self._lock < 0:
             self._lock = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # of a file system that has no locks
+            with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def give_back(self) -> None:
-        """Let other debuggers have it until the next `take`."""
+        """Let other debuggers use it until the next `take`."""
         self._unlock()
         if self._is_shared and self.stdout is not None:
-            with contextlib.suppress(OSError):  # nobody is there any more, as the next prompt finds
+            with contextlib.suppress(OSError):  # the lender is gone, which the next prompt notices
                 self.stdout.write(RUNS)
                 self.stdout.flush()
 
     def _unlock(self) -> None:
         if self._lock >= 0:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the same open file
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child forked meanwhile shares the open file
             os.close(self._lock)
             self._lock = -1
 
 
 def open_terminal(rank: int) -> Terminal | None:
-    """Return a terminal for the debugger of this rank; None if there is none that a person could type at."""
+    """Return a terminal for the debugger of this rank; None if there is none at which a person could type."""
     if path := _env.environment().get(_env.PROMPT_VARIABLE, ""):
         return borrow_terminal(path, rank, is_shared=True)
     with contextlib.suppress(OSError):
@@ -129,5 +129,5 @@ def _is_in_background() -> bool:
     """Whether reading from the terminal would stop this process."""
     try:
         return os.tcgetpgrp(0) != os.getpgrp()
-    except OSError:  # it does not control this session: torchrun's ranks lead one of their own
+    except OSError:  # not this session's terminal: torchrun's ranks have their own session
         return False

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         "phalanx attach",
         "phalanx attach RANK [--job JOB|PID]",
         "Open pdb in one rank of a job that phalanx run has started on this host. The other ranks wait for it without "
-        "timing out. quit, Ctrl-D and Ctrl-C let the rank go on. Exit code: 0 after that, 1 if the job has no such "
+        "timing out. quit, Ctrl-D and Ctrl-C resume the rank. Exit code: 0 after that, 1 if the job has no such "
         "rank, or none that answers within two seconds, 2 if there is no such job.",
         "phalanx attach 1",
     )
@@ -56,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
         complain(f"phalanx attach: {error}")
         return _NO_JOB if isinstance(error, LookupError) and not isinstance(error, NoRank) else _FAILED
     started = start_time(pid)
-    complain(f"phalanx attach: rank {given.rank} (pid {pid}) is held; quit or Ctrl-D lets it go on")
+    complain(f"phalanx attach: rank {given.rank} (pid {pid}) is in the debugger; quit or Ctrl-D resumes it")
     with connection, contextlib.suppress(KeyboardInterrupt):
         _talk(connection)
     has_ended = start_time(pid) != started
-    complain(f"phalanx attach: rank {given.rank} {'has ended' if has_ended else 'goes on'}")
+    complain(f"phalanx attach: rank {given.rank} {'has ended' if has_ended else 'continues'}")
     return 0
 
 
@@ -107,8 +107,8 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
             connection, _ = listener.accept()
         except TimeoutError:
             raise NoRank(
-                f"{who} has not answered within {_ANSWER_S:g} s: its main thread is in native code that does not come "
-                f"back to Python, or a debugger holds it already{_where(pid)}"
+                f"{who} has not answered within {_ANSWER_S:g} s: its main thread is in native code that does not "
+                f"return to Python, or a debugger is already attached{_where(pid)}"
             ) from None
         finally:
             os.unlink(path)
@@ -117,7 +117,7 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
         raise NoRank(f"{who} has not answered, but another process has")
     connection.settimeout(_ANSWER_S)
     with contextlib.suppress(OSError):
-        while (byte := connection.recv(1)) not in (b"", b"\n"):  # who it is, which we know
+        while (byte := connection.recv(1)) not in (b"", b"\n"):  # its rank and pid, which we know
             pass
         if byte:
             connection.settimeout(None)
@@ -127,15 +127,15 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
 
 
 def _refuse_if_deaf(who: str, pid: int) -> None:
-    """Raise `NoRank` if the process can't take the signal, which would then end it, or lie there."""
+    """Raise `NoRank` if the process can't take the signal, which would end it or stay pending."""
     facts = status_of(pid)
     if not facts:
         raise ProcessLookupError(f"{who} has ended")
     state = facts["State"][0]
     if state in "Tt":
         if state == "T" and facts["TracerPid"] == "0":
-            raise NoRank(f"{who} is stopped; kill -CONT {pid} lets it go on")
-        raise NoRank(f"{who} is held by another debugger (pid {facts['TracerPid']}); end that first")
+            raise NoRank(f"{who} is stopped; kill -CONT {pid} resumes it")
+        raise NoRank(f"{who} is traced by another debugger (pid {facts['TracerPid']}); end that first")
     name, bit = f"SIGRTMIN+{SIGNAL - signal.SIGRTMIN}", 1 << (SIGNAL - 1)
     if not int(facts["SigCgt"], 16) & bit:
         raise NoRank(
@@ -158,12 +158,12 @@ def _where(pid: int) -> str:
 
 
 def _talk(connection: socket.socket) -> None:
-    """Carry what is typed to the rank, and what it says to the screen, until it hangs up."""
+    """Forward keyboard input to the rank and its output to the screen, until it hangs up."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if sys.stdin is not None:
         poll.register(0, select.POLLIN)
-    else:  # closed, which is Ctrl-D; another file may have its number by now
+    else:  # closed, which counts as Ctrl-D; another file may use descriptor 0 by now
         connection.shutdown(socket.SHUT_WR)
     while True:
         for fd, _ in poll.poll():
@@ -183,9 +183,9 @@ def _talk(connection: socket.socket) -> None:
 
 
 def _pass_on(connection: socket.socket) -> bool:
-    """Carry what is typed to the rank; return whether more can follow."""
+    """Forward keyboard input to the rank; return whether more can follow."""
     typed = b""
-    with contextlib.suppress(OSError):  # a file that can't be read has ended
+    with contextlib.suppress(OSError):  # a file that can't be read counts as ended
         typed = os.read(0, 4096)
     with contextlib.suppress(BrokenPipeError):
         if typed:

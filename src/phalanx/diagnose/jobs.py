@@ -44,12 +44,12 @@ from phalanx.rendezvous.launched import MEMORY_NAME, read_started
 NO_JOB = "no job"
 """Launcher of a process that is no rank of a job."""
 NO_RANK = -1
-"""Number of such a process in the place of a rank's."""
+"""Rank number of such a process."""
 
 _STARTING = "starting"
 _TABLE_WIDTH = 80
 _SCRIPT_WIDTH = 24
-_FOLDER = 2  # its column
+_FOLDER = 2  # column of the folder
 _MOST_DIGITS = 20  # of a pid: Python converts no more than 4,300, and the kernel gives out no number of 8
 
 
@@ -58,9 +58,9 @@ class Rank:
     """A rank of this host.
 
     Attributes:
-        rank: Number; `NO_RANK` of a process that is asked about and is none.
+        rank: Rank number; `NO_RANK` for a process that is not a rank.
         process: The process; None if that has ended.
-        pid: The pid that it has or had.
+        pid: Pid of the process, also after it has ended.
         helpers: Processes below it, such as the workers of a data loader.
     """
 
@@ -120,7 +120,7 @@ class Job:
 
     @property
     def is_of_this_host(self) -> bool:
-        """Whether a person has started it, so that the ranks meet on this host: nothing tells of another."""
+        """Whether a person started it and its ranks meet on this host, so that nothing suggests another host."""
         if self.launcher != BY_HAND or not self.ranks:
             return False
         address = environment_of(self.ranks[0].pid).get("MASTER_ADDR", "")
@@ -146,11 +146,11 @@ class Matches:
 
 
 class NoRank(LookupError):
-    """There is such a job, but it has no rank that can be asked."""
+    """The job exists, but it has no rank that can be examined."""
 
 
 def find_jobs() -> list[Job]:
-    """Return the jobs of this user on this host, the youngest last."""
+    """Return the jobs of this user on this host, newest last."""
     processes = processes_of(os.geteuid())
     others = {pid for pid, process in processes.items() if pid != os.getpid() and process.name != reaper.NAME}
     pythons = set(filter(is_python, others))
@@ -181,12 +181,12 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
 def match_jobs(wanted: str, has_notes: bool = False) -> Matches:
     """Return the jobs that fit: by the pid of any of their processes, their name or path, or the folder of their run.
 
-    A process that is no rank of any job is one by itself, of the launcher `NO_JOB`. Among several jobs, the one of the
-    current folder is meant if there is just one. A path with a slash means that file alone.
+    A process that is not a rank counts as a job of its own, with the launcher `NO_JOB`. If several jobs fit and exactly
+    one runs in the current folder, that one is meant. A path with a slash matches only that file.
 
     Args:
         wanted: Job as the user has typed it; empty: any job.
-        has_notes: Whether it must be a job of a launcher of ours, unless a pid is asked for.
+        has_notes: Whether only jobs started by phalanx count, unless a pid is asked for.
 
     Raises:
         NoRank: It is another user's, of a launcher whose pid is asked for.
@@ -227,7 +227,7 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
     for job in jobs:
         if pid in job.pids:
             return Matches((job,))
-    for job in jobs:  # but of one that has trained alone: it may be a notebook, which starts what it likes
+    for job in jobs:  # except a solo job: it may be a notebook, which may start anything
         if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
             return Matches((job,))
     process = process_of(pid)
@@ -252,7 +252,7 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
 
 
 def _place_of(pid: int) -> tuple[int, int]:
-    """Return rank and number of ranks of a process that may be another user's; `NO_RANK` and 0 if it is none."""
+    """Return rank and world size of a process, which may be another user's; `NO_RANK` and 0 if it is not a rank."""
     with contextlib.suppress(OSError, ValueError):
         if (recorded := box.box_of_process(pid)) is not None:
             return recorded.rank, recorded.world_size
@@ -263,9 +263,9 @@ def _place_of(pid: int) -> tuple[int, int]:
 
 
 def _table(jobs: Sequence[Job]) -> str:
-    """Return a line for each job, by which a user knows which to name, below a line of titles.
+    """Return a table with one line for each job, from which a user can choose.
 
-    Of a folder that is too long for 80 columns, the end is shown: that is where jobs differ.
+    A folder that is too long for 80 columns keeps its end, because that is where jobs differ.
     """
     rows = []
     for job in jobs:
@@ -282,7 +282,7 @@ def _table(jobs: Sequence[Job]) -> str:
 
 
 def told_where(job: Job, wanted: str) -> str:
-    """Return a line about a job of another folder that has been taken by its name; empty if there is nothing to say."""
+    """Return a line that says that a job matched by name runs in another folder; empty if it runs in this one."""
     is_plain = wanted and not wanted.isdecimal() and os.sep not in wanted
     return (
         f"no {wanted} of this folder is running; this is the one in {job.cwd}" if is_plain and job.is_elsewhere else ""
@@ -290,7 +290,7 @@ def told_where(job: Job, wanted: str) -> str:
 
 
 def find_ranks(wanted: str, has_notes: bool = False) -> Job:
-    """Return the job that a user means, of which ranks run or have run.
+    """Return the job that a user means, if any of its ranks runs or has run.
 
     Raises:
         LookupError: There is none, or there are several.
@@ -303,13 +303,13 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
 
 
 def running_in(folder: str) -> Job | None:
-    """Return the youngest job that runs in a run's folder, or in one of a script's; None if there is none."""
+    """Return the newest job that runs in a run's folder, or below a script's; None if there is none."""
     jobs = [job for job in find_jobs() if job.launcher_pid and _is_in_or_beside(job.folder, folder)]
     return jobs[-1] if jobs else None
 
 
 def _is_in(folder: str, wanted: str) -> bool:
-    """Whether a run's folder is the one that is wanted, or one of the runs of a script or of several in it."""
+    """Whether a run's folder is the wanted one, or lies in it as a run of a script."""
     of_script = os.path.dirname(folder)
     return bool(folder) and os.path.realpath(wanted) in map(
         os.path.realpath, (folder, of_script, os.path.dirname(of_script))
@@ -317,12 +317,12 @@ def _is_in(folder: str, wanted: str) -> bool:
 
 
 def _is_in_or_beside(folder: str, wanted: str) -> bool:
-    """The same, also if the folder that is wanted is the Trainer's of that script."""
+    """Whether the same holds for the wanted folder, or for the logs that belong to it as a Trainer's folder."""
     return any(_is_in(folder, one) for one in {wanted, logs_beside(wanted)} - {""})
 
 
 def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
-    """Yield the jobs of launchers of ours. What these have forked holds their memory open, too, but is younger."""
+    """Yield the jobs started by phalanx. Forked processes hold the launcher's memory open, too, but are younger."""
     seen: set[tuple[int, int]] = set()
     for pid in sorted(pythons, key=lambda pid: processes[pid].start_time):
         with contextlib.suppress(OSError, ValueError):
@@ -335,7 +335,7 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
                 outside = _outside(pid, processes)
                 ranks = [_rank(rank, outside(of), processes) for rank, of in sorted(started.pids.items())]
                 if started.state and not started.pids.keys() - started.ended.keys():
-                    ranks = []  # those of the attempt before
+                    ranks = []  # the notes are those of the previous attempt
                 words = shlex.split(started.command)[2:] if started.command else command_of(pid)[1:]
                 yield Job(
                     script_name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path,
@@ -345,9 +345,9 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 
 
 def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int], int]:
-    """Return a function that returns by which pid a process is known here that a launcher calls by its own.
+    """Return a function that translates a launcher's pids into those of this pid namespace.
 
-    They differ where the launcher is in a container; one that has ended there is 0 here.
+    They differ if the launcher runs in a container; a process that has ended there becomes 0.
     """
     if number_inside(launcher) == launcher:
         return lambda pid: pid
@@ -357,12 +357,12 @@ def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int],
 
 
 def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
-    """Yield jobs of processes that nobody of ours has started, and that record what they do."""
+    """Yield jobs that phalanx has not started, and whose ranks have black boxes."""
     found: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
     for pid in pythons:
         with contextlib.suppress(OSError, ValueError):
             if (recorded := box.box_of_process(pid)) is not None:
-                key: tuple[object, ...] = (pid,)  # a world of its own
+                key: tuple[object, ...] = (pid,)  # a world of one
                 if recorded.world_size > 1:
                     key = _meeting(environment_of(pid)) or (processes[pid].parent, recorded.world_size)
                 found.setdefault(key, []).append((recorded.rank, pid, recorded.world_size))
@@ -371,7 +371,7 @@ def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 
 
 def _meeting(environ: Mapping[str, str]) -> tuple[object, ...]:
-    """Return where ranks with this environment meet, which no two jobs share; empty if it does not tell."""
+    """Return the rendezvous of ranks with this environment, which no two jobs share; empty if it is not there."""
     place = detect(environ)
     if place is None or place.master_port is None:
         return ()
@@ -379,7 +379,7 @@ def _meeting(environ: Mapping[str, str]) -> tuple[object, ...]:
 
 
 def _placed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
-    """Yield jobs whose processes have a place in their environment."""
+    """Yield jobs whose processes have their rank in the environment."""
     found: dict[tuple[object, ...], dict[int, tuple[int, Placement]]] = {}
     for pid in sorted(pythons, key=lambda pid: processes[pid].start_time):
         environ = environment_of(pid)
@@ -390,7 +390,7 @@ def _placed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job
             ranks = found.setdefault(_meeting(environ) or (place.world_size, place.scheduler), {})
             if not _is_below(
                 pid, {of for of, _ in ranks.values()}, processes
-            ):  # what a rank starts has its environment
+            ):  # a child of a rank inherits its environment
                 ranks[place.rank] = pid, place
     for ranks in found.values():
         parent = processes[next(iter(ranks.values()))[0]].parent
@@ -406,7 +406,7 @@ def _is_below(pid: int, ancestors: set[int], processes: Mapping[int, Process]) -
 
 
 def _starting(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
-    """Yield the jobs of torchrun of which no rank runs yet. A child that it has just forked has its command line."""
+    """Yield the jobs of torchrun without a running rank. A newly forked child still has torchrun's command line."""
     for pid in pythons:
         if launcher_of(pid) == "torchrun" and launcher_of(processes[pid].parent) != "torchrun":
             words = program_of(pid)[1:]
@@ -419,7 +419,7 @@ def _job(parent: int, ranks: Sequence[tuple[int, int, int]], processes: Mapping[
     return Job(
         name=script_name(command_of(first)),
         launcher=launcher,
-        launcher_pid=0 if launcher == BY_HAND else parent,  # a shell, which may have started several
+        launcher_pid=0 if launcher == BY_HAND else parent,  # a shell may have started several jobs
         world_size=world_size,
         ranks=tuple(_rank(rank, pid, processes) for rank, pid, _ in sorted(ranks)),
         script=script_path(command_of(first), first),

@@ -39,7 +39,7 @@ class Frame:
     """One frame of a stack.
 
     Attributes:
-        function: Name of the function, as qualified as Python tells.
+        function: Name of the function, qualified where Python knows that.
         file: Path of its source, without the folder of its library, or of the process; of a native
             frame, its library.
         line: Line; 0 if it is unknown, as in most native frames.
@@ -107,7 +107,7 @@ def read_stacks(pids: Sequence[int], timeout_s: float = 1.0, *, native: bool = F
     """Return the stacks of processes, all read at once.
 
     Args:
-        timeout_s: Time for all of them; what takes longer is given up.
+        timeout_s: Time limit for all of them; slower reads are given up.
         native: Whether to read native frames, too, which halts the process meanwhile and takes ten times as long.
     """
     if not pids:
@@ -119,7 +119,7 @@ def read_stacks(pids: Sequence[int], timeout_s: float = 1.0, *, native: bool = F
 
 
 def _read(pid: int, deadline: float, native: bool) -> Stacks:
-    """Return the stacks of one process; one that runs may have to be read again."""
+    """Return the stacks of one process; a torn stack is read again."""
     program = find_py_spy()
     if problem := _obstacle(pid) or ("" if program else _NO_PY_SPY):
         return Stacks(problem=problem)
@@ -145,7 +145,7 @@ def _read(pid: int, deadline: float, native: bool) -> Stacks:
 
 def _threads(pid: int, dumped: Sequence[dict[str, Any]]) -> tuple[Thread, ...]:
     folder = folder_of(pid)
-    own_number = number_inside(pid)  # py-spy tells that one
+    own_number = number_inside(pid)  # the number that py-spy reports
     threads = [
         Thread(
             number=pid if one["os_thread_id"] == own_number else one["os_thread_id"] or 0,
@@ -160,7 +160,7 @@ def _threads(pid: int, dumped: Sequence[dict[str, Any]]) -> tuple[Thread, ...]:
 
 
 def folder_of(pid: int) -> str:
-    """Return the folder of a process, with a slash behind it; empty if it is not known."""
+    """Return the current folder of a process with a trailing slash; empty if it is unknown."""
     folder = working_folder(pid)
     return folder and os.path.join(folder, "")
 
@@ -198,7 +198,7 @@ def _denied(pid: int) -> str:
         return f"it belongs to user {owner[0]}: look as that user, or as root"
     scope = ptrace_scope()
     if scope == 3:
-        return "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the host is started anew"
+        return "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the host reboots"
     if scope and os.geteuid() != 0:
         return f"kernel.yama.ptrace_scope is {scope}: sudo sysctl kernel.yama.ptrace_scope=0, or look as root"
     return (

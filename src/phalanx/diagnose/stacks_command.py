@@ -16,7 +16,7 @@ from phalanx.diagnose.why.evidence import RankSeen, look_at
 from phalanx.diagnose.why.wording import thread_lines
 
 RIGHT_CALL = "phalanx stacks [JOB | PID]"
-_TIME_S = 5.0  # native frames are read from the symbols of large libraries
+_TIME_S = 5.0  # native frames need the symbols of large libraries
 _ALL = 10_000
 
 
@@ -25,7 +25,7 @@ def main(args: Sequence[str]) -> int:
     parser = Parser(
         "phalanx stacks",
         RIGHT_CALL,
-        "Print what each process of a job is doing, and its Python stacks. The processes go on meanwhile. Exit code: 1 "
+        "Print what each process of a job is doing, and its Python stacks. The processes keep running. Exit code: 1 "
         "if no rank runs yet or no stack can be read, 2 if there is no such job.",
     )
     parser.add_argument(

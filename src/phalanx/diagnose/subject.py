@@ -26,7 +26,7 @@ class Run(NamedTuple):
     """A run of ``phalanx run`` that has ended.
 
     Attributes:
-        is_newest: Whether it is the newest of several that fit, rather than the one that was named.
+        is_newest: Whether it was chosen as the newest of several, rather than named.
     """
 
     folder: Path
@@ -77,10 +77,10 @@ def _beginning(run: Path, wanted: str) -> Job | None:
 
 
 def newest_run(of_script: Path | None = None) -> Path | None:
-    """Return the folder of the youngest run; None if there is none.
+    """Return the folder of the newest run; None if there is none.
 
     Args:
-        of_script: Folder of the runs of one script, or of several scripts, such as ``logs``; None: that one.
+        of_script: Folder with the runs of one script or of several; None: ``logs``.
     """
     above = Path(logs_of("")) if of_script is None else of_script
     if not os.path.isdir(above):  # also where the name is too long for a path
@@ -89,7 +89,7 @@ def newest_run(of_script: Path | None = None) -> Path | None:
 
 
 def last_run_of(wanted: str) -> Path | None:
-    """Return the youngest run of what a user means, which is a script, or a folder with runs; None if there is none.
+    """Return the newest run of a script, or in a folder with runs; None if there is none.
 
     Args:
         wanted: Script or folder as the user has typed it; empty: any script.
@@ -117,18 +117,18 @@ def is_run(path: Path) -> bool:
 
 
 def ended_ago_s(folder: Path) -> float:
-    """Return for how many seconds nobody has written to what a run has left."""
+    """Return the seconds since the last write to a run's files."""
     left = [folder, *folder.glob("launch.log"), *folder.glob("blackbox/attempt_*/*"), *folder.glob("attempt_*/*/*")]
     return max(time.time() - max(path.lstat().st_mtime for path in left), 0.0)
 
 
 def record_of(folder: Path) -> Path:
-    """Return the folder of a run, or of several, that a Trainer's folder stands for; else `folder`.
+    """Return the folder of the run, or of the runs, that belong to a Trainer's folder; else `folder`.
 
-    Its last start names the run. Before there is one, and where no Trainer trains, the script has the folder's name.
+    The last start in the Trainer's metrics names the run. Without one, the script has the folder's name.
 
     Raises:
-        LookupError: It is not here: the job ran in another file system.
+        LookupError: The run is not here, because the job ran in another file system.
     """
     if is_run(folder):
         return folder
@@ -139,10 +139,10 @@ def record_of(folder: Path) -> Path:
 
 
 def _launch_of_run(folder: Path) -> Path | None:
-    """Return the launcher's folder of the job that trained last in a Trainer's folder, as far as that is known.
+    """Return the run of the job that trained last in a Trainer's folder; None if that is unknown.
 
     Raises:
-        LookupError: It is not here: the job ran in another file system.
+        LookupError: The run is not here, because the job ran in another file system.
     """
     logs = host = ""
     with contextlib.suppress(OSError), open_regular(folder / "metrics.jsonl") as file:
@@ -162,7 +162,7 @@ def _launch_of_run(folder: Path) -> Path | None:
 
 
 def _lines_backwards(file: FileIO) -> Iterator[bytes]:
-    """Yield the lines of a file from its end on, reading no more of it than is asked for; huge ones are cut."""
+    """Yield the lines of a file, last first, reading only as much as needed; huge lines are cut."""
     at, line = file.seek(0, os.SEEK_END), b""
     while at > 0:
         begin = max(at - _TAIL_BYTES, 0)

@@ -14,7 +14,7 @@ _LOOK_S = 0.5
 
 
 class UnansweredError(TimeoutError):
-    """The call did not return in time. It goes on in its thread."""
+    """The call did not return in time. Its thread keeps running."""
 
 
 def within(limit_s: float, call: Callable[[], T], is_hopeless: Callable[[], bool] = lambda: False) -> T:

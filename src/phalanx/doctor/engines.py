@@ -19,7 +19,7 @@ from phalanx.doctor.finding import Finding, note, ok, problem, warning
 from phalanx.host.cpus import has_module
 
 _SLOW_IMPORT_S = 10.0
-# Variables of the launcher that started us, which an mpirun of ours would take for its own.
+# Variables of the launcher that started us, which the doctor's own mpirun would take for its own.
 _FOREIGN = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDI_", "HYDRA_", "I_MPI_")
 _ADVICE = {
     "phalanx": "see /dev/shm, shared memory and limits above; the message says which system call failed",
@@ -29,11 +29,11 @@ _ADVICE = {
 
 
 def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
-    """Judge the import of torch and the installed versions.
+    """Rate the import of torch and the installed versions.
 
     Args:
-        told: Facts from the process that imports torch; None: nothing came.
-        died: Words for how that process died; empty: it did not.
+        told: Facts from the process that imports torch; None: it sent nothing.
+        died: Description of how that process died; empty: it did not.
     """
     todo = f"{os.path.basename(sys.executable)} -c 'import torch' shows it whole; install torch 2.11 or newer anew"
     if told is None or "error" in told:
@@ -54,7 +54,7 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
 
 
 def judge_replacement(told: Mapping[str, Any], word: str) -> Finding:
-    """Say whether phalanx stands in the place of Gloo, and who asked for it.
+    """Say whether phalanx replaces Gloo, and who asked for it.
 
     Args:
         told: Facts from the process that imports torch.
@@ -74,7 +74,7 @@ def judge_replacement(told: Mapping[str, Any], word: str) -> Finding:
 
 
 def judge_engine(result: Mapping[str, Any]) -> Finding:
-    """Judge the all_reduce of one engine."""
+    """Rate the all_reduce of one engine."""
     engine, size = result["engine"], result.get("world_size", 2)
     if "error" in result:
         return problem("all_reduce", f"{engine} on {size} local ranks: {result['error']}", _ADVICE.get(engine, ""))
@@ -83,7 +83,7 @@ def judge_engine(result: Mapping[str, Any]) -> Finding:
 
 
 def judge_death(died: str, engine: str) -> Finding:
-    """Return the finding that the process with torch died before it was done, perhaps while it tried `engine`."""
+    """Return the finding that the process with torch died, perhaps while it tried `engine`."""
     during = f" while {engine} was tried" if engine else ""
     return problem("torch", f"the process that tries the engines{during}: {died}", _ADVICE.get(engine, "see above"))
 
@@ -136,13 +136,13 @@ def mpi_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def judge_mpi(code: int | None, out: str, err: str, *, deadline_s: float) -> Finding:
-    """Judge the all_reduce over MPI.
+    """Rate the all_reduce over MPI.
 
     Args:
         code: Exit code of ``mpirun``; None: it was still running at the deadline.
         out: Text that it wrote to stdout.
         err: Text that it wrote to stderr.
-        deadline_s: Seconds that it had.
+        deadline_s: Time limit of the run.
     """
     told = [json.loads(line.partition(mpi_rank.TOLD)[2]) for line in out.splitlines() if mpi_rank.TOLD in line]
     if len(told) == 2 and told[0]["size"] == 1:

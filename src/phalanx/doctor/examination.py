@@ -128,7 +128,7 @@ def _look_towards_master(role: HostRole) -> tuple[HostRole, list[Finding]]:
         return findings
 
     findings = _guarded("master", look)
-    if not towards:  # some address, which the others may reach nevertheless
+    if not towards:  # any address: the others may reach it nevertheless
         towards = [one for one in interfaces() if one.is_up and not one.is_loopback and one.address]
     if not towards:
         return role, findings
@@ -162,7 +162,7 @@ def _examine_host(role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _judge_torch(told: Mapping[str, Any], role: HostRole, environ: Mapping[str, str]) -> list[Finding]:
-    """Judge the facts from the process that has torch."""
+    """Rate the facts from the process that has torch."""
     versions = told.get("torch")
     findings = engines.judge_torch(versions, told["died"])
     is_there = versions is not None and "error" not in versions

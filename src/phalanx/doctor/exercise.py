@@ -22,7 +22,7 @@ SIZE_BYTES = 1 << 20
 ITEM_BYTES = 4
 _NUM_WARM_UP = 3
 _LOOP_S, _BUDGET_S = 0.01, 0.2  # of one loop, and of all
-_LEAST_S = 1e-6  # that anything counts as, however coarse the clock
+_LEAST_S = 1e-6  # shortest duration that counts, however coarse the clock
 _GLOO_S = 5.0
 ABANDONED = "it waited for another host, which had failed"
 
@@ -72,18 +72,18 @@ def _check_and_time(reduce: Callable[[Any, Any], object], rank: int, world_size:
     want = world_size * (world_size + 1) / 2
     for wrong in tensor[tensor != want][:1].tolist():
         raise ArithmeticError(f"the sum over {world_size} ranks is {wrong:g}, and {want:g} is right")
-    tensor.zero_()  # a sum of zeros stays finite, however often it is taken
+    tensor.zero_()  # repeated sums of zeros stay finite
     return time_calls(lambda: reduce(tensor, ReduceOp.SUM), most)
 
 
 def time_calls(call: Callable[[], object], most: Callable[[float], float]) -> float:
-    """Return the seconds that a call takes in a loop of nothing else, as training makes it: the same on all ranks.
+    """Return the seconds that a call takes in a tight loop; the result is the same on all ranks.
 
-    It is the fastest of several loops: what other programs take meanwhile is not the engine's.
+    The fastest of several loops counts, because time that other programs take is not the engine's.
 
     Args:
         call: Function that runs a collective, once.
-        most: Function that returns the greatest of the numbers that the ranks give it, so that all loop equally often.
+        most: Function that returns the maximum over the ranks, so that all loop equally often.
     """
     fastest_s = most(_loop_s(call, _NUM_WARM_UP)) / _NUM_WARM_UP
     spent_s = 0.0

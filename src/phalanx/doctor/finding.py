@@ -20,7 +20,7 @@ class Finding:
         found: Result of the test, in one line.
         todo: Advice; empty if nothing is to be done.
         facts: Measured numbers for other programs, by name with unit.
-        host: Node rank of the host that the finding is about; None: several hosts.
+        host: Node rank of the host concerned; None: several hosts.
     """
 
     topic: str

@@ -26,8 +26,8 @@ _RANK_BYTES = 512 << 20  # a process that has imported torch, and a small model
 _LEAST_BYTES = 256 << 20  # about what importing torch takes
 _SEGMENT_BYTES = 4 << 20  # enough for the groups of up to four ranks
 _END_MS = 3000  # for a process to end
-_LITTLE_SWAP_BYTES = 64 << 20  # what nobody has touched since the host started
-_DOCKER_SHM_BYTES = 64 << 20  # its /dev/shm unless told otherwise
+_LITTLE_SWAP_BYTES = 64 << 20  # pages that nobody has touched since boot
+_DOCKER_SHM_BYTES = 64 << 20  # size of its /dev/shm by default
 
 
 class Limit(NamedTuple):
@@ -82,7 +82,7 @@ def examine_freed_memory(num_ranks: int, environ: Mapping[str, str], root: str =
 
 
 def examine_swap(root: str = "/") -> list[Finding]:
-    """Tell how much memory is swapped out: a rank that needs it back waits for the disk."""
+    """Report how much memory is swapped out: a rank that needs it back waits for the disk."""
     sizes = cgroups.read_sizes(root)
     total, in_use = sizes.get("SwapTotal", 0), sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
     facts = {"swap_bytes": total, "swap_used_bytes": in_use}
@@ -133,7 +133,7 @@ def examine_limits(
 
 
 def examine_warm_start(num_ranks: int, environ: Mapping[str, str]) -> list[Finding]:
-    """Find out whether ``phalanx run --warm`` would fork a job from a process that is there already."""
+    """Report whether ``phalanx run --warm`` would fork a job from a process that already runs."""
     words = ["--warm", "--nproc-per-node", str(num_ranks), "-m", "phalanx"]
     found = starter.start_in_words("run", words, environ)
     if not found.startswith(starter.NOT_WARM):
@@ -168,7 +168,7 @@ def try_shared_memory(size_bytes: int = _SEGMENT_BYTES) -> list[Finding]:
 
 
 def try_watching() -> list[Finding]:
-    """Watch a process end as ranks watch each other: by pidfd, else through /proc."""
+    """Watch a process end in the way that ranks watch each other: by pidfd, else through /proc."""
     todo = "Linux 5.3 or newer, and a container whose seccomp profile allows pidfd_open"
     sleeper = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as child:
@@ -197,7 +197,7 @@ def try_watching() -> list[Finding]:
 
 
 def examine_dev_shm(found: os.statvfs_result | None) -> list[Finding]:
-    """Judge the size of ``/dev/shm``; None: there is none."""
+    """Rate the size of ``/dev/shm``; None: there is none."""
     todo = (
         "nothing for phalanx, which does not use it; for DataLoader workers: docker run --shm-size=8g or --ipc=host, "
         "in Kubernetes an emptyDir of medium Memory, or num_workers=0"

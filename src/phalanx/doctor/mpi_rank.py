@@ -11,11 +11,11 @@ import json
 from phalanx.doctor.exercise import ITEM_BYTES, SIZE_BYTES, time_calls
 
 TOLD = "doctor:"
-"""Begins the line that rank 0 prints: a JSON object follows."""
+"""Prefix of the line that rank 0 prints; a JSON object follows."""
 
 
 def main() -> None:
-    """Check one all_reduce and time many; rank 0 prints what came out."""
+    """Check one all_reduce and time many; rank 0 prints the result."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -27,7 +27,7 @@ def main() -> None:
     reduce()
     right = comm.size * (comm.size + 1) / 2
     is_right = comm.allreduce(set(buffer) == {right}, MPI.LAND)
-    buffer[:] = array.array("f", bytes(SIZE_BYTES))  # a sum of zeros stays finite, however often it is taken
+    buffer[:] = array.array("f", bytes(SIZE_BYTES))  # repeated sums of zeros stay finite
     seconds = time_calls(reduce, lambda number: float(comm.allreduce(number, MPI.MAX)))
     if comm.rank == 0:
         library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip()

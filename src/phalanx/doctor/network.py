@@ -113,7 +113,7 @@ def examine_master(host: str, port: int, node_rank: int, num_hosts: int) -> tupl
         towards = interface_towards(host, port, allow_loopback=num_hosts == 1)
     except NetworkError as error:
         found, _, todo = str(error).partition(": ")
-        # Host 0's own ranks still reach themselves; only the address that it gives the others is wrong.
+        # Host 0's own ranks still reach each other; only the address that it gives other hosts is wrong.
         level = warning if error.kind == "loopback" and node_rank == 0 else problem
         return [level("master", found, todo or "see ip route", host=host, kind=error.kind)], None
     took_s = time.monotonic() - began_s

@@ -66,7 +66,7 @@ def examine_cpus(machine: Machine, num_ranks: int, num_online: int | None, root:
 
 
 def examine_places(machine: Machine, root: str = "/") -> list[Finding]:
-    """Tell what slows the CPUs that ranks are given: a quota with a fraction, shared cores, a clock that saves power.
+    """Report what slows the ranks' CPUs: a fractional quota, shared cores, a power-saving clock.
 
     Args:
         machine: Usable part of this host.

@@ -51,7 +51,7 @@ def print_report(diagnosis: Diagnosis) -> None:
 def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     """Return the findings, each with its hosts; equal findings of several hosts become one.
 
-    For findings that are ok, the same topic is enough: the first host's stands for all, and the JSON has the others.
+    Findings that are ok merge by topic: the first host's stands for all, and the JSON has the others.
     """
     groups: dict[tuple[str, ...], list[Finding]] = {}
     seen: dict[tuple[int | None, str], int] = {}

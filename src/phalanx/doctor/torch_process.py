@@ -28,7 +28,7 @@ class Met:
 
     Attributes:
         findings: Findings about several hosts; on host 0, also those of the others.
-        hosts: Facts of the hosts that came.
+        hosts: Facts of the hosts that arrived.
         level: Worst level of the whole job.
         rank: Node rank of this host; None: none was assigned.
     """
@@ -65,7 +65,7 @@ class TorchProcess:
         self._stderr.close()
 
     def examine(self) -> dict[str, Any]:
-        """Return the process's facts (``torch``, ``gpus``, ``engines``), and how it ``died``; empty: it did not."""
+        """Return the process's facts (``torch``, ``gpus``, ``engines``), and how it ``died``, empty if it did not."""
         told: dict[str, Any] = {"engines": [], "died": ""}
         ends_s = time.monotonic() + _TORCH_S
         while True:

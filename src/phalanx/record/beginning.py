@@ -16,17 +16,17 @@ from phalanx.record.box import FAILED, LOADED, LOADING, Box, Event
 
 _SAVING = ("checkpoint", "snapshot")
 _MOST = 10_000  # events of a kind that are kept
-_MARGIN = 16  # events that may be left out because they were just being written
+_MARGIN = 16  # events that may be missing because they were just being written
 
 
 class Before(NamedTuple):
-    """What a rank did in the attempt before.
+    """A rank's record of the previous attempt.
 
     Attributes:
-        last_step: Number in the run of the step that it finished last, which may not be the largest: a script may catch
-            an error, and load by itself; 0: none, or it has no such numbers.
-        saved: Times at which it had saved or loaded the checkpoint of a step; the newest by step.
-        steps: Times at which the steps that it finished began, in order.
+        last_step: Number in the run of the last finished step, which may not be the largest, because a script may
+            catch an error and load a checkpoint by itself; 0: none, or steps have no such numbers.
+        saved: Time at which it last saved or loaded the checkpoint of each step.
+        steps: Start times of its finished steps, in order.
         has_steps: Whether it has recorded any step.
         uses_checkpoints: Whether it has loaded or saved any.
     """
@@ -39,7 +39,7 @@ class Before(NamedTuple):
 
 
 def read_before(box: Box | None) -> Before:
-    """Return what there is to know of the attempt before; nothing if its box is lost."""
+    """Return what a box tells about the previous attempt; nothing if the box is lost."""
     events = box.events if box is not None else ()
     steps = [event for event in events if event.kind == "step"]
     done = [event for event in steps if event.ended_ns]
@@ -57,12 +57,12 @@ def read_before(box: Box | None) -> Before:
 
 
 def is_numbered(step: Event) -> bool:
-    """Whether the number of a step is that in the run, as a trainer knows it; a loop by hand counts from its start."""
+    """Whether a step has its number in the run, which only a Trainer knows; a manual loop counts from its start."""
     return step.kind == "step" and step.value > 0
 
 
 def num_repeated(before: Before, first: Event, loaded_step: int | None) -> int | None:
-    """Return how many steps of the attempt before are done again; None if that is not known."""
+    """Return how many steps of the previous attempt are repeated; None if that is unknown."""
     if is_numbered(first):
         return max(0, before.last_step - first.seq + 1) if before.has_steps else None
     if loaded_step not in before.saved or not before.has_steps:
@@ -75,23 +75,23 @@ class Beginning:
     """Collects how a rank begins.
 
     Args:
-        since_ns: Time before which nothing counts, by the clock of the host.
+        since_ns: Time before which events are ignored, by the clock of the host.
 
     Attributes:
         loaded_step: Step of the checkpoint that it has loaded; None: none.
-        has_gap: Whether events were overwritten before they were read, so that the first may be among them.
+        has_gap: Whether events were overwritten before they were read, possibly the first ones.
     """
 
     def __init__(self, since_ns: int = 0) -> None:
         self._since_ns = since_ns
         self._events: dict[str, dict[int, Event]] = {"load": {}, "step": {}, "collective": {}}
         self._num_read = 0
-        self._failed_ns = 0  # when the first error of a group was noted; 0: none was
+        self._failed_ns = 0  # time of the first note of an error of a group; 0: none
         self.loaded_step: int | None = None
         self.has_gap = False
 
     def add(self, box: Box) -> None:
-        """Take in events that have begun, or ended, since the last call."""
+        """Add events that have begun or ended since the last call."""
         new = [event for event in box.events if event.number > self._num_read]
         if new and new[0].number > self._num_read + _MARGIN and new[0].begun_ns >= self._since_ns:
             self.has_gap = True
@@ -116,7 +116,7 @@ class Beginning:
 
     @property
     def loading_ns(self) -> tuple[int, int] | None:
-        """Begin of the first and end of the last load; None if there was none, or one goes on."""
+        """Start of the first and end of the last load; None if there was none, or one has not ended."""
         loads = self._events["load"].values()
         if not loads or not all(load.ended_ns for load in loads):
             return None
@@ -136,7 +136,7 @@ class Beginning:
         return first if first is not None and first.ended_ns else None
 
     def has_failed(self, first: Event) -> bool | None:
-        """Return whether an error ended this step or collective; None: nothing has followed by which to know."""
+        """Return whether an error ended this step or collective; None: unknown, because nothing has followed yet."""
         after = [
             event.begun_ns
             for kind in ("step", "collective")

@@ -25,11 +25,11 @@ from phalanx.wire.files import open_regular, write_whole
 MEMORY_NAME = "phalanx-record"
 """Name of the memory in which boxes lie, as ``/proc/PID/fd`` shows it."""
 SUFFIX = ".box"
-"""Of a saved box, which is compressed."""
+"""Suffix of a saved box, which is compressed."""
 ANSWER = "phalanx why: "
-"""Beginning of a note of a rank that waited, and asked why."""
+"""Prefix of the note with the answer that a waiting rank got from ``phalanx why``."""
 FAILED = "operation failed: "
-"""Beginning of a note of a rank whose collective or message has ended with an error of its group."""
+"""Prefix of the note about a collective or message that ended with an error of its group."""
 LOADED = "checkpoint loaded"
 """Text of a note whose number is the step of the checkpoint that a rank has loaded."""
 LOADING = "load checkpoint"
@@ -45,26 +45,26 @@ _HEADER = struct.Struct("<8sIIIiiiQqQQ64s")
 _EVENT = struct.Struct("<QQQHHIIIQQ8x")
 _TEXT_BYTES = 124 * 1024
 BOX_BYTES = _PAGE + 8192 * _EVENT.size + _TEXT_BYTES
-"""Of a box that this phalanx writes."""
+"""Size of a box that this phalanx writes."""
 _MOST_SAVED_BYTES = 2 * BOX_BYTES
 _KINDS = ("", "collective", "message", "step", "phase", "note", "call")
 OPS = (
     "", "join", "barrier", "broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter",
     "all_to_all", "send", "recv",
 )  # fmt: skip
-"""Names of what events of collectives and messages are of; their numbers are those of the core."""
+"""Names of operations by their numbers in the core."""
 
 
 class Event(NamedTuple):
-    """Something that a rank has done, or is doing.
+    """Something that a rank has done or is doing.
 
     Attributes:
         number: Number in its box, from 1.
         begun_ns: Time of its beginning, by CLOCK_MONOTONIC of the host.
         ended_ns: Time of its end; 0 if it has not ended.
-        kind: "collective", "message", "step", "phase", "note", or "call": of a collective whose end is not known.
+        kind: "collective", "message", "step", "phase", "note", or "call" for a collective whose end is unknown.
         op: Name of the collective or the message, such as ``all_reduce``.
-        text: Name of the group or of the phase, or the words of a note; of a step, ``of N``, the last that can come.
+        text: Name of the group or of the phase, or the text of a note; for a step ``of N``, the largest possible.
         site: Line of the call, such as ``train.py:31``; empty if it is not known.
         thread: The kernel's number of the thread.
         seq: Number of the collective in its group or of the step; of a message, the peer's rank in the group + 1; of
@@ -89,9 +89,9 @@ class Box:
     """What a rank has recorded.
 
     Attributes:
-        start_time: Start of the process in clock ticks since the host's boot: tells a reused pid apart.
-        realtime_less_monotonic_ns: Nanoseconds to add to an event's time for the time of day since 1970.
-        num_events: Events that have ever begun; the oldest of them may be gone.
+        start_time: Start of the process in clock ticks since boot, which tells a reused pid apart.
+        realtime_less_monotonic_ns: Nanoseconds to add to an event's time to get the time since 1970.
+        num_events: Number of events that have ever begun; the oldest may be gone.
         events: Events that are still there, oldest first.
     """
 
@@ -110,10 +110,10 @@ class Box:
 
 
 def read_box(data: bytes) -> Box:
-    """Return what a box holds, which may be written meanwhile.
+    """Return the content of a box, which may be written meanwhile.
 
     Raises:
-        ValueError: It is no box, or one of another version, or torn.
+        ValueError: It is not a box, or of another version, or torn.
     """
     head = read_header(data)
     end = _PAGE + head.num_slots * _EVENT.size
@@ -151,10 +151,10 @@ class Header(NamedTuple):
 
 
 def read_header(data: bytes) -> Header:
-    """Return what the first bytes of a box say.
+    """Return the header of a box.
 
     Raises:
-        ValueError: It is no box, or one of another version, or torn.
+        ValueError: It is not a box, or of another version, or torn.
     """
     if len(data) < _HEADER.size:
         raise ValueError("it is too short for a black box")
@@ -175,8 +175,8 @@ def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ())
     Args:
         slots: Whole slots.
         texts: All texts of the box.
-        kinds: Kinds of events to yield, and of other kinds those that have not ended; none means all. To name few is
-            much cheaper.
+        kinds: Kinds of events to yield, besides unfinished events of any kind; empty: all. Few kinds are much
+            cheaper.
     """
     if kinds:
         wanted = {_KINDS.index(kind) for kind in kinds}
@@ -188,7 +188,7 @@ def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ())
         op = code & 0xFF
         is_whole = 0 < number < _BEING_WRITTEN  # else the slot is empty, or was being written
         if is_whole and 0 < kind < len(_KINDS) and op < len(OPS) and max(text, site) < len(texts):
-            ended *= ended > begun  # before it: of an event that was here a round ago
+            ended *= ended > begun  # an earlier end is that of the slot's previous event
             yield Event(number, begun, ended, _KINDS[kind], OPS[op], texts[text], texts[site], thread, seq, value)
 
 
@@ -203,12 +203,12 @@ def _texts(data: bytes) -> Iterator[str]:
 
 
 class Tail:
-    """Reads what is new in a box, in a fraction of the time that the whole takes.
+    """Reads only what is new in a box, in a fraction of the time.
 
     Args:
         fd: Open file of the box, which stays the caller's.
         offset: Place in the file where the box begins.
-        most: Newest events that are read at a time; older ones are left out.
+        most: Largest number of events to read at a time; older ones are left out.
         kinds: Kinds of events to read, see `read_events`.
     """
 
@@ -223,7 +223,7 @@ class Tail:
         self._texts, self._num_text_bytes = [""], 0
 
     def read(self) -> Box | None:
-        """Return a box with the events that have begun or ended since the last time; None while nobody writes there.
+        """Return a box with the events that have begun or ended since the last call; None while nobody writes there.
 
         Raises:
             ValueError: It can't be read.
@@ -259,7 +259,7 @@ class Tail:
 
 
 def _ranges_of(first: int, last: int, num_slots: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of numbers whose slots lie one after the other: two where the ring goes round."""
+    """Yield the ranges of numbers whose slots are contiguous: two if the ring wraps around."""
     while first <= last:
         end = min(last, first + num_slots - 1 - (first - 1) % num_slots)
         yield first, end
@@ -267,7 +267,7 @@ def _ranges_of(first: int, last: int, num_slots: int) -> Iterator[tuple[int, int
 
 
 def boxes_in(fd: int) -> Iterator[bytes]:
-    """Yield the bytes of all boxes in an open file in which they lie one after the other; some were never written.
+    """Yield the bytes of all boxes in an open file; boxes that were never written are skipped.
 
     An event that is written meanwhile is left out.
     """
@@ -278,7 +278,7 @@ def boxes_in(fd: int) -> Iterator[bytes]:
 
 
 def _at_rest(data: bytes, later: bytes) -> bytes:
-    """Return the later of two looks at a box without the events that have changed; they may have ended, though."""
+    """Return the later of two looks at a box without the events that changed, except by ending."""
     first, second = memoryview(data), memoryview(later)
     end = min(len(data), len(later), BOX_BYTES - _TEXT_BYTES)
     if first[_PAGE:end] == second[_PAGE:end]:
@@ -302,7 +302,7 @@ def memories_of(pid: int, name: str) -> Iterator[str]:
 
 
 def open_box(pid: int) -> tuple[int, int] | None:
-    """Return an open file with the box of a running process, and where the box begins in it; None if it has none.
+    """Return an open file with the box of a running process, and the offset of the box; None if it has none.
 
     Raises:
         PermissionError: This user may not look into that process.
@@ -327,7 +327,7 @@ def open_box(pid: int) -> tuple[int, int] | None:
 def box_of_process(pid: int) -> Box | None:
     """Return the box of a running process; None if it has none.
 
-    The process and its main thread have the number by which they are known here, also where they are in a container.
+    Process and main thread have their numbers in this pid namespace, also if they run in a container.
 
     Raises:
         PermissionError: This user may not look into that process.
@@ -349,8 +349,8 @@ def box_of_process(pid: int) -> Box | None:
 def boxes_held_by(pid: int) -> Iterator[Box]:
     """Yield the boxes in memory that a running process holds.
 
-    A rank holds its own, and under a launcher those of all ranks of its host. So does the process that started them,
-    also of those that were killed.
+    A rank holds its own, and under a launcher those of all ranks of its host, also of killed ones. So does the process
+    that started them.
 
     Raises:
         PermissionError: This user may not look into that process.
@@ -369,7 +369,7 @@ def save_boxes(fd: int, folder: Path) -> list[Path]:
     """Write each box of an open file into a file of its own, and return their paths."""
     saved = []
     for data in boxes_in(fd):
-        with contextlib.suppress(ValueError):  # of another version, of a script with a phalanx of its own
+        with contextlib.suppress(ValueError):  # of another version: the script uses its own phalanx
             path = folder / _name_of(read_box(data).rank)
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, gzip.compress(data, 1))
@@ -378,7 +378,7 @@ def save_boxes(fd: int, folder: Path) -> list[Path]:
 
 
 def load_box(path: Path) -> Box:
-    """Return a box that was saved.
+    """Return a saved box.
 
     Raises:
         ValueError: It can't be read; the message names its file.
@@ -387,10 +387,10 @@ def load_box(path: Path) -> Box:
         with open_regular(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
             if os.fstat(file.fileno()).st_size > _MOST_SAVED_BYTES:  # GzipFile reads zeros to their end
                 raise ValueError("it is larger than a black box")
-            data = unpacked.read(BOX_BYTES + 1)  # to its end, where the checksum is, but no more
+            data = unpacked.read(BOX_BYTES + 1)  # up to its end with the checksum, but no further
             box = read_box(data)
             if len(data) > BOX_BYTES:
-                raise ValueError("it goes on behind the end of a black box")  # and nothing has been checked
+                raise ValueError("it continues past the end of a black box")  # and its checksum was not checked
             return box
     except (ValueError, OSError, EOFError, struct.error, zlib.error) as error:
         raise ValueError(f"{path} can't be read: {error}") from None
@@ -398,12 +398,12 @@ def load_box(path: Path) -> Box:
 
 @dataclasses.dataclass(frozen=True)
 class SavedBoxes:
-    """What lies in a folder of saved boxes.
+    """The content of a folder of saved boxes.
 
     Attributes:
-        boxes: Boxes by their ranks, one of each.
+        boxes: One box of each rank, in rank order.
         paths: Files of the boxes, by rank.
-        problems: Reason why any other file there can't be used, which names it.
+        problems: Reason why a file can't be used, with its name, by file.
     """
 
     boxes: Sequence[Box] = ()
@@ -412,7 +412,7 @@ class SavedBoxes:
 
 
 def load_boxes(folder: Path) -> SavedBoxes:
-    """Return the boxes that were saved in a folder. Each tells its rank; of two, that in the rank's own file counts."""
+    """Return the boxes saved in a folder. Each holds its rank; of two copies, the one in the rank's own file counts."""
     found: dict[int, tuple[bool, Path, Box]] = {}
     problems: dict[Path, str] = {}
     for path in sorted(folder.glob(f"rank_*{SUFFIX}")):

@@ -11,11 +11,11 @@ from phalanx.wire.files import read_json
 from phalanx.wire.messages import read_value
 
 _NAME = "clocks.json"
-Ahead = dict[str, tuple[int, int]]  # by the name of a host: nanoseconds, and how wrong they can be
+Ahead = dict[str, tuple[int, int]]  # by host name: nanoseconds, and the largest error
 
 
 def save_clocks(clocks: Mapping[str, Sequence[float]], folder: Path) -> None:
-    """Write how many seconds each host's monotonic clock is ahead, and how wrong that can be; nothing for none.
+    """Save how many seconds each host's monotonic clock is ahead, and the largest error; no file for no hosts.
 
     Raises:
         OSError: The file can't be written.
@@ -25,7 +25,7 @@ def save_clocks(clocks: Mapping[str, Sequence[float]], folder: Path) -> None:
 
 
 def load_clocks(folder: Path) -> Ahead:
-    """Return what was saved; nothing if that can't be read."""
+    """Return the saved clocks; empty if they can't be read."""
     with contextlib.suppress(OSError, ValueError):
         saved = read_value(read_json(folder / _NAME), dict[str, tuple[float, ...]])
         return {host: (int(ahead_s * 1e9), int(within_s * 1e9)) for host, (ahead_s, within_s) in saved.items()}

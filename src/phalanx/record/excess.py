@@ -28,21 +28,21 @@ import statistics
 from collections.abc import Sequence
 
 LEAST_COST = 0.025
-"""Share of a step below which nothing is named."""
+"""Smallest excess, as a share of a step, for which a rank is named."""
 LEAST_STEPS = 30
-"""Single steps before which nothing is named."""
+"""Number of steps needed before a rank is named."""
 FALSE_ALARMS = 1e-5
-"""Share of looks, over all ranks, at which chance alone may be named."""
+"""Share of looks, over all ranks, at which a rank may be named by mere chance."""
 BLOCK = 10
-"""Steps that are added up, where pauses are looked for."""
+"""Number of steps that are summed to find recurring pauses."""
 LEAST_BLOCKS = 20
-"""Such sums before which nothing is named."""
+"""Number of such sums needed before a rank is named."""
 
 _TRIMMED = 0.2  # at each end
 
 
 def over_others(times: Sequence[float]) -> list[float]:
-    """Return each time less the median of all others; there are at least two."""
+    """Return each time minus the median of all others; there are at least two times."""
     order = sorted(range(len(times)), key=times.__getitem__)
     middle, is_even = divmod(len(times) - 1, 2)[0], len(times) % 2 == 1
     found = [0.0] * len(times)

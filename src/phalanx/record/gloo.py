@@ -23,7 +23,7 @@ from phalanx import _torch
 from phalanx.record import sites, writer
 
 _WORLD = "default"
-_HOOK = 0x7068616C  # torch keeps hooks by numbers; those of others are small
+_HOOK = 0x7068616C  # torch identifies hooks by numbers; others use small ones
 _OPS = {
     "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce", "BARRIER": "barrier", "BROADCAST": "broadcast",
     "REDUCE": "reduce", "REDUCE_SCATTER": "reduce_scatter", "REDUCE_SCATTER_BASE": "reduce_scatter",
@@ -33,12 +33,12 @@ _OPS = {
 }  # fmt: skip
 
 _awaited: dict[int, tuple[Any, int]] = {}
-"""Works of calls that wait for them, by their identity, each with its event."""
+"""Works that a call waits for, by identity, each with its event."""
 
 
 @functools.cache
 def watch() -> None:
-    """Record what the groups of Gloo do that this process makes from here on."""
+    """Record the collectives of all groups of Gloo that this process creates from now on."""
     from torch.distributed import ProcessGroup, Work, is_available
 
     if is_available() and hasattr(ProcessGroup, "register_pre_hook"):
@@ -57,11 +57,11 @@ def _ending(wait: Callable[..., Any]) -> Callable[..., Any]:
         key = id(work)
         try:
             done = wait(work, *args, **named)
-        except BaseException:  # the event stays open, and shows where the rank was
+        except BaseException:  # the open event shows where the rank was
             _awaited.pop(key, None)
             raise
         finally:
-            del work  # the traceback keeps this frame, and a kept work would keep the engine's threads
+            del work  # a traceback keeps this frame, and with it the work and the engine's threads
         if (found := _awaited.pop(key, None)) is not None:
             writer.end(found[1])
         return done
@@ -92,22 +92,22 @@ def _is_gloo(group: Any) -> bool:
     import torch
     import torch.distributed as dist
 
-    if type(group) is not dist.ProcessGroup:  # ours, or none of which this rank is a member
+    if type(group) is not dist.ProcessGroup:  # a group of ours, or one without this rank
         return False
     backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config(group)).split(",")}
     return backends == {"gloo"} and isinstance(_torch.get_backend(group, torch.device("cpu")), dist.ProcessGroupGloo)
 
 
 class _Group:
-    """Records the collectives of one group, which it numbers from 1 as the ranks call them."""
+    """Records the collectives of one group, numbered from 1 in the order of the calls."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._num_calls = 0
-        self._called: dict[int, int] = {}  # events of calls that torch is about to make, by torch's numbers
+        self._called: dict[int, int] = {}  # events of calls that torch is about to make, by torch's operation ids
 
     def record(self, group: Any) -> None:
-        writer.end(writer.begin_collective("join", 0, self._name, 0, 0, ""))  # by which its members are known
+        writer.end(writer.begin_collective("join", 0, self._name, 0, 0, ""))  # makes this rank known as a member
         group.register_pre_hook(_HOOK, self._begin)
         group.register_post_hook(_HOOK, self._end)
         atexit.register(_leave, weakref.ref(group))
@@ -134,7 +134,7 @@ class _Group:
 
 
 def _end_what_is_over() -> None:
-    """End the events of calls that have waited in native code, of which Python hears nothing."""
+    """End the events of calls that waited in native code, which Python does not notice."""
     for work, event in [*_awaited.values()]:
         if work.is_completed():
             _awaited.pop(id(work), None)
@@ -142,7 +142,7 @@ def _end_what_is_over() -> None:
 
 
 def _leave(group: Callable[[], Any]) -> None:
-    """Take the hooks from a group if that is still there: torch frees some groups when Python has ended already."""
+    """Remove the hooks from a group that still exists: torch frees some groups after Python has ended."""
     _awaited.clear()
     if (found := group()) is not None:
         found.unregister_pre_hook(_HOOK)

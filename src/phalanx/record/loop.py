@@ -15,7 +15,7 @@ from phalanx.record import writer
 class Loop:
     """Records the steps of a model that is trained by hand: each from its first forward pass to the next step's.
 
-    A model calls these in turn. While a trainer tells what it does, nothing is recorded here.
+    A model calls these methods in turn. While a Trainer records steps and phases, nothing is recorded here.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Loop:
         self._has_averaged = True
 
     def begin_forward(self) -> None:
-        """A forward pass with gradients begins, the first since they were averaged or a further one."""
+        """Record that a forward pass with gradients begins, the first since they were averaged or another one."""
         if writer.is_told:
             return
         if self._has_averaged:
@@ -35,17 +35,17 @@ class Loop:
         self._begin("forward")
 
     def begin_backward(self) -> None:
-        """A backward pass begins whose gradients are averaged."""
+        """Record that a backward pass begins whose gradients are averaged."""
         if not writer.is_told:
             self._begin("backward")
 
     def end_phase(self) -> None:
-        """The forward or backward pass has ended."""
+        """Record that the forward or backward pass has ended."""
         writer.end(self._phase)
         self._phase = 0
 
     def end_averaging(self) -> None:
-        """The backward pass has ended, and gradients are averaged: what follows is the optimizer's."""
+        """Record that the backward pass has ended and gradients are averaged: the optimizer follows."""
         self.end_phase()
         self._has_averaged = True
 
@@ -55,5 +55,5 @@ class Loop:
 
 
 def loading() -> AbstractContextManager[None]:
-    """Return a context for a wait of a loop by hand for its data."""
+    """Return a context that records how long a manual loop waits for its data."""
     return contextlib.nullcontext() if writer.is_told else writer.phase("load data")

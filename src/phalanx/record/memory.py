@@ -17,9 +17,9 @@ from phalanx.wire.files import free_pages
 
 
 class BoxMemory:
-    """Room for one box for each rank on this host, in the order of local ranks.
+    """Memory for one box of each rank on this host, in the order of local ranks.
 
-    Without memory or descriptors there is none, and the ranks record in memory of their own.
+    If memory or descriptors are short, there is none, and each rank records in its own memory.
     """
 
     def __init__(self, num_boxes: int) -> None:
@@ -33,7 +33,7 @@ class BoxMemory:
                 self.close()
 
     def places(self, num_boxes: int) -> list[tuple[int, int]]:
-        """Return the open file and the offset of each of the first boxes; none where there is no memory."""
+        """Return the open file and the offset of each of the first boxes; empty if there is no memory."""
         return [(self._fd, number * BOX_BYTES) for number in range(num_boxes)] if self._fd >= 0 else []
 
     @property
@@ -42,7 +42,7 @@ class BoxMemory:
         return f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
 
     def save(self, folder: Path) -> None:
-        """Write each box into a file of its own, and make room for ranks to come.
+        """Write each box into its own file, and clear the memory for the next ranks.
 
         Raises:
             OSError: The folder or a file can't be written.
@@ -53,7 +53,7 @@ class BoxMemory:
             save_boxes(self._fd, folder)
         finally:
             with contextlib.suppress(OSError):
-                # Mapped by ranks that are kept: no page may be missing.
+                # Kept ranks still map it, so the file must keep its size.
                 free_pages(self._fd, 0, self._num_boxes * BOX_BYTES)
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ def note_preempted() -> None:
 
 
 def note_end_for_restart() -> None:
-    """Let the supervisor know that this rank ends for a planned restart, of which another host may have told it."""
+    """Let the supervisor know that this rank ends for a planned restart, which another host may have announced."""
     _note(_RESTARTS)
 
 
@@ -49,14 +49,14 @@ def note_checkpoints(folder: str) -> None:
 
 
 def words_of_checkpoints(rank_folder: str) -> str:
-    """Return what is on disk of what the rank of that folder saves; empty if it has not told where that is."""
+    """Return which checkpoint of the rank's job is the newest on disk; empty if it has not said where they are."""
     with contextlib.suppress(OSError, UnicodeDecodeError), open(os.path.join(rank_folder, _CHECKPOINTS)) as file:
         return words_on_disk(file.read())
     return ""
 
 
 def words_on_disk(checkpoints: str) -> str:
-    """Return which checkpoint of a folder is the newest."""
+    """Return which checkpoint of a folder is the newest, in words."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(checkpoints, "latest")) as file:
         return f"the newest checkpoint on disk is that of step {int(file.read().rpartition('-')[2])}"
     return "no checkpoint is on disk"

@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 
 LAUNCH_LOG = "launch.log"
-"""Of what the launcher says, and the processes that fork ranks."""
+"""Log of the launcher, and of the processes that fork ranks."""
 NUM_KEPT = 20
-"""Number of runs of a script whose logs are kept where nobody has said where they are to be."""
-_BASE, _TRAINERS = "logs", "runs"  # folders that hold those of runs, and those in which Trainers train by default
+"""Number of runs of a script whose logs are kept in the default folder."""
+_BASE, _TRAINERS = "logs", "runs"  # default parents of run folders, and of Trainers' folders
 _OWN = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")  # the name of a run's folder
 _PART = re.compile(r"attempt_\d+|blackbox")  # of a folder in it
 
@@ -27,8 +27,8 @@ class RunFolder:
         command: Command of a rank, from which the name comes.
 
     Attributes:
-        path: Relative where `log_dir` is, so that it reads well.
-        note: Reason for which the logs are not where they were wanted; empty when they are.
+        path: Path of the folder, relative if `log_dir` is.
+        note: Reason why the logs are elsewhere than wanted; empty if they are not.
     """
 
     def __init__(self, log_dir: str, command: Sequence[str]) -> None:
@@ -52,9 +52,9 @@ class RunFolder:
             _remove_old(base)
 
     def rank_folder(self, attempt: int, rank: int) -> str:
-        """Return the folder of one rank's logs, made now; where the disk is full, it may be missing."""
+        """Create and return the folder of one rank's logs; on a full disk it may be missing."""
         path = os.path.join(self.path, f"attempt_{attempt}", f"rank_{rank}")
-        with contextlib.suppress(OSError):  # a job that goes on after a loss is not to end for its logs
+        with contextlib.suppress(OSError):  # a job that survived a loss must not fail because of its logs
             os.makedirs(path, exist_ok=True)
         return path
 
@@ -71,8 +71,8 @@ def _lock(path: str) -> int:
 
 
 def _remove_old(base: str) -> None:
-    """Remove what launchers have written into the folders of old runs that are over; other files stay."""
-    import shutil  # most runs do without
+    """Remove what launchers wrote into the folders of old runs that have ended; other files stay."""
+    import shutil  # most runs do not need it
 
     with contextlib.suppress(OSError):
         for name in sorted(filter(_OWN.fullmatch, os.listdir(base)))[:-NUM_KEPT]:
@@ -89,7 +89,7 @@ def _remove_old(base: str) -> None:
 
 
 def _make_new(path: str) -> str:
-    """Make a folder that is ours alone, also where other hosts share its parent and have equal pids."""
+    """Create a folder that only this run uses, even if other hosts share its parent and have equal pids."""
     for number in itertools.count(2):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path if number == 2 else f"{path}-{number - 1}")
@@ -103,7 +103,7 @@ def base_of(log_dir: str, command: Sequence[str]) -> str:
 
 
 def logs_of(name: str, where: str = "") -> str:
-    """Return the folder of the runs of the script of that name that are started in a folder."""
+    """Return the folder for runs of the script of that name, started in the folder `where`."""
     return os.path.join(where, _BASE, name)
 
 

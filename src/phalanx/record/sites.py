@@ -20,16 +20,16 @@ _SKIPPED = (
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 IN_THREAD = ", in thread "
-"""Stands in a site before the name of a thread that runs no line of the script."""
+"""Separates a site from the name of a thread that runs no line of the script."""
 
-# How the file of a function is shown, "" for those that are passed over. By identity, since the hash of a code object
-# costs as much as the rest of the call together; each entry keeps its function, so that no other takes the number.
+# The displayed file of each function, "" for skipped ones. Keyed by identity, because hashing a code object costs as
+# much as the rest of the call; each entry keeps its function alive, so that its id is not reused.
 _shown: dict[int, tuple[str, CodeType]] = {}
 
 
 def shown_file(code: CodeType) -> str:
-    """Return how the file of a code object is shown; empty if it is torch's, ours or the standard library's."""
-    path = printable(code.co_filename)  # a name need not be UTF-8, and may hold what would control a terminal
+    """Return the displayed file of a code object; empty if it is torch's, ours or the standard library's."""
+    path = printable(code.co_filename)  # a name need not be UTF-8, and may hold control characters
     if path.startswith((*_SKIPPED, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path):
         return ""
     try:
@@ -42,7 +42,7 @@ def shown_file(code: CodeType) -> str:
 def call_site(frame: FrameType | None = None) -> str:
     """Return "file.py:line" of the innermost frame outside torch, phalanx and the standard library.
 
-    In a thread of a library there may be none: then it is torch's innermost line, with the name of the thread.
+    A library's thread may have none: then the site is torch's innermost line, with the name of the thread.
 
     Args:
         frame: Frame at which to start; None: the caller's. A thread about which others may ask leaves its frame with

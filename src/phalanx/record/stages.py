@@ -20,14 +20,14 @@ from typing import NamedTuple
 from phalanx.record.box import Box, Event
 
 NO_STEP = -1
-"""The step of a stage where no steps are recorded."""
+"""Step of a stage if no steps are recorded."""
 _MAX_PENDING = 1024  # collectives that not all ranks have left
 
 Call = tuple[str, int]  # group and number
 
 
 class Stage(NamedTuple):
-    """What all ranks did before one collective, or before several that overlap.
+    """The work of all ranks before one collective, or before several that overlap.
 
     Attributes:
         step: Number of the optimizer step; `NO_STEP` if none is recorded.
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
         span_ns: Typical time from leaving one collective to leaving the next: median over the ranks.
         phases_ns: The part of `busy_ns` that each rank spent in a phase, by the phase's name.
         ended_ns: Time at which the rank of the highest number left the collective, by its own clock.
-        is_after_gap: Whether something before it is not known.
+        is_after_gap: Whether something before it is unknown.
     """
 
     step: int
@@ -56,11 +56,11 @@ class _Phase:
 
 
 class _Rank:
-    """What one rank has told, as far as it is still needed."""
+    """The record of one rank, as far as it is still needed."""
 
     def __init__(self) -> None:
         self.groups: set[str] = set()
-        self.hides_waits = False  # it calls collectives of whose end nothing is known
+        self.hides_waits = False  # it calls collectives whose end is not recorded
         self.left_ns = 0  # when it left the last collective
         self.arrived_ns = 0  # its arrival at the newest collective of the present stage
         self.leaves_ns = 0  # when it left all collectives of the present stage
@@ -72,7 +72,7 @@ class _Rank:
         self._steps: deque[tuple[int, int]] = deque()
 
     def news(self, box: Box) -> Iterable[Event]:
-        """Yield the collectives that have ended since the last call; take in steps and phases."""
+        """Yield the collectives that have ended since the last call; note steps and phases."""
         for event in box.events:
             number = event.number
             if number < self._next and number not in self._open:
@@ -95,7 +95,7 @@ class _Rank:
             self._give_up_before(box.events[0].number)
 
     def _give_up_before(self, oldest: int) -> None:
-        """Forget what had not ended, and has been overwritten: nobody will tell when it does."""
+        """Forget unfinished events that were overwritten: their end will never be known."""
         self._open = {number for number in self._open if number >= oldest}
         for number in [number for number in self._open_phases if number < oldest]:
             phase = self._open_phases.pop(number)
@@ -111,7 +111,7 @@ class _Rank:
             self._open_phases[event.number] = phase
 
     def step_at(self, time_ns: int) -> int:
-        """Return the step that had begun last at a time; times ascend from call to call."""
+        """Return the last step that had begun at a time; times ascend from call to call."""
         while self._steps and self._steps[0][0] <= time_ns:
             self.step = self._steps.popleft()[1]
         return self.step
@@ -130,7 +130,7 @@ class _Rank:
 
 
 class Stages:
-    """Makes stages of what the ranks of these boxes record, as it comes."""
+    """Builds stages from the boxes of ranks, incrementally."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._states = [_Rank() for _ in boxes]
@@ -150,7 +150,7 @@ class Stages:
         return [] if any(state.hides_waits for state in self._states) else self._complete()
 
     def _complete(self) -> list[Stage]:
-        """Take what all ranks have left out of the calls, in order; pass over what can't be completed any more."""
+        """Remove the calls that all ranks have left, in order; drop those that can no longer be completed."""
         stages = []
         newest = {group: seq for (group, seq), events in self._calls.items() if None not in events}
         num_extra = len(self._calls) - _MAX_PENDING
@@ -170,7 +170,7 @@ class Stages:
         return stages
 
     def _forget(self) -> None:
-        """Begin anew behind a gap: nobody knows what was done before the next collective."""
+        """Start over after a gap: the work before the next collective is unknown."""
         self._has_gap, self._present = True, None
         for state in self._states:
             state.left_ns = state.leaves_ns = 0

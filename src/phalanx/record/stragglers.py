@@ -20,10 +20,10 @@ from phalanx.record.excess import BLOCK, LEAST_BLOCKS, LEAST_STEPS, excesses, is
 from phalanx.record.stages import NO_STEP, Stage, Stages
 
 MOST_STEPS = 1000
-"""Steps that a ledger remembers."""
+"""Number of steps that a ledger remembers."""
 
 _MAX_STAGES = 8 * MOST_STEPS
-_JITTER = 0.05  # share of the time that ranks wait without one to blame, from which on it is said
+_JITTER = 0.05  # share of time that ranks wait without a single culprit, above which that is reported
 _REST = "outside of phases"
 _WHAT = {
     "load data": "data loading", "forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer step",
@@ -33,11 +33,11 @@ _WHAT = {
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What one rank has cost the others.
+    """The cost of one rank to the others.
 
     Attributes:
-        cost: Time that it computes longer than the median of the others, as a share of a step; may be negative.
-        awaited_s: Seconds that the others waited for it, all together.
+        cost: Compute time beyond the median of the others, as a share of a step; may be negative.
+        awaited_s: Total seconds that the others waited for it.
         phase: Phase in which it loses the most if it is named, or "before OP at LINE" where none is recorded.
         ratio: Time in that phase, divided by the median of the others'; infinite where they take none.
         is_named: Whether it is slower, and not by chance; see `excess`.
@@ -64,13 +64,13 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a ledger says of the steps that it remembers.
+    """Result of a ledger for the steps that it remembers.
 
     Attributes:
-        kind: "rank" (one), "ranks" (several), "host" (all of one host), "jitter" (another one each time), "even"
-            (nobody waits long), "unknown" (too few steps, or a single rank).
+        kind: "rank" (one), "ranks" (several), "host" (all of one host), "jitter" (a different one each time), "even"
+            (no long waits), "unknown" (too few steps, or a single rank).
         cost: The highest cost of a rank that is named; with "jitter" the share of their time that ranks wait.
-        num_steps: Steps that it is about: optimizer steps if they are recorded, else what repeats itself.
+        num_steps: Number of steps covered: optimizer steps if they are recorded, else repetitions of collectives.
         step_s: Median time of one.
         accounts: One for each rank, in their order.
     """
@@ -87,7 +87,7 @@ class Summary:
         return tuple(sorted((one for one in self.accounts if one.is_named), key=lambda one: -one.cost))
 
     def __str__(self) -> str:
-        """In a sentence: ``rank 2 has cost 9% of the last 1,000 steps; its data loading takes 2.1x the others'``."""
+        """In words, such as ``rank 2 has cost 9% of the last 1,000 steps; its forward pass takes 2.1x the others'``."""
         steps = f"the last {counted(self.num_steps, 'step')}"
         if self.kind == "unknown":
             steps, ranks = counted(self.num_steps, "step"), counted(len(self.accounts), "rank")
@@ -134,10 +134,10 @@ class _Step:
 
 
 class Ledger:
-    """Adds up who waits for whom, from boxes that are read as often as one likes.
+    """Accumulates who waits for whom, from boxes that are read at any intervals.
 
     Args:
-        window_s: Time of which it speaks, back from the newest step.
+        window_s: Length of the time covered, back from the newest step.
     """
 
     def __init__(self, window_s: float = math.inf) -> None:
@@ -152,7 +152,7 @@ class Ledger:
         self._kept: deque[Stage] = deque(maxlen=_MAX_STAGES)
 
     def add(self, boxes: Iterable[Box]) -> None:
-        """Take in what is new in the boxes of all ranks; where the ranks are not those of last time, begin anew.
+        """Add what is new in the boxes of all ranks; start over if the ranks are not the previous ones.
 
         Args:
             boxes: Boxes of the ranks of one host or of several, whole or as `Tail` reads them.
@@ -163,7 +163,7 @@ class Ledger:
         self._kept.extend(self._stages.add(given))
 
     def summary(self) -> Summary:
-        """Return who has cost how much lately, and whether one of them is to blame."""
+        """Return the recent cost of each rank, and which ranks are to blame."""
         stages = self._recent()
         steps = list(_steps(stages))[-MOST_STEPS:]
         step_ns = statistics.median(step.span for step in steps) if steps else 0
@@ -220,7 +220,7 @@ class _Look:
         return is_clear(self._by_rank[place], len(self._by_rank))
 
     def slow_phase(self, place: int) -> tuple[str, float]:
-        """Return the phase in which a rank loses the most, and how many times as long it takes there as the others."""
+        """Return the phase in which a rank loses the most time, and its ratio to the others' time there."""
         names = dict.fromkeys(name for step in self.steps for name in step.phases)
         if any(not name.startswith("before ") for name in names):
             names[_REST] = None
@@ -235,13 +235,13 @@ class _Look:
 
 
 def _added_up(steps: Sequence[_Step]) -> list[_Step]:
-    """Return the sums of every `BLOCK` steps; what is left at the beginning is dropped."""
+    """Return the sums of every `BLOCK` steps; the remainder at the beginning is dropped."""
     first = len(steps) % BLOCK
     return [sum(steps[at + 1 : at + BLOCK], steps[at]) for at in range(first, len(steps), BLOCK)]
 
 
 def _awaited(stages: Sequence[Stage]) -> tuple[list[float], float]:
-    """Return how many seconds all others waited for each rank, and the share of their time that ranks waited."""
+    """Return the seconds that others waited for each rank, and the share of time that ranks waited."""
     num_ranks = len(stages[0].busy_ns)
     awaited_ns, span_ns = [0] * num_ranks, 0
     for stage in stages:
@@ -256,9 +256,9 @@ def _sums(one: Sequence[int], other: Sequence[int]) -> list[int]:
 
 
 def _steps(stages: Sequence[Stage]) -> Iterator[_Step]:
-    """Yield the steps that are known from their beginning to their end.
+    """Yield the steps that are known from beginning to end.
 
-    Where none are recorded, a step ends with the collective for which ranks compute the most.
+    If none are recorded, a step ends with the collective for which ranks compute the most.
     """
     is_numbered = any(stage.step != NO_STEP for stage in stages)
     work: Counter[tuple[str, int, str]] = Counter()

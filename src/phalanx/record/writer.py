@@ -22,7 +22,7 @@ from phalanx.host.processes import process_of
 from phalanx.record.box import MEMORY, MEMORY_NAME, OPS
 
 _core: Any = None
-with contextlib.suppress(ImportError, OSError):  # a system without the core, on which training goes on with Gloo
+with contextlib.suppress(ImportError, OSError):  # without the core, training works on Gloo
     from phalanx import _core
 
 _COLLECTIVE, _STEP, _PHASE, _NOTE, _CALL = 1, 3, 4, 5, 6  # EventKind of csrc/memory/record.h
@@ -30,22 +30,22 @@ _OP_CODES = {op: code for code, op in enumerate(OPS)}
 _MOST = 2**64 - 1
 
 _notes_warnings = False
-_fd = -1  # of the file with the box, by which others find it
+_fd = -1  # descriptor of the box, by which others find it
 
 is_told: bool = False
-"""Whether a trainer tells steps and phases, so that models and loaders need not: see `telling`."""
+"""Whether a Trainer records steps and phases, so that models and loaders must not; see `telling`."""
 
 
 def begin(rank: int, world_size: int) -> None:
-    """Record what this process does from here on, unless it does so already.
+    """Start recording this process, unless that has begun.
 
-    The box lies in memory of the launcher, which keeps it when all ranks are killed; else in memory of this process,
-    where others may read it as long as this process lives.
+    The box lies in the launcher's memory, which survives the ranks; without a launcher, it lies in memory of this
+    process, where others can read it while this process lives.
     """
     global _fd
     if _core is None or _core.is_recording():
         return
-    with contextlib.suppress(OSError):  # without memory, /proc or descriptors: a job is worth more than its record
+    with contextlib.suppress(OSError):  # no memory, /proc or descriptors: the job matters more than its record
         fd, offset = _place()
         try:
             _core.record_to(fd, offset, rank, world_size)
@@ -57,7 +57,7 @@ def begin(rank: int, world_size: int) -> None:
 
 
 def stop() -> None:
-    """Record no more, until `begin` is called again: this process is about to become another rank."""
+    """Stop recording until `begin` is called again, because this process is about to become another rank."""
     global _fd
     if _core is not None and _core.is_recording():
         _core.stop_recording()
@@ -67,7 +67,7 @@ def stop() -> None:
 
 
 def _note_warnings() -> None:
-    """Note each warning that is shown, once: a forked child that records, too, has this from its parent."""
+    """Record each warning that is shown; a forked child inherits this from its parent."""
     global _notes_warnings
     if _notes_warnings:
         return
@@ -91,7 +91,7 @@ def _note_warnings() -> None:
 def _place() -> tuple[int, int]:
     environ = _env.environment()
     path, local_rank = environ.get(_env.RECORD_VARIABLE, ""), environ.get("LOCAL_RANK", "")
-    if path and local_rank.isdecimal() and _env.is_rank():  # what a rank starts has a box of its own
+    if path and local_rank.isdecimal() and _env.is_rank():  # a rank's child has its own box
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             offset = int(local_rank) * _core.BOX_BYTES
@@ -121,12 +121,12 @@ def end(event: int) -> None:
 
 
 def begin_collective(op: str, dtype: int, group: str, seq: int, num_elems: int, site: str) -> int:
-    """Record that a collective begins which the core does not know as one; return its event, for `end`."""
+    """Record that a collective begins of which the core does not know; return its event, for `end`."""
     return _begin(_COLLECTIVE, _OP_CODES[op] | dtype << 8, group, seq, num_elems, site)
 
 
 def note_call(op: str, group: str, seq: int, num_elems: int, site: str) -> None:
-    """Record that a collective was called of whose end nobody tells."""
+    """Record that a collective was called whose end will not be known."""
     end(_begin(_CALL, _OP_CODES[op], group, seq, num_elems, site))
 
 
@@ -148,7 +148,7 @@ def begin_phase(name: str, step: int = 0, site: str = "") -> int:
 
 @contextlib.contextmanager
 def phase(name: str, step: object = 0, site: str = "") -> Iterator[None]:
-    """Record how long the body takes, under a name such as "checkpoint". A `step` that is no number is left out."""
+    """Record how long the body takes, under a name such as "checkpoint". A `step` that is not a number is ignored."""
     event = begin_phase(name, step if isinstance(step, int) else 0, site)
     try:
         yield
@@ -157,19 +157,19 @@ def phase(name: str, step: object = 0, site: str = "") -> Iterator[None]:
 
 
 def note(words: str, step: int = 0) -> None:
-    """Record something that was said, such as a warning or the last exception."""
+    """Record a message, such as a warning or the last exception."""
     end(_begin(_NOTE, 0, words[:500], step, 0))
 
 
 def note_memory() -> None:
-    """Record how many bytes of memory this process has, what is shared among them."""
+    """Record the resident memory of this process in bytes, including shared memory."""
     if (process := process_of(os.getpid())) is not None:
         end(_begin(_NOTE, 0, MEMORY, 0, process.rss_bytes))
 
 
 @contextlib.contextmanager
 def telling() -> Iterator[None]:
-    """Keep models and loaders from recording steps and phases: the body does it, and knows more of them."""
+    """Keep models and loaders from recording steps and phases, because the body does it and knows more."""
     global is_told
     before, is_told = is_told, True
     try:

@@ -27,9 +27,9 @@ _RESOURCES = tuple(getattr(resource, name) for name in dir(resource) if name.sta
 
 
 def installed_modules(besides: Collection[str] = ()) -> list[str]:
-    """Return the modules of installed packages that this process has imported, first things first.
+    """Return the modules of installed packages that this process has imported, in the order of their import.
 
-    What is being tested, and tests themselves, need not be installed: a process imports them afresh in any case.
+    Tests and the code under test need not be installed: each process imports them anew.
     """
     paths = sysconfig.get_paths()
     folders = {paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()}
@@ -44,10 +44,10 @@ def installed_modules(besides: Collection[str] = ()) -> list[str]:
 
 
 class Settings:
-    """What a spawned process inherits from its parent and a forked one has to be given.
+    """State that a spawned process inherits from its parent, and a forked one must be given.
 
     Attributes:
-        folder: The server's, where this process notes what it has imported.
+        folder: The server's folder, in which this process notes its imports.
     """
 
     def __init__(self, folder: str) -> None:
@@ -61,9 +61,9 @@ class Settings:
         self._ignored = {one for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN}
 
     def obey(self) -> None:
-        """Make this process, a fork of the server, what its parent would have made of a new one."""
+        """Give this fork of the server the state that a new process would have inherited."""
         _forget_server()
-        with contextlib.suppress(OSError):  # a parent in another session
+        with contextlib.suppress(OSError):  # the parent is in another session
             os.setpgid(0, self._group)
         _env.replace_all(self._environ)
         time.tzset()
@@ -83,11 +83,11 @@ class Settings:
         importlib.invalidate_caches()
         draw_anew()
         if plugin := sys.modules.get("phalanx._plugin"):
-            plugin.autoload()  # by the variables that the server had not
+            plugin.autoload()  # by the variables that the server did not have
 
 
 def _forget_server() -> None:
-    """Have multiprocessing know no fork server here: a child that starts one starts its own."""
+    """Make multiprocessing forget the fork server, so that a child starts its own."""
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
@@ -96,7 +96,7 @@ def _forget_server() -> None:
 
 
 class Preparation:
-    """What multiprocessing tells a child before all else, behind `Settings`; unpickled, it is that alone."""
+    """The data that multiprocessing sends a child first, preceded by `Settings`; unpickles to the data."""
 
     def __init__(self, settings: Settings, told: Mapping[str, Any]) -> None:
         self._settings, self._told = settings, dict(told)
@@ -120,7 +120,7 @@ def _prepare(_streams: object, settings: Settings, told: dict[str, Any]) -> dict
 
 
 class Child:
-    """Stands for a process object where multiprocessing runs it."""
+    """Stand-in for a process object that multiprocessing runs."""
 
     def __init__(self, process: Any, folder: str, *, runs_exit_functions: bool) -> None:
         self._process, self._folder, self._runs_exit_functions = process, folder, runs_exit_functions
@@ -128,7 +128,7 @@ class Child:
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         code: int = self._process._bootstrap(parent_sentinel)
         _note_imports(self._folder)
-        if self._runs_exit_functions:  # which a spawned process does at its end, and a fork leaves out
+        if self._runs_exit_functions:  # a spawned process runs them at its end, a fork does not
             with contextlib.suppress(BaseException):  # printed
                 atexit._run_exitfuncs()
         multiprocessing_util._flush_std_streams()  # type: ignore[attr-defined]
@@ -136,21 +136,21 @@ class Child:
 
 
 class Nobody:
-    """Child that does nothing: whoever starts it learns that the server has imported what it was asked to."""
+    """Child that does nothing; its start shows that the server has finished its imports."""
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         return 0
 
 
 def _note_imports(folder: str) -> None:
-    """Tell the parent what this process has imported that the server had not: the server will."""
+    """Tell the parent which modules only this process has imported, so that the server imports them, too."""
     if names := installed_modules(imported_by_server):
         with contextlib.suppress(OSError):
             append_line(os.path.join(folder, "imported"), json.dumps(names))
 
 
 def append_line(path: str, line: str) -> None:
-    """Append a line to a file, whole, whoever else does."""
+    """Append a line to a file atomically."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(fd, f"{line}\n".encode())
@@ -159,9 +159,9 @@ def append_line(path: str, line: str) -> None:
 
 
 imported_by_server: set[str] = set()
-"""Modules that the server had imported when this process was forked."""
+"""Modules that the server had imported before this process was forked."""
 
 
 def note_imported_by_server(names: Iterable[str]) -> None:
-    """Note what need not be told to the parent."""
+    """Note modules that the parent need not hear about."""
     imported_by_server.update(names)

@@ -40,24 +40,24 @@ from phalanx.wire.sockets import keep_paths_short
 
 _PRELOAD = "phalanx.testing.fast_server"
 _READ_BY_INTERPRETER = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LANGUAGE|LC_.*")
-_OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # which a package that reads it would not find in a server
+_OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # different for each test, so it must not choose the server
 _MEASURED_BY = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
 _MAX_SERVERS = 4  # at a time
-_MAX_STARTS = 16  # in a session: more often the environment changes so much that servers cost more than they save
+_MAX_STARTS = 16  # in a session: beyond that, servers cost more than they save
 
 _METHODS: dict[str, Any] = {"spawn": context.SpawnProcess, "forkserver": context.ForkServerProcess}
 
 
 class _Stays(Exception):
-    """The process has to be started as it is; says why."""
+    """The process must be started normally; the message says why."""
 
 
 class _Server:
-    """One process that children are forked from.
+    """A process from which children are forked.
 
     Attributes:
-        read: Variables that its packages have read while they were imported, and their values.
-        readers: Modules that have read one, or were importing one that has, by variable.
+        read: Environment variables that its packages read during import, with their values.
+        readers: Modules that read a variable, or imported one that did, by variable.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -85,13 +85,13 @@ class _Server:
             raise
 
     def ask_for(self, modules: Sequence[str]) -> None:
-        """Have it import more modules, unless it has."""
+        """Make it import more modules, unless it has."""
         if new := [name for name in modules if name not in self._asked]:
             self._write_wanted(new)
             self._await_imports()
 
     def learned(self) -> list[str]:
-        """Return what its children have imported that it had not."""
+        """Return the modules that only its children have imported."""
         with contextlib.suppress(OSError), open(os.path.join(self.folder, "imported")) as file:
             return [name for line in file for name in json.loads(line)]
         return []
@@ -106,18 +106,18 @@ class _Server:
         return any(map(children_of, children_of(self._forks._forkserver_pid)))
 
     def connect(self, fds: list[int]) -> tuple[int, int]:
-        """Have it fork; return the descriptors of its status and of what the child reads."""
+        """Make it fork; return the descriptors of its status and of the child's input."""
         ended = _Stays("the process that others are forked from has ended")
         if not self.lives:
             raise ended
         try:
             status, data = self._forks.connect_to_new_process(fds)
-        except (ConnectionError, FileNotFoundError):  # its reaper has not seen its end yet
+        except (ConnectionError, FileNotFoundError):  # its reaper has not noticed its end yet
             raise ended from None
         return status, data
 
     def close(self) -> None:
-        """End it, and all that is below it."""
+        """End it, and all its children."""
         if self.lives:
             os.kill(self._forks._forkserver_pid, signal.SIGKILL)  # its reaper: the kernel ends the server then
         with contextlib.suppress(OSError, TypeError):
@@ -132,10 +132,10 @@ class _Server:
         os.replace(f"{path}.new", path)
 
     def _await_imports(self) -> None:
-        """Return once it has imported what it was asked to.
+        """Return once it has imported the requested modules.
 
         Raises:
-            _LeftOut: It has ended, because of one of the packages.
+            _LeftOut: It has ended because of one of the packages.
         """
         status, data = self.connect([])
         try:
@@ -159,7 +159,7 @@ class _Server:
 
 
 class _LeftOut(Exception):
-    """A server has ended because of a package that it may not import; `args` are its name, if it is known, and why."""
+    """A server has ended because of a package that it must not import; `args` are its name, if known, and why."""
 
 
 def _is_own(name: str) -> bool:
@@ -167,23 +167,23 @@ def _is_own(name: str) -> bool:
 
 
 class _Servers:
-    """The servers of this process, one for each environment that their packages have read; none before it is needed."""
+    """The servers of this process, started on demand: one for each environment that their packages read."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._servers: dict[_Server, object] = {}  # with what it was started under; the last used last
+        self._servers: dict[_Server, object] = {}  # with the key of its environment; most recently used last
         self._wanted: dict[str, None] = {}
         self._left_out: set[str] = set()
-        self._unfit: list[tuple[object, str]] = []  # under what no process can be forked from another, and why
-        self._varying: set[str] = set()  # modules that read what changes again and again: each process imports them
+        self._unfit: list[tuple[object, str]] = []  # environments in which no server works, and why
+        self._varying: set[str] = set()  # modules that read frequently changing variables: each process imports them
         self._num_starts = 0
         self.notes: dict[str, None] = {}
 
     def find(self) -> _Server:
-        """Return a server whose forks are as new processes would be here.
+        """Return a server whose forks are equivalent to new processes.
 
         Raises:
-            _Stays: There can't be one; says why.
+            _Stays: There can't be one.
         """
         with self._lock:
             environ = _env.environment()
@@ -233,7 +233,7 @@ class _Servers:
         return [name for name in known if name.partition(".")[0] not in self._left_out]
 
     def _leave_out_readers(self, servers: Sequence[_Server], environ: Mapping[str, str]) -> None:
-        """Leave out modules that read a variable which has had two other values, each with a server of its own."""
+        """Leave out modules that read a variable of which two other values already have servers."""
         for name in {name for server in servers for name in server.read}:
             others = {server.read[name] for server in servers if name in server.read} - {environ.get(name)}
             readers = {reader for server in servers for reader in server.readers.get(name, ())} - self._varying
@@ -269,10 +269,10 @@ def _listed(modules: Collection[str]) -> str:
 
 
 def _key(environ: Mapping[str, str]) -> object:
-    """Return what a new process takes from its parent that a fork can't be given."""
+    """Return the inherited state that a fork can't be given."""
     read = {name: value for name, value in environ.items() if _READ_BY_INTERPRETER.fullmatch(name)}
     flags = tuple(util._args_from_interpreter_flags())  # type: ignore[attr-defined]
-    cpus = os.sched_getaffinity(0)  # of which OpenMP makes its number of threads
+    cpus = os.sched_getaffinity(0)  # they set the number of threads of OpenMP
     return {**read, **relevant(environ)}, flags, spawn.get_executable(), cpus, os.getsid(0)
 
 
@@ -286,7 +286,7 @@ def _has_cuda() -> bool:
 
 
 class _Popen(popen_forkserver.Popen):
-    """A process that was forked from a server; in all else one of the method's own."""
+    """A process forked from a server; otherwise like one of the start method."""
 
     _fds: list[int]
 
@@ -306,7 +306,7 @@ class _Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         self.sentinel, data = self._server.connect(self._fds)
-        alive = os.dup(data)  # by which the child sees the end of its parent
+        alive = os.dup(data)  # lets the child notice the end of its parent
         self.finalizer = util.Finalize(self, util.close_fds, (alive, self.sentinel))  # type: ignore[attr-defined]
         with open(data, "wb") as file:
             file.write(buffer.getbuffer())
@@ -318,7 +318,7 @@ _originals: dict[str, Any] = {}
 
 
 def begin() -> None:
-    """Fork from a server, from now on, what this process starts by spawn or forkserver; again: nothing happens."""
+    """From now on, fork from a server what this process starts by spawn or forkserver. Idempotent."""
     global _servers
     if _servers is not None or not sys.platform.startswith("linux"):
         return
@@ -329,10 +329,10 @@ def begin() -> None:
 
 
 def end() -> list[str]:
-    """End what `begin` has begun, and what still runs below a server.
+    """Undo `begin`, and end what still runs below a server.
 
     Returns:
-        Lines that say what was started as ever, and why.
+        Lines that say what was started normally, and why.
     """
     global _servers
     if _servers is None:
@@ -360,10 +360,10 @@ def _start_by(method: str) -> Any:
 
 
 class Plugin:
-    """What pytest is told with ``--fast-ranks``.
+    """The pytest plugin of ``--fast-ranks``.
 
     Args:
-        config: pytest's.
+        config: Configuration of pytest.
     """
 
     def __init__(self, config: Any) -> None:
@@ -372,7 +372,7 @@ class Plugin:
 
     def pytest_sessionstart(self) -> None:
         if not sys.platform.startswith("linux"):
-            self._lines["it needs Linux; processes are started as ever"] = None
+            self._lines["it needs Linux; processes are started normally"] = None
         begin()
 
     def pytest_sessionfinish(self) -> None:

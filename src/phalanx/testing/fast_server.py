@@ -24,7 +24,7 @@ from phalanx.launch.processes.pages import share_pages
 from phalanx.launch.processes.reaper import fork_server
 from phalanx.testing.fast_child import note_imported_by_server
 
-_DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/render")  # what CUDA, ROCm and oneAPI open, and keep open
+_DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/render")  # CUDA, ROCm and oneAPI keep these open
 
 
 class _Server:
@@ -36,7 +36,7 @@ class _Server:
         self._num_threads = 1
 
     def look(self) -> None:
-        """Import what is asked for, if anything is; called before each fork."""
+        """Import requested modules, if there are any; called before each fork."""
         wanted = os.path.join(self._folder, "wanted")
         if self._is_importing or not os.path.exists(wanted):
             return
@@ -62,7 +62,7 @@ class _Server:
         imports = Imports()
         with imports.noted({}):
             for name in names:
-                with contextlib.suppress(BaseException):  # it fails in the child as well, or isn't needed there
+                with contextlib.suppress(BaseException):  # it fails in the child as well, or the child doesn't need it
                     importlib.import_module(name)
                 if (num_threads := _num_threads()) > self._num_threads:
                     self._num_threads = _num_threads_after_fork()
@@ -96,7 +96,7 @@ def _num_threads() -> int:
 
 
 def _num_threads_after_fork() -> int:
-    """Return how many threads are left after a fork: OpenBLAS ends its own before, and starts them again at use."""
+    """Return how many threads remain after a fork: OpenBLAS ends its own before, and restarts them when used."""
     if not (pid := os.fork()):
         os._exit(0)
     os.waitpid(pid, 0)
@@ -104,7 +104,7 @@ def _num_threads_after_fork() -> int:
 
 
 def _has_touched_device() -> bool:
-    """Return whether a driver was initialized: some packages only load its library."""
+    """Return whether a driver was initialized; some packages only load its library."""
     return any(target.startswith(_DEVICES) for target in open_files().values())
 
 

@@ -82,7 +82,7 @@ class Group:
             "tcp": f"tcp://127.0.0.1:{_env.environment()['MASTER_PORT']}",
             "env": "env://",
         }
-        # Gloo's init returns on one rank while another still connects: if the first ends at once, the other fails.
+        # Gloo's init may return while another rank still connects, which then fails if this rank ends at once.
         lent = _env.export({"TORCH_DIST_INIT_BARRIER": "1"}) if "gloo" in (self.backend or "") else ()
         dist.init_process_group(
             self.backend,

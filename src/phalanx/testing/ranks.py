@@ -19,7 +19,7 @@ from phalanx.testing.rank import group_in_folder, run_in_group
 from phalanx.testing.results import ends_session, result_of
 
 HELD = "held by a debugger"
-"""Point that a rank reaches with True when a debugger opens, and with False when it lets the rank go on."""
+"""Point that a rank reaches with True when a debugger opens, and with False when it resumes the rank."""
 _MAX_ROWS = 400  # of a failure: pytest shows what it has caught once
 
 
@@ -213,7 +213,7 @@ class Ranks:
     def wait(self, timeout_s: float, *, stop_at_failure: bool, before_kill: Callable[[], None] | None = None) -> None:
         """Wait for the ranks as `join` does, and raise nothing.
 
-        Time does not count while a debugger holds a rank, which says so by ``reached(HELD, True)``.
+        Time does not count while a rank is in a debugger, which it reports by ``reached(HELD, True)``.
 
         Args:
             timeout_s: Seconds after which ranks that have not ended are killed.

@@ -15,14 +15,14 @@ _RESULTS = ("skip", "xfail", "exit")  # of pytest's functions; what fail() raise
 
 
 def make_portable(error: BaseException) -> None:
-    """Make what pytest's functions raise fit to be pickled: those classes don't say where they are."""
+    """Make the exceptions of pytest's functions picklable: their classes can't be found by name."""
     for name in (*_RESULTS, "fail"):
         if type(error) is _raised_by(name):
             copyreg.pickle(type(error), _reduce)
 
 
 def result_of(outcomes: Sequence[Ending]) -> BaseException | None:
-    """Return what a rank has raised about the test as a whole, None if there is nothing, or another rank has failed.
+    """Return what a rank raised about the whole test; None if there is nothing, or another rank has failed.
 
     Victims of the rank that left, and ranks that still wait for it, have not failed. Ranks with such a result are
     marked as `Ending.skipped`, so that none is taken for the cause of another's failure.

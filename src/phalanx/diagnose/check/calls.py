@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from phalanx._text import counted, named
 from phalanx.record.box import Box, Event
 
-_SAME_SIZE = ("broadcast", "all_reduce", "reduce")  # operations to which each rank brings as many elements
+_SAME_SIZE = ("broadcast", "all_reduce", "reduce")  # operations in which every rank passes the same number of elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Call:
 
     Attributes:
         seq: Number in its group; of a message, the peer's rank in the group + 1.
-        num_elems: Elements that this rank brings or takes.
-        began_ns: Time of its begin, by the host's monotonic clock.
+        num_elems: Number of elements that this rank passes or receives.
+        began_ns: Time at which it began, by the host's monotonic clock.
         is_open: Whether it has not returned.
     """
 
@@ -38,7 +38,7 @@ class Call:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What has to be the same on every rank."""
+        """The facts on which all ranks must agree."""
         return self.op, self.num_elems if self.op in _SAME_SIZE else 0
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ def _in_group(group: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What the ranks of a job called.
+    """The calls of a job's ranks.
 
     Attributes:
         calls: Calls of each rank, oldest first.
@@ -90,7 +90,7 @@ class Record:
         return {call.seq: call for call in own if call.group == group and not call.is_message}
 
     def waiting(self) -> dict[int, Call]:
-        """Return the call in which each rank waits, of those that do."""
+        """Return the call in which each waiting rank waits."""
         found = {}
         for rank, calls in self.calls.items():
             if still := [call for call in calls if call.is_open]:
@@ -122,12 +122,12 @@ def first_difference(record: Record, finished: Collection[int] = ()) -> Differen
     """Return where ranks of a group first differ, the earliest of all groups; None if they do not.
 
     Args:
-        finished: Ranks that make no further call: that such a rank has not made one is a difference, too.
+        finished: Ranks that make no further call, so a call that they lack is a difference, too.
     """
     found: list[tuple[int, Difference]] = []
     for group, members in record.members.items():
         made = {rank: record.collectives(rank, group) for rank in members}
-        # A box that is full forgets its oldest calls, and each rank's forgets others.
+        # A full box drops its oldest calls, and each rank drops different ones.
         first = 0 if record.is_whole else max(min(calls, default=0) for calls in made.values())
         for seq in sorted({seq for calls in made.values() for seq in calls if seq >= first}):
             by_key: dict[tuple[str, int] | None, list[int]] = {}
@@ -144,7 +144,7 @@ def first_difference(record: Record, finished: Collection[int] = ()) -> Differen
 
 
 def _said(calls: Mapping[int, Call], seq: int) -> str:
-    """Return what a rank called as number `seq`, or after what it called nothing."""
+    """Return the call of a rank with number `seq`, or its last call before that."""
     if seq in calls:
         return str(calls[seq])
     before = max((number for number in calls if number < seq), default=0)

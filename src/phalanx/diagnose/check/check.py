@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         asked = settings["nproc" if settings["nproc"].is_given else "nproc-per-node"]
         num_ranks = count_local_ranks(asked, read_machine(), _env.environment())[1]
         words = ["--nproc-per-node", str(num_ranks), *words]
-        make_plan(words, _env.environment(), parser)  # refuses what could not be started
+        make_plan(words, _env.environment(), parser)  # refuses a command line that could not start
     except UsageError as error:
         return parser.refuse(error)
     if resumes:
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _nproc_in_front(argv: Sequence[str]) -> list[str]:
-    """Return the command line with a ``--nproc N`` that stands right behind the script before it."""
+    """Return the command line with a ``--nproc N`` that directly follows the script moved in front of it."""
     words = list(argv)
     for at in range(1, len(words)):
         is_script = words[at - 1].endswith(".py") and not words[at - 1].startswith("-")
@@ -118,7 +118,9 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
             record, end = watch.run(began_s + settings["seconds"])
         finally:
             watch.close()
-        printed = [line for line in watch.printed.rstrip().splitlines() if folder not in line]  # it is gone then
+        printed = [
+            line for line in watch.printed.rstrip().splitlines() if folder not in line
+        ]  # which is deleted by then
     result = result_of(record, end, num_ranks, settings["steps"])
     if settings["json"]:
         print(json.dumps(as_json(record, result, end), indent=1))
@@ -132,7 +134,7 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
 
 
 def _cropped(calls: Sequence[str], num_others: int) -> Sequence[str]:
-    """Return as many lines of calls as leave room for `num_others` on a terminal; all of them elsewhere."""
+    """Return the lines of calls that fit a terminal with `num_others` more lines; elsewhere, all of them."""
     most = max(shutil.get_terminal_size().lines - num_others - 4, 6)
     if sys.stdout is None or not sys.stdout.isatty() or len(calls) <= most:
         return calls
@@ -151,5 +153,5 @@ def _tell(result: Result, printed: Sequence[str], of_what: str) -> None:
 
 def _leave(number: int, _: Any) -> NoReturn:
     for end in _ENDS:
-        signal.signal(end, signal.SIG_IGN)  # a second one would end the way out
-    raise SystemExit(128 + number)  # by way of all that ends the job and removes the folder
+        signal.signal(end, signal.SIG_IGN)  # a second signal would interrupt the cleanup
+    raise SystemExit(128 + number)  # unwinds through what ends the job and removes the folder

@@ -15,11 +15,11 @@ SAME, NOTHING_FOUND, FOUND = 0, 3, 1  # exit codes
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Why the trial of a script was over.
+    """Why the trial of a script stopped.
 
     Attributes:
-        why: ``steps``, all ranks took them; ``calls``, all made as many; ``ended``, the job was over before;
-            ``stalled``, nothing moved any more; ``late``, the time was up.
+        why: ``steps``: all ranks took them. ``calls``: all made enough. ``ended``: the job ended before that.
+            ``stalled``: nothing progressed. ``late``: the time was up.
         code: Exit code of a job that ended.
         in_step: Ranks that have taken all their steps.
         answer: Sentence of ``phalanx why`` about a job that stalled or was late; empty if it could not be asked.
@@ -33,7 +33,7 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What is to be said of a script.
+    """The result of checking a script.
 
     Attributes:
         kind: ``same``, ``differ``, ``deadlock``, ``stalled``, ``failed`` or ``unknown``.
@@ -49,7 +49,7 @@ class Result:
 
 
 def result_of(record: Record, end: Stop, num_ranks: int, num_steps: int) -> Result:
-    """Return the result of what the ranks called."""
+    """Return the result of comparing the ranks' calls."""
     is_over = end.why in ("steps", "ended", "stalled")
     finished = end.in_step if end.why == "stalled" else record.calls if is_over else ()
     alike = first_difference(record)
@@ -97,7 +97,7 @@ def _stalled(record: Record, answer: str) -> Result:
 
 
 def sequences(record: Record) -> list[str]:
-    """Return what the ranks called, in order; ranks that called the same together, and calls in a row as one line."""
+    """Return the calls in order, as lines: equal ranks share a block, and repeated calls share a line."""
     by_calls: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(record.calls):
         by_calls.setdefault(tuple(map(str, record.calls[rank])), []).append(rank)
@@ -114,7 +114,7 @@ def sequences(record: Record) -> list[str]:
 
 
 def as_json(record: Record, result: Result, end: Stop) -> dict[str, Any]:
-    """Return all that is known, for programs."""
+    """Return the result and all calls, for programs."""
     calls = {rank: [_plain(call) for call in calls] for rank, calls in sorted(record.calls.items())}
     return {
         "result": result.kind, "words": result.words, "evidence": [*result.evidence], "ended": end.why,

@@ -22,7 +22,7 @@ _LOOK_EVERY_S = 0.01
 
 
 class Failed(Exception):
-    """A run did not go as it should; the text says how."""
+    """A run failed; the message says how."""
 
 
 def check_resume(run_arguments: Sequence[str]) -> int:
@@ -95,7 +95,7 @@ def _run(
 
 
 def _pid_once_past(folder: str, step: int) -> int | None:
-    """Return the process of rank 0, once it has written of `step` or a later one."""
+    """Return the pid of rank 0 once it has logged `step` or a later one; None before."""
     records = read_metrics(folder) if os.path.exists(os.path.join(folder, "metrics.jsonl")) else []
     if not any(record["kind"] == "step" and record["step"] >= step for record in records):
         return None

@@ -28,8 +28,8 @@ from phalanx.record.box import Box, boxes_held_by, load_boxes
 from phalanx.tune.trial_job import TrialJob
 
 _LOOK_S = 0.25
-_BLOCKED_S = 2.0  # in which no rank moves, where all of them wait
-_IDLE_SHARE = 0.1  # of a CPU, below which a rank that waits for nothing we see does not compute
+_BLOCKED_S = 2.0  # without progress of any rank, if all of them wait
+_IDLE_SHARE = 0.1  # of a CPU, below which a rank in no known wait counts as not computing
 
 
 class Watch:
@@ -39,8 +39,8 @@ class Watch:
         words: Flags, script and arguments for ``phalanx run``.
         num_ranks: Number of its ranks.
         num_steps: Optimizer steps that each rank takes.
-        num_calls: Calls of each rank after which there is enough to compare; 0: only steps count.
-        stall_s: Seconds without any progress after which ranks that wait count as stalled.
+        num_calls: Number of calls of each rank that is enough to compare; 0: only steps count.
+        stall_s: Seconds without progress after which waiting ranks count as stalled.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Watch:
         self._num_ranks, self._num_calls, self._stall_s = num_ranks, num_calls, stall_s
         environ = {**rank_trial.variables(room, {}, num_steps), "PHALANX_STALL_S": str(stall_s)}
         self._job = TrialJob(words, room, num_ranks, environ | {_env.REPLACE_VARIABLE: "gloo"})
-        self._progress = (0.0, time.monotonic())  # number of all events, and since when
-        self._idle: dict[int, tuple[float, float]] = {}  # CPU seconds of ranks, and when
+        self._progress = (0.0, time.monotonic())  # total number of events, and the time of its last change
+        self._idle: dict[int, tuple[float, float]] = {}  # CPU seconds by rank, and the time of reading them
 
     @property
     def printed(self) -> str:
-        """The end of what the job has printed."""
+        """The last part of the job's output."""
         return self._job.printed
 
     def close(self) -> None:
@@ -62,10 +62,10 @@ class Watch:
         self._job.end()
 
     def run(self, deadline: float) -> tuple[Record, Stop]:
-        """Return what the ranks called by the time at which their trial ended, at `deadline` at the latest."""
+        """Return the calls of the ranks, and why the trial stopped, at `deadline` at the latest."""
         while True:
             in_step = self._job.who_told(0)
-            has_ended = self._job.has_ended  # asked before the boxes, which it leaves
+            has_ended = self._job.has_ended  # checked before the boxes, which the job leaves behind
             boxes = self._boxes()
             record = Record.of(boxes)
             if len(in_step) == self._num_ranks:
@@ -92,7 +92,7 @@ class Watch:
 
     def _boxes(self) -> list[Box]:
         """Return the boxes of the running job, whose launcher holds them."""
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or one is just being made
+        with contextlib.suppress(OSError, ValueError):  # the job has ended, or a box is just being created
             return list(boxes_held_by(self._job.pid))
         return []
 
@@ -103,10 +103,10 @@ class Watch:
         return []
 
     def _has_stalled(self, boxes: Sequence[Box], record: Record, in_step: Sequence[int]) -> bool:
-        """Whether ranks wait and nothing moves: all wait, or those that do not have stopped computing as well."""
+        """Whether ranks wait and nothing progresses: all wait, or the others have stopped computing."""
         now = time.monotonic()
         waits = record.waiting()
-        # What is said of a wait is no progress.
+        # A note about a wait is not progress.
         newest = [max((event.number for event in box.events if event.kind != "note"), default=0) for box in boxes]
         state = sum(newest) + len(waits) / 10_000
         if state != self._progress[0] or not waits:

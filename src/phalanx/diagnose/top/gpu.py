@@ -30,7 +30,7 @@ class Gpu:
 
 
 class Gpus:
-    """What nvidia-smi said last; nothing where there is none."""
+    """The last output of nvidia-smi; without it, no GPUs."""
 
     def __init__(self) -> None:
         self._program = shutil.which("nvidia-smi")
@@ -42,10 +42,10 @@ class Gpus:
         return self._of.get(pid, ())
 
     def look(self, wait_s: float = 0.0) -> None:
-        """Take in an answer that has come, and ask again every few seconds.
+        """Read finished output, and start nvidia-smi again every few seconds.
 
         Args:
-            wait_s: Seconds to wait for the answer.
+            wait_s: Seconds to wait for the output.
         """
         if self._program is None:
             return
@@ -82,7 +82,7 @@ class Gpus:
 
 
 def gpus_by_process(cards: str, processes: str) -> dict[int, tuple[Gpu, ...]]:
-    """Return the GPUs of each process from nvidia-smi's two tables; a line that is no row is skipped."""
+    """Return the GPUs of each process from nvidia-smi's two tables; other lines are skipped."""
     known = {row[0]: row for row in _rows(cards, 4)}
     found: dict[int, tuple[Gpu, ...]] = {}
     for pid, uuid, used in _rows(processes, 3):

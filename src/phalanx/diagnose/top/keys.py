@@ -17,9 +17,9 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Keys:
-    """Keys are read one by one and not shown, until the end of the block; Ctrl-C stays an interrupt.
+    """Reads keys one by one, without echo, until the end of the block; Ctrl-C remains an interrupt.
 
-    Works without a terminal on standard input, too: then there are no keys.
+    Without a terminal on standard input, there are no keys.
     """
 
     def __enter__(self) -> Keys:
@@ -31,7 +31,7 @@ class Keys:
         self._handlers = {number: signal.signal(number, _leave) for number in _ENDS}
         self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, self._note_size)
         self._handlers[signal.SIGCONT] = signal.signal(signal.SIGCONT, self._go_on)
-        # To be suspended would leave the picture on the shell's screen.
+        # Suspension would leave the picture on the shell's screen.
         self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         if self._input is not None:
             self._modes = termios.tcgetattr(self._input)
@@ -63,7 +63,7 @@ class Keys:
         return ""
 
     def _key(self) -> str:
-        """Take one key from what has been typed; arrows are three bytes."""
+        """Return the next typed key; arrows are three bytes."""
         size = 3 if self._typed.startswith(b"\x1b[") else 1
         key, self._typed = self._typed[:size], self._typed[size:]
         return _KEYS.get(key, "other")
@@ -72,11 +72,11 @@ class Keys:
     def _take_keys(fd: int) -> None:
         tty.setcbreak(fd)
         modes = termios.tcgetattr(fd)
-        modes[6][termios.VSUSP] = b"\0"  # a key as any other, see above
+        modes[6][termios.VSUSP] = b"\0"  # Ctrl-Z is a key like any other, see above
         termios.tcsetattr(fd, termios.TCSANOW, modes)
 
     def _go_on(self, number: int, frame: FrameType | None) -> None:
-        """After SIGSTOP, the terminal has the modes of the shell."""
+        """Set the terminal's modes again: after SIGSTOP, it has those of the shell."""
         if self._input is not None:
             with contextlib.suppress(termios.error):  # the terminal has gone
                 self._take_keys(self._input)
@@ -88,5 +88,5 @@ class Keys:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End the process in order, so that the terminal gets its modes and its screen back."""
+    """Exit cleanly, so that the terminal's modes and screen are restored."""
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The picture that stays on the terminal and changes, until a key or the end of its job."""
+"""The live picture on the terminal, until the user quits or the job ends."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def watch_live(watch: Watch, console: Console, interval_s: float, is_one_job: bo
 
 
 def _show(live: Live, console: Console, jobs: Sequence[JobView], first: int) -> int:
-    """Show as many lines as there is room for, from `first` on if there are more; return from which."""
-    with contextlib.suppress(OSError):  # no terminal: a size that was asked for
+    """Show the lines that fit, starting at `first` if not all do; return the first line shown."""
+    with contextlib.suppress(OSError):  # no terminal: keep the size that was asked for
         # Not COLUMNS and LINES, which a shell or readline may have left as they were.
         size = os.get_terminal_size(console.file.fileno())
-        if size.columns and size.lines:  # a serial line or a bare pty tells 0 x 0: then what rich takes for usual
+        if size.columns and size.lines:  # a serial line or a bare pty reports 0 x 0: keep rich's default
             console.size = size
     width, height = console.size
     lines = draw(jobs, width, console.options.ascii_only)

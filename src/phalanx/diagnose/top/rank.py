@@ -15,14 +15,14 @@ from phalanx.host.processes import Process, off_limits, process_of, pss_of
 from phalanx.record.box import open_box
 
 _IDLE_PERCENT = 3.0
-_POLL_PERCENT = 20.0  # of one that sleeps a little and looks whether the others have come
-_LONG_S = 0.5  # nobody polls as seldom
+_POLL_PERCENT = 20.0  # of a rank that polls for the others
+_LONG_S = 0.5  # longer than any poll interval
 _ENDED = ("X", "Z")
 
 
 @dataclasses.dataclass(frozen=True)
 class RankView:
-    """What a rank does and uses; None stands for what is not known, or not known yet.
+    """State and resource use of a rank; None: unknown, or not known yet.
 
     Attributes:
         note: Reason why its record can't be read; empty if it can, or if it has none.
@@ -31,7 +31,7 @@ class RankView:
         samples_per_s: Samples that all ranks together train on, as this rank counts them.
         step_times_s: Mean seconds of a step in each of the last intervals in which one ended, oldest first.
         cpu_percent: CPU time of its threads; 100 is one CPU.
-        pss_bytes: Memory, of which what is shared counts in parts; measured every ten seconds or more seldom.
+        pss_bytes: Proportional memory, see `pss_of`; measured every ten seconds or less often.
         minor_faults_per_s: Page faults without I/O.
         num_helpers: Processes that it has started, such as the workers of a data loader.
     """
@@ -59,7 +59,7 @@ class RankView:
 
 
 class Seldom:
-    """When something expensive is due.
+    """Schedule of something expensive.
 
     Args:
         every_s: Shortest time between two looks.
@@ -74,12 +74,12 @@ class Seldom:
         return time.monotonic() >= self._next
 
     def hasten(self, after_s: float) -> None:
-        """Let it be due after so many seconds, unless it is earlier."""
+        """Make it due after so many seconds at the latest."""
         self._next = min(self._next, time.monotonic() + after_s)
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Do it in the body, whose CPU time decides when it is due again."""
+        """Measure the body, whose CPU time decides when it is due again."""
         begun = time.thread_time()
         try:
             yield
@@ -88,7 +88,7 @@ class Seldom:
 
 
 class WatchedRank:
-    """One rank, of which the last look is remembered, since rates are differences.
+    """One rank and the last look at it, because rates are differences.
 
     Args:
         rank: Rank to watch.
@@ -110,7 +110,7 @@ class WatchedRank:
         self._bar_s = bar_s
 
     def takes(self, rank: Rank) -> bool:
-        """Whether a rank is this one; then take it in."""
+        """Adopt new facts about this rank; return False if the rank is another one."""
         if rank.process is not None and rank.process.start_time != self._start_time:
             return False
         self._rank = rank
@@ -119,7 +119,7 @@ class WatchedRank:
     def look(self, gpus: tuple[Gpu, ...]) -> RankView:
         now, process = time.monotonic(), process_of(self._rank.pid)
         if process is not None and (process.state in _ENDED or process.start_time != self._start_time):
-            process = None  # what has the pid now is another one
+            process = None  # another process has the pid now
         self._look_at_record()
         rates = (None, None, None) if process is None else self._rates(now, process)
         activity = self._activity(process, rates[0])
@@ -153,7 +153,7 @@ class WatchedRank:
         )
 
     def measure_pss(self) -> None:
-        """Measure what takes some 20 ms for a rank that has imported torch."""
+        """Measure the proportional memory, which takes some 20 ms for a rank that has imported torch."""
         self._pss, self.pss_measured_at = pss_of(self._rank.pid), time.monotonic()
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class WatchedRank:
         stand = stand_of(self._rank.pid) if process.state == "S" else None
         if asleep is None and stand is not None and stand.call == "nanosleep" and (cpu_percent or 0.0) < _POLL_PERCENT:
             is_long = stand.still_s is not None and stand.still_s >= _LONG_S
-            return Activity("asleep", since_s=stand.still_s) if is_long else Activity("waiting")  # or it polls
+            return Activity("asleep", since_s=stand.still_s) if is_long else Activity("waiting")  # it polls
         if stand is None or (cpu_percent or 0.0) >= _IDLE_PERCENT:
             return Activity("computing")
         if stand.call == "read" and stand.descriptor == 0:  # input(), or a debugger that the script has opened
@@ -200,7 +200,7 @@ class WatchedRank:
         return asleep or Activity("waiting")
 
     def _rates(self, now: float, process: Process) -> tuple[float | None, float | None, float | None]:
-        """Return the percentage of CPU, and minor and major faults a second, since the last look."""
+        """Return CPU percentage, and minor and major faults per second, since the last look."""
         if self._before is None:
             return None, None, None
         then, before = self._before

@@ -20,7 +20,7 @@ from phalanx.record.box import Event, Tail
 _WINDOW_NS = 10 * 10**9
 _MOST_STEPS = 1024
 _MOST_BARS = 60
-_NEWEST = 64  # events among which the last call is looked for
+_NEWEST = 64  # events that are searched for the last call
 _CALLS = ("collective", "message", "call")
 _OF = re.compile(r"of (\d+)")
 _PHASES = {
@@ -65,7 +65,7 @@ class Steps:
         self._bars: dict[int, tuple[int, int]] = {}  # by time: nanoseconds and number of the steps that ended then
 
     def add(self, event: Event) -> None:
-        """Take in a step, which may not have ended."""
+        """Add a step, which may not have ended."""
         self.step = event.seq
         if found := _OF.fullmatch(event.text):
             self.num_steps = int(found[1])
@@ -82,9 +82,9 @@ class Steps:
         return [total / count / 1e9 for total, count in self._bars.values()]
 
     def rates(self, now_ns: int) -> tuple[float, float] | None:
-        """Return steps and samples a second over the last ten seconds; None before there are two steps.
+        """Return steps and samples per second over the last ten seconds; None before there are two steps.
 
-        While the next step is overdue, both fall.
+        Both fall while the next step is overdue.
         """
         recent = [step for step in self._ended if step[0] > now_ns - _WINDOW_NS]
         if len(recent) < 2:
@@ -128,7 +128,7 @@ class Recorded:
         self._unfinished = [event for event in events if not event.ended_ns]
 
     def activity(self, pid: int) -> Activity | None:
-        """Return what the main thread is in the middle of, else another thread; None if that is nothing."""
+        """Return the unfinished activity of the main thread, else of another thread; None if there is none."""
         events = [event for event in self._unfinished if event.kind in ("collective", "message", "phase")]
         events.sort(key=lambda event: (event.thread == pid, event.begun_ns))
         if not events:
@@ -145,13 +145,13 @@ class Recorded:
         return Activity("waiting", _named(event), event.site, since_s)
 
     def asleep(self) -> Activity | None:
-        """Return since when a rank that sleeps has been in no collective; None if that is unknown, as in Gloo."""
+        """Return how long a sleeping rank has been in no collective; None if that is unknown, as with Gloo."""
         box = Tail(self._fd, self._offset, _NEWEST, _CALLS).read()
         called = [event for event in box.events if event.kind in _CALLS and event.ended_ns] if box is not None else []
         if not called:
             return None
         last = max(called, key=lambda event: event.ended_ns)
-        if last.kind == "call":  # whose end nobody tells: it may wait in it
+        if last.kind == "call":  # its end is not recorded, so the rank may still wait in it
             return None
         since_s = max(0.0, (time.monotonic_ns() - last.ended_ns) / 1e9)
         return Activity("asleep", f"since {_named(last)}", last.site, since_s)
@@ -161,7 +161,7 @@ class Recorded:
 
 
 def _named(event: Event) -> str:
-    """Return an operation as its caller knows it."""
+    """Return the name by which the caller knows an operation."""
     if event.op == "join":
         return joining_call(event.text)
     return f"{event.op} #{event.seq}" if event.kind == "collective" and event.seq else event.op

@@ -1,4 +1,4 @@
-"""Draws what `top_watch` has seen: lines that fit the terminal, with colors where it has them."""
+"""Draws the views of `watch`: lines that fit the terminal, with colors if it has them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NO_BREAK = "\xa0"
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A column of the ranks: those that do not fit are left out, the last first."""
+    """A column of the table of ranks; columns that do not fit are left out, last first."""
 
     title: str
     width: int
@@ -62,7 +62,7 @@ def draw(jobs: Sequence[JobView], width: int, is_ascii: bool = False) -> list[Te
 
 
 def bars(values: Sequence[float], is_ascii: bool = False) -> str:
-    """Return a bar for each value, as high as its share of the largest."""
+    """Return a bar for each value, scaled to the largest."""
     ramp = _ASCII_BARS if is_ascii else _BARS
     most = max(values, default=0.0) or 1.0
     return "".join(ramp[min(int(value / most * len(ramp)), len(ramp) - 1)] for value in values)
@@ -157,9 +157,9 @@ def _table(ranks: Sequence[RankView], width: int, is_ascii: bool) -> list[Text]:
 
 
 def _wrapped(rank: RankView, width: int, room: int, mark: str) -> list[str]:
-    """Return what a rank does in a line of at most `width` characters, and what is left in one of at most `room`.
+    """Return a rank's activity in a line of at most `width` characters, and the rest in one of at most `room`.
 
-    Where that is too long, the file of a path is enough, and then its end, where the number of the line stands.
+    If that is too long, a path is shortened to its file, and then to its end with the line number.
     """
     said = doing(rank)
     if len(said) > width and rank.site:
@@ -177,7 +177,7 @@ def _wrapped(rank: RankView, width: int, room: int, mark: str) -> list[str]:
 
 
 def doing(rank: RankView) -> str:
-    """Return what a rank does in words, the most important first: ``waiting 41 s all_reduce #12 at train.py:31``."""
+    """Return a rank's activity in words, the most important first: ``waiting 41 s all_reduce #12 at train.py:31``."""
     since = "" if rank.since_s is None else f" {duration(rank.since_s)}"
     what = f" {rank.what}" if rank.what else ""
     return f"{rank.state}{since}{what}{rank.site and f' at {rank.site}'}"

@@ -51,10 +51,10 @@ class JobView:
 
 
 class _Stragglers:
-    """The ranks of a job, compared by what they record.
+    """The ranks of a job, compared by their black boxes.
 
     Args:
-        pids: Processes of the ranks; nothing is compared unless all of them record.
+        pids: Processes of the ranks; they are compared only if all of them have boxes.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -73,21 +73,21 @@ class _Stragglers:
 
 
 def _is_same(one: Job, other: Job) -> bool:
-    """Whether two looks have seen the same job: its ranks may be others by now, if a launcher starts them."""
+    """Whether two looks saw the same job; its launcher may have started other ranks since."""
     if one.launcher_pid or other.launcher_pid:
         return (one.name, one.launcher_pid) == (other.name, other.launcher_pid)
     return bool(one.pids & other.pids)
 
 
 class Watch:
-    """Jobs of this host that are looked at again and again.
+    """Jobs of this host that are looked at repeatedly.
 
     Args:
         wanted: Job or pid to watch; empty: all jobs of this user.
         interval_s: Seconds between two looks.
 
     Attributes:
-        where: Line about the folder of a job that has been taken by its name; empty if it is this one.
+        where: Line about the folder of a job that was matched by name; empty if it is this folder.
 
     Raises:
         LookupError: There is no such job, or there are several.
@@ -105,10 +105,10 @@ class Watch:
         self._stragglers: dict[tuple[int, ...], _Stragglers] = {}  # by the pids of a job's ranks
 
     def look(self, wait_s: float = 0.0) -> list[JobView]:
-        """Return the jobs as they are now, the youngest last.
+        """Return the jobs as they are now, newest last.
 
         Args:
-            wait_s: Seconds to wait for what other programs know, such as nvidia-smi.
+            wait_s: Seconds to wait for other programs, such as nvidia-smi.
         """
         if self._finding.is_due():
             with self._finding.measured():
@@ -145,7 +145,7 @@ class Watch:
             self._stragglers.pop(pids).close()
 
     def _measure_pss(self) -> None:
-        """Measure it at once for new ranks, then now and then for the one whose turn it is."""
+        """Measure new ranks at once, then one rank at a time in turn."""
         for rank in self._ranks.values():
             if not rank.pss_measured_at:
                 rank.measure_pss()
@@ -154,7 +154,7 @@ class Watch:
                 min(self._ranks.values(), key=lambda rank: rank.pss_measured_at).measure_pss()
 
     def _straggler(self, job: Job) -> str:
-        """Return the line about the rank that costs the others too much; empty if there is none."""
+        """Return the line about a straggler; empty if there is none."""
         pids = tuple(rank.pid for rank in job.ranks if rank.process is not None)
         if pids not in self._stragglers:
             self._stragglers[pids] = _Stragglers(pids)

@@ -16,7 +16,14 @@ from types import MappingProxyType
 from phalanx.record.box import Box
 from phalanx.record.clocks import Ahead
 
-_MEETINGS = ("join", "barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # everyone waits for all
+_MEETINGS = (
+    "join",
+    "barrier",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)  # in these every rank waits for all
 _FURTHER = 2
 
 _Calls = dict[tuple[str, int], tuple[str, int, int, int]]  # group, number -> op, elements, first and last time
@@ -71,7 +78,7 @@ def _clock(host: str, by_day_ns: int, reference: _Calls, calls: _Calls) -> Clock
 
 
 def _calls(boxes: Sequence[Box]) -> _Calls:
-    """Return when the last of these ranks came to each collective that all wait in, and when the first was through."""
+    """Return when the last of these ranks reached each synchronizing collective, and when the first left it."""
     found: _Calls = {}
     for box in boxes:
         for event in box.events:
@@ -83,7 +90,7 @@ def _calls(boxes: Sequence[Box]) -> _Calls:
 
 
 def _pairs(early: _Calls, late: _Calls) -> list[tuple[tuple[str, int, int, int], int]]:
-    """Return what came to a collective on some ranks, with the time at which others were through with all behind it."""
+    """Return each call of `early` with the time at which a rank of `late` left the collective two further on."""
     pairs = []
     for (group, seq), call in early.items():
         same, behind = late.get((group, seq)), late.get((group, seq + _FURTHER))

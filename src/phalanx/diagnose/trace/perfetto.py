@@ -29,7 +29,7 @@ from phalanx.diagnose.trace.clocks import Clock, align
 from phalanx.record.box import MEMORY, Box, Event
 from phalanx.record.clocks import Ahead
 
-_FIRST_LANE = 1 << 22  # no thread of Linux has such a number
+_FIRST_LANE = 1 << 22  # beyond the thread numbers of Linux
 _TraceEvent = dict[str, Any]
 
 
@@ -95,9 +95,11 @@ class _Rank:
         self.tracks = list(self._place())
 
     def _place(self) -> Iterator[int]:
-        """Yield the track of each event: its thread's, or a further one where slices overlap that do not nest."""
+        """Yield the track of each event: its thread's, or another one for slices that overlap without nesting."""
         numbers = itertools.count(_FIRST_LANE)
-        lanes: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)  # of a thread: track, ends of what is open
+        lanes: dict[int, list[tuple[int, list[int]]]] = defaultdict(
+            list
+        )  # by thread: track, and the ends of open slices
         for event in self.events:
             end = event.ended_ns or 1 << 63
             known = lanes[event.thread]
@@ -162,7 +164,7 @@ class _Call(NamedTuple):
 
 
 def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple[_TraceEvent, _TraceEvent]]:
-    """Yield beginning and end of each arrow, from the last rank to come to a collective to one that waited for it."""
+    """Yield start and end of each arrow, from the last rank that reached a collective to one that waited for it."""
     calls: dict[tuple[str, int, str, int], list[_Call]] = defaultdict(list)
     for rank in ranks:
         for event, track in zip(rank.events, rank.tracks, strict=True):
@@ -171,7 +173,7 @@ def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple
                 calls[event.text, event.seq, event.op, event.value].append(call)
     numbers = itertools.count(1)
     for came in calls.values():
-        lasts: dict[str, _Call] = {}  # of each host, the last to come
+        lasts: dict[str, _Call] = {}  # last arrival by host
         for call in sorted(came, key=lambda call: call.begun_ns, reverse=True):
             lasts.setdefault(call.rank.box.host, call)
         for waiting in came:
@@ -186,7 +188,7 @@ def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple
 
 
 def _last_of(lasts: Mapping[str, _Call], rank: _Rank) -> _Call:
-    """Return the last call of the rank's host, or one of another host that came later for sure, as clocks are known."""
+    """Return the last arrival on the rank's host, or a later one elsewhere that the clocks' error can't explain."""
     here = lasts[rank.box.host]
     later = (call for call in lasts.values() if call.begun_ns - call.rank.within_ns - rank.within_ns > here.begun_ns)
     return max(later, key=lambda call: call.begun_ns, default=here)
@@ -201,7 +203,7 @@ def _micros(time_ns: int) -> float:
 
 
 def merged(parts: Iterable[Sequence[Box]]) -> list[Box]:
-    """Return one box of each rank from several looks at it, each event as it was seen last."""
+    """Return one box of each rank, merged from several looks; the latest look at each event counts."""
     newest: dict[int, Box] = {}
     events: dict[int, dict[int, Event]] = defaultdict(dict)
     for boxes in parts:

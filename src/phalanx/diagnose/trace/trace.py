@@ -21,7 +21,7 @@ from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks
 
 RIGHT_CALL = "phalanx trace [RUN | JOB | PID]"
-_LOOK_S = 0.25  # between two looks at a running job: less than it takes to fill a box
+_LOOK_S = 0.25  # between two looks at a running job: shorter than it takes to fill a box
 _MOST_S = 3600.0
 _BY = {"heartbeats": "the launchers' heartbeats", "collectives": "collectives", "time of day": "time of day"}
 
@@ -48,7 +48,7 @@ def main(args: Sequence[str]) -> int:
         "--seconds",
         type=float,
         metavar="N",
-        help="time for which to go on with a running job (default: 5); Ctrl-C ends it earlier",
+        help="time to keep recording a running job (default: 5); Ctrl-C ends it early",
     )
     parser.add_argument(
         "--out",
@@ -75,7 +75,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _free_path() -> Path:
-    """Return the first default name that no file has, so that an earlier trace stays."""
+    """Return the first default name that is free, so that no earlier trace is overwritten."""
     names = itertools.chain(["trace.json.gz"], (f"trace-{number}.json.gz" for number in itertools.count(2)))
     return next(path for path in map(Path, names) if not os.path.lexists(path))
 
@@ -105,7 +105,7 @@ def _show(path: Path, about: dict[str, Any]) -> None:
 
 
 def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
-    """Return the boxes that are meant, and what their hosts have measured of each other's clocks."""
+    """Return the boxes that the user means, and the clock offsets that their hosts have measured."""
     if seconds is not None and not 0 < seconds <= _MOST_S:
         raise UsageError(f"--seconds must be more than 0 and at most {_MOST_S:,.0f}, got {seconds:g}")
     folders = [record_of(Path(one)) for one in what if os.path.isdir(one)]
@@ -133,7 +133,7 @@ def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahe
 
 
 def _of_job(job: Job, seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
-    """Return the boxes of a job that runs; if none of its ranks records anything yet, those of an earlier attempt."""
+    """Return the boxes of a running job; if none of its ranks records anything yet, those of an earlier attempt."""
     try:
         return _running(job, 5.0 if seconds is None else seconds), {}
     except NoRank as error:
@@ -146,7 +146,7 @@ def _of_job(job: Job, seconds: float | None) -> tuple[list[Box], dict[str, Ahead
 
 
 def _saved(folders: Sequence[Path], seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
-    """Return the boxes that lie in the folders of runs."""
+    """Return the boxes saved in the folders of runs."""
     if seconds is not None:
         raise UsageError("--seconds is for running jobs; of this folder none runs, and it holds what has been saved")
     boxes: dict[int, Box] = {}
@@ -162,7 +162,7 @@ def _saved(folders: Sequence[Path], seconds: float | None) -> tuple[list[Box], d
 
 
 def _readable(attempt: Path) -> Sequence[Box]:
-    """Return the boxes of an attempt; those that can't be used are named and left out.
+    """Return the boxes of an attempt; unusable ones are reported and left out.
 
     Raises:
         ValueError: None can be used.
@@ -180,8 +180,8 @@ def _newest_attempt(folder: Path) -> Path:
     """Return the folder with the boxes of a run's newest attempt.
 
     Args:
-        folder: Folder with the boxes of one attempt, of a run, or of all runs of a script or of several; then the
-            newest run counts that has left boxes. If a newer one has not, a line on stderr says so.
+        folder: Folder of one attempt, of a run, or of all runs of a script or of several; then the newest run with
+            boxes counts. If a newer one has none, a line on stderr says so.
 
     Raises:
         LookupError: There are none.
@@ -197,7 +197,7 @@ def _newest_attempt(folder: Path) -> Path:
 
 
 def _tell_of_newer(taken: Path, folder: Path) -> None:
-    """Say which run is taken if a newer one of the script has no record: it runs yet, or its launcher was killed."""
+    """Say which run is used if a newer one has no record because it still runs or its launcher was killed."""
     newest = newest_run(folder)
     if newest is not None and newest.name > taken.name:
         _say(f"{newest} has no record, so this is {taken}")
@@ -210,7 +210,7 @@ def _age(attempt: Path) -> tuple[float, int]:
 
 
 def _running(job: Job, seconds: float) -> list[Box]:
-    """Return what the ranks of a running job have recorded last, and what they record within the next seconds.
+    """Return the recent events of a running job's ranks, and those of the next seconds.
 
     Raises:
         NoRank: None runs, or none records anything.

@@ -35,11 +35,11 @@ _DISTRIBUTED = re.compile(r"torch/(?:distributed/|nn/parallel/distributed\.py)")
 _DEBUGGERS = {"pdb.py", "bdb.py", "pudb.py"}
 _LOADERS = re.compile(r"torch/utils/data/dataloader\.py|phalanx/data/")
 _SLEEPING = "SDI"
-_SOON_S = 1.0  # after its last operation
+_SOON_S = 1.0  # since its last operation
 _JOINS = {"join": ("threading.py",), "result": ("_base.py",), "wait": ("_base.py",)}
 
 _READING = ("", "read", "select", "pselect6", "poll", "ppoll")
-"""Calls of the kernel in which a prompt waits; empty: unknown."""
+"""System calls in which a prompt waits; empty: unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Call:
         seq: Number of the collective in its group; 0 if it is unknown, or a message.
         peer: Rank of the group that the message is from or to; None: any, or it is a collective.
         since_s: Seconds since it began; None if that is unknown.
-        since_is_least: Whether it may have begun earlier: the kernel knows the time of the last sleep alone.
+        since_is_least: Whether it may have begun earlier: the kernel knows only the time of the last sleep.
     """
 
     op: str
@@ -69,7 +69,7 @@ class Call:
         return self.op in ("send", "recv", "isend", "irecv")
 
     def is_same(self, other: Call) -> bool:
-        """Whether both may be parts of one collective: by the numbers if they are known, else by their names."""
+        """Whether both may belong to one collective: by their numbers if these are known, else by name and line."""
         if self.seq and other.seq:
             return (self.group, self.seq) == (other.group, other.seq)
         return (self.op, self.site, self.peer) == (other.op, other.site, other.peer)
@@ -77,7 +77,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """All that was seen of one process.
+    """Everything that was seen of one process.
 
     Attributes:
         process: The process; None if it has ended.
@@ -101,37 +101,36 @@ class Look:
 
 
 HAS_ENDED = frozenset({"returned", "exited", "raised", "killed", "interrupted", "silent"})
-"""How a rank was last, if it has ended and more is known."""
+"""Values of `Activity.how` for a rank that has ended, if more is known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Activity:
-    """What a process is doing.
+    """The activity of a process.
 
     Attributes:
         call: Operation in which it waits for other ranks; None if it does not.
         how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, in the ``disk``, at a
-            ``breakpoint``, waiting for its ``loader``, holding the ``gil`` while asleep, waiting for it while another
-            thread does (``starved``), waiting for a ``lock``, reading its ``input``, ``idle`` as a loader's worker
-            without a batch to prepare, ``ended``, or ``unknown``. Of a
-            rank that has ended, where more is known: ``returned``, ``exited``, ``raised``, ``killed``, ``interrupted``
-            by Ctrl-C, or ``silent``.
+            ``breakpoint``, waiting for its ``loader``, sleeping with the ``gil``, waiting for a GIL with which another
+            thread sleeps (``starved``), waiting for a ``lock``, reading its ``input``, ``idle`` as a loader's worker
+            without a batch to prepare, ``ended``, or ``unknown``. If it has ended and more is known: ``returned``,
+            ``exited``, ``raised``, ``killed``, ``interrupted`` by Ctrl-C, or ``silent``.
         frame: Innermost frame of the user's code; None if it is unknown.
         within: Function of a library that this frame has called; empty if it is in none.
         depth: Number of times that the frame's function is on the stack.
         since_s: Seconds since the thread last ran; None if it runs or this is unknown.
-        since_is_least: Whether it may have stood there for longer: a halt, as by gdb or for native frames, or a signal
+        since_is_least: Whether it may have been there for longer: a signal or a halt, as by gdb or for native frames,
             begins a new sleep.
-        system_call, path: Call of the kernel in which it sleeps, and what its descriptor is.
-        other: Frame of whoever it waits for in the same process, or of its loader's worker; None if there is none.
+        system_call, path: System call in which it sleeps, and the file behind its descriptor.
+        other: Frame of the thread or the loader's worker that it waits for; None if there is none.
         other_pid: Process or thread of that frame; 0: there is none.
-        detail: Name of the debugger, function of the kernel, how it ended: by `how`.
+        detail: Name of the debugger, kernel function, or cause of the end, depending on `how`.
         progress: Number of the last collective that it has begun, by group; empty if that is unknown.
-        has_forgotten: Whether `progress` lacks groups of which its black box no longer holds a collective.
+        has_forgotten: Whether `progress` may lack groups, because its black box has dropped their collectives.
         last: Last collective that it has ended, if that is known.
-        stepped_s: Seconds since it ended its last step of the training; None if that is unknown.
+        stepped_s: Seconds since the end of its last training step; None if that is unknown.
         was_in: Operation in which it waited when a signal killed it; None if it did not.
-        gave_up: Name of the exception that ended its wait for others; empty: it waits, or none did.
+        gave_up: Name of the exception that ended its wait for others; empty if none did.
         host: Name of its host; empty: this one.
     """
 
@@ -159,7 +158,7 @@ class Activity:
 
     @property
     def is_halted(self) -> bool:
-        """Whether it can't go on by itself, wherever it is."""
+        """Whether it can't continue by itself, wherever it is."""
         return self.how in ("ended", "returned", "stopped", "traced", "disk")
 
 
@@ -198,14 +197,14 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
 
 
 def _may_be_longer(still_s: float | None, last: Call | None) -> bool:
-    """Whether a thread may have stood for longer than it sleeps now, by the last operation that it has ended."""
+    """Whether a thread may have been there for longer than its present sleep, judging by its last operation."""
     if still_s is None:
         return False
     return last is None or last.since_s is None or last.since_s > still_s + _SOON_S
 
 
 def _at_the_training(look: Look) -> Look:
-    """Return a look whose first thread is the one that trains, if that is known and not the main one."""
+    """Return the look with the thread that trains as its first, if that is known."""
     if len(look.stacks.threads) < 2:
         return look
     there = {thread.number: thread for thread in look.stacks.threads if thread.own_frames}
@@ -248,11 +247,11 @@ def _at_breakpoint(thread: Thread) -> Call | None:
     """Return the breakpoint of all ranks at which a thread waits for the one that has the debugger."""
     library, rest = _split(thread)
     waits = any(frame.file == "phalanx/debugging/breakpoints.py" and frame.name == "wait" for frame in library)
-    return Call(AT_BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls: the kernel knows no time
+    return Call(AT_BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls, so the kernel knows no time
 
 
 def _recorded(look: Look) -> Call | None:
-    """Return the operation that a rank with a box waits in; not one that runs while it does something else."""
+    """Return the operation in which a rank with a box waits; not one that runs in the background."""
     assert look.box is not None
     threads = {thread.number for thread in look.stacks.threads}
     for event in look.box.events:
@@ -268,7 +267,7 @@ def _awaits(look: Look) -> bool:
     library, rest = _split(look.stacks.threads[0])
     if any(frame.owner == "phalanx" or _DISTRIBUTED.search(frame.file) for frame in library):
         return True
-    if any(frame.name == _BACKWARD for frame in library):  # it waits for gradients, if it does not compute them
+    if any(frame.name == _BACKWARD for frame in library):  # it waits for gradients or computes them
         return look.stand.state in _SLEEPING
     return bool(rest) and not library and ".wait(" in _source(rest[0], look.pid)
 
@@ -290,12 +289,12 @@ def _stepped_s(look: Look) -> float | None:
 
 
 def joining_call(group: str) -> str:
-    """Return the call in which a rank joins a group, as its caller knows it."""
+    """Return the name of the call in which a rank joins a group."""
     return "init_process_group" if group in ("", "default") else "new_group"
 
 
 def call_of(event: Event, now_ns: int) -> Call:
-    """Return the operation that an event of a black box tells of, as it stands at a time."""
+    """Return the operation that an event of a black box records, as of a time."""
     is_message = event.kind == "message"
     return Call(
         op=event.op,
@@ -308,7 +307,7 @@ def call_of(event: Event, now_ns: int) -> Call:
 
 
 def has_collectives(box: Box | None) -> bool:
-    """Whether a box tells of collectives, which on other backends it does not."""
+    """Whether a box has collectives, which other backends do not record."""
     return box is not None and bool(_progress(box))
 
 
@@ -317,7 +316,7 @@ def _progress(box: Box) -> dict[str, int]:
 
 
 def _call_on(thread: Thread, look: Look) -> Call | None:
-    """Return the operation of torch.distributed that a thread is in, by its stack; no number is known."""
+    """Return the operation of torch.distributed on a thread's stack; its number is unknown."""
     library, rest = _split(thread)
     site = rest[0].site if rest else ""
     op = ""
@@ -332,30 +331,30 @@ def _call_on(thread: Thread, look: Look) -> Call | None:
         elif rest and not library and ".wait(" in _source(rest[0], look.pid) and look.stand.call == "futex":
             op = "wait"
     still_s = look.stand.still_s
-    if op == "init_process_group" and look.stand.call == "nanosleep":  # it asks again and again whether all have come
+    if op == "init_process_group" and look.stand.call == "nanosleep":  # it polls for the other ranks
         still_s = None
     return Call(op, site, since_s=still_s, since_is_least=still_s is not None) if op else None
 
 
 def _split(thread: Thread) -> tuple[tuple[Frame, ...], tuple[Frame, ...]]:
-    """Return the frames of libraries that the user's code has called, and the rest; each innermost first."""
+    """Return the library frames above the user's code, and the rest; each innermost first."""
     number = next((number for number, frame in enumerate(thread.frames) if not frame.owner), len(thread.frames))
     return thread.frames[:number], thread.frames[number:]
 
 
 def _source(frame: Frame, pid: int) -> str:
-    """Return the line of source that a frame is at, without a comment; empty if it can't be read."""
+    """Return the source line of a frame without its comment; empty if it can't be read."""
     path = os.path.join(folder_of(pid), frame.file)
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return next((line for number, line in enumerate(file, 1) if number == frame.line), "").partition("#")[0]
     return ""
 
 
-# ---- how it stands -------------------------------------------------------------------------------------------------
+# ---- its state ----------------------------------------------------------------------------------------------------
 
 
 def _halted(doing: Activity, look: Look) -> Activity | None:
-    """Return what it is doing if the kernel does not let it run."""
+    """Return the activity of a process that the kernel does not run; None if it may run."""
     stand = look.stand
     if look.has_ended:
         return dataclasses.replace(doing, how="ended", since_s=None)
@@ -371,7 +370,7 @@ def _halted(doing: Activity, look: Look) -> Activity | None:
 
 
 def _held(doing: Activity, look: Look) -> Activity | None:
-    """Return what it is doing if a thread sleeps with the lock that every other needs."""
+    """Return the activity of a process in which a thread sleeps with the GIL; None if none does."""
     holder = next((thread for thread in look.stacks.threads if thread.owns_gil and not thread.is_active), None)
     if holder is None:
         return None
@@ -389,7 +388,7 @@ def _held(doing: Activity, look: Look) -> Activity | None:
 
 
 def _placed(doing: Activity, look: Look, helpers: Sequence[Look]) -> Activity:
-    """Return what it is doing, by the functions that its main thread is in."""
+    """Return the activity that follows from the functions on the main thread's stack."""
     if not look.stacks.threads:
         how = "runs" if look.stand.state == "R" else "asleep" if look.stand.state else "unknown"
         return dataclasses.replace(doing, how=how)
@@ -412,10 +411,10 @@ def _placed(doing: Activity, look: Look, helpers: Sequence[Look]) -> Activity:
 
 
 def _locked(doing: Activity, look: Look) -> Activity:
-    """Return what it is doing, with another thread of the process that waits for a lock in code of the user."""
+    """Return the activity of a thread that waits for a lock, with another such thread in the user's code."""
     for thread in look.stacks.threads[1:]:
         if thread.own_frames and thread.frames[0] == thread.own_frames[0] and not thread.is_active:
-            if stand_of(look.pid, thread.number).call != "futex":  # it sleeps, and may hold the lock
+            if stand_of(look.pid, thread.number).call != "futex":  # it sleeps elsewhere, and may hold the lock
                 continue
             frame = thread.own_frames[0]
             return dataclasses.replace(doing, how="lock", other=frame, other_pid=thread.number, detail=thread.name)
@@ -423,7 +422,7 @@ def _locked(doing: Activity, look: Look) -> Activity:
 
 
 def _starved_by_loader(doing: Activity, helpers: Sequence[Look]) -> Activity:
-    """Return what it is doing, with the worker of the loader that is in code of the user, or does not run."""
+    """Return the activity of a rank that waits for its loader, with a worker that is halted or in the user's code."""
     of_loader = [look for look in helpers if workers.is_worker(look.stacks)]
     for worker in of_loader:
         theirs = activity_of(doing.rank, worker)

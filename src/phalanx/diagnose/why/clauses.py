@@ -11,9 +11,9 @@ from phalanx.diagnose.why.activity import Activity, Call, joining_call
 
 _MANY_FRAMES = 100
 NO_TIME_S = 0.05
-"""Seconds below which a time would be told as 0.0 s."""
+"""Seconds below which a time would read 0.0 s."""
 MOMENT_S = 0.5
-"""Seconds for which ranks of a healthy job wait for each other, too."""
+"""Seconds for which ranks wait for each other in a healthy job, too."""
 _SYSTEM_CALLS = {
     "read": "reading {path}",
     "recvfrom": "receiving from {path}",
@@ -36,11 +36,11 @@ _SYSTEM_CALLS = {
 }
 _PERFECT = re.compile("^has been ")
 NAMES = {"backward": "the backward pass", "wait": "the operation awaited"}
-"""Calls that are not named after a function of the user's."""
+"""Names of calls that are not a function that the user called."""
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first and how many more; ``process`` of what is none."""
+    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first and how many more; ``process`` if it is no rank."""
     if tuple(numbers) == (NO_RANK,):
         return "process"
     shown = [str(number) for number in numbers]
@@ -50,7 +50,7 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def call_text(call: Call, with_site: bool = False) -> str:
-    """Return a call as its message would name it: by its number, else by its line."""
+    """Return a call as error messages name it: by its number, else by its line."""
     if call.is_message:
         peer = "" if call.peer is None else f" {'to' if 'send' in call.op else 'from'} rank {call.peer}"
         text = f"{call.op}{peer}"
@@ -68,7 +68,7 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
     """Return what a rank is doing, as a predicate: ``has been in load_image at data.py:88 for 41 s``.
 
     Args:
-        is_culprit: Whether to say what it does even if it waits for others, too.
+        is_culprit: Whether to describe its activity even if it waits for others as well.
     """
     if doing.call is not None and not doing.is_halted and not is_culprit:
         lasting = _lasting(doing.call.since_s, doing.call.since_is_least)
@@ -77,16 +77,16 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
         return f"{waits} in {call_text(doing.call, True)}{lasting}{raised}"
     on_host = f" on host {doing.host}" if doing.host else ""
     manner, lasting, after = _manner(doing), _lasting(doing.since_s, doing.since_is_least), _after(doing)
-    if after and (doing.since_s or 0.0) < MOMENT_S:  # whoever polls has slept for a moment each time
+    if after and (doing.since_s or 0.0) < MOMENT_S:  # a polling thread has slept only for a moment
         manner, lasting = _PERFECT.sub("is ", manner), ""
     return manner + lasting + _with_others(doing) + on_host + after
 
 
 def _after(doing: Activity) -> str:
-    """Return how long a rank's last operation or step is over, where it computes or may have slept for longer."""
+    """Return the time since a rank's last operation or step, if it computes or may have slept for longer."""
     after_s = doing.last.since_s if doing.last is not None else None
     what = "recorded operation"
-    if after_s is not None and doing.stepped_s is not None and doing.stepped_s < after_s:  # as of a rank alone
+    if after_s is not None and doing.stepped_s is not None and doing.stepped_s < after_s:  # as in solo training
         after_s, what = doing.stepped_s, "step"
     is_told = doing.how == "runs" or doing.since_is_least
     if after_s is None or after_s < MOMENT_S or not is_told:
@@ -95,7 +95,7 @@ def _after(doing: Activity) -> str:
 
 
 def _lasting(seconds: float | None, is_least: bool) -> str:
-    """Return for how long something has lasted, in words; nothing if that is unknown or no time at all."""
+    """Return a duration in words; empty if it is unknown or too short."""
     if seconds is None or seconds < NO_TIME_S:
         return ""
     return f" for {'at least ' * is_least}{duration(seconds)}"
@@ -111,7 +111,7 @@ def _manner(doing: Activity) -> str:
 
 
 def _asleep(doing: Activity) -> str:
-    if doing.within:  # a function of a library says it better
+    if doing.within:  # the name of a library function says more
         return ""
     words = _SYSTEM_CALLS.get(doing.system_call, "")
     return words.format(path=doing.path or "a file") if words else "" if doing.frame else "asleep"

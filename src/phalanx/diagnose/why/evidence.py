@@ -25,7 +25,7 @@ class RankSeen:
     """What was seen of a rank and of the processes below it.
 
     Attributes:
-        native: Threads of the rank with their native frames, if these were read; else none.
+        native: Threads with native frames; empty if these were not read.
     """
 
     doing: Activity
@@ -35,12 +35,12 @@ class RankSeen:
 
     @property
     def needs_native(self) -> bool:
-        """Whether its Python frames do not tell what it does: native code sleeps with the lock of all threads."""
+        """Whether Python frames do not explain it, because native code sleeps with the GIL."""
         return bool(self.look.stacks.threads) and self.doing.how in ("gil", "starved")
 
     @property
     def interruptible_call(self) -> str:
-        """System call that might fail if the rank was halted to read native frames; empty if none would."""
+        """System call that reading native frames might interrupt; empty if there is none."""
         return call_ended_by_a_halt(self.doing.pid)
 
 
@@ -50,7 +50,7 @@ class Elsewhere:
 
     Attributes:
         seen: Their ranks.
-        hosts: Names of those that have answered, also without a rank.
+        hosts: Names of the hosts that have answered, with or without ranks.
         is_complete: Whether all of them have answered.
     """
 
@@ -61,16 +61,16 @@ class Elsewhere:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """All that is known of a job: what its ranks do, or did when it ended.
+    """Everything known about a job: what its ranks do, or did when it ended.
 
     Attributes:
         job: The job; ranks that `seen` lacks are on hosts that have not answered.
-        seen: The ranks of this host, and of others that have answered; lowest first.
-        hosts: The other hosts: of a running job those that have answered, of one that has ended those that are known.
+        seen: The ranks of this host, and of the others that have answered; lowest first.
+        hosts: The other hosts: those that have answered if the job runs, else those that are known.
         has_all_hosts: Whether every other host of a running job has answered.
-        asked: Answer that a rank got while the job still ran; empty if none asked, or the job runs.
-        ended_by: End of ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if a rank did, or it runs.
-        losses: Losses of ranks and hosts after which the job was to go on, as far as its run has kept them.
+        asked: Answer of ``phalanx why`` that a waiting rank got before the job ended; empty if there is none.
+        ended_by: Event that ended ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if it was a rank.
+        losses: Losses of ranks and hosts that the job was to survive, as far as its run has recorded them.
     """
 
     job: Job
@@ -88,7 +88,7 @@ class Evidence:
 
     @property
     def has_record(self) -> bool:
-        """Whether anything is known of what any rank does, or did before the job ended."""
+        """Whether anything is known about any rank; always so while the job runs."""
         return not self.job.has_ended or any(doing.how != "unrecorded" for doing in self.doings)
 
 
@@ -96,7 +96,7 @@ def gather(job: Job, others: Callable[[], Elsewhere] = Elsewhere) -> Evidence:
     """Return what the ranks of a running job do.
 
     Args:
-        others: Function that returns the evidence from other hosts, called once this one has been looked at.
+        others: Function that returns the evidence from other hosts, called after this host was examined.
     """
     seen = look_at(job)
     here = {one.doing.rank for one in seen}
@@ -112,7 +112,7 @@ def gather(job: Job, others: Callable[[], Elsewhere] = Elsewhere) -> Evidence:
 
 
 def with_native(evidence: Evidence, ranks: Sequence[int], timeout_s: float) -> Evidence:
-    """Return the evidence with native frames of those ranks of this host that need them, and can be halted."""
+    """Return the evidence with native frames of these ranks, if they need them and can be halted."""
     pids = [
         one.doing.pid
         for one in evidence.seen
@@ -133,7 +133,7 @@ def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> 
     Args:
         native: Whether to read native frames, too.
     """
-    asking = os.getpid()  # below a rank that asks by itself
+    asking = os.getpid()  # a rank may have started this process
     pids = [
         one.pid
         for rank in job.ranks
@@ -188,7 +188,7 @@ def _name(call: Call | None) -> object:
 
 
 def group_alike(seen: Iterable[RankSeen], first: Sequence[int]) -> list[list[RankSeen]]:
-    """Return ranks grouped by equal stacks of the user's code, those of `first` first and the largest groups last."""
+    """Return ranks grouped by equal stacks of the user's code: `first` first, and the largest groups last."""
     groups: dict[object, list[RankSeen]] = {}
     for one in seen:
         doing = one.doing

@@ -23,23 +23,23 @@ class Finding:
     """Why a job does not go on.
 
     Attributes:
-        kind: ``absent``: the culprits have not called what others wait in. ``halted``: they have, and can't go on.
-            ``fell``: they ended by themselves, and the job with them. ``done``: all came to their end.
+        kind: ``absent``: the culprits have not made the call in which others wait. ``halted``: they have, and can't
+            continue. ``fell``: they failed, and ended the job. ``done``: all ranks finished.
             ``circle``: ranks wait for messages of each other.
             ``differ``: ranks wait in different calls. ``together``: all wait in one call, and none is missing here.
-            ``elsewhere``: whoever is missing is not on this host. ``apart``: no rank waits for another.
+            ``elsewhere``: the missing ranks are on other hosts. ``apart``: no rank waits for another.
             ``starting``: no rank runs here yet.
         culprits: Ranks that the others wait for, lowest first.
         call: Operation in which most of the others wait; None if none does.
         waiters: Ranks that wait for the culprits.
         missing: Ranks that are not on this host, if the finding is ``elsewhere``.
-        alone_s: Seconds since a rank here was started, if the missing have not come to ``init_process_group`` and
-            nothing tells of another host; else None.
-        hosts: The other hosts, of a job that has ended as far as they are known; of one that runs all of them, if they
-            have answered and none of the missing runs there.
-        since_s: Seconds for which the longest of the waits has lasted; None if that is unknown.
+        alone_s: Seconds since a rank here was started, if the missing ranks have not called ``init_process_group``
+            and nothing suggests another host; else None.
+        hosts: The other hosts: if the job has ended, those that are known; if it runs, all of them, provided that all
+            have answered and none has a missing rank.
+        since_s: Duration of the longest wait in seconds; None if that is unknown.
         since_is_least: Whether it may have lasted longer.
-        is_over: Whether the job has ended, so that all this was so when it did.
+        is_over: Whether the job has ended, so that the finding describes its end.
     """
 
     kind: str
@@ -77,7 +77,7 @@ def _by_cause(found: Finding, doings: Sequence[Activity]) -> Finding:
     if doings and all(doing.how == "returned" for doing in doings):
         return Finding("done", tuple(doing.rank for doing in doings), is_over=True)
     how = {(doing.how, doing.detail) for doing in doings}
-    if len(doings) > 1 and len(how) == 1 and doings[0].how == "killed":  # all at once: what hung is the question
+    if len(doings) > 1 and len(how) == 1 and doings[0].how == "killed":  # all at once, as by a timeout: find what hung
         hung = find([dataclasses.replace(doing, call=doing.was_in) for doing in doings])
         if hung.kind not in ("apart", "elsewhere", "together"):
             return dataclasses.replace(hung, is_over=True, hosts=found.hosts)
@@ -89,7 +89,7 @@ def _by_cause(found: Finding, doings: Sequence[Activity]) -> Finding:
 
 
 def find(activities: Sequence[Activity], world_size: int = 0) -> Finding:
-    """Return whom the ranks wait for.
+    """Return the ranks for which the others wait.
 
     Args:
         world_size: Number of ranks, also on other hosts; 0 if it is unknown.
@@ -134,13 +134,13 @@ def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
     others = [one for one in activities if one.rank != doing.rank]
     if call.is_message and call.group in ("", WORLD) and call.peer is not None:
         return {one.rank for one in others if one.rank == call.peer}
-    if call.is_message:  # in a group whose ranks are numbered otherwise: one of its members
+    if call.is_message:  # the group numbers its ranks differently: any member may be the peer
         return {
             one.rank for one in others if one.call is None and (not one.progress or call.group in ("", *one.progress))
         }
     if call.seq:
         late = {one.rank for one in others if _is_late(one, call)}
-        if not late:  # its last call in this group may be too long ago to be known
+        if not late:  # its box may have dropped its last call in this group
             late = {
                 one.rank for one in others if one.has_forgotten and one.call is None and call.group not in one.progress
             }
@@ -149,7 +149,7 @@ def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
 
 
 def _circle(awaited: Mapping[int, set[int]], by_rank: Mapping[int, Activity]) -> tuple[int, ...]:
-    """Return ranks each of which waits for a message of the next, and the last for one of the first; empty: none do."""
+    """Return ranks that each wait for a message of the next, and the last for the first; empty if there are none."""
     for first in awaited:
         path = [first]
         while (call := by_rank[path[-1]].call) is not None and call.is_message and len(awaited[path[-1]]) == 1:
@@ -161,7 +161,7 @@ def _circle(awaited: Mapping[int, set[int]], by_rank: Mapping[int, Activity]) ->
 
 
 def _is_late(one: Activity, call: Call) -> bool:
-    """Whether a rank has not begun a numbered collective of a group that it is in."""
+    """Whether a member of the group has not begun a numbered collective."""
     if one.progress:
         is_member = call.group == WORLD or call.group in one.progress
         return is_member and one.progress.get(call.group, 0) < call.seq
@@ -174,7 +174,7 @@ def _is_at_odds(call: Call, other: Call) -> bool:
 
 
 def _differing(waiting: Sequence[Activity], call: Call) -> Finding:
-    """Return the finding where all wait, in calls that do not fit: the fewer ranks are rather wrong."""
+    """Return the finding about ranks that all wait in calls that do not match: the minority is named."""
     alike = tuple(
         doing.rank
         for doing in waiting
@@ -185,7 +185,7 @@ def _differing(waiting: Sequence[Activity], call: Call) -> Finding:
 
 
 def _most_common(calls: Sequence[Call]) -> Call:
-    """Return the call in which most ranks are; of several, the one that has waited longest."""
+    """Return the call in which most ranks wait; of several, the one with the longest wait."""
 
     def rank(call: Call) -> tuple[int, float]:
         return sum(call.is_same(other) for other in calls), call.since_s or 0.0

@@ -44,14 +44,14 @@ _C10D = "torch/distributed/distributed_c10d.py"
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A rank that has been asked, the files in one of which it answers, and when each was written last."""
+    """A rank that was asked, the files in which it may answer, and when each was last written."""
 
     rank: int
     process: Process
     written_ns: Mapping[Path, int]
 
     def answer(self, deadline_s: float) -> Box | None:
-        """Return the collectives that the rank's Flight Recorder holds; None if it tells nothing in time."""
+        """Return the collectives in the rank's Flight Recorder; None if it does not answer in time."""
         while True:
             for path, before_ns in self.written_ns.items():
                 if _written_ns(path) != before_ns and (box := self._read(path)) is not None:
@@ -63,11 +63,11 @@ class Question:
     def _read(self, path: Path) -> Box | None:
         with contextlib.suppress(*_UNREADABLE), open_regular(path) as file:
             return box_of(_Plain(file).load(), self.rank, self.process)
-        return None  # or not yet: it is being written
+        return None  # or the file is still being written
 
 
 def ask(rank: int, process: Process) -> Question | None:
-    """Have a rank write down its collectives; None if it can't be asked."""
+    """Ask a rank to write its collectives to a file; None if it can't be asked."""
     environ = environment_of(process.pid)
     if not environ.get(_PIPE):
         return None
@@ -98,7 +98,7 @@ def _written_ns(path: Path) -> int:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads values that need no class, so nothing in the file is run."""
+    """Reads only values without classes, so that nothing in the file is executed."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
@@ -113,7 +113,7 @@ def box_of(dump: dict[str, Any], rank: int, process: Process) -> Box:
 
 
 def _events(entries: list[dict[str, Any]], pid: int, offset_ns: int) -> Iterator[Event]:
-    """Yield the entries as events of the main thread: the recorder numbers threads in its own way."""
+    """Yield the entries as events of the main thread, because the recorder numbers threads differently."""
     folder = folder_of(pid)
     for entry in sorted(entries, key=lambda entry: int(entry["record_id"])):
         begun_ns = int(entry["time_created_ns"]) - offset_ns
@@ -137,11 +137,11 @@ def _events(entries: list[dict[str, Any]], pid: int, offset_ns: int) -> Iterator
 
 
 def _operation(profiled: str, frames: list[tuple[str, str, int]]) -> str:
-    """Return the operation's name as its caller knows it."""
+    """Return the name by which the caller knows the operation."""
     called = [name for file, name, _ in frames if file.endswith(_C10D) and not name.startswith("_")]
     return called[-1] if called else profiled.partition(":")[2].partition(" ")[0].strip("_") or profiled
 
 
 def _site(frames: list[tuple[str, str, int]], folder: str) -> str:
-    """Return the innermost line that is not a library's."""
+    """Return the innermost line outside libraries."""
     return next((f"{file.removeprefix(folder)}:{line}" for file, _, line in frames if not owner_of(file)), "")

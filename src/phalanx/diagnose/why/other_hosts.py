@@ -32,7 +32,7 @@ _MOST_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class RankEvidence:
-    """What one host tells another of a rank."""
+    """Evidence about one rank, as one host sends it to another."""
 
     doing: Activity
     threads: tuple[Thread, ...]
@@ -41,13 +41,13 @@ class RankEvidence:
 
 @dataclasses.dataclass(frozen=True)
 class HostEvidence:
-    """What one host tells another of its ranks."""
+    """Evidence about the ranks of one host, as it sends it to another."""
 
     host: str
     ranks: tuple[RankEvidence, ...]
 
     def seen(self) -> list[RankSeen]:
-        """Return the ranks as this host sees those of its own."""
+        """Return the ranks in the form of local evidence."""
         return [
             RankSeen(
                 dataclasses.replace(one.doing, host=self.host[:80]),
@@ -58,7 +58,7 @@ class HostEvidence:
 
 
 class OtherHosts:
-    """A question that is under way to the other hosts of a job, if its launcher passes it on."""
+    """A question to the other hosts of a job, passed on by its launcher."""
 
     def __init__(self, job: Job) -> None:
         self._deadline = time.monotonic() + _TIME_S
@@ -77,7 +77,7 @@ class OtherHosts:
                     asked.close()
 
     def answers(self) -> Elsewhere:
-        """Return the evidence that other hosts send until the time is up, without what can't be understood."""
+        """Return the evidence that other hosts send in time; what can't be understood is left out."""
         if self._asked is None:
             return Elsewhere()
         received = b""
@@ -101,7 +101,7 @@ class OtherHosts:
 
 
 def main() -> None:
-    """Print the evidence of this host about the job to which a process belongs, for a launcher that passes it on."""
+    """Print this host's evidence about the job of a process, for a launcher that passes it on."""
     evidence = gather(find_job(sys.argv[1]))
     evidence = with_native(evidence, conclude(evidence).culprits, _NATIVE_S)
     ranks = [

@@ -32,20 +32,20 @@ _INTERRUPT = KeyboardInterrupt.__name__
 _FRAME = re.compile(r'^\s*(?:\| )?File "(.+)", line \d+, in (\S+)')
 _C10D = "torch/distributed/distributed_c10d.py"
 _TAIL_BYTES = 256 << 10
-_MOST_DIGITS = 18  # of a rank in the name of a file
+_MOST_DIGITS = 18  # of a rank in a file name
 _ENDED_BY_OTHERS = ("silent", "interrupted")
-# Operations of which nobody has the result before all have come.
+# Operations that no rank can finish before all have begun.
 _OF_ALL = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 def evidence_of(run: Run) -> Evidence:
-    """Return what a run has left, of its last attempt of which anything is known.
+    """Return the evidence about the last attempt of a run that left a record.
 
-    On several hosts, each launcher has a folder of its own, and one that was killed saves nothing. So if the newest run
-    has left no record, the evidence is that of one beside it that ran at the same time, if there is any.
+    On several hosts, each launcher has its own folder, and a killed one saves nothing. So if the newest run has left no
+    record, the evidence is that of a run beside it that ran at the same time, if there is one.
 
     Raises:
-        LookupError: The folder is none of a run, or no rank was started.
+        LookupError: The folder is not that of a run, or no rank was started.
     """
     evidence = _evidence_in(run.folder)
     if evidence.has_record or not run.is_newest:
@@ -75,7 +75,7 @@ def _evidence_in(folder: Path) -> Evidence:
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
     known = logs.name.rpartition("_")[2]
     note = f"its last attempt left no record, so this is attempt {known}" * (has_record and logs != attempts[-1])
-    is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # folders, which are made before
+    is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # these folders are created first
     lacks = "it could not be written, as on a full disk" * is_unwritten
     return Evidence(
         Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder)),
@@ -88,7 +88,7 @@ def _evidence_in(folder: Path) -> Evidence:
 
 
 def _other_hosts(boxes: Path, seen: Sequence[RankSeen]) -> tuple[str, ...]:
-    """Return the hosts of an attempt beside this one; two launchers on one host may have other ranks each."""
+    """Return the other hosts of an attempt; two launchers on one host may each have ranks."""
     own = {one.look.box.host for one in seen if one.look.box}
     return tuple(sorted(printable(host) for host in load_clocks(boxes) if host not in own))
 
@@ -103,7 +103,7 @@ def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """A box that was saved, when that was, and why it can't be read if it can't."""
+    """A saved box, the time of saving, and the reason if it can't be read."""
 
     box: Box | None
     written_ns: int = 0
@@ -111,7 +111,7 @@ class _Saved:
 
 
 def _saved(folder: Path) -> dict[int, _Saved]:
-    """Return what was saved of each rank, and why it can't be used by the number in the name of its file."""
+    """Return the saved box of each rank; unusable files count for the rank in their name."""
     loaded = load_boxes(folder)
     found: dict[int, _Saved] = {}
     for path, problem in loaded.problems.items():
@@ -125,9 +125,9 @@ def _saved(folder: Path) -> dict[int, _Saved]:
 
 
 def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
-    """Return the ranks, with those that Ctrl-C or the failure of another got out of a wait just before they ended.
+    """Return the ranks, with the wait from which Ctrl-C or another's failure released them just before they ended.
 
-    Its end is recorded, but an operation for which all ranks are needed can't have come to pass without one.
+    The record shows the end of that operation, but it can't have finished while a rank that it needs was missing.
     """
 
     def waited(one: RankSeen) -> RankSeen:
@@ -141,20 +141,20 @@ def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
 
 
 def _rank(rank: int, logs: Path, saved: _Saved | None, end: Ending | None) -> RankSeen:
-    """Return what a rank was doing when it ended, or was ended; no `end`: nobody saw how."""
+    """Return what a rank was doing when it ended; without an `end`, nobody saw how."""
     box, problem = (saved.box, saved.problem) if saved else (None, "")
     seen_ns = 0
     if saved and box:
         seen_ns = int(end.when_s * 1e9) if end else saved.written_ns - box.realtime_less_monotonic_ns
     words, how = _words(logs, box)
-    if end is not None and end.signal and not end.ended_by_us:  # the cause alone is told of in its folder
+    if end is not None and end.signal and not end.ended_by_us:  # only a culprit has the cause in its folder
         how = signal_name(end.signal)
     look = Look(box.pid if box else 0, None, Stacks(problem=problem), box=box, box_problem=problem, seen_ns=seen_ns)
     how_found = "silent" if box else "unreadable" if problem else "unrecorded"
     doing = dataclasses.replace(activity_of(rank, look), how=how_found, since_s=None)
-    if words.kind and _has_waited(words):  # and that ended by its exception
+    if words.kind and _has_waited(words):  # and its exception ended the wait
         doing = dataclasses.replace(doing, call=doing.call or _last_wait(box) or _call(words), gave_up=words.name)
-    elif words.name == _INTERRUPT and (end is None or end.ended_by_us):  # so it is seen where it stood
+    elif words.name == _INTERRUPT and (end is None or end.ended_by_us):  # so it is shown where it was
         call = doing.call or _interrupted_in(words, box)
         doing = dataclasses.replace(doing, how="interrupted", call=call, frame=_frame(words.site))
     elif words.kind:
@@ -174,7 +174,7 @@ def _rank(rank: int, logs: Path, saved: _Saved | None, end: Ending | None) -> Ra
 
 
 def _words(logs: Path, box: Box | None) -> tuple[LastWords, str]:
-    """Return the exception that ended a rank, and the signal that did, or nothing."""
+    """Return the exception and the signal that ended a rank; each may be empty."""
     told: object = None
     with contextlib.suppress(OSError, ValueError):
         told = read_json(logs / "error.json")
@@ -189,13 +189,13 @@ def _words(logs: Path, box: Box | None) -> tuple[LastWords, str]:
 
 
 def _has_waited(words: LastWords) -> bool:
-    """Whether a rank ended because others did not come, or had failed."""
+    """Whether a rank ended because others were missing or had failed."""
     is_timeout = words.failure is not None and words.failure.kind == "rank_missing"
     return is_timeout or is_victim(words)
 
 
 def _last_wait(box: Box | None) -> Call | None:
-    """Return the collective or the message in which a rank was last, and for how long; None if it recorded none."""
+    """Return a rank's last collective or message with its duration; None if it recorded none."""
     events = [event for event in box.events if event.kind in ("collective", "message")] if box else []
     if not events:
         return None
@@ -204,9 +204,9 @@ def _last_wait(box: Box | None) -> Call | None:
 
 
 def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
-    """Return the operation of torch.distributed in which Ctrl-C came, by its traceback; None if it was in none.
+    """Return the operation of torch.distributed that Ctrl-C interrupted, by its traceback; None if there is none.
 
-    The record shows its end, since the interrupt was one.
+    The record can't tell, because the interrupt ended the operation.
     """
     op = ""
     for path, function in (found.groups() for line in words.lines if (found := _FRAME.match(line))):
@@ -223,13 +223,13 @@ def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
 
 
 def _call(words: LastWords) -> Call:
-    """Return the operation that an exception ended, in which a rank waited that has recorded nothing."""
+    """Return the operation that an exception ended, of a rank without records."""
     frame = _frame(words.site)
     return Call(words.failure.op if words.failure else "a collective", frame.site if frame else "")
 
 
 def _frame(site: str) -> Frame | None:
-    """Return the frame of a line such as ``/home/me/train.py:31``, shown from here; None if there is none."""
+    """Return the frame of a line such as ``/home/me/train.py:31``, relative to this folder; None if there is none."""
     path, _, line = site.rpartition(":")
     if not path or not line.isdecimal():
         return None
@@ -237,13 +237,13 @@ def _frame(site: str) -> Frame | None:
 
 
 def _asked(seen: Sequence[RankSeen]) -> str:
-    """Return the last answer that a rank got which waited and asked by itself; empty if none did."""
+    """Return the last answer that a waiting rank got from ``phalanx why``; empty if none asked."""
     notes = [event for one in seen if one.look.box for event in one.look.box.events if event.kind == "note"]
     answers = [note for note in notes if note.text.startswith(ANSWER)]
     return max(answers, key=lambda note: note.begun_ns).text.removeprefix(ANSWER) if answers else ""
 
 
 def _numbered(folder: Path, pattern: str) -> list[Path]:
-    """Return the paths whose names end in a number, by that; what somebody else has left there is passed over."""
+    """Return the paths whose names end in a number, in that order; others are ignored."""
     found = [path for path in folder.glob(pattern) if path.name.rpartition("_")[2].isdecimal()]
     return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))

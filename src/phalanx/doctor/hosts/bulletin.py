@@ -38,7 +38,7 @@ class NotMetError(Exception):
 
 
 class Bulletin(JsonStore):
-    """Named values and counters that every host of the job can see."""
+    """Named values and counters shared by all hosts of the job."""
 
     def wait_for(self, key: str, shape: Shape, ends_s: float, whom: str) -> Any:
         """Wait for a value and return it.
@@ -54,7 +54,7 @@ class Bulletin(JsonStore):
         return value
 
     def sync(self, name: str, members: Sequence[int]) -> bool:
-        """Wait until all members have called this; return whether they have."""
+        """Wait until all members have called this; return False if some have not in time."""
         ends_s = time.monotonic() + STAGE_S
         self.add(f"sync/{name}", STAGE_S)
         have_come = wait_until(lambda: self.count(f"sync/{name}") >= len(members) or None, ends_s, most_s=POLL_S / 4)
@@ -62,7 +62,7 @@ class Bulletin(JsonStore):
 
 
 def open_bulletin(port: int, num_hosts: int) -> Bulletin:
-    """Return the bulletin, which this host serves as the first.
+    """Return the bulletin, served by this host as host 0.
 
     Raises:
         NotMetError: This host can't listen on `port`.

@@ -34,7 +34,7 @@ from phalanx.doctor.hosts.bulletin import (
 from phalanx.wire.messages import GarbledError
 
 _MOST_REFUSED = 20
-_SLACK_S = 45.0  # for a host that has come to examine itself
+_SLACK_S = 45.0  # for a host that has arrived to examine itself
 _SAME_VERSION = "the same version of phalanx on all hosts, and a --master-port that no other program uses"
 _SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on each"
 
@@ -72,7 +72,7 @@ class HostExamination:
         rank: Node rank; with the c10d rendezvous, assigned in the order in which hosts come.
         where: Address at which the hosts meet.
         listener: Listener for the probes of other hosts.
-        hosts: Facts of the hosts that came, without their findings; empty until known.
+        hosts: Facts of the hosts that arrived, without their findings; empty until known.
         level: Worst level of the whole job; empty until known.
     """
 
@@ -162,7 +162,7 @@ class HostExamination:
         return findings
 
     def _gather(self) -> dict[int, dict[str, Any]]:
-        """Return the facts of the hosts by rank, once all have come or the time is up."""
+        """Return the facts of the hosts by rank, once all have arrived or the time is up."""
         said_s = time.monotonic() + PATIENCE_S
         known: dict[int, dict[str, Any]] = {}
         while True:

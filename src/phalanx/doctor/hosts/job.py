@@ -36,7 +36,7 @@ def compare_versions(hosts: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def judge(hosts: Sequence[Mapping[str, Any]], measured: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """Judge the links between the hosts, and Gloo over all of them.
+    """Rate the links between the hosts, and Gloo over all of them.
 
     Args:
         hosts: Facts of the hosts, in the order of their ranks.
@@ -125,7 +125,7 @@ def _judge_clocks(links: Mapping[tuple[int, int], Mapping[str, Any]]) -> list[Fi
 
 
 def _judge_gloo(tries: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Finding]:
-    """Judge Gloo over all hosts: as configured, and if that failed, over the interface towards host 0."""
+    """Rate Gloo over all hosts: as configured, and if that failed, over the interface towards host 0."""
     num = max((len(of_host) for of_host in tries.values()), default=0)
     if not num:
         return []

@@ -26,7 +26,7 @@ _BLOCK_BYTES = 1 << 18
 _FEWEST_BLOCKS = 4  # however slow the sender
 _SLOW_START = 0.25  # of the stream, not counted
 _MOST_CALLERS = 256
-_LAST_S = 1e12  # latest plausible time, some 30,000 years on
+_LAST_S = 1e12  # latest plausible time, some 30,000 years from now
 _LEAST_S = 1e-6  # shortest plausible stream
 
 
@@ -85,7 +85,7 @@ def _count(caller: socket.socket) -> tuple[int, float]:
     if len(marks) < 2:
         return total, 0.0
     first_s, last_s = marks[0][0], marks[-1][0]
-    # The last mark in the slow start, not the first after it, which a receiver that was held up may lack.
+    # The last mark in the slow start: a delayed receiver may have none directly after it.
     began_s, skipped = [mark for mark in marks if mark[0] <= first_s + _SLOW_START * (last_s - first_s)][-1]
     return total - skipped, last_s - began_s
 

@@ -25,7 +25,7 @@ level = one_of(*LEVELS)
 
 
 def members(told: Any) -> list[int]:
-    """Read the ranks of the hosts that came."""
+    """Read the ranks of the hosts that arrived."""
     return sorted({*read_value(told, [whole])})
 
 
@@ -70,7 +70,7 @@ def facts(told: Any) -> dict[str, Any]:
 
 
 def hosts(told: Any) -> list[dict[str, Any]]:
-    """Read the facts of the hosts that came, without their findings."""
+    """Read the facts of the hosts that arrived, without their findings."""
     return [_read(one, _HOST) for one in read_value(told, list)]
 
 

@@ -2,8 +2,8 @@
 
 With ``--fast-ranks``, processes that tests start by themselves are forked from a server, see `testing.fast_ranks`.
 
-pytest loads this module wherever phalanx is installed, so it holds hooks and fixtures alone, and imports what runs a
-test on ranks when the first such test has been collected.
+pytest loads this module wherever phalanx is installed, so it contains only hooks and fixtures, and imports everything
+else when the first marked test has been collected.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _MARK = "ranks"
 _PARAM = "_ranks"
-"""Fixture that has one of several world sizes as its parameter."""
+"""Fixture whose parameter is one of several world sizes."""
 _NOT_LINUX = (
     "@pytest.mark.ranks: ranks are forked, which phalanx does on Linux alone; here skip the test: "
     "@pytest.mark.skipif(sys.platform != 'linux', reason='ranks need Linux')"
 )
 
-# pytest rewrites the asserts of all modules of a plugin's distribution. Those of phalanx are for no test.
+# pytest rewrites the asserts of all modules of a plugin's distribution. Those of phalanx are not for tests.
 for _finder in sys.meta_path:
     _rewritten: Any = getattr(_finder, "_must_rewrite", ())
     if "phalanx" in _rewritten:
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Let a module with marked tests call ``torch.cuda.is_available()``: otherwise no fork could use CUDA after it."""
+    """Let a module with marked tests call ``torch.cuda.is_available()``, after which forks could not use CUDA."""
     path = getattr(collector, "path", None) if isinstance(collector, pytest.Module) else None
     if path is not None and path.is_file() and b"mark.ranks" in path.read_bytes():
         from phalanx import _env

@@ -40,16 +40,16 @@ from phalanx.testing.ranks import Ranks
 from phalanx.testing.results import result_of
 
 _NEEDED = (*RANK_MODULES, "phalanx.record.gloo")
-"""What every rank needs, imported once before the fork."""
+"""Modules that every rank needs, imported once before the fork."""
 _TIMEOUT_S = 60.0
-_SHARE_OF_LIMIT = 0.8  # of pytest-timeout's, which knows nothing of ranks
+_SHARE_OF_LIMIT = 0.8  # of pytest-timeout's limit, which does not know ranks
 _OWN = frozenset(("rank", "group"))
 _OF_PYTEST = frozenset(("capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys", "recwarn"))
-"""What each rank needs for itself: it captures what this process prints, or warns of."""
+"""Fixtures that each rank needs for itself, because they capture the output or the warnings of their process."""
 
 
 def prepare(item: pytest.Item) -> None:
-    """Have a marked test run on ranks, and its fixtures that differ by rank be computed there."""
+    """Make a marked test run on ranks, which compute the fixtures that differ by rank."""
     mark = item.get_closest_marker("ranks")
     assert mark is not None
     plain: Any = item
@@ -71,7 +71,7 @@ def prepare(item: pytest.Item) -> None:
 
 
 def world_size_of(request: pytest.FixtureRequest) -> int:
-    """Return the number of ranks of the test that asks for it."""
+    """Return the number of ranks of the requesting test."""
     sizes = vars(request.node).get("_phalanx_sizes", ())
     if not sizes:
         pytest.fail(shown.NOT_MARKED.format("world_size"), pytrace=False)
@@ -165,7 +165,7 @@ def _fork(group: Group, options: Options, task: Task) -> Workers:
 
 
 def _limit_s(item: pytest.Item, own_s: float, spent_s: float) -> float:
-    """Return the limit of a test: its own, but below what pytest-timeout leaves, so that ranks are told by name."""
+    """Return the limit of a test: its own, or less than pytest-timeout allows, so that the report names the ranks."""
     mark = item.get_closest_marker("timeout")
     given: Any = None
     if mark is not None:
@@ -196,7 +196,7 @@ def _terminal_comes_back() -> Iterator[None]:
 
 
 def _take_over(item: pytest.Item, told: list[Told]) -> None:
-    """Take over what the ranks have printed, logged, warned of, recorded and covered."""
+    """Adopt the output, logs, warnings, properties and coverage of the ranks."""
     capture = item.config.getoption("capture", "fd")
     seen: set[object] = set()
     logging_plugin = item.config.pluginmanager.get_plugin("logging-plugin")
@@ -218,7 +218,7 @@ def _take_over(item: pytest.Item, told: list[Told]) -> None:
 
 
 def _take_over_marks(item: pytest.Item, outcomes: list[Ending], told: list[Told]) -> None:
-    """Take over marks, such as xfail, that the test has given itself: on all ranks that failed, on any if none did."""
+    """Adopt marks, such as xfail, that the test gave itself: on all failed ranks, or on any if none failed."""
     failed = [told[outcome.rank].marks for outcome in outcomes if outcome.failed and not outcome.is_victim]
     for mark in (mark for one in told for mark in one.marks):
         if mark not in item.own_markers and all(mark in marks for marks in failed):
@@ -226,7 +226,7 @@ def _take_over_marks(item: pytest.Item, outcomes: list[Ending], told: list[Told]
 
 
 def _judge(item: pytest.Item, outcomes: list[Ending], told: list[Told], limit_s: float, why: list[str]) -> None:
-    """Raise what the test as a whole has met, if it has not passed on each rank."""
+    """Raise the result of the whole test, unless it passed on each rank."""
     __tracebackhide__ = True
     if result := result_of(outcomes):
         source = next(outcome.rank for outcome in outcomes if outcome.error is result)
@@ -254,7 +254,7 @@ def _judge(item: pytest.Item, outcomes: list[Ending], told: list[Told], limit_s:
 
 
 def _no_second_debugger(item: pytest.Item) -> None:
-    """Keep --pdb from opening in this process, too, which has nothing to look at."""
+    """Keep --pdb from opening in this process as well, which has no frames to show."""
     manager = item.config.pluginmanager
     plugin = manager.get_plugin("pdbinvoke")
     if plugin is not None:

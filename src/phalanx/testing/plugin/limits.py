@@ -12,7 +12,7 @@ import torch.distributed as dist
 from phalanx._text import in_units
 from phalanx.host.cgroups import known_memory
 
-_RANK_BYTES = 16 * 2**20  # of its own, after an all_reduce of a few elements: 3,300 pages and their tables
+_RANK_BYTES = 16 * 2**20  # private memory after an all_reduce of a few elements: 3,300 pages and their tables
 _RANK_FDS = 4  # here: its pipe, its pidfd, and two of multiprocessing
 _SPARE_FDS = 32
 _ELSEWHERE = "or run a function by phalanx.testing.run_ranks, whose ranks are forked from a process of their own"
@@ -32,7 +32,7 @@ def check_room(world_size: int) -> None:
 
 
 def words_of_refused_fork(world_size: int, error: OSError) -> str:
-    """Return what to say when the system lets no more ranks be forked."""
+    """Return the message for a system that refuses to fork more ranks."""
     return (
         f"{world_size} ranks can't be forked: {error.strerror or error}; the user (ulimit -u), the container "
         "(pids.max) or the memory allows no more processes: take fewer ranks, or fewer workers of pytest-xdist"
@@ -40,7 +40,7 @@ def words_of_refused_fork(world_size: int, error: OSError) -> str:
 
 
 def check_fork(item: pytest.Item) -> None:
-    """Fail the test if its process holds what can't be forked."""
+    """Fail the test if its process holds something that can't be forked."""
     for name in ("cuda", "xpu"):
         if getattr(torch, name).is_initialized():
             _fail(

@@ -33,7 +33,7 @@ class Options:
         """Return the options of a mark.
 
         Raises:
-            ValueError: One of them is nonsense.
+            ValueError: One of them is invalid.
         """
         options = {name: default for name, default in OPTIONS.items() if name not in _OF_FUNCTIONS}
         options["timeout_s"] = None
@@ -78,7 +78,7 @@ def checked_sizes(mark: pytest.Mark, options: Options) -> tuple[int, ...]:
     """Return the world sizes that a mark names.
 
     Raises:
-        ValueError: There is none, one of them is nonsense, or the hosts do not add up to it.
+        ValueError: There is none, one is invalid, or the hosts do not add up to it.
     """
     sizes = sizes_of(mark)
     if not sizes:

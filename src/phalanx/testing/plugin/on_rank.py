@@ -29,10 +29,10 @@ from phalanx.testing.results import make_portable
 
 @dataclasses.dataclass
 class Task:
-    """What every rank runs.
+    """The task of every rank.
 
     Attributes:
-        runtest: The test's own way to run.
+        runtest: The test's own ``runtest``.
         by_rank: Fixtures that the rank computes.
     """
 
@@ -43,7 +43,7 @@ class Task:
 
 @dataclasses.dataclass
 class Told:
-    """What a rank tells the test's process of its run.
+    """The report of a rank to the test's process.
 
     Attributes:
         longrepr: Failure as pytest shows it; None: none.
@@ -68,7 +68,7 @@ class Told:
 
 
 _TORCHS_OWN = re.compile(r"^.*\bc10d-NullHandler-default:c10d_logger.py:.*\n?", re.MULTILINE)
-"""What torch logs of each error of a collective, in a long line; the error itself is shown anyway."""
+"""Long line that torch logs for each error of a collective, which is shown anyway."""
 
 _HYPOTHESIS = "_hypothesis_global_random"  # its generator
 
@@ -96,12 +96,12 @@ def session_of(rank: int) -> Any:
 
 
 def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes) -> None:
-    """Run the test on `rank`, inside the process group, and tell the test's process."""
+    """Run the test on `rank`, inside the process group, and report to the test's process."""
     global _rank, _group
     import torch.distributed as dist
 
-    gc.freeze()  # what the test's process holds is none of ours to look through
-    random.setstate(random_state)  # each forked process would have another
+    gc.freeze()  # keeps the collector away from the parent's objects
+    random.setstate(random_state)  # each forked process would have a different one
     _draw_alike(seed)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _rank, _group = rank, group
@@ -117,7 +117,7 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes
 
 
 def _draw_alike(seed: bytes) -> None:
-    """Have Hypothesis, if the test uses it, try the same examples on all ranks, which meet in collectives."""
+    """Make Hypothesis, if used, try the same examples on all ranks, so that their collectives match."""
     core = sys.modules.get("hypothesis.core")
     place = getattr(core, "threadlocal", core)
     if hasattr(place, _HYPOTHESIS):
@@ -130,7 +130,7 @@ def _run(rank: int, group: Group, task: Task) -> None:
         group.init(rank)
     finalizers = [one for one, _ in item.session._setupstate.stack.values()]
     for one in finalizers:
-        one.clear()  # those are the test's process's to run
+        one.clear()  # the test's process runs those
     threads = _begin_threads(item)
     try:
         for name in task.by_rank:
@@ -150,7 +150,7 @@ def _run(rank: int, group: Group, task: Task) -> None:
 
 
 def _begin_threads(item: Any) -> list[Callable[[], object]]:
-    """Have pytest note exceptions in threads and finalizers; return what then warns of them, or raises."""
+    """Make pytest collect exceptions in threads and finalizers; return functions that then warn or raise."""
     ends: list[Callable[[], object]] = []
     for name in ("threadexception", "unraisableexception"):
         hook = getattr(item.config.pluginmanager.get_plugin(name), "pytest_runtest_call", None)
@@ -164,7 +164,7 @@ def _begin_threads(item: Any) -> list[Callable[[], object]]:
 
 
 class _Listener:
-    """Notes what pytest would have taken from this process."""
+    """Collects what pytest would have taken from this process."""
 
     def __init__(self, item: Any) -> None:
         self._item = item
@@ -201,7 +201,7 @@ class _Listener:
             told.longrepr = report.longrepr
             try:
                 self._debug(call, report)
-            except pytest.exit.Exception as end:  # somebody has quit the debugger
+            except pytest.exit.Exception as end:  # the user has quit the debugger
                 error, told.longrepr = end, None
             make_portable(error)
         if self._log is not None:
@@ -212,7 +212,7 @@ class _Listener:
         return told, error
 
     def _debug(self, call: Any, report: Any) -> None:
-        """Open the debugger that --pdb asks for, here where the frames are."""
+        """Open the debugger of --pdb here, because the frames are here."""
         item = self._item
         is_wanted = item.config.getoption("usepdb", False) and item.get_closest_marker("xfail") is None
         if is_wanted and report.failed and not is_victim(LastWords.of_error(call.excinfo.value)):
@@ -223,7 +223,7 @@ class _Listener:
 
 
 def _tell(told: Told) -> None:
-    """Send it, and as words what can't be pickled."""
+    """Send it, with text in place of what can't be pickled."""
     if not _can_be_sent(told):
         told.longrepr = told.longrepr and str(told.longrepr)
         told.warnings = [_plain(one) for one in told.warnings]

@@ -37,7 +37,7 @@ _SECOND_GROUP = "initialize the default process group twice"
 
 
 def of_lines(lines: Sequence[str], item: pytest.Item) -> Any:
-    """Return a failure that is told by lines alone."""
+    """Return a failure that consists of lines only."""
     path, line, _ = item.reportinfo()
     crash = ReprFileLocation(str(path), (line or 0) + 1, lines[0])
     return ExceptionChainRepr([(_plain(lines), crash, None)])
@@ -52,7 +52,7 @@ def fitted(lines: Sequence[str], item: pytest.Item) -> list[str]:
 
 
 def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:
-    """Return a failure as a rank has shown it, below lines about all ranks."""
+    """Return a rank's failure below lines about all ranks."""
     made = below_lines(heads, longrepr)
     crash = made.chain[-1][1] if isinstance(made, ExceptionChainRepr) else None
     if crash is not None:
@@ -61,7 +61,7 @@ def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:
 
 
 def below_lines(lines: Sequence[str], longrepr: Any) -> Any:
-    """Return a failure as pytest shows it, below lines."""
+    """Return a failure of pytest below lines."""
     chain = getattr(longrepr, "chain", None)
     if chain is None and hasattr(longrepr, "reprtraceback"):
         chain = [(longrepr.reprtraceback, longrepr.reprcrash, None)]
@@ -73,7 +73,7 @@ def below_lines(lines: Sequence[str], longrepr: Any) -> Any:
 
 
 def end_at_the_call(item: Any, excinfo: Any) -> None:
-    """Show errors of phalanx up to the line that has called torch, or phalanx: what is below is none of the test's."""
+    """Show errors of phalanx only down to the line that called torch or phalanx."""
     if (filtered := getattr(item, "_traceback_filter", None)) is not None:  # pytest 7.4 and newer
         item._traceback_filter = lambda one: _up_to_the_call(filtered(one), one.value)
     excinfo.traceback = _up_to_the_call(excinfo.traceback, excinfo.value)  # where it crashed
@@ -93,7 +93,7 @@ def _plain(lines: Sequence[str]) -> ReprTraceback:
 
 
 def without_ours(words: LastWords) -> LastWords:
-    """Return the stacks of a rank without the frames of pytest and of ours, below which the test has run."""
+    """Return the stacks of a rank without the frames of pytest and phalanx below the test."""
     kept: list[str] = []
     is_below = False
     for line in words.lines:
@@ -105,7 +105,7 @@ def without_ours(words: LastWords) -> LastWords:
 
 
 def advice_for(error: BaseException) -> str:
-    """Return what to do about a mistake that is the mark's; empty if it is none."""
+    """Return advice for mistakes that are specific to the mark; empty for others."""
     text = text_of(error)
     if _SECOND_GROUP in text:
         return "the mark has made a process group already; ranks(..., init=False) leaves that to the test"
@@ -119,8 +119,8 @@ def advice_for(error: BaseException) -> str:
 
 
 def why(outcomes: Sequence[Ending]) -> list[str]:
-    """Return the sentence of ``phalanx why`` about ranks that hang; none if it tells nothing."""
-    with contextlib.suppress(Exception):  # the failure is told anyway
+    """Return the sentence of ``phalanx why`` about hanging ranks; empty if it has none."""
+    with contextlib.suppress(Exception):  # the failure is reported anyway
         from phalanx.diagnose.jobs import find_job
         from phalanx.diagnose.why.evidence import gather
         from phalanx.diagnose.why.findings import conclude
@@ -138,13 +138,13 @@ def why(outcomes: Sequence[Ending]) -> list[str]:
 
 
 def flush_coverage() -> None:
-    """Let coverage.py store what it has measured in this process, so that ranks begin with none."""
+    """Make coverage.py store its data of this process, so that ranks start with none."""
     if (current := _coverage()) is not None:
         current.get_data()
 
 
 def begin_coverage() -> Any:
-    """Have coverage.py, if it measures, gather in this rank's memory; return what `end_coverage` needs."""
+    """Make coverage.py, if active, collect in this rank's memory; return what `end_coverage` needs."""
     current = _coverage()
     if current is None:
         return None
@@ -156,7 +156,7 @@ def begin_coverage() -> Any:
 
 
 def end_coverage(begun: Any) -> bytes:
-    """Return what was measured since `begin_coverage`."""
+    """Return the coverage since `begin_coverage`."""
     if begun is None:
         return b""
     collector, data = begun
@@ -165,7 +165,7 @@ def end_coverage(begun: Any) -> bytes:
 
 
 def add_coverage(told: bytes) -> None:
-    """Add what a rank has measured."""
+    """Add the coverage of a rank."""
     current = _coverage() if told else None
     if current is not None:
         from coverage import CoverageData
@@ -184,7 +184,7 @@ def _coverage() -> Any:
 
 
 def hold_subtests(item: Any) -> list[dict[str, Any]]:
-    """Keep the reports of subtests from the plugins of this rank; return where they gather instead."""
+    """Withhold the reports of subtests from this rank's plugins; return the list that collects them."""
     config, manager = item.config, item.config.pluginmanager
     held: list[dict[str, Any]] = []
     call = manager._inner_hookexec
@@ -200,7 +200,7 @@ def hold_subtests(item: Any) -> list[dict[str, Any]]:
 
 
 def replay_subtests(item: Any, told: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Report each subtest once: as it has failed on the first rank where it has, else as on rank 0."""
+    """Report each subtest once: as on the first rank on which it failed, else as on rank 0."""
     chosen: dict[str, dict[str, Any]] = {}
     for data in (data for reports in told for data in reports):
         key = repr(data.get("_subtest.context"))
@@ -223,7 +223,7 @@ def replay_subtests(item: Any, told: Sequence[Sequence[dict[str, Any]]]) -> None
 
 @contextlib.contextmanager
 def held_terminal(folder: str) -> Iterator[None]:
-    """Have the terminal, which the ranks of one test have by turns."""
+    """Use the terminal; the ranks of one test take turns."""
     from phalanx.debugging.prompt import held
 
     with open(os.path.join(folder, "terminal"), "w") as lock:
