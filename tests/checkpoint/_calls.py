@@ -1,4 +1,4 @@
-"""Behaviours: how the calls go wrong, and what they leave behind then."""
+"""Behaviours: how the calls fail, and what a failure leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that nobody has saved, for each parser of what may come from others: mutations of real ones, checksums mended.
+"""Fuzzed inputs for each parser of foreign data: mutations of saved files, with their checksums corrected.
 
 Whatever the input, `load` takes it, takes an older checkpoint instead, or raises CheckpointError.
 """

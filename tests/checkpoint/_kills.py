@@ -1,4 +1,4 @@
-"""Ranks that save without end, and are killed."""
+"""Ranks that save until they are killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Behaviours: what only one rank has, it gets back, however little it differs from what the others have."""
+"""Behaviours: a rank gets its own state back, however little it differs from the other ranks' state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: models that train, exact comparison, damage."""
+"""Helpers of the tests of checkpoints: models that train, exact comparison, damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state without names is refused with the right call, before anything is touched."""
+"""A state that is not a dictionary is refused with an example of the right call, before anything is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever writes a folder has claimed its newest epoch, also where locks do not reach the other host."""
+"""Only the process that has claimed a folder's newest epoch writes to it, even where locks do not reach other hosts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stop(claim):
     claim._beats.join()
 
 
-def test_each_attempt_that_is_let_in_takes_the_next_epoch(tmp_path, take):
+def test_each_attempt_that_is_admitted_takes_the_next_epoch(tmp_path, take):
     for epoch in (1, 2, 3):
         claim = take(tmp_path)
         assert claim.fence.epoch == read_note(tmp_path).epoch == epoch
@@ -99,7 +99,7 @@ def test_a_newer_attempt_of_the_job_takes_the_folder_at_once_and_an_older_one_ne
 
 
 @pytest.mark.parametrize("num_takers", [2, 8])
-def test_of_several_that_take_a_folder_at_the_same_moment_one_has_it(tmp_path, take, as_attempt, apart, num_takers):
+def test_of_several_processes_that_take_a_folder_at_once_one_gets_it(tmp_path, take, as_attempt, apart, num_takers):
     as_attempt("", 1)
     at_once, got = threading.Barrier(num_takers), []
 
@@ -124,7 +124,7 @@ def test_a_claimer_that_died_before_it_wrote_its_note_is_passed_over(tmp_path, t
 @pytest.mark.parametrize(
     "text", [b"\xff[[[[", b"[]", b'{"pid": "x", "epoch": 1e99}', b'{"epoch": -3, "attempt": 5}', b""]
 )
-def test_a_note_of_somebody_else_is_no_obstacle(tmp_path, take, text):
+def test_a_file_that_is_not_a_note_is_no_obstacle(tmp_path, take, text):
     (tmp_path / ".lock").write_bytes(text)
     assert take(tmp_path).fence.epoch >= 1
 

@@ -1,4 +1,4 @@
-"""``phalanx ckpt``: what it shows, compares and exports, and the line with which it refuses."""
+"""``phalanx ckpt``: what it shows, compares and exports, and its errors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_folder_of_a_run_stands_for_its_checkpoints(saved, ckpt, tmp_path):
     assert ckpt("export", tmp_path, tmp_path / "m.pt")[0] == 0
 
 
-def test_the_folder_of_one_checkpoint_stands_for_it_alone(saved, ckpt):
+def test_the_folder_of_one_checkpoint_stands_for_that_checkpoint(saved, ckpt):
     one = saved[0] / "step-00000010"
     [_, row], whole = ckpt("ls", one)[1], ckpt("ls", saved[0])[1]
     assert row.split() == whole[1].split()
@@ -292,7 +292,7 @@ def test_no_name_and_no_value_of_a_checkpoint_reaches_the_terminal_as_more_than_
         assert r"\x1b]0;owned\x07\x1b[2J\n\u202e\ud800[red]" in shown
 
 
-def test_nor_does_it_in_an_error(tmp_path):
+def test_nor_does_it_reach_the_terminal_in_an_error(tmp_path):
     save(tmp_path, {EVIL: 1})
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, {"other": 1})
@@ -340,7 +340,7 @@ def test_a_narrow_terminal_cuts_no_reason_off(damaged):
     assert "damaged:rank_00000.safetensorshas5bytesinsteadof" in last_column.replace(" ", "")
 
 
-def test_a_save_that_is_under_way_is_said(ckpt, tmp_path):
+def test_a_save_that_is_under_way_is_mentioned(ckpt, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     draft = folders.begin(str(folder), 3, 1, None)

@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a checkpoint, it is noticed, and the one before is loaded."""
+"""Any damage to a file of a checkpoint is noticed, and the previous checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_missing_file_is_noticed(damaged, name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_with_something_behind_it_is_noticed(damaged, name):
+def test_a_file_with_trailing_bytes_is_noticed(damaged, name):
     assert_gives_way(damaged(lambda path: path.write_bytes(path.read_bytes() + b" "), name))
 
 
@@ -132,7 +132,7 @@ def test_a_manifest_of_another_step_is_noticed(damaged):
     assert_gives_way(damaged(lambda path: shutil.copy(path.parents[1] / "step-00000001" / path.name, path), FILES[1]))
 
 
-def test_a_format_of_the_future_is_said_to_be_one(damaged):
+def test_a_newer_format_is_named_as_such(damaged):
     from phalanx.checkpoint.disk.folder import _sign
 
     def date_forward(path):

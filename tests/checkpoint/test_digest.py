@@ -1,4 +1,4 @@
-"""The digest by which ranks find out whether they have the same: XXH3's bits, by any number of threads."""
+"""The digest by which ranks compare their state: XXH3's bits, with any number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that are full, folders that can't be written, ranks that do not call, processes that end."""
+"""Full disks, folders that can't be written, ranks that do not make the call, processes that end."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def call_on_rank_0_alone(rank, world_size, folder, name):
 
 
 @pytest.mark.parametrize("name", ["save", "load", "wait"])
-def test_a_call_that_another_rank_does_not_make_is_told_within_a_second(spawn_ranks, tmp_path, name):
+def test_a_call_that_another_rank_does_not_make_fails_within_a_second(spawn_ranks, tmp_path, name):
     with spawn_ranks(call_on_rank_0_alone, 2, str(tmp_path / "c"), name) as ranks:
         [took_s] = ranks.wait_until_reached("told", [0])
         first, second = ranks.join(LIMIT_S)
@@ -176,7 +176,7 @@ def save_on_rank_0_of_gloo(rank, world_size, folder):
     told.wait(["told"])  # so that it is missing, and not gone
 
 
-def test_a_call_that_another_rank_does_not_make_is_told_on_gloo(run_ranks, tmp_path):
+def test_a_call_that_another_rank_does_not_make_fails_on_gloo(run_ranks, tmp_path):
     run_ranks(save_on_rank_0_of_gloo, 2, str(tmp_path / "c"), backend="gloo")
 
 
@@ -203,7 +203,7 @@ def test_a_rank_whose_signature_another_has_published_at_once_has_written(tmp_pa
     assert [c.step for c in ckpt.list_checkpoints(tmp_path)] == [1]
 
 
-def test_a_rank_that_comes_to_publish_too_late_does_no_harm(tmp_path, monkeypatch):
+def test_a_rank_that_publishes_too_late_does_no_harm(tmp_path, monkeypatch):
     """It has seen all signatures, and another has published and taken them away before it goes on."""
     draft = folders.begin(str(tmp_path), 1, 2, None)
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""What others wrote, and nobody saved, is loaded, gives way to an older checkpoint, or is a CheckpointError.
+"""Files that no save has written are loaded, skipped for an older checkpoint, or raise a CheckpointError.
 
 10,000 inputs to each parser with PHALANX_TEST_LONG=1 (`make stress`).
 """

@@ -1,4 +1,4 @@
-"""Snapshots in memory: what outlives killed ranks, and what is taken of it."""
+"""Snapshots in memory: what outlives killed ranks, and what is loaded from it."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_what_differs_in_one_bit_is_each_ranks_own(tmp_path, held):
     run_ranks(take_own, 2, str(tmp_path), env=held)
 
 
-def test_what_is_taken_is_the_newest_in_memory_or_on_disk(tmp_path, held):
+def test_the_newest_in_memory_or_on_disk_is_loaded(tmp_path, held):
     folder = str(tmp_path)
     run_ranks(take, 2, folder, [1, 2, 3], [2], env=held)
     assert run_ranks(find, 2, folder, env=held) == [(3, "memory")] * 2
@@ -178,7 +178,7 @@ def save_only(rank, world_size, folder, step):
     save(folder, state_of(rank, step), step)
 
 
-def test_memory_of_another_folder_is_not_taken(tmp_path, held):
+def test_a_snapshot_of_another_folder_is_not_loaded(tmp_path, held):
     run_ranks(take, 2, str(tmp_path / "a"), [1, 2], env=held)
     assert run_ranks(find, 2, str(tmp_path / "b"), env=held) == [None] * 2
     run_ranks(take, 2, str(tmp_path / "b"), [1], env=held)
@@ -187,7 +187,7 @@ def test_memory_of_another_folder_is_not_taken(tmp_path, held):
 
 
 @pytest.mark.parametrize("num_left", [1, 2, 4])
-def test_another_number_of_ranks_takes_it_too(tmp_path, held, num_left):
+def test_another_number_of_ranks_loads_it_too(tmp_path, held, num_left):
     folder = str(tmp_path)
     run_ranks(take, 3, folder, [1, 2], env=held)
     assert run_ranks(find, num_left, folder, 0, env=held) == [(2, "memory")] * num_left
@@ -204,7 +204,7 @@ def die_between(rank, world_size, folder):
     ckpt.snapshot(folder, state_of(rank, 3), 3)
 
 
-def test_the_last_step_that_every_rank_has_is_taken(tmp_path, held):
+def test_the_last_step_that_every_rank_has_is_loaded(tmp_path, held):
     outcomes = run_ranks(die_between, 2, str(tmp_path), env=held, expect_failures=True)
     assert outcomes[0].ok
     assert outcomes[1].signal == signal.SIGKILL
@@ -268,7 +268,7 @@ def lack_memory(rank, world_size, folder):
         (lack_memory, "0 MiB can't be had on rank 1: No space left on device"),
     ],
 )
-def test_too_little_memory_is_the_answer_on_every_rank(tmp_path, held, function, said):
+def test_every_rank_is_told_that_memory_is_short(tmp_path, held, function, said):
     for answers in run_ranks(function, 2, str(tmp_path), env=held):
         assert all(answer.startswith(said) for answer in answers), answers
     assert run_ranks(find, 2, str(tmp_path), env=held) == [None] * 2
@@ -282,7 +282,7 @@ def take_what_cannot_be_saved(rank, world_size, folder):
     return take(rank, world_size, folder, [2])
 
 
-def test_what_one_rank_cannot_save_is_told_on_all(tmp_path, held):
+def test_a_value_that_one_rank_cannot_save_raises_on_all(tmp_path, held):
     assert run_ranks(take_what_cannot_be_saved, 2, str(tmp_path), env=held) == [[""]] * 2
 
 
@@ -306,6 +306,6 @@ def test_after_a_kill_for_want_of_memory_snapshots_are_loaded_once_more_and_free
         assert after <= 16, "the word that forbids them"
 
 
-def test_without_a_supervisor_that_is_the_answer(tmp_path):
+def test_without_a_supervisor_snapshot_says_so(tmp_path):
     for answers in run_ranks(take, 2, str(tmp_path), [1]):
         assert answers == ["no supervisor holds memory for them: start with phalanx run --max-restarts"]

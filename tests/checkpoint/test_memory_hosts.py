@@ -1,4 +1,4 @@
-"""Snapshots in memory where the ranks are on several hosts: any of these can be lost, and those that join get them."""
+"""Snapshots in memory across several hosts: any host can be lost, and hosts that join get the snapshots."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def snapshots_of_two_regions(rank, world_size, folder, sizes, paths):
     return kept.problem, layout.asked_copy(kept._fd).step, sorted(kept._regions)
 
 
-def test_without_room_for_a_third_region_a_snapshot_is_left_out_and_the_next_one_is_taken(tmp_path, new_host):
+def test_without_memory_for_a_third_region_a_snapshot_is_left_out_and_the_next_one_is_taken(tmp_path, new_host):
     paths = [new_host(), new_host()]
     for path in paths:
         with open(path, "r+b") as file:

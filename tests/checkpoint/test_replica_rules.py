@@ -1,4 +1,4 @@
-"""Which region is written next, and which snapshot is loaded, when each host has only a part of the state."""
+"""The choice of the region to write and of the snapshot to load, when each host has only a part of the state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def held(moment, world_size, *numbers, folder=FOLDER):
 # ---------------------------------------------------------------- which snapshot
 
 
-def test_the_newest_of_which_the_hosts_together_have_all_is_taken():
+def test_the_newest_that_is_complete_between_the_hosts_is_chosen():
     by_rank = [
         [held((1, 10), 3, 0, 1), held((1, 20), 3, 0)],
         [held((1, 10), 3, 1, 2), held((1, 20), 3, 2)],
@@ -175,7 +175,7 @@ def test_whichever_hosts_are_lost_at_any_moment_one_snapshot_is_whole(num_hosts,
                     host.has_copied = True
 
 
-def test_what_no_host_has_any_more_is_named_if_nothing_else_is_whole():
+def test_lost_images_are_named_if_no_snapshot_is_complete():
     left = [Holding(1, 30, FOLDER, 4, (3, 1)), Holding(1, 20, FOLDER, 4, (0, 1))]
     assert lost_of([left, [Holding(1, 30, FOLDER, 4, (1,))]], FOLDER) == (30, (0, 2))
     assert lost_of([left, [Holding(1, 20, FOLDER, 4, (2, 3))]], FOLDER) is None

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and what is said of them."""
+"""Which checkpoints stay, and how they are listed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_to_be_kept_is_kept(folder, options, kept):
 
 
 @pytest.mark.parametrize("best_is_least", [True, False])
-def test_of_equal_scores_the_earliest_is_the_best_as_for_who_judged_them(tmp_path, best_is_least):
+def test_of_equal_scores_the_earliest_is_the_best_as_in_the_trainer(tmp_path, best_is_least):
     metric_so_far = BestMetric("loss", "min") if best_is_least else BestMetric("accuracy", "max")
     best = []
     for step, metric in enumerate((0.5, 0.5, 0.5, 0.5), start=1):
@@ -70,7 +70,7 @@ def test_save_prunes_when_it_has_published(tmp_path):
     assert steps(tmp_path) == [0, 3, 4, 5]
 
 
-def test_a_list_says_what_each_is(tmp_path):
+def test_a_list_describes_each_checkpoint(tmp_path):
     before = time.time()
     save(tmp_path, {"x": bytes(10_000)}, 12, metric=0.5)
     [checkpoint] = ckpt.list_checkpoints(tmp_path)
@@ -112,7 +112,7 @@ def test_verify_names_the_damaged_file_of_any_step(folder):
 
 
 @pytest.mark.parametrize(("is_least", "best"), [(True, 2), (False, 3)])
-def test_the_best_is_loaded_by_the_measure_that_it_was_kept_by(tmp_path, is_least, best):
+def test_the_best_is_loaded_in_the_direction_in_which_it_was_kept(tmp_path, is_least, best):
     for step, metric in ((1, 0.5), (2, 0.25), (3, 0.75), (4, float("nan")), (5, None)):
         save(tmp_path, {"x": step}, step, metric=metric, keep={"keep_last": 9, "best_is_least": is_least})
     state = {"x": 0}
@@ -120,7 +120,7 @@ def test_the_best_is_loaded_by_the_measure_that_it_was_kept_by(tmp_path, is_leas
     assert state == {"x": best}
 
 
-def test_a_best_that_nobody_knows_is_refused(tmp_path):
+def test_an_unknown_best_is_refused(tmp_path):
     assert ckpt.load(tmp_path, {"x": 0}, step="best", missing="ignore") is None
     save(tmp_path, {"x": 1}, 1, keep={"keep_best": 1})
     save(tmp_path, {"x": 2}, 2, metric=0.5)

@@ -1,4 +1,4 @@
-"""What is saved comes back, bit for bit, on every rank.
+"""Saved state comes back, bit for bit, on every rank.
 
 The behaviours are functions that each rank runs, in the modules imported here.
 """

@@ -1,4 +1,4 @@
-"""What one number of ranks has saved, another loads: plain state, FSDP2, DTensors; ranks with tensors of their own."""
+"""State loads on another number of ranks than saved it: plain state, FSDP2, DTensors; ranks with their own tensors."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_shards_of_shards_come_together(outcome):
     assert_same(loaded, outcome(4, save_two_dims)[0])
 
 
-def test_ranks_with_tensors_of_their_own_get_these_back(outcome):
+def test_ranks_get_their_own_tensors_back(outcome):
     outcome(2, hold_stages)
     outcome(3, load_too_few)
 
@@ -246,10 +246,10 @@ def test_what_all_ranks_have_alike_is_written_once(outcome):
     assert max(sizes) < 1.1 * min(sizes)
 
 
-def test_a_sum_that_is_still_to_be_taken_is_refused(outcome):
+def test_an_unreduced_sum_is_refused(outcome):
     outcome(2, save_partial)
 
 
-def test_what_is_each_ranks_own_anyway_binds_no_number_of_ranks(outcome):
+def test_values_that_every_rank_saves_load_on_any_number_of_ranks(outcome):
     assert outcome(2, differ_in_sizes) == [1000, 2000]
     assert outcome(3, differ_in_sizes) == [1000] * 3

@@ -1,4 +1,4 @@
-"""Behaviours of DistributedDataParallel: states and copies, and that nothing of it stays behind."""
+"""Behaviours of DistributedDataParallel: state dictionaries, copies, and that it leaves nothing behind."""
 
 from __future__ import annotations
 

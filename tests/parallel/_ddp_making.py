@@ -1,4 +1,4 @@
-"""Behaviours of DistributedDataParallel: what it makes of a module and of its options."""
+"""Behaviours of DistributedDataParallel: how it treats a module and its options."""
 
 from __future__ import annotations
 

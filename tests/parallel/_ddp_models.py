@@ -1,4 +1,4 @@
-"""The models of `test_ddp_models`, each with a loss and what is done with it on the way."""
+"""The models of `test_ddp_models`, each with a loss and the steps of its training."""
 
 from __future__ import annotations
 

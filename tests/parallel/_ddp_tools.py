@@ -1,4 +1,4 @@
-"""What the behaviours of DistributedDataParallel share: a model, its batches, and what one process makes of them."""
+"""Helpers of the behaviours of DistributedDataParallel: a model, its batches, and the result in one process."""
 
 from __future__ import annotations
 

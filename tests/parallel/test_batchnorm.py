@@ -1,4 +1,4 @@
-"""SyncBatchNorm on a CPU is one BatchNorm on the batch of all ranks."""
+"""SyncBatchNorm on a CPU equals one BatchNorm on the batch of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bridge_hook averages exactly within hosts and by a torch hook between them, one copy of each host crossing."""
+"""bridge_hook averages exactly within hosts and with a torch hook between them, and sends one copy for each host."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def power_sgd(rank, world_size, hosts, name):
 
 
 @pytest.mark.parametrize("name", DDPS)
-def test_power_sgd_compresses_between_hosts_alone(run_ranks, name):
+def test_power_sgd_compresses_only_between_hosts(run_ranks, name):
     of_four = run_ranks(power_sgd, 4, [0, 0, 1, 1], name)
     of_two = run_ranks(power_sgd, 2, [0, 1], name)
     exact = run_ranks(train_exactly, 2, name)
@@ -236,7 +236,7 @@ def fail_and_go_on(rank, world_size):
     return again, plain
 
 
-def test_training_goes_on_after_an_error_in_backward(run_ranks):
+def test_training_continues_after_an_error_in_backward(run_ranks):
     for again, plain in run_ranks(fail_and_go_on, 2, timeout_s=30):
         assert_close(again, plain)
 

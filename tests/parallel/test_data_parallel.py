@@ -1,4 +1,4 @@
-"""DataParallel where there is no GPU: the module as it is, and a hint at what is faster."""
+"""DataParallel without a GPU runs the module, and hints at what is faster."""
 
 from __future__ import annotations
 

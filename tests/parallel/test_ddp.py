@@ -1,4 +1,4 @@
-"""DistributedDataParallel: when it communicates and when not, what it says, what it leaves behind.
+"""DistributedDataParallel: when it communicates, what it says, what it leaves behind.
 
 The behaviours are functions that each rank runs, in the modules imported here.
 """

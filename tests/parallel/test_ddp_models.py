@@ -1,4 +1,4 @@
-"""Whatever the model: gradients are those of one process, and None where torch's DistributedDataParallel has None."""
+"""For any model, gradients are those of one process, and None where torch's DistributedDataParallel has None."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of which each rank needs a range: there they are the means, and everywhere if any rank needs them whole."""
+"""Gradients of which each rank needs a range are means there, and everywhere if any rank needs them whole."""
 
 from __future__ import annotations
 

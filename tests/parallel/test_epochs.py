@@ -1,4 +1,4 @@
-"""A loop that never calls set_epoch of torch's DistributedSampler hears of it; any other does not."""
+"""Only a loop that never calls set_epoch of torch's DistributedSampler gets a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""host_groups: who is on this host, and who meets across."""
+"""host_groups: the ranks of this host, and the groups across hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LocalSGD does what one process computes by hand for all hosts, resumes in the middle of a window, names mistakes."""
+"""LocalSGD equals a computation by hand for all hosts in one process, resumes within a window, names mistakes."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def train_alone(rank, world_size, compress):
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 @pytest.mark.parametrize("compress", [None, "bf16"])
-def test_what_rounding_leaves_out_is_sent_at_the_next_meeting(run_ranks, backend, compress):
+def test_the_residual_of_rounding_is_sent_at_the_next_synchronization(run_ranks, backend, compress):
     for got, want in run_ranks(train_alone, 2, compress, backend=backend):
         assert_same_bits([got, want])
 
@@ -282,7 +282,7 @@ def train_shards(rank, world_size):
     return {n: p.full_tensor() for n, p in model.named_parameters()}, dict(whole.named_parameters())
 
 
-def test_shards_of_fsdp_meet_like_whole_parameters(run_ranks):
+def test_shards_of_fsdp_synchronize_like_whole_parameters(run_ranks):
     for sharded, whole in run_ranks(train_shards, 4):
         assert_close(sharded, whole, rtol=1e-4, atol=1e-6)
 
@@ -361,7 +361,7 @@ def loader(rank, world_size, folder):
     return save_or_load_at_a_meeting(rank, world_size, folder, save=False)
 
 
-def test_what_was_saved_at_a_meeting_is_loaded_by_any_number_of_ranks(run_ranks, tmp_path):
+def test_a_state_saved_at_a_synchronization_loads_on_any_number_of_ranks(run_ranks, tmp_path):
     [(_, saved), _] = run_ranks(saver, 2, str(tmp_path))
     for num_steps, state in run_ranks(loader, 3, str(tmp_path)):
         assert num_steps == 2

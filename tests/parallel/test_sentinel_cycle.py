@@ -1,4 +1,4 @@
-"""However the steps between two looks change, what differs shows within the interval."""
+"""However the number of steps between two looks changes, a difference shows within the interval."""
 
 from __future__ import annotations
 

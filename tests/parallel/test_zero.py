@@ -166,7 +166,7 @@ def consolidate(rank, world_size):
     return same, float(optimizer.state_dict()["state"][0]["step"])  # of all ranks again
 
 
-def test_a_consolidated_state_is_had_by_one_rank_alone_until_the_next_step(run_ranks):
+def test_only_one_rank_has_a_consolidated_state_until_the_next_step(run_ranks):
     assert run_ranks(consolidate, 2) == [(True, 3.0)] * 2
 
 
@@ -186,7 +186,7 @@ def train_unevenly(rank, world_size, optimizer_class, backend):
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_ranks_may_run_out_of_data_earlier_than_others(run_ranks, backend):
+def test_ranks_may_run_out_of_data_before_others(run_ranks, backend):
     plain, sharded = (
         run_ranks(train_unevenly, 2, optimizer_class, backend, backend=backend)
         for optimizer_class in (optim.SGD, phalanx.ZeroRedundancyOptimizer)

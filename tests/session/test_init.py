@@ -1,4 +1,4 @@
-"""`phalanx.init` in a script started by each launcher, and alone."""
+"""`phalanx.init` in a script started by each launcher, and without one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_together(forked, script):
     return run
 
 
-def test_a_script_that_is_started_alone_is_a_world_of_one(script):
+def test_a_script_without_a_launcher_is_a_world_of_one(script):
     done = run([sys.executable, script])
     assert done.returncode == 0, done.stderr
     (said,) = said_by(done.stdout)
@@ -191,7 +191,7 @@ def test_it_takes_variables_that_are_set_by_hand(run_together, host):
         ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"}, "phalanx run train.py"),
     ],
 )
-def test_a_place_that_is_not_whole_is_an_error_that_says_what_to_set(forked, script, environ, said):
+def test_an_incomplete_place_is_an_error_that_says_what_to_set(forked, script, environ, said):
     done = forked.run(script, env=clean(**environ))
     assert done.returncode == 1
     assert said in done.stderr
@@ -324,7 +324,7 @@ def test_a_message_counts_as_use_of_the_group(run_ranks):
     assert run_ranks(send_one, 2, init=False) == [("", "the script has used its process group before")] * 2
 
 
-def test_a_group_that_the_script_made_is_adopted_and_left_alone(run_ranks):
+def test_a_group_that_the_script_made_is_adopted_and_kept(run_ranks):
     run_ranks(adopt, 2, backend="gloo")
 
 

@@ -1,4 +1,4 @@
-"""What a session offers to a training loop of one's own."""
+"""What a session offers to a hand-written training loop."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def results(request, run_ranks, tmp_path_factory):
     return run_ranks(use_all, request.param, folder, init=False)
 
 
-def test_rank_0_alone_prints(results):
+def test_only_rank_0_prints(results):
     assert [of_rank["printing"] for of_rank in results] == [(True, "loss=0.5!"), *[(False, "")] * (len(results) - 1)]
 
 

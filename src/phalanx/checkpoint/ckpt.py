@@ -21,7 +21,7 @@ from phalanx.checkpoint.disk.retention import verify
 from phalanx.checkpoint.state.unpacking import KINDS_OF_MAPPINGS, Json, pairs_of, unpack
 from phalanx.wire.files import open_regular
 
-_LENGTH_BYTES = 8  # of the number of bytes of a header, which precedes the header
+_LENGTH_BYTES = 8  # of the length of a header, which precedes it
 
 
 class _Command(NamedTuple):

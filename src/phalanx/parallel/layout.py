@@ -16,7 +16,7 @@ _ALIGN_ELEMS = 64
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """View the elements of a dense tensor in the order of their memory, shape ``(tensor.numel(),)``."""
+    """View the elements of a dense tensor in memory order, with shape ``(tensor.numel(),)``."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -28,14 +28,14 @@ def shaped(buffer: Tensor, like: Tensor) -> Tensor:
 
 
 def laid_out_like(like: Tensor, values: Tensor) -> Tensor:
-    """Return values of the shape of `like` in its memory layout: themselves if they have it, else a copy."""
+    """Return values of the shape of `like` in its memory layout, copied if they have another."""
     if values.stride() == like.stride():
         return values
     return torch.empty_like(like, dtype=values.dtype).copy_(values)
 
 
 def packed(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where tensors of these numbers of elements begin in one buffer, each aligned, and the buffer's length."""
+    """Return the aligned offsets of tensors of these sizes in one buffer, and the buffer's length, all in elements."""
     *begins, length = itertools.accumulate((-(-size // _ALIGN_ELEMS) * _ALIGN_ELEMS for size in sizes), initial=0)
     return begins, length
 

@@ -1,8 +1,7 @@
 """ZeroRedundancyOptimizer: every rank keeps and steps its shard of the optimizer's state (ZeRO stage 1).
 
 Sharing the parameters between ranks is an option rather than the rule: code that writes to parameters in place on
-every rank would do so several times. For a snapshot the state is gathered, so it is alike on all ranks and on every
-host.
+every rank would do so several times. For a snapshot the state is gathered, so it is the same on all ranks and hosts.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         return loss
 
     def _take_home(self) -> None:
-        """Take back parameters that were given other memory, as by ``parameter.data = ...``, with their values.
+        """Move parameters that were given other memory, as by ``parameter.data = ...``, back into their buffer.
 
         Raises:
             ValueError: The ranks share their memory.
@@ -207,14 +206,14 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             broadcast_each((part for ranges in self._ranges for part in enumerate(ranges)), self.process_group)
 
     def _pass_settings_on(self) -> None:
-        """Copy the learning rates, and whatever else was set here, to the optimizer that steps."""
+        """Copy the learning rates and other settings to the optimizer that steps."""
         for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name not in ("params", "param_names")})
 
     # ---- uneven inputs ---------------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook by which a rank that has run out of data goes on to step, in ``Join([ddp, optimizer])``."""
+        """Return the hook by which a rank without data continues to step, in ``Join([ddp, optimizer])``."""
         return _Shadow(self)
 
     @property
@@ -228,7 +227,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, as the plain optimizer's, on every rank. Every rank calls it.
+        """Return the whole state, in the plain optimizer's form, on every rank. Every rank calls it.
 
         Between `consolidate_state_dict` and the next step, only the rank that has the state may call it.
 
@@ -319,7 +318,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
 
 class _Shadow(JoinHook):
-    """Steps the shard of a rank that has run out of data, with the gradients that DistributedDataParallel brings it."""
+    """Steps the shard of a rank that has run out of data, with the gradients from DistributedDataParallel's `join`."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer

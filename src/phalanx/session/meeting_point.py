@@ -1,15 +1,15 @@
-"""Finds the rank of this process, and the store in which it meets the others, for `phalanx.init`.
+"""Finds this process's rank and the store in which it meets the other ranks, the first steps of `phalanx.init`.
 
-torch's ``env://`` knows RANK alone. The plugin puts this reader of schedulers before it, so mpirun and srun work
+torch's ``env://`` knows only RANK. The plugin puts this reader of schedulers in front of it, so mpirun and srun work
 without `phalanx.init`.
 
 - **mpirun on one host:** ranks meet through a file named after their launcher (the nearest ancestor without a rank, by
-  pid and start time). A port derived from a job's number could be anybody's.
-- **mpirun across hosts:** by MASTER_ADDR, because MPI does not say where rank 0 is, or by a broadcast of MPI's where
-  mpi4py is the bridge.
-- **Slurm:** the port is derived from job and step, because its tasks don't necessarily share a folder.
-- **Ranks set by hand** tell each other their hosts (boot, network namespace) in the store before `phalanx.init`
-  chooses a backend. Guessing from MASTER_ADDR, ranks came to different numbers of hosts, and so to different backends.
+  pid and start time). A port derived from a job's number might belong to anybody.
+- **mpirun across hosts:** ranks meet at MASTER_ADDR, because MPI does not say where rank 0 is; or, if mpi4py is the
+  bridge, through a broadcast of MPI's.
+- **Slurm:** the port is derived from job and step, because a job's tasks don't necessarily share a folder.
+- **Ranks set by hand** exchange their hosts (boot, network namespace) through the store before `phalanx.init` chooses a
+  backend. Guessing from MASTER_ADDR, ranks arrived at different numbers of hosts, and so at different backends.
 """
 
 from __future__ import annotations

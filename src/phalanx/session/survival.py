@@ -1,24 +1,24 @@
-"""Survival of another rank's failure: this process leaves its groups, waits, and gets a place in new ones.
+"""Outliving the failure of another rank: this process leaves its groups, waits, and takes a place in new ones.
 
 - **A function that is called again,** not an iterator, because a generator can't catch what the body of a loop raises.
-  What is outside the function is kept; inside is what belongs to the groups: the group, the wrapper, `load`. Wrappers
-  of ours and torch's take their hooks off the parameters when nothing refers to them, so the frames of the exception
-  are cleared before anything else.
-- **State in place.** `load` restores into the existing objects, and drops gradients of the step that was cut off. A
-  kept process does not have the initial values of a new one, so a process is kept only if everything that it has
-  loaded could be loaded again.
-- **Meeting new processes.** A process that is forked runs the script from the top. Kept ones can meet it only at the
-  first group of the script: after a group before the call, or at a second call, the process is started anew. Letting a
+  Everything outside the function is kept; inside is everything that belongs to the groups: the group, the wrapper,
+  `load`. Our wrappers and torch's remove their hooks from the parameters once nothing refers to them, so the frames of
+  the exception are cleared before anything else.
+- **State in place.** `load` restores into the existing objects, and drops gradients of the interrupted step. A kept
+  process does not have the initial values of a new one, so a process is kept only if everything that it has loaded
+  could be loaded again.
+- **Meeting new processes.** A forked process runs the script from the top. Kept processes can meet it only at the
+  script's first group: if there was a group before the call, or at a second call, the process is started anew. To let a
   new process skip what the others did together would need a log of it.
-- **Without peers.** A solo rank has no collective that could raise. It looks where it would meet others, at a
+- **Without peers.** A solo rank has no collective that could raise. It checks where it would meet others, at a
   Trainer's step or at a snapshot (`wire.rank_group.call_when_solo`).
 
-**Compared.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and leaves a
-step out when it fails. Taken from it: the group is made anew under the objects that use it, and state is healed in
-place. Not taken: its wrappers of groups, optimizers and collectives, which a program has to be written for, and steps
-of fewer ranks, whose results depend on who was there. torch 2.15's `shrink_group` and `reconfigure` belong to single
-backends (NCCL), keep what the failed rank has left behind in the others, and can't take in a new rank. Destroying the
-group and making it again does all of that, on every backend and torch.
+**Compared.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and skips a step
+that fails. We took from it that the group is made anew under the objects that use it, and that state is restored in
+place. We did not take its wrappers of groups, optimizers and collectives, for which a program must be written, nor
+steps with fewer ranks, whose results depend on which ranks took part. torch 2.15's `shrink_group` and `reconfigure`
+belong to single backends (NCCL), keep what the failed rank left behind in the others, and can't admit a new rank.
+Destroying the group and making it again does all of that, with every backend and torch version.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Ranges = list[tuple[int, int]]
 """Half-open ranges of an image's bytes."""
 
 _PIECE_BYTES = 16 << 20
-_LENGTH_BYTES = 8  # of the number of bytes of a header, which precedes the header
+_LENGTH_BYTES = 8  # of the length of a header, which precedes it
 
 
 def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:

@@ -101,7 +101,8 @@ class Replica:
 
     def broadcast_buffers(self, src: int = 0) -> None:
         """Copy the buffers of rank `src` of the group to all, between passes. Every rank calls it."""
-        self._broadcast([b.data for _, b in self.buffers()], src)  # detach() would fail a backward that saved a buffer
+        # Not detach(), which shares the version counter: a backward that has saved a buffer would then fail.
+        self._broadcast([b.data for _, b in self.buffers()], src)
 
     def _broadcast(self, tensors: list[Any], src: int) -> None:
         if tensors:

@@ -213,7 +213,7 @@ def _first_element(tensor: Tensor, ranks: RankGroup) -> tuple[str, list[str]]:
     every = ranks.gather(digests(bits.cpu().split(_FINE_BYTES)))
     at = next(
         at for at in range(0, len(every[0]), 16) if len({digest[at : at + 16] for digest in every}) > 1
-    )  # of a digest
+    )  # offset of the digest of the first piece that differs
     size = tensor.element_size()
     first = at // 16 * _FINE_BYTES // size
     part = bits[first * size : first * size + _FINE_BYTES].clone()
