@@ -21,9 +21,8 @@ from phalanx._torch.nested import num_collated, tensors_in
 from phalanx.data.parts import have_the_same, refuse_different
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.seeds import seed_process
-from phalanx.train.feed.feed import Collate, is_dataset
+from phalanx.train.feed.feed import Collate, filler, is_dataset
 from phalanx.train.feed.loader_feed import is_divided
-from phalanx.train.feed.untouched import untouched
 from phalanx.wire.rank_group import RankGroup
 
 Counted = tuple[Any, int]
@@ -55,9 +54,11 @@ class Planned:
             self._lists = [[*own[first : first + batch_size]] for first in range(0, len(own), batch_size)]
             options = {"num_workers": num_workers, "collate_fn": collate_fn}
             self._is_batched = True
+        self._options = options
         lists = {"batch_sampler": self._lists} if self._is_batched else {"sampler": self._lists, "batch_size": None}
-        options |= {"persistent_workers": options["num_workers"] > 0, "generator": torch.Generator()}
-        self._loader: Any = torch_data.DataLoader(data, **lists, **options)
+        self._loader: Any = torch_data.DataLoader(
+            data, **lists, **options, persistent_workers=options["num_workers"] > 0, generator=torch.Generator()
+        )
         self._num_of_longest = ranks.largest(len(self._lists))
 
     def batches(self, pads: bool) -> Iterator[Counted]:
@@ -67,8 +68,7 @@ class Planned:
             yield batch, self._num_samples(batch, indices)
         for _ in range(self._num_of_longest - len(self._lists) if pads else 0):
             if batch is None:
-                dataset = untouched(self._loader.dataset)
-                batch = self._loader.collate_fn([dataset[0]] if self._is_batched else dataset[0])
+                batch = filler(self._loader.dataset, [0] if self._is_batched else 0, **self._options)
             yield batch, 0
 
     def _num_samples(self, batch: Any, indices: Any) -> int:

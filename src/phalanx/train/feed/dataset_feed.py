@@ -11,11 +11,9 @@ from torch.utils import data as torch_data
 
 from phalanx._text import counted
 from phalanx.data.batches import GivenBatches, GlobalBatches
-from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed, seed_process
-from phalanx.train.feed.feed import Collate, Step, whatever
-from phalanx.train.feed.untouched import untouched
+from phalanx.train.feed.feed import Collate, Step, filler, whatever
 
 
 class DatasetFeed:
@@ -36,6 +34,7 @@ class DatasetFeed:
         self._batches = batches
         self._seed = seed
         self._without_effect = without_effect
+        self._num_workers = num_workers
         self._filler: Any = None
         self._collate = collate_fn or torch_data.default_collate
         self._generator = torch.Generator()  # the loader's own: a resumed run draws as many numbers as a whole one
@@ -101,10 +100,9 @@ class DatasetFeed:
             del parts
 
     def _fill(self) -> Any:
-        """Return a batch for a part without samples, which does not count: the same wherever a run was stopped."""
+        """Return a batch for a part without samples, which weighs nothing."""
         if self._filler is None:
-            with random_state_kept():
-                self._filler = self._collate([untouched(self._dataset)[0]])
+            self._filler = filler(self._dataset, [0], self._num_workers, collate_fn=self._collate)
         return self._filler
 
     def advance(self) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch.utils import data as torch_data
+
+from phalanx.data.random_state import random_state_kept
 
 Collate = Callable[[list[Any]], Any]
 """Function that makes a batch of samples, as torch's loaders have it."""
@@ -72,6 +75,23 @@ def is_dataset(data: Any) -> bool:
     if isinstance(data, torch_data.Dataset):
         return not isinstance(data, torch_data.IterableDataset)
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Sequence | Mapping)
+
+
+def filler(dataset: Any, keys: Any, num_workers: int, **options: Any) -> Any:
+    """Return a batch for a rank that has none and goes along with the others: the same wherever a run was stopped.
+
+    If processes load the dataset, one of them loads this batch, too. Many datasets open a file when they are first
+    asked for a sample; if this process did so, processes that it forks later would share the file's position.
+
+    Args:
+        keys: The only item of the loader's sampler: a batch's indices, or the index of a sample that is a batch.
+        options: Further arguments of torch's DataLoader.
+    """
+    how = {"batch_sampler": [keys]} if isinstance(keys, list) else {"sampler": [keys], "batch_size": None}
+    workers = min(1, num_workers)
+    with random_state_kept():
+        [batch] = torch_data.DataLoader(dataset, num_workers=workers, generator=torch.Generator(), **how, **options)
+    return batch
 
 
 def whatever(settings: Sequence[str]) -> str:

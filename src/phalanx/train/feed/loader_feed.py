@@ -26,8 +26,7 @@ from phalanx.data.parts import have_own_parts
 from phalanx.data.random_state import random_state_kept
 from phalanx.data.replica import rank_and_size
 from phalanx.data.seeds import derive_seed
-from phalanx.train.feed.feed import Step, is_dataset, whatever
-from phalanx.train.feed.untouched import untouched
+from phalanx.train.feed.feed import Step, filler, is_dataset, whatever
 from phalanx.wire.rank_group import RankGroup
 
 _UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # instead of a batch's number of samples
@@ -195,9 +194,11 @@ class LoaderFeed:
     def _fill(self) -> Any:
         """Return a batch to go along with, which weighs nothing: the same wherever a run was stopped; None: no idea."""
         if self._filler is None and self._can_make_filler:
-            with random_state_kept():
-                sample = untouched(self._loader.dataset)[0]
-                self._filler = self._loader.collate_fn([sample, sample])  # BatchNorm needs two
+            loader = self._loader
+            self._filler = filler(
+                loader.dataset, [0, 0], loader.num_workers, collate_fn=loader.collate_fn,  # BatchNorm needs two
+                worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context,
+            )  # fmt: skip
         return self._last if self._filler is None else self._filler
 
     def advance(self) -> None:
