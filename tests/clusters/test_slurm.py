@@ -133,4 +133,4 @@ def test_a_batch_job_that_is_asked_to_make_room_is_queued_again_and_goes_on(slur
     slurm.wait_for_job(job, "Restarts=1")
     slurm.run("scancel", job)  # Slurm would hold it back for two minutes: a new one does not wait
     slurm.run(*batch, cwd=tmp_path)
-    wait_until_it_says("going on after step")
+    wait_until_it_says("resuming after step")

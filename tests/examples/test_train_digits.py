@@ -94,7 +94,7 @@ def test_a_rank_is_killed_and_the_training_goes_on_to_the_same_weights(tmp_path)
         errors = job.stderr.read()
     assert job.returncode == 0, errors
     assert f"rank 1 (pid {victim}) was killed by SIGKILL" in errors
-    assert any("going on after step" in line and "from memory" in line for line in printed)
+    assert any("resuming after step" in line and "from memory" in line for line in printed)
     assert compare((tmp_path / "whole" / "checkpoints", 69), (killed / "checkpoints", 69)) == []
     steps = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert [record["attempt"] for record in steps if record["kind"] == "start"] == [0, 1]

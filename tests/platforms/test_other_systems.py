@@ -129,7 +129,7 @@ def test_a_trainer_trains_and_goes_on_from_its_checkpoint_on_gloo(tmp_path, laun
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "phalanx.init: backend gloo: the phalanx backend needs Linux" in first.stderr
     assert "epoch 1, step 10:" in first.stdout
-    assert "going on after step 10, from" in second.stdout
+    assert "resuming after step 10 from" in second.stdout
     assert "epoch 2, step 20:" in second.stdout
     assert "epoch 1," not in second.stdout
     assert (tmp_path / "run" / "report.html").exists()

@@ -58,7 +58,7 @@ def test_a_plateau_that_takes_better_for_worse_is_refused(monitor, mode, wrong):
     check_plateau(ReduceLROnPlateau(optimizer, mode=mode), settings)
 
 
-def test_a_judge_tells_the_best_in_the_words_of_its_mode():
+def test_the_best_metric_is_named_in_the_words_of_its_mode():
     best = BestMetric("wer", "min", 0.1)
     assert best.wanted == "the lowest wer"
     for step, value in enumerate((0.5, 0.25, 0.75, 0.2), start=1):
@@ -66,14 +66,14 @@ def test_a_judge_tells_the_best_in_the_words_of_its_mode():
     again = BestMetric("wer", "min", 0.1)
     again.load_state_dict(best.state_dict())
     for one in (best, again):
-        verdict = "wer has not improved by more than 0.1 for 2 epochs; best (lowest) 0.2 at step 4"
-        assert one.verdict() == verdict
+        words = "wer has not improved by more than 0.1 for 2 epochs; best (lowest) 0.2 at step 4"
+        assert one.why_stopped() == words
 
 
-def test_a_judge_of_nothing_finite_says_so():
+def test_a_metric_that_was_never_finite_is_reported_as_such():
     best = BestMetric("accuracy", "max")
     best.update({"accuracy": float("nan")}, 1)
-    assert best.verdict() == "accuracy has not improved for 1 epoch; it was never finite"
+    assert best.why_stopped() == "accuracy has not improved for 1 epoch; it was never finite"
 
 
 class Noisy(torch.utils.data.Dataset):
@@ -162,7 +162,7 @@ def results(run_ranks, tmp_path_factory):
     ("name", "message", "note"),
     [
         ("patience", "stopped at epoch 4: wer has not improved for 2 epochs; best (lowest) 0.25 at step 10", ""),
-        ("stop", "stopped by trainer.stop() after step 2", " It goes on from there when it is started again."),
+        ("stop", "stopped by trainer.stop() after step 2", " It resumes from there when it is started again."),
         ("max_epochs", None, ""),
         ("max_steps", None, ""),
     ],
@@ -170,7 +170,7 @@ def results(run_ranks, tmp_path_factory):
 def test_what_has_ended_a_run_is_said_written_down_and_reported(results, name, message, note):
     printed, (end,), page = results[0][0][name]
     assert (end["reason"], end.get("message")) == (name, message)
-    assert ("All training that was asked for is done." in page) == (message is None)
+    assert ("All training is done." in page) == (message is None)
     assert f'<strong class="state {"stopped" if name == "stop" else "finished"}">' in page
     if message is None:
         assert "stopped" not in printed

@@ -113,7 +113,7 @@ def test_another_run_is_refused_with_the_command_that_trained_before_if_it_was_a
     with pytest.raises(phalanx.CheckpointError) as changed:
         run(tmp_path, lr=1e-4)
     assert "command" not in str(alike.value)
-    assert f"\n  - the command of the other run goes on with it: {before}\n" in str(changed.value)
+    assert f"\n  - the other run's command resumes it: {before}\n" in str(changed.value)
 
 
 def test_a_learning_rate_alone_is_named_as_the_script_gave_it(tmp_path):
@@ -136,8 +136,8 @@ def test_what_may_change_is_taken_and_a_resumed_run_says_where_it_goes_on(tmp_pa
         tmp_path, max_epochs=3, log_every=2, keep_last=1, save_every=5, micro_batch_size=4, patience=None
     )
     assert trainer.step == 21
-    assert printed.count("going on after") == 1
-    assert f"going on after step 9, from disk: epoch 2, in {tmp_path}\n" in printed
+    assert printed.count("resuming after") == 1
+    assert f"resuming after step 9 from disk: epoch 2, in {tmp_path}\n" in printed
     again, printed = run(tmp_path, max_epochs=3)
     assert again.step == 21
     assert printed.count("already finished at step 21; nothing to train") == 1
@@ -444,7 +444,7 @@ def test_a_second_job_in_the_folder_is_refused_until_the_first_has_gone_however_
         with plainly(script) as third:
             said, _ = third.communicate(timeout=LIMIT_S)
         assert third.returncode == 0, said
-        assert "already finished" in said or "going on after step" in said
+        assert "already finished" in said or "resuming after step" in said
 
 
 def launched(script, *arguments, **environ):

@@ -44,7 +44,7 @@ def test_ctrl_c_saves_and_says_so(terminal, tmp_path, command, code):
     screen.type("\x03")
     assert screen.finish() == code, screen.shown
     assert screen.shown.count("Ctrl-C: saving after this step; once more to end at once") == 1
-    assert re.search(r"stopped by Ctrl-C: saved after step \d+; start again to go on\r", screen.shown), screen.shown
+    assert re.search(r"stopped by Ctrl-C: saved after step \d+; start again to resume\r", screen.shown), screen.shown
     assert "Traceback" not in screen.shown
     assert "restart" not in screen.shown
     folder = tmp_path / "runs" / "_small"

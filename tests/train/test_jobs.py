@@ -153,7 +153,7 @@ def end_after(send):
 
     def wrapped(job, line):
         send(job, line)
-        if "going on after step" in line:
+        if "resuming after step" in line:
             starts.append(line)
         if starts and "epoch" in line:
             job.send_signal(signal.SIGUSR1)

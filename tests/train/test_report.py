@@ -95,10 +95,10 @@ def test_a_run_is_told_with_its_figures_curves_restarts_and_settings(tmp_path):
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ("finished", "All training that was asked for is done"),
-        ("preempted", "asked to make room"),
+        ("finished", "All training is done"),
+        ("preempted", "It was preempted"),
         ("running", "as it was at"),
-        ("interrupted", "ended before its time"),
+        ("interrupted", "ended early"),
     ],
 )
 def test_the_state_of_a_run_is_known(tmp_path, state, said):

@@ -236,7 +236,7 @@ def test_losses_of_all_hosts_are_listed_once_and_the_host_that_can_not_be_reache
     text = re.sub(r"\s+", " ", page_of(tmp_path).text)
     assert text.count("node hb (rank 1)") == 2  # the table and the bars
     assert text.count("node ha (rank 0)") == 2
-    assert "keep what they have seen in their own run folders, which are not here." in text
+    assert "recorded theirs in run folders that are not on this host." in text
     assert "The launchers on hb" not in text
     assert "<script" not in (tmp_path / "report.html").read_text()
 

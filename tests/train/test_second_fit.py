@@ -35,7 +35,7 @@ def _fit_again(folder, resume):
     _, said["longer"] = quietly(trainer.fit, data)
     steps = trainer.step
     if resume != "force":
-        with pytest.raises(phalanx.CheckpointError, match="in a Trainer that is made anew: another fit"):
+        with pytest.raises(phalanx.CheckpointError, match="in a new Trainer: a second fit"):
             quietly(trainer.fit, make_data(30))
     saved = [checkpoint.step for checkpoint in phalanx.checkpoint.list_checkpoints(folder)]
     new = trainer_of(folder, resume, make_model(), max_epochs=2)
@@ -73,11 +73,11 @@ def test_a_second_fit_goes_on_with_its_own_run_and_another_trainer_does_as_resum
         assert kept
         assert (steps, saved) == (10, [5, 10])
         assert "already finished" not in said["first"]
-        assert "already finished at step 5; nothing to train. To go on, raise max_epochs" in said["again"]
+        assert "already finished at step 5; nothing to train. To train longer, raise max_epochs" in said["again"]
         assert "to start over, make the model, the optimizer and the Trainer anew, with resume=" in said["again"]
         assert "kept there" not in said["again"]
-        assert "going on after step 5, from disk: epoch 2" in said["longer"]
-        assert "no checkpoint: going on after step 3 with what the Trainer has; epoch 1 begins again" in after_error
+        assert "resuming after step 5 from disk: epoch 2" in said["longer"]
+        assert "no checkpoint: continuing after step 3 with what the Trainer has; epoch 1 begins again" in after_error
         assert said["predict"] == said["evaluate of a trained model"] == ""
         if resume == "never":
             assert said["evaluate"] == ""
@@ -89,6 +89,6 @@ def test_a_second_fit_goes_on_with_its_own_run_and_another_trainer_does_as_resum
             assert "Trainer.evaluate: the model is as the script has made it. Step 10 of the run" in said["evaluate"]
             assert num_aside == 0
             assert "this one takes up its run" in said["new"]
-            assert "already finished at step 10; nothing to train. To go on" in said["same model"]
+            assert "already finished at step 10; nothing to train. To train longer" in said["same model"]
     for of_rank in every[1:]:
         assert {text for *_, said, _ in of_rank.values() for text in said.values()} == {""}

@@ -60,7 +60,7 @@ def test_a_run_goes_on_in_the_processes_that_did_not_fail_to_the_same_bits(tmp_p
 def assert_kept(done):
     assert "phalanx run: rank 0 goes on in the same process" in done.stderr
     assert done.stdout.count("process ") == 3
-    assert re.search(r"going on after step [78], from memory", done.stdout)
+    assert re.search(r"resuming after step [78] from memory", done.stdout)
 
 
 @pytest.mark.slow

@@ -343,7 +343,7 @@ def test_a_run_in_three_parts_has_the_bits_of_a_whole_one(results, world_size):
         is_same, is_whole, printed = of_rank["resume_in_mid_epoch"]
         assert is_same
         assert is_whole
-        assert ("going on after step 9, from disk" in printed) == (rank == 0)
+        assert ("resuming after step 9 from disk" in printed) == (rank == 0)
         assert of_rank["resume_with_loader"]
 
 

@@ -1,4 +1,4 @@
-"""`GlobalBatches`: batches that all ranks train on together, and this rank's part of each."""
+"""`GlobalBatches`: batches over all ranks, and this rank's part of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.data.seeds import derive_seed, seed_process
 
 
 class GlobalBatches:
-    """Yields this rank's indices of each global batch, in parts that fit one forward pass.
+    """This rank's indices of each global batch, in parts that fit one forward pass.
 
     The batches are a pure function of seed and epoch, so any number of ranks trains on the same samples in the same
     steps. Of a batch of n samples, rank r of W takes ``[r * n // W, (r + 1) * n // W)``.
@@ -76,7 +76,7 @@ class GlobalBatches:
         self.num_parts = num_parts
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self.epoch: int = 0
-        self.place: int = 0  # in the epoch's order, of the next batch
+        self.place: int = 0
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch."""
@@ -89,7 +89,7 @@ class GlobalBatches:
         return len(self._cuts(self.batch_size))
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        """Yield the rest of the epoch: for each batch this rank's parts, each a list of indices, maybe empty."""
+        """Yield the rest of the epoch: for each batch, this rank's parts, each a list of indices, maybe empty."""
         order = self._order()
         for first, size in self._left():
             yield [order[first + part.start : first + part.stop] for part in self._cuts(size)]
@@ -105,7 +105,7 @@ class GlobalBatches:
 
     @property
     def num_left(self) -> int:
-        """Number of batches that the epoch still has."""
+        """Number of batches left in the epoch."""
         return sum(1 for _ in self._left())
 
     @property
@@ -126,7 +126,7 @@ class GlobalBatches:
             own = self.num_parts // world_size
             return [share(size, part, self.num_parts) for part in range(rank * own, (rank + 1) * own)]
         places = share(size, rank, world_size)
-        most = -(-size // world_size)  # of any rank: all need equally many forward passes
+        most = -(-size // world_size)  # the largest share: all ranks need equally many forward passes
         step = self.micro_batch_size or most
         return [places[at : at + step] for at in range(0, most, step)]
 
@@ -164,8 +164,8 @@ class GlobalBatches:
 class GivenBatches(GlobalBatches):
     """Global batches that a batch sampler makes; `place` counts batches.
 
-    The random numbers that the sampler draws are a function of seed and epoch, if it draws them from the default
-    generators or from one that ``set_epoch`` seeds.
+    The sampler's random numbers are a function of seed and epoch, if it draws them from the default generators or from
+    one that ``set_epoch`` seeds.
 
     Args:
         length: Number of samples in the dataset.
@@ -187,7 +187,7 @@ class GivenBatches(GlobalBatches):
         num_parts: int | None = None,
         seed: int = 0,
     ) -> None:
-        size = rank_and_size()[1]  # of no meaning here, but never too small
+        size = rank_and_size()[1]  # unused, and never too small
         super().__init__(length, size, micro_batch_size=micro_batch_size, num_parts=num_parts, seed=seed)
         self._sampler = batch_sampler
         self._of_epoch: tuple[int, list[list[int]]] = 0, self._draw()
@@ -209,7 +209,7 @@ class GivenBatches(GlobalBatches):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        """Yield the rest of the epoch: for each batch this rank's parts, each a list of indices, maybe empty."""
+        """Yield the rest of the epoch: for each batch, this rank's parts, each a list of indices, maybe empty."""
         for batch in self.batches[self.place :]:
             yield [batch[part.start : part.stop] for part in self._cuts(len(batch))]
 

@@ -1,4 +1,4 @@
-"""Notices that a loop forgets `set_epoch`, and warns.
+"""`RepeatedOrders`: a warning about a loop that forgets `set_epoch`.
 
 A forgotten `set_epoch` is silent and costs accuracy: every epoch has one order. A loop of torch's loader, torch's
 sampler and our model passes through nothing of ours when an epoch begins, and what it does pass through, the forward
@@ -21,11 +21,11 @@ from phalanx._errors import warn_caller
 
 
 class RepeatedOrders:
-    """Warns once if a model is trained on a `DistributedSampler` of torch's and nobody calls `set_epoch`.
+    """Warns once if a model trains on torch's `DistributedSampler` and nobody calls `set_epoch`.
 
-    An epoch counts if it begins while a watched model is in training mode and gradients are on, because evaluation may
-    repeat its order. It is a repetition if the model was trained since the previous epoch began, because a look at the
-    first batch is not an epoch.
+    An epoch counts if it begins while a watched model is in training mode with gradients on, because an evaluation may
+    repeat its order. It repeats an order if the model has trained since the previous epoch began, because looking at
+    the first batch is no epoch.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class RepeatedOrders:
         self._num_passes += 1
 
     def _listen(self) -> None:
-        """Wrap two methods of torch's class, because a sampler has no other sign that an epoch begins."""
+        """Wrap two methods of torch's class: nothing else tells that an epoch begins."""
         kind = torch_distributed.DistributedSampler
         torchs_iter, torchs_set_epoch = kind.__iter__, kind.set_epoch
 

@@ -39,19 +39,19 @@ class DataLoader(torch_data.DataLoader[Any]):
     - Without `sampler` and `batch_sampler`, a `DistributedSampler` divides the dataset among the ranks of the default
       group; `shuffle` and `drop_last` are passed to it. Without `drop_last` it pads when it shuffles, as torch's does,
       and gives each sample exactly once when it does not. Its epochs advance by themselves, or `set_epoch` chooses one.
-    - A `sampler` of torch's for one process, such as ``RandomSampler``, or a list divides nothing. If it is as long as
-      the dataset, rank 0 warns when training first iterates the loader, unless `is_own_part` is given.
+    - One of torch's samplers for a single process, such as ``RandomSampler``, or a list does not divide the data. If it
+      is as long as the dataset, rank 0 warns when training first iterates the loader, unless `is_own_part` is given.
     - Without `worker_init_fn`, each worker of each rank draws its own random numbers from Python, NumPy and torch.
-    - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. Its workers
-      are its own matter, as with torch: a stream that does not look at ``get_worker_info()`` yields every item in every
+    - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. Workers are
+      left to the dataset, as in torch: a stream that does not look at ``get_worker_info()`` yields every item in every
       worker; `shard_iterable` divides any stream.
-    - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks; as many ranks as
-      before get the batches, and with a `RandomState` draw the numbers, that they would have without the interruption.
-      Random numbers that workers draw are not resumed: their augmentation differs in the rest of that epoch.
+    - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks. The same number of
+      ranks gets the batches that it would have got without the interruption, and with a `RandomState` the same random
+      numbers. Random numbers in workers are not resumed: their augmentation differs in the rest of that epoch.
 
     Args:
-        is_own_part: Whether the dataset is this rank's own part already, to be taken as it is. With several ranks, a
-            `Partition` needs True or False. False with a sampler: every rank is meant to take all samples.
+        is_own_part: Whether the dataset is this rank's own part already, and is not divided again. With several ranks,
+            a `Partition` needs True or False. False with a sampler: every rank takes all samples on purpose.
 
     Raises:
         RuntimeError: There are several ranks and no process group yet.
@@ -111,15 +111,15 @@ class DataLoader(torch_data.DataLoader[Any]):
             pin_memory_device=pin_memory_device, in_order=in_order,
         )  # fmt: skip
         self.is_own_part: bool = bool(is_own_part)
-        self._num_batches = 0  # handed out in this epoch
+        self._num_batches = 0  # yielded in this epoch
         self._is_over = False
         self._has_drawn = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._remark and torch.is_grad_enabled():  # not of an evaluation, of which each rank may take all
+        if self._remark and torch.is_grad_enabled():  # in an evaluation each rank may take all samples
             remark, self._remark = self._remark, ""
             warn_caller(remark)
-        # torch draws the workers' seed here, also without workers. Of a resumed epoch the run before has drawn it.
+        # torch draws the workers' seed here, even without workers. For a resumed epoch the earlier run has drawn it.
         with random_state_kept() if self._has_drawn else contextlib.nullcontext():
             batches = super().__iter__()
         self._has_drawn = False
@@ -143,7 +143,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of all ranks: after the last batch that was handed out, whatever workers loaded ahead.
+        """Return the position of all ranks: after the last batch that was yielded, whatever workers have loaded ahead.
 
         Raises:
             TypeError: The sampler is not a `phalanx.DistributedSampler`, or the dataset is a stream.
@@ -187,14 +187,14 @@ def _dividing_sampler(
         )
     pad = shuffle and not drop_last
     sampler = DistributedSampler(dataset, num_replicas, rank, shuffle, drop_last=drop_last, pad=pad)
-    sampler.expects_set_epoch = False  # nobody else has it in hand
+    sampler.expects_set_epoch = False  # no script has access to it
     return sampler
 
 
 def _undivided(dataset: Any, sampler: Any, batch_sampler: Any, num_replicas: int) -> str:
-    """Return words about a sampler by which each rank takes as many samples as there are; empty if it is none.
+    """Return a warning about a sampler by which each rank takes all samples; empty if it may divide them.
 
-    A sampler of another class may divide them, and a shorter one may have this rank's own indices.
+    A sampler of another class may divide the data, and a shorter one may hold this rank's own indices.
     """
     if type(batch_sampler) is torch_data.BatchSampler:
         sampler = batch_sampler.sampler
@@ -228,5 +228,5 @@ class _SeedWorker:
         self._rank = rank
 
     def __call__(self, worker_id: int) -> None:
-        # torch has seeded it from the loader's generator: equal on ranks that were seeded alike.
+        # torch's seed comes from the loader's generator, which ranks seeded alike have in common.
         seed_process(derive_seed(torch.initial_seed(), "rank", self._rank))

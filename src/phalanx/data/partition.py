@@ -1,4 +1,4 @@
-"""`DataPartitioner`: divides a dataset by hand, as in the distributed tutorials, without losing a sample."""
+"""`DataPartitioner`: divides a dataset by hand, as in torch's distributed tutorial, without losing a sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Partition(Subset[Any]):
 
 
 class DataPartitioner:
-    """Shuffles a dataset once and cuts it into parts, in the same way on every rank.
+    """Shuffles a dataset once and cuts it into parts, the same on every rank.
 
     Args:
         data: Dataset with a length and items.
@@ -55,7 +55,7 @@ class DataPartitioner:
             raise ValueError(f"sizes must be fractions of at least 0 that add up to at most 1, got {list(sizes)}")
         order = list(range(len(data)))
         random.Random(seed).shuffle(order)
-        # Cut where the fractions add up to, not after rounding each: what one part lacks the next one has.
+        # Round the sums of the fractions, not each fraction: a sample that one part lacks is in the next one.
         ends = [round(len(order) * math.fsum(sizes[: number + 1])) for number in range(len(sizes))]
         starts = [0, *ends][: len(ends)]
         self.data = data

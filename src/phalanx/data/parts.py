@@ -11,7 +11,7 @@ from phalanx.wire.rank_group import RankGroup
 
 
 def refuse_different(data: Any, ranks: RankGroup) -> None:
-    """Refuse a dataset that is to be divided among the ranks if each has another one, such as its own part already.
+    """Refuse to divide a dataset among the ranks if theirs differ, as if each had its own part already.
 
     Raises:
         ValueError: On every rank.
@@ -26,15 +26,15 @@ def refuse_different(data: Any, ranks: RankGroup) -> None:
 
 
 def have_the_same(value: Any, ranks: RankGroup) -> bool:
-    """Return whether a value, such as lists of indices, is the same on every rank; every rank asks."""
+    """Return whether a value, such as lists of indices, is the same on every rank; every rank calls it."""
     return len({*ranks.gather(_digest(value))}) == 1
 
 
 def have_own_parts(data: Any, ranks: RankGroup) -> bool:
-    """Return whether each rank has its own part of the data, told by their lengths and by the indices of subsets.
+    """Return whether each rank has its own part of the data, judging by lengths and by the indices of subsets.
 
     Raises:
-        ValueError: On every rank: they have different parts, with samples in common.
+        ValueError: On every rank: their parts differ and have samples in common.
     """
     indices, whole = _chosen(data)
     num = len(whole) if hasattr(whole, "__len__") else 0
@@ -53,7 +53,7 @@ def have_own_parts(data: Any, ranks: RankGroup) -> bool:
 
 
 def _chosen(data: Any) -> tuple[list[Any], Any]:
-    """Return the indices that a subset, also one of a subset, takes of a dataset, and the whole dataset."""
+    """Return the indices of a subset (or of a subset of one) in the whole dataset, and that dataset."""
     if not isinstance(data, Subset):
         return [], data
     inner, whole = _chosen(data.dataset)

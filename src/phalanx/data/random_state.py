@@ -68,7 +68,7 @@ class RandomState:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Leave this rank's random number generators as they were, whatever the block draws from them."""
+    """Restore this rank's random number generators after the block."""
     generators = RandomState()
     before = generators.state_dict()
     try:

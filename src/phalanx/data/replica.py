@@ -9,7 +9,7 @@ from phalanx.wire.rank_group import RankGroup
 
 
 def rank_and_size(rank: int | None = None, num_replicas: int | None = None) -> tuple[int, int]:
-    """Return rank and number of ranks: as given, else of the default group, else 0 of 1.
+    """Return the rank and the number of ranks: as given, else those of the default group, else 0 of 1.
 
     Raises:
         RuntimeError: This process was started as one of several and has no process group yet: each rank would take

@@ -35,8 +35,8 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         shuffle: Whether each epoch has a new order.
         seed: Seed of the order, the same on all ranks.
         drop_last: Whether the last samples of an epoch are dropped if there is not one for each rank.
-        pad: Whether, without `drop_last`, the first samples are repeated until every rank has the same number, as torch
-            does. False gives each sample exactly once, for evaluation; ranks then differ by at most one.
+        pad: Whether, without `drop_last`, the first samples are repeated until every rank has equally many, as torch
+            does. False yields each sample exactly once, for evaluation; ranks then differ by at most one.
 
     Raises:
         RuntimeError: There are several ranks and no process group yet.
@@ -67,10 +67,10 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         self.epoch: int
         self.pad = pad
         self._start = 0  # place in the epoch's order where the next iteration begins
-        self._num_taken = 0  # by this rank since then
-        self._is_running = False  # an iteration has begun since the epoch was set
-        self._is_over = False  # and has come to its end
-        self.expects_set_epoch: bool = True  # False: an epoch that begins without it is nobody's mistake
+        self._num_taken = 0  # by this rank since `_start`
+        self._is_running = False  # whether an iteration has begun since the epoch was set
+        self._is_over = False  # whether it has ended
+        self.expects_set_epoch: bool = True  # False: beginning an epoch without it is no mistake
 
     def __len__(self) -> int:
         """Return the number of samples that this rank gets in an epoch."""
@@ -98,7 +98,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         return self._walk(self._order(), self._start)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. An epoch that `load_state_dict` restored continues where it was."""
+        """Choose the epoch of the next iteration; one that `load_state_dict` has restored continues where it was."""
         if epoch != self.epoch or self._is_running:
             self._start = self._num_taken = 0
         self.epoch = epoch
@@ -116,10 +116,10 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         """
         self.expects_set_epoch = False
         length = len(self.dataset)  # type: ignore[arg-type]
-        if not self._is_running:  # what a loader has counted was of an epoch before
+        if not self._is_running:  # the loader's count belongs to an earlier epoch
             num_taken, is_over = 0, False
         place = self._start + (self._num_taken if num_taken is None else num_taken) * self.num_replicas
-        # A rank may have taken its last sample while another has one more: then only having asked for more tells.
+        # A rank may have taken its last sample while another has one more; only a rank that asked for more knows.
         is_over = (self._is_over if is_over is None else is_over) or (self._is_running and place >= length)
         return {
             "epoch": self.epoch + is_over,
@@ -132,7 +132,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, with any number of ranks: each remaining sample of the epoch comes once.
 
-        As many ranks as saved it get what they would have got without the interruption, padding included.
+        The same number of ranks gets what it would have got without the interruption, padding included.
 
         Args:
             state: State that `state_dict` returned.
@@ -172,7 +172,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
     def _walk(self, order: list[int], start: int) -> Iterator[int]:
         for number in range(self.num_after(start)):
             self._num_taken += 1
-            # Padding begins with the epoch's first sample wherever the walk began, and goes round as often as a dataset
-            # smaller than the group asks for.
+            # Padding begins with the epoch's first sample wherever the walk began, and wraps around as often as needed
+            # if the dataset is smaller than the group.
             yield order[(start + number * self.num_replicas + self.rank) % len(order)]
         self._is_over = True

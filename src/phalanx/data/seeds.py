@@ -1,4 +1,4 @@
-"""`seed_everything`: seeds Python, NumPy and torch, on every rank and in every worker."""
+"""`seed_everything`: seeds for Python, NumPy and torch, on every rank and in every worker."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from phalanx.data.replica import rank_and_size
 def seed_everything(seed: int, *, per_rank: bool = False) -> int:
     """Seed Python, torch on all devices and, if it is imported, NumPy; return the seed.
 
-    Workers of a `phalanx.DataLoader` get seeds of their own, which are derived from it.
+    Workers of a `phalanx.DataLoader` get seeds of their own, derived from it.
 
     Args:
         seed: Seed, at least 0.
-        per_rank: Whether each rank gets a seed of its own, derived from `seed`, as dropout and augmentation need.
-            Otherwise all ranks get the same seed, so that they build the same model.
+        per_rank: Whether each rank gets its own seed, derived from `seed`, as dropout and augmentation need. Otherwise
+            all ranks get the same seed, so that they build the same model.
 
     Raises:
         ValueError: `seed` is negative.
@@ -43,7 +43,7 @@ def seed_everything(seed: int, *, per_rank: bool = False) -> int:
 
 
 def seed_process(seed: int) -> None:
-    """Seed all generators of this process; in a loader's process those of the CPU alone, a hundred times as fast."""
+    """Seed all generators of this process; in a loader's worker only those of the CPU, which is 100 times as fast."""
     random.seed(seed)
     if get_worker_info() is None:
         torch.manual_seed(seed)  # CUDA's generators as well
@@ -54,6 +54,6 @@ def seed_process(seed: int) -> None:
 
 
 def derive_seed(seed: int, *path: str | int) -> int:
-    """Return a seed in [0, 2^63) that other paths from `seed`, and other seeds, are unlikely to share."""
+    """Return a seed in [0, 2^63) that other paths and other seeds are unlikely to share."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""`shard_iterable`: divides a stream among ranks and their workers.
+"""`shard_iterable`: a stream divided among ranks and their workers.
 
 A stream has no workers by default, and ranks take turns at it. Every worker yields a whole ``IterableDataset``, and
 nobody can know whether one divides itself. torch's rule for streams holds for workers that the user asks for. For
@@ -54,7 +54,7 @@ class Shard(IterableDataset[Any]):
     """
 
     def __init__(self, iterable: Iterable[Any], rank: int, num_replicas: int, *, over_workers: bool = True) -> None:
-        # Taken here: a worker is in no process group.
+        # Stored now: a worker is in no process group.
         self._iterable, self._rank, self._num_replicas = iterable, rank, num_replicas
         self._over_workers = over_workers
 

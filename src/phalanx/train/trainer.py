@@ -685,7 +685,7 @@ class _Attempt:
         if reason == "stop":
             words = f"stopped by trainer.stop() after step {trainer.step}"
         elif reason == "patience":
-            words = f"stopped at epoch {trainer.epoch}: {trainer._best_metric.verdict()}"
+            words = f"stopped at epoch {trainer.epoch}: {trainer._best_metric.why_stopped()}"
         if words:
             self.run_log.say(words)
         self._call("on_fit_end")

@@ -13,10 +13,10 @@ from phalanx.host.cgroups import read
 from phalanx.launch import rank_trial
 from phalanx.tune.trials import Setup
 
-_LEAST_LOADING = 0.05  # share of a step that waits for the loader, from which on workers are tried
-_HEADROOM, _MOST_WORKERS = 1.25, 8  # workers share CPUs, and do not all take equally long
+_LEAST_LOADING = 0.05  # share of a step spent on loading from which workers are tried
+_HEADROOM, _MOST_WORKERS = 1.25, 8  # workers share CPUs, and some take longer than others
 _COMPILING_S = 60.0
-_OF_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # flags of processors that multiply in it
+_OF_BF16 = ("amx_bf16", "avx512_bf16", "bf16")  # CPU flags for bf16 multiplication
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class Offer:
     """A change to try.
 
     Attributes:
-        name: Change in words, as the user would write it.
+        name: The change, as the user would write it.
         setup: Setup with the change.
-        needs_s: Time that must be left to try it, in seconds.
-        note: Reason why the user has to decide on it, however much it brings; empty if there is none.
+        needs_s: Seconds that must be left to try it.
+        note: Reason why the user has to decide on it, whatever it gains; empty if there is none.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Offer:
 
 
 def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories: Sequence[str]) -> list[Offer]:
-    """Return what can be changed in a setup of this script on this machine, the most promising first.
+    """Return the changes to try with this script on this machine, the most promising first.
 
     Args:
         base: Setup to change.
-        facts: Answers of the ranks about their script.
-        loading_share: Part of a step that waits for the loader.
+        facts: Facts that rank 0 has reported about the script.
+        loading_share: Share of a step spent on loading.
         memories: Values of ``--memory`` to try.
     """
     found: list[Offer] = []
@@ -51,7 +51,7 @@ def offers(base: Setup, facts: Mapping[str, Any], loading_share: float, memories
         found.append(Offer(name=name, setup=dataclasses.replace(base, fused=True)))
     if facts["trainer"] is not None:
         found += _of_trainer(base, facts, loading_share)
-    elif loading_share > _LEAST_LOADING and not facts["has_stream"]:  # every worker would yield a whole stream
+    elif loading_share > _LEAST_LOADING and not facts["has_stream"]:  # every worker would yield the whole stream
         found.append(_of_workers("DataLoader", base, loading_share))
     for memory in memories:
         if memory != base.memory:
@@ -71,11 +71,11 @@ def _of_trainer(base: Setup, facts: Mapping[str, Any], loading_share: float) -> 
     if shutil.which(_env.environment().get("CXX", "g++")):
         setup = _with(base, **{rank_trial.COMPILE: True})
         found.append(Offer(name="model.compile()", setup=setup, needs_s=_COMPILING_S))
-    return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]  # what the script has set
+    return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]  # never what it sets
 
 
 def _of_workers(maker: str, base: Setup, loading_share: float) -> Offer:
-    """Return the offer of as many data-loading processes for each rank as load a batch in the rest of a step."""
+    """Return the offer of as many processes for each rank as load a batch while it computes a step."""
     needed = _MOST_WORKERS if loading_share >= 1 else math.ceil(_HEADROOM * loading_share / (1 - loading_share))
     num_workers = min(needed, _MOST_WORKERS)
     return Offer(name=f"{maker}(num_workers={num_workers})", setup=_with(base, num_workers=num_workers))
@@ -86,7 +86,7 @@ def _with(base: Setup, **changes: Any) -> Setup:
 
 
 def advice(setup: Setup, facts: Mapping[str, Any]) -> list[str]:
-    """Return what is to be written into the script for a setup."""
+    """Return the lines to write into the script for a setup."""
     lines = []
     if setup.fused:
         lines.append(f"torch.optim.{facts['optimizer']}(..., fused=True)")

@@ -29,19 +29,19 @@ from phalanx.tune.offers import Offer, offers
 from phalanx.tune.trials import Failed, Setup, Trials
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
-_LEAST_GAIN = 0.01  # less is not worth a word in a command
-_HOPELESS = 0.85  # of the fastest, in every round so far
-_LEAST_START_S = 60.0  # for the first job to start, whatever is left
-_TURN_WITH_ALL_S = 0.6  # a turn, and what lies around it
-_SHARE_OF_RANKS = 0.3  # of what is left, for the race of ranks and threads
+_LEAST_GAIN = 0.01  # a smaller gain is not worth another flag
+_HOPELESS = 0.85  # of the fastest's speed, in every round so far
+_LEAST_START_S = 60.0  # for the first job to start, however little time is left
+_TURN_WITH_ALL_S = 0.6  # a turn with its overhead
+_SHARE_OF_RANKS = 0.3  # of the time left, for the race of ranks and threads
 
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """How much faster one setup was than another.
+    """Gain in speed of one setup over another.
 
     Attributes:
-        ratio: Speed in that of the other; the median over the rounds.
+        ratio: Speed relative to the other setup's; the median over the rounds.
         noise: Twice the standard error of the logarithm of `ratio`.
     """
 
@@ -50,18 +50,18 @@ class Gain:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it is faster by more than the noise, and by enough to care."""
+        """Whether the gain exceeds the noise, and is large enough to matter."""
         return math.log(self.ratio) > max(self.noise, _LEAST_GAIN)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One line of the table: a setup, and what it brought over another.
+    """A line of the table: a setup, and its gain over another one.
 
     Attributes:
-        name: Change in words.
+        name: The change, as the user would write it.
         rate: Speed, in samples or steps a second.
-        gain: Effect of the change; None for what the others are compared with.
+        gain: Effect of the change; None for the setup that the others are compared with.
         is_taken: Whether it is part of the best command.
         why: Reason why it could not be measured; empty if it was.
         note: Reason why it is not taken although it is faster.
@@ -77,14 +77,14 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What is searched: numbers of ranks, kinds of memory, and when to end.
+    """Bounds of the search.
 
     Attributes:
         ranks: Numbers of ranks to try.
         memories: Values of ``--memory`` to try.
-        machine: Cores to divide.
-        threads: Number of threads that the user has set for each rank; 0: as many as are the fastest.
-        deadline: Time on the monotonic clock at which the search ends with what it knows.
+        machine: Machine whose cores are divided.
+        threads: Number of threads that the user has set for each rank; 0: not set, so it is searched.
+        deadline: Time on the monotonic clock at which the search ends.
     """
 
     ranks: Sequence[int]
@@ -100,15 +100,16 @@ class Limits:
 def race(
     setups: Sequence[Setup], rate: Callable[[Setup], float | None], deadline: float, *, drops: bool = True
 ) -> dict[Setup, list[float]]:
-    """Return the speeds of setups that take turns, until their differences are clear or within the noise.
+    """Let setups take turns until their differences are clear or within the noise; return their speeds.
 
-    Every second round goes backwards, which cancels a steady drift. Setups that are far behind take no more turns, and
-    those that fail are not part of what is returned.
+    Every second round goes backwards, which cancels a steady drift. Setups that are far behind drop out, and those that
+    fail are not in the result.
 
     Args:
+        setups: Setups to compare.
         rate: Function that measures a setup once; None: it has failed.
-        deadline: Time on the monotonic clock after which no round begins, unless there were too few.
-        drops: Whether the race ends early; otherwise all take part in every round.
+        deadline: Time on the monotonic clock after which no further round begins, beyond the least number of rounds.
+        drops: Whether the race may end early; otherwise all take part in every round.
     """
     found: dict[Setup, list[float]] = {setup: [] for setup in setups}
     racing = [*setups]
@@ -132,12 +133,12 @@ def race(
 
 
 def gains(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return the ratio of speeds in each round that both took part in."""
+    """Return the ratio of two setups' speeds, for each round in which both took part."""
     return [speed / other for speed, other in zip(speeds, others, strict=False)]
 
 
 def compare(speeds: Sequence[float], others: Sequence[float]) -> Gain:
-    """Return how much faster the first were, round by round."""
+    """Return the gain of the first speeds over the others, compared round by round."""
     ratios = gains(speeds, others)
     spread = statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else math.inf
     return Gain(statistics.median(ratios), 2 * 1.25 * spread / math.sqrt(len(ratios)))  # the median's standard error
@@ -149,7 +150,7 @@ def fastest(found: Mapping[Setup, Sequence[float]]) -> Setup:
 
 
 def _is_settled(gain: Gain) -> bool:
-    """Whether more rounds would change nothing: clearly slower, or as fast within less than is worth a word."""
+    """Return whether more rounds would not matter: the difference is clear, or certainly too small."""
     return abs(math.log(gain.ratio)) > 2 * gain.noise or gain.noise < _LEAST_GAIN
 
 
@@ -159,13 +160,13 @@ class Search:
     Args:
         trials: Jobs of the script.
         limits: Limits of the search.
-        tell: Function that is told what is tried now.
+        tell: Function that shows the user what is being tried.
 
     Attributes:
         best: Fastest setup so far.
         steps: Lines of the table.
-        unit: Unit of what the speeds count.
-        facts: Answers of the ranks about their script.
+        unit: What the speeds count: "samples" or "steps".
+        facts: Facts that rank 0 has reported about the script.
         limits: Limits of the search.
     """
 
@@ -217,7 +218,7 @@ class Search:
         self.steps += [Step(names[s], why=str(self._trials.failure_of(s))) for s in wanted if s not in found]
 
     def _improve(self) -> None:
-        """Try what can be added to the best so far, and take what brings something for certain."""
+        """Try changes to the best setup so far, and take those with a certain gain."""
         base = self.best
         every = offers(base, self.facts, self._trials.of(base).loading_share, self.limits.memories)
         tried: list[Offer] = []
@@ -236,7 +237,7 @@ class Search:
         self.steps += [Step(offer.name, why="takes longer than was left; --seconds gives it more") for offer in late]
 
     def _start(self, setups: Sequence[Setup], more_s: float = 0.0) -> dict[Setup, Failed]:
-        """Start jobs, as long as that takes; return those that can't be measured."""
+        """Start the jobs of setups, and wait for them; return the setups that can't be measured."""
         return self._trials.start(setups, max(_LEAST_START_S, self.limits.left_s()), more_s)
 
     def _try(self, base: Setup, tried: Sequence[Offer], failed: Mapping[Setup, Failed]) -> None:
@@ -260,7 +261,7 @@ class Search:
             self._combine(base, taken)
 
     def _combine(self, base: Setup, taken: Sequence[Setup]) -> None:
-        """Take all that brought something together, if together they are the fastest."""
+        """Take all changes with a gain together, if together they are the fastest."""
         together = dataclasses.replace(
             base,
             memory=next((setup.memory for setup in taken if setup.memory != base.memory), base.memory),
@@ -276,7 +277,7 @@ class Search:
 
 
 def threads_to_try(machine: Machine, ranks: int) -> list[int]:
-    """Return the numbers of threads to try for each of so many ranks: one, half of a rank's cores, and all."""
+    """Return the numbers of threads to try for each rank: one, half of its share of the cores, and all of it."""
     share = machine.num_cores // ranks
     return sorted({1, max(1, share // 2), max(1, share)})
 

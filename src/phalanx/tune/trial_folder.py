@@ -1,4 +1,4 @@
-"""The folder of a search: gone when the search ends, and swept by the next one if it was killed.
+"""The folder of a search: removed when the search ends, or by the next search if it was killed.
 
 It is locked as long as the search lives; the next search removes those that are not.
 """
@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from phalanx.wire.files import open_regular
 
 PREFIX = "phalanx-tune-"
-_LOCK = "lock"  # held as long as the search lives, however it ends
+_LOCK = "lock"  # held until the search ends, in whatever way
 
 
 @contextlib.contextmanager
 def folder_of_jobs() -> Iterator[str]:
-    """Return a context with a new folder for what jobs write; those of searches that were killed are removed.
+    """Make a folder for the output of jobs, and remove those of killed searches; the folder goes with the context.
 
     Raises:
-        OSError: There is no room for it.
+        OSError: The folder can't be made.
     """
     _sweep(tempfile.gettempdir())
     with (
@@ -36,12 +36,12 @@ def folder_of_jobs() -> Iterator[str]:
 
 
 def _sweep(parent: str) -> None:
-    """Remove our user's folders whose search has ended."""
+    """Remove this user's folders whose searches have ended."""
     entries: list[os.DirEntry[str]] = []
-    with contextlib.suppress(PermissionError):  # one may make folders there, and not look what there is
+    with contextlib.suppress(PermissionError):  # a folder that may be written to, and not listed
         entries += os.scandir(parent)
     for entry in entries:
-        with contextlib.suppress(OSError):  # another search is faster, or it is in use
+        with contextlib.suppress(OSError):  # another search was faster, or the folder is in use
             facts = entry.stat(follow_symlinks=False)
             if entry.name.startswith(PREFIX) and stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid():
                 with open_regular(os.path.join(entry.path, _LOCK)) as lock:

@@ -18,7 +18,7 @@ _TAIL_BYTES = 64 << 10  # scripts print hundreds of megabytes, which take second
 
 
 class Ended(Exception):
-    """A job has ended before every rank has told what it was asked."""
+    """A job has ended before every rank has answered."""
 
 
 class TrialJob:
@@ -26,12 +26,12 @@ class TrialJob:
 
     Args:
         words: Flags, script and arguments for ``phalanx run``.
-        room: Folder for what it writes, which is made now.
+        room: Folder for its output, which is made now.
         num_ranks: Number of its ranks.
-        environ: Variables for it, those of `_trial.variables` among them.
+        environ: Environment variables for it, including those of `rank_trial.variables`.
 
     Attributes:
-        room: The folder.
+        room: Folder for its output.
         pid: Process of ``phalanx run``.
     """
 
@@ -46,7 +46,7 @@ class TrialJob:
         with open(self._output, "wb") as output:
             self._process = subprocess.Popen(
                 command, env=everything, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us, and then we end it
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the job
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),  # its reaper then ends the ranks
             )  # fmt: skip
         self.pid = self._process.pid
@@ -62,7 +62,7 @@ class TrialJob:
 
     @property
     def printed(self) -> str:
-        """The last 64 KiB that the job has printed, which end with the cause of a failure."""
+        """Last 64 KiB of the job's output, which end with the cause of a failure."""
         with open(self._output, "rb") as output:
             output.seek(max(0, os.stat(output.fileno()).st_size - _TAIL_BYTES))
             return output.read().decode(errors="replace")
@@ -88,16 +88,16 @@ class TrialJob:
             return ""
 
     def who_told(self, serial: int) -> list[int]:
-        """Return the ranks that have told how a turn went."""
+        """Return the ranks that have answered for a turn."""
         return [r for r in range(self._num_ranks) if os.path.exists(rank_trial.told_file(self.room, serial, r))]
 
     def told(self, serial: int) -> list[Any]:
-        """Return what each rank has told, in their order; nothing as long as one has not.
+        """Return the ranks' answers for a turn, in rank order; an empty list until all have answered.
 
         Raises:
-            Ended: It never will.
+            Ended: The job has ended before.
         """
-        has_ended = self.has_ended  # asked first, for what was told before the end
+        has_ended = self.has_ended  # checked first: answers may have arrived just before the end
         if len(self.who_told(serial)) < self._num_ranks:
             if has_ended:
                 raise Ended
@@ -109,7 +109,7 @@ class TrialJob:
         return told
 
     def ask_to_end(self) -> None:
-        """Let the job end; `end` waits for it."""
+        """Ask the job to end; `end` waits for it."""
         self._process.terminate()
 
     def end(self) -> None:

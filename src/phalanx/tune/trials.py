@@ -27,11 +27,11 @@ _Answer = TypeVar("_Answer")
 _PAUSE_S = 0.002
 _TURN_S = 0.3
 _LEAST_STEPS = 3
-_SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # in which a Trainer decides on workers and the optimizer's form
-_LEAST_PATIENCE_S, _SHARE_OF_PATIENCE = 10.0, 0.25  # with a turn; the share is of what is left of the search
-_LEAST_START_S, _STARTS = 30.0, 4  # a job has so many times the seconds that another one took to start
-_SKIPPED = 0.25  # of the steps that are measured, before them
-_OUTLIERS = 0.1  # share of the steps that do not count: those with an evaluation, or a new epoch, before them
+_SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # in which a Trainer decides how to step its optimizer
+_LEAST_PATIENCE_S, _SHARE_OF_PATIENCE = 10.0, 0.25  # for a turn; a share of the time left in the search
+_LEAST_START_S, _STARTS = 30.0, 4  # a start may take this many times as long as another job's
+_SKIPPED = 0.25  # steps before a turn, as a share of those that are measured
+_OUTLIERS = 0.1  # share of the steps that do not count, such as those after an evaluation or a new epoch
 _MOST_RESTARTS = 20
 _LATE = "has not taken its steps in time; --seconds gives it more"
 
@@ -40,7 +40,7 @@ class Failed(Exception):
     """A job can't be measured.
 
     Attributes:
-        printed: Output of the job.
+        printed: End of the job's output.
         code: Exit code of the job.
     """
 
@@ -51,14 +51,14 @@ class Failed(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One way to train.
+    """A way to train.
 
     Attributes:
         ranks: Number of ranks.
         threads: Number of threads of each rank.
         memory: Value of ``--memory``.
         fused: Whether the optimizer steps in its fused form.
-        changes: Settings of the Trainer or the loaders that differ from the script's, as pairs.
+        changes: Settings of the Trainer or the loaders that differ from the script's, as pairs of name and value.
     """
 
     ranks: int
@@ -69,7 +69,7 @@ class Setup:
 
     @property
     def job(self) -> tuple[int, str, tuple[tuple[str, Any], ...]]:
-        """What can't be changed in a running job."""
+        """The part of the setup that can't change in a running job."""
         return self.ranks, self.memory, self.changes
 
 
@@ -77,13 +77,13 @@ class Trial:
     """A job that takes turns.
 
     Args:
-        setup: Way to train; threads and the optimizer's form are set anew in each turn.
+        setup: Way to train; each turn sets the threads and the optimizer's form anew.
         words: Flags, script and arguments for ``phalanx run``.
-        folder: Folder of its own, for what it writes.
+        folder: Folder for its output.
         deadline: Time on the monotonic clock at which the search ends.
 
     Attributes:
-        facts: Answers of rank 0 about the script; empty before all ranks have met.
+        facts: Facts that rank 0 has reported about the script; empty until all ranks have answered.
         start_s: Seconds until the ranks had taken their first steps.
     """
 
@@ -105,11 +105,11 @@ class Trial:
 
     @property
     def printed(self) -> str:
-        """What the job has printed."""
+        """End of the job's output."""
         return self._job.printed
 
     def has_met(self) -> bool:
-        """Return whether every rank has taken its first steps, and learn what the job is once they have.
+        """Return whether every rank has taken its first steps, and read the job's facts once they have.
 
         Raises:
             Failed: The job has ended, or can't be measured.
@@ -129,10 +129,10 @@ class Trial:
         return True
 
     def rate(self, setup: Setup, *, counts_samples: bool) -> float:
-        """Take a turn, and return the speed of all ranks together, in samples a second or in steps.
+        """Take a turn, and return the speed of all ranks together, in samples or steps a second.
 
         Raises:
-            Failed: The script has failed, or is over too soon again and again.
+            Failed: The script has failed, or has ended too soon too often.
         """
         if setup.threads not in self._step_s:
             has_settled = bool(self._step_s)
@@ -145,14 +145,14 @@ class Trial:
 
     @property
     def loading_share(self) -> float:
-        """The part of the last turn for which rank 0 waited for its loader."""
+        """Share of the last turn that rank 0 spent on loading."""
         return self._loading_share
 
     def _take(self, setup: Setup, steps: int) -> list[Any]:
         while True:
             self._serial += 1
             steps = max(_LEAST_STEPS, min(steps, self._most_steps))
-            skip = max(1, round(steps * _SKIPPED))  # caches are cold, and loaders have loaded ahead
+            skip = max(1, round(steps * _SKIPPED))  # caches are cold, and workers have loaded ahead
             turn = rank_trial.Turn(
                 serial=self._serial, steps=steps, skip=skip, threads=setup.threads, fused=setup.fused
             )
@@ -170,7 +170,7 @@ class Trial:
         return told
 
     def _begin_again(self) -> None:
-        """Start a script anew whose training is over."""
+        """Restart a script whose training is over."""
         code = self._job.code
         if code:
             raise Failed(f"has ended with code {code}", self.printed, code)
@@ -181,10 +181,10 @@ class Trial:
         self._await(self.has_met, _STARTS * self.start_s)
 
     def _await(self, ask: Callable[[], _Answer], least_s: float = _LEAST_PATIENCE_S) -> _Answer:
-        """Return the first answer that is one; a job that hangs takes a part of the search, and no more.
+        """Return the first non-empty answer; a job that hangs may take only a share of the search.
 
         Raises:
-            Failed: There has been none for `least_s` and for that part.
+            Failed: There was no answer for `least_s` and for that share.
         """
         now_s = time.monotonic()
         until_s = now_s + max(least_s, (self._deadline - now_s) * _SHARE_OF_PATIENCE)
@@ -199,18 +199,18 @@ class Trial:
         return Failed(_LATE, self.printed)
 
     def _told(self, serial: int) -> list[Any]:
-        """Return what each rank has told, in their order; nothing as long as one has not.
+        """Return the ranks' answers for a turn, in rank order; an empty list until all have answered.
 
         Raises:
-            Ended: It never will.
-            Failed: A rank has started processes that train.
+            Ended: The job has ended before.
+            Failed: A rank trains in several processes.
         """
         if problem := self._job.multiprocess:
             raise Failed(problem, self.printed)
         return self._job.told(serial)
 
     def ask_to_end(self) -> None:
-        """Let the job end; `end` waits for it."""
+        """Ask the job to end; `end` waits for it."""
         self._job.ask_to_end()
 
     def end(self) -> None:
@@ -219,24 +219,24 @@ class Trial:
 
 
 def _rate(steps: Sequence[tuple[float, int, float]], usual_samples: float) -> float:
-    """Return the speed of a rank's steps, in samples a second; in steps, if a step usually loads none."""
+    """Return the speed of a rank's steps, in samples a second, or in steps if `usual_samples` is 0."""
     kept = sorted(steps)[: max(1, round(len(steps) * (1 - _OUTLIERS)))]
     loaded = sum(step[1] for step in kept)
-    # A script that loads nothing any more trains on batches that it has kept.
+    # A script that no longer loads anything trains on batches that it has kept.
     done = (loaded or usual_samples * len(kept)) if usual_samples else len(kept)
     return done / sum(step[0] for step in kept)
 
 
 class Trials:
-    """All jobs of a search, which live side by side; a context that ends them.
+    """All jobs of a search, which live side by side until the context ends.
 
     Args:
         words: Flags, script and arguments for ``phalanx run``.
-        folder: Folder for what the jobs write.
+        folder: Folder for the jobs' output.
         deadline: Time on the monotonic clock at which the search ends.
 
     Attributes:
-        start_s: Seconds that a job has taken to start, at most; 0: none has started yet.
+        start_s: Longest time that a job has taken to start, in seconds; 0: none has started yet.
     """
 
     def __init__(self, words: Sequence[str], folder: str, deadline: float) -> None:
@@ -257,11 +257,12 @@ class Trials:
             trial.end()
 
     def start(self, setups: Sequence[Setup], limit_s: float, more_s: float = 0.0) -> dict[Setup, Failed]:
-        """Start the jobs that these setups need, side by side, and return those that can't be measured.
+        """Start the jobs that these setups need, side by side; return the setups that can't be measured.
 
         Args:
-            limit_s: Limit for the first job that starts; all others are held to how long that took.
-            more_s: Seconds that these may take longer than others.
+            setups: Setups to measure.
+            limit_s: Limit for the first start; later ones are limited by how long it took.
+            more_s: Additional seconds that these starts may take.
         """
         begin_s = time.monotonic()
         jobs = {setup.job: setup for setup in setups if setup.job not in self._failures}
@@ -288,7 +289,7 @@ class Trials:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether every job loads samples for each step, so that speeds can be told in them."""
+        """Whether every job loads samples for each step, so that speeds can count samples."""
         return all(trial.facts["samples"] for trial in self._trials.values())
 
     def rate(self, setup: Setup) -> float | None:
@@ -301,7 +302,7 @@ class Trials:
         return None
 
     def failure_of(self, setup: Setup) -> Failed:
-        """Return why a setup has no speed."""
+        """Return why a setup could not be measured."""
         return self._failures[setup.job]
 
     def _drop(self, setup: Setup, failure: Failed) -> None:

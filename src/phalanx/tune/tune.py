@@ -38,12 +38,10 @@ _OWN_PROCESSES = re.compile(
 _SEARCHED = ("--nproc-per-node", "--memory", "--shutdown-timeout")
 _TAIL_LINES, _WIDTH = 20, 80
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SHARE_OF_SEARCH = 0.9  # of the time; then come the last round and the ends of all jobs
+_SHARE_OF_SEARCH = 0.9  # of the time; the rest is for the last round and for ending all jobs
 _seconds = number(float, 5, "seconds from 5 to 86400", most=86400)
 OWN_FLAGS = (
-    Flag(
-        "seconds", "rough length of the search, with the time that the script takes to start", _seconds, "SECONDS", "60"
-    ),
+    Flag("seconds", "approximate length of the search, including the starts of the script", _seconds, "SECONDS", "60"),
     Flag("json", "file to write the table to, as JSON", str, "FILE"),
 )
 
@@ -55,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
         RIGHT_CALL,
         "Run a script for some seconds in each of a handful of settings, in turns, and show which are the fastest "
         "here: ranks x threads, memory, the optimizer's fused form, and settings of a Trainer. The script must take "
-        "optimizer steps on the CPU. It runs as it is, in a run folder of its own, and is ended once it has been "
-        "measured. Every flag of phalanx run is accepted; what --nproc-per-node and --memory say is not searched.",
+        "optimizer steps on the CPU. It runs unchanged, in a run folder of its own, and is ended once it has been "
+        "measured. Every flag of phalanx run is accepted; --nproc-per-node and --memory fix what they set.",
         RIGHT_CALL,
     )
     add_flags(parser, {"Search": OWN_FLAGS})
@@ -68,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         if settings["dry-run"].value:
             raise UsageError("--dry-run is for phalanx run: phalanx tune has to run the script to measure it")
         words = without_flags((*_SEARCHED, *(f"--{flag.name}" for flag in OWN_FLAGS)), argv, target)
-        job = make_plan(words, _env.environment(), parser).job  # refuses what could not be started
+        job = make_plan(words, _env.environment(), parser).job  # refuses a job that could not start
         limits, policy = _limits(settings)
     except UsageError as error:
         return parser.refuse(error)
@@ -81,13 +79,13 @@ def main(argv: Sequence[str]) -> int:
             return _search(words, target, job, limits, settings["json"].value)
     except BrokenPipeError:
         raise
-    except OSError as error:  # no room for what the trials write
+    except OSError as error:  # no room for the trials' output
         print(f"phalanx tune: {error}; TMPDIR names another folder for the trials", file=sys.stderr)
         return 1
 
 
 def _limits(settings: Mapping[str, Setting]) -> tuple[Limits, MemoryPolicy]:
-    """Return what is searched, and what ranks do about memory where that is left to us."""
+    """Return the bounds of the search, and the memory policy of ranks unless a flag sets it."""
     machine, environ = read_machine(), _env.environment()
     asked = settings["nproc-per-node"]
     ranks = [count_local_ranks(asked, machine, environ)[1]] if asked.is_given else default_ranks(machine)
@@ -101,7 +99,7 @@ def _limits(settings: Mapping[str, Setting]) -> tuple[Limits, MemoryPolicy]:
 
 
 def _check_json(path: str) -> None:
-    """Refuse a file that could not be written once everything has been measured."""
+    """Refuse a file that could not be written after the search."""
     place = path if os.path.exists(path) else os.path.dirname(path) or "."
     if path and (os.path.isdir(path) or not os.access(place, os.W_OK)):
         raise UsageError(f"--json must name a file that can be written, got {path!r}")
@@ -136,7 +134,7 @@ def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limit
 
 
 def _remember(search: Search, job: Job) -> str:
-    """Keep what was found for ``phalanx run``, and return a line that says so, or why it could not be kept."""
+    """Save the result for ``phalanx run``; return a line that says so, or why it could not be saved."""
     best = search.best
     found = Tuned(
         command=[*job.command[1:]], machine=search.limits.machine.describe(),
@@ -146,14 +144,15 @@ def _remember(search: Search, job: Job) -> str:
     try:
         remember(found, file)
     except OSError as error:
-        return f"phalanx run can't take that over: {file} can't be written ({error.strerror}); type the best command"
-    return f"phalanx run takes that over for --nproc-per-node auto ({file})"
+        why = f"{file} can't be written ({error.strerror})"
+        return f"phalanx run can't use that by itself: {why}; type the best command"
+    return f"phalanx run uses that for --nproc-per-node auto ({file})"
 
 
 def _leave(number: int, _: Any) -> NoReturn:
     for end in _ENDS:
-        signal.signal(end, signal.SIG_IGN)  # a second one would end the way out
-    raise SystemExit(128 + number)  # by way of all that ends jobs and removes folders
+        signal.signal(end, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
+    raise SystemExit(128 + number)  # through the contexts that end jobs and remove folders
 
 
 def _say(text: str) -> None:

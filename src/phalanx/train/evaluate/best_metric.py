@@ -21,12 +21,12 @@ class BestMetric:
     Args:
         monitor: Name of the value.
         mode: Whether the lowest or the highest value is the best: "min" or "max".
-        min_delta: Improvement that ends a row of evaluations that count as worse.
+        min_delta: Improvement that an evaluation must exceed to reset `num_worse`.
 
     Attributes:
-        best: Score of the best evaluation, where more is better; None: there was none.
-        best_step: Step after which that was.
-        num_worse: Number of evaluations since the last one that was better by more than `min_delta`.
+        best: Score of the best evaluation, higher is better; None: there was none.
+        best_step: Step of the best evaluation.
+        num_worse: Number of evaluations since the last improvement by more than `min_delta`.
     """
 
     def __init__(self, monitor: str, mode: str | None, min_delta: float = 0.0) -> None:
@@ -35,15 +35,15 @@ class BestMetric:
         self.best: float | None = None
         self.best_step: int | None = None
         self.num_worse: int = 0
-        self._goal: float | None = None  # to be exceeded by `min_delta`: many small improvements add up
-        self._score: float | None = None  # of the last evaluation, after `_step`
+        self._goal: float | None = None  # score to exceed by `min_delta`; small improvements add up
+        self._score: float | None = None  # of the last evaluation, at `_step`
         self._step = -1
 
     def update(self, evaluation: Mapping[str, float], step: int) -> bool:
-        """Return whether the evaluation after that step is the best so far; one that is not finite never is.
+        """Return whether the evaluation after `step` is the best so far; one that is not finite never is.
 
         Raises:
-            ValueError: It has no such value.
+            ValueError: The evaluation lacks the monitored value.
         """
         value = evaluation.get(self._monitor)
         if value is None:
@@ -58,18 +58,18 @@ class BestMetric:
         return is_best
 
     def value_of(self, step: int) -> float | None:
-        """Return what the evaluation after that step was judged by; None if there was none that is finite."""
+        """Return the monitored value of the evaluation after `step`; None if there is none, or it is not finite."""
         if step != self._step or self._score is None:
             return None
         return self._sign * self._score
 
     @property
     def wanted(self) -> str:
-        """What the best is, in words."""
+        """What counts as the best, such as ``the lowest loss``."""
         return f"the {self._which} {self._monitor}"
 
-    def verdict(self) -> str:
-        """Return since when no evaluation was better, and the best, in words."""
+    def why_stopped(self) -> str:
+        """Return a sentence on how long no evaluation has improved, and on the best one."""
         by = f" by more than {self._min_delta:g}" if self._min_delta else ""
         words = f"{self._monitor} has not improved{by} for {counted(self.num_worse, 'epoch')}"
         if self.best is None:
@@ -89,5 +89,5 @@ class BestMetric:
         self.best, self.num_worse, self._score, self._step = (
             state[name] for name in ("best", "num_worse", "score", "step")
         )
-        self._goal = state.get("goal", self.best)  # earlier versions had no min_delta
+        self._goal = state.get("goal", self.best)  # earlier versions did not save it
         self.best_step = state.get("best_step")

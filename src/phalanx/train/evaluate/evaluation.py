@@ -45,7 +45,7 @@ class Evaluator:
         collate_fn: Collate | None = None,
     ) -> None:
         self._model = model
-        # Without averaging, since ranks may have different numbers of batches; where that can't be, they are padded.
+        # Unwrapped, since ranks may have different numbers of batches; a sharded model needs padding instead.
         self._is_padded = is_sharded(model)
         self._evaluated = model if self._is_padded else checkpoint.unwrap(model)
         if self._is_padded and objective.stateful and not objective.is_split:
@@ -66,10 +66,9 @@ class Evaluator:
 
     @contextlib.contextmanager
     def keeping_loader(self) -> Iterator[None]:
-        """Within this context, keep the loader of the last data, and its processes, for the next evaluation.
+        """Keep the last data's loader and its processes for the next evaluation, until the context ends.
 
-        They are ended in order, and not by the garbage collector: it breaks the workers' queues before it ends them,
-        and so waits for seconds.
+        It then ends them in order. The garbage collector would break the workers' queues first, and wait for seconds.
         """
         self._keeps_loader = True
         try:
@@ -79,7 +78,7 @@ class Evaluator:
             self._data = self._plan = None
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Return the means of the objective's values over all samples, and the metrics' own, the same on every rank."""
+        """Return the objective's means over all samples, and the metrics' values; the same on every rank."""
         tally = _Tally()
         metrics = self._objective.stateful
         self._reset_metrics()
@@ -92,18 +91,18 @@ class Evaluator:
         return means | {name: value for n, metric in metrics.items() for name, value in self._computed(n, metric)}
 
     def rehearse(self, data: Any, monitor: str) -> None:
-        """Evaluate one batch of a dataset before a training, to know of mistakes that an epoch would end with.
+        """Evaluate one batch of a dataset before training, to find mistakes that would otherwise end an epoch.
 
-        What raises by itself is left to the evaluation: a model may be one that can't be evaluated before it has
-        trained. No random number is drawn, and metrics are reset.
+        An exception in the script's code is left to the evaluation itself: some models must train first. Random state
+        is restored, and metrics are reset.
 
         Raises:
-            ValueError: On every rank: a value is not one number for each sample, or none is the one that is monitored.
+            ValueError: On every rank: a value is not one number for each sample, or the monitored value is missing.
         """
         if self._is_padded or any(map(is_lazy, self._evaluated.parameters())):
             return
         if not isinstance(self._plan_for(data), Planned):
-            return  # a stream, which would lose a batch
+            return  # a stream would lose a batch
         tally, values = _Tally(), {}
         with random_state_kept(), _evaluating(self._model), contextlib.suppress(Exception):
             self._reset_metrics()
@@ -126,7 +125,7 @@ class Evaluator:
         """Yield the values of a metric that has seen this rank's batches and combines the ranks' states itself.
 
         Raises:
-            ValueError: It does not, or has computed something else than single numbers.
+            ValueError: It does not combine them, or has not computed single numbers.
         """
         computed = metric.compute()
         try:
@@ -153,11 +152,11 @@ class Evaluator:
         yield from named.items()
 
     def predict(self, data: Any) -> Tensor:
-        """Return the outputs for all samples of a dataset, in their order, on the CPU of every rank.
+        """Return the outputs for all samples of a dataset, in order, on the CPU of every rank.
 
         Raises:
             ValueError: `data` is no dataset or has no samples, or a `collate_fn` has left samples out.
-            TypeError: The model returns something else than a tensor.
+            TypeError: The model does not return a tensor.
         """
         if not is_dataset(data):
             raise ValueError(
@@ -186,7 +185,7 @@ class Evaluator:
         return contextlib.nullcontext() if self._keeps_loader else self.keeping_loader()
 
     def _batches(self, data: Any) -> Iterator[Counted]:
-        """Yield this rank's batches on the device; all ranks get equally many if they must, the last of size 0."""
+        """Yield this rank's batches on the device; padded with batches of size 0 if all ranks need equally many."""
         for batch, size in self._plan_for(data).batches(self._is_padded):
             batch = to_device(batch, self._device)
             yield lay_out_batch(batch) if self._channels_last else batch, size
@@ -203,10 +202,10 @@ class _Tally:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
-        self.problem = ""  # the first; the other ranks must hear of it
+        self.problem = ""  # the first problem, which the other ranks must learn of
 
     def add(self, values: Mapping[str, Any], size: int) -> None:
-        """Count values of a batch: one number for each of its samples, or their mean."""
+        """Add the values of a batch: one number for each of its samples, or their mean."""
         for name, value in values.items():
             try:
                 tensor = torch.as_tensor(value)
@@ -231,8 +230,8 @@ class _Tally:
         """Return the means over the samples of all ranks.
 
         Raises:
-            ValueError: On every rank: there are no samples, not one number for each of some rank's, or none on a rank
-                although each must have some.
+            ValueError: On every rank: there are no samples, a rank has a value that is not one number for each sample,
+                or a rank has no samples although every rank needs some.
         """
         every = ranks.gather((self._sums, self.problem))
         for _, problem in every:
@@ -254,7 +253,7 @@ class _Tally:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and back."""
+    """Put a model into evaluation mode without gradients, and back."""
     was_training = model.training
     model.eval()
     try:

@@ -26,14 +26,14 @@ from phalanx.train.feed.loader_feed import is_divided
 from phalanx.wire.rank_group import RankGroup
 
 Counted = tuple[Any, int]
-"""A batch and its samples; with 0 it only keeps ranks together."""
+"""A batch and its number of samples; 0: the rank only takes part."""
 
 
 class Planned:
     """Batches of a map-style dataset, or of a torch loader of one: their indices are known before they are loaded.
 
-    Of a dataset each rank has a part; of the batches of a loader that all ranks have alike, they take turns; a loader
-    of this rank's own part is its own.
+    Each rank has a part of a dataset. If all ranks have the same loader, they take turns at its batches; a loader of
+    this rank's own part stays as it is.
 
     Raises:
         ValueError: Ranks have different data.
@@ -62,7 +62,7 @@ class Planned:
         self._num_of_longest = ranks.largest(len(self._lists))
 
     def batches(self, pads: bool) -> Iterator[Counted]:
-        """Yield this rank's batches; with `pads` as many as those of the rank that has most."""
+        """Yield this rank's batches; with `pads`, as many as the rank with the most."""
         batch = None
         for batch, indices in zip(self._loader, self._lists, strict=True):
             yield batch, self._num_samples(batch, indices)
@@ -79,14 +79,14 @@ class Planned:
 
 
 class Own:
-    """Batches of a stream, or of anything else that can be iterated over, which gives this rank its own."""
+    """Batches of a stream or another iterable, which yields this rank's own."""
 
     def __init__(self, loader: Any, ranks: RankGroup) -> None:
         self._loader = loader
         self._ranks = ranks
 
     def batches(self, pads: bool) -> Iterator[Counted]:
-        """Yield this rank's batches; with `pads` as many as those of the rank that has most."""
+        """Yield this rank's batches; with `pads`, as many as the rank with the most."""
         batch, loaded = None, iter(self._loader)
         following = next(loaded, None)
         while following is not None or pads:
@@ -124,10 +124,10 @@ def _warn_of_padding(sampler: Any) -> None:
 
 
 def count_samples(batch: Any) -> int:
-    """Return how many samples are in a batch: the length of its first tensor, however nested.
+    """Return the number of samples in a batch: the length of its first tensor, however nested.
 
     Raises:
-        ValueError: It has none.
+        ValueError: It has no tensor.
     """
     tensor = next((tensor for _, tensor in tensors_in(batch) if tensor.dim()), None)
     if tensor is None:
@@ -139,9 +139,9 @@ def count_samples(batch: Any) -> int:
 
 
 def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
-    """Return the indices of a loader's batches; of one that all `ranks` have alike, those of this rank's turns."""
+    """Return the indices of a loader's batches; with `ranks`, which share the loader, those of this rank's turns."""
     with random_state_kept():
-        seed_process(0)  # a sampler that draws gives all ranks the same order
+        seed_process(0)  # so that a random sampler gives all ranks the same order
         lists = list(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     if ranks is None:
         return lists
@@ -150,7 +150,7 @@ def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
             "Trainer.evaluate: the ranks' loaders give different batches: pass the dataset itself, or "
             "phalanx.DataLoader(part, is_own_part=True) of this rank's own"
         )
-    if lists and loader.batch_sampler is not None:  # a few large batches are cut, so that each rank has some
+    if lists and loader.batch_sampler is not None:  # a few large batches are cut so that each rank gets a part
         num = -(-ranks.world_size // len(lists))
         pieces = ([batch[at] for at in share(len(batch), part, num)] for batch in lists for part in range(num))
         lists = [piece for piece in pieces if piece]

@@ -89,7 +89,7 @@ class DatasetFeed:
             self._batches.epoch, self._batches.place = epoch, 0
 
     def together(self, step: Step | None) -> Step | None:
-        return step  # every rank has a part of each, if only an empty one
+        return step  # every rank has a part of each step, maybe an empty one
 
     def steps(self) -> Iterator[Step]:
         self._generator.manual_seed(derive_seed(self._seed, "workers", self._batches.epoch))
@@ -106,7 +106,7 @@ class DatasetFeed:
         return self._filler
 
     def advance(self) -> None:
-        """Note that all ranks have trained on one more batch."""
+        """Count one more batch that all ranks have trained on."""
         self._batches.advance()
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class DatasetFeed:
 
 
 class _FilledParts:
-    """The parts that are not empty, for a loader; with the epoch, where samples are seeded by it."""
+    """The non-empty parts, as a loader's batch sampler; with the epoch if it seeds the samples."""
 
     def __init__(self, batches: GlobalBatches, *, with_epoch: bool) -> None:
         self._batches = batches
@@ -130,7 +130,7 @@ class _FilledParts:
 
 
 class _SeededSamples(torch_data.Dataset[Any]):
-    """Each sample's augmentation depends on the sample and the epoch, on nothing before it."""
+    """Dataset whose samples are seeded by sample and epoch, so augmentation depends on nothing before."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset

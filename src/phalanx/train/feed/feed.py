@@ -11,23 +11,23 @@ from torch.utils import data as torch_data
 from phalanx.data.random_state import random_state_kept
 
 Collate = Callable[[list[Any]], Any]
-"""Function that makes a batch of samples, as torch's loaders have it."""
+"""Function that collates samples into a batch, as for torch's loaders."""
 
 Part = tuple[Any, int]
-"""Batch of one forward pass, and its number of samples; a batch of 0 samples only keeps the ranks together."""
+"""Batch of one forward pass, and its number of samples; 0 samples: the rank only takes part."""
 
 Step = tuple[list[Part], int]
 """This rank's parts of a step, and its number of samples over all ranks; 0: unknown."""
 
 
 class Feed(Protocol):
-    """Steps of an epoch, from wherever `load_state_dict` has put it.
+    """Steps of an epoch, from the position that `load_state_dict` has restored.
 
     Attributes:
         num_steps: Number of steps in an epoch; None if unknown.
-        num_left: Number of steps that this epoch still has; None if unknown.
-        is_at_start: Whether nothing of the epoch was trained on.
-        is_at_end: Whether all of it was, as far as is known.
+        num_left: Number of steps left in this epoch; None if unknown.
+        is_at_start: Whether no batch of the epoch has been trained on.
+        is_at_end: Whether every batch has been, as far as is known.
     """
 
     @property
@@ -43,25 +43,25 @@ class Feed(Protocol):
         ...
 
     def together(self, step: Step | None) -> Step | None:
-        """Return a step as all ranks take it, also one of which this rank has no part; None if no rank has one.
+        """Return the step that all ranks take, even if this rank has no part in it; None if no rank has a step.
 
         Every rank calls it, with None once its own steps are over.
 
         Raises:
-            ValueError: On every rank: one has no batch with which it could go along.
+            ValueError: On every rank: one has no batch with which it could take part.
         """
         ...
 
     def resize(self, batch_size: int) -> None:
-        """Set the number of samples in a step, over all ranks, if the feed makes the batches."""
+        """Set the number of samples in a step over all ranks, if the feed makes the batches."""
         ...
 
     def describe(self, num_steps: int) -> str:
-        """Return a line that tells what a step is made of, in a run of at most `num_steps`."""
+        """Return a line about the batches of a step, in a run of at most `num_steps`."""
         ...
 
     def close(self) -> None:
-        """End the processes that load data, if they are the feed's own, once no more steps are asked for."""
+        """End the data-loading processes that the feed has started."""
         ...
 
     def begin_epoch(self, epoch: int) -> None: ...
@@ -71,14 +71,14 @@ class Feed(Protocol):
 
 
 def is_dataset(data: Any) -> bool:
-    """Return whether it is a map-style dataset, torch's or any with indices; no loader, stream or list of batches."""
+    """Return whether this is a map-style dataset, torch's or any with indices; no loader, stream or list of batches."""
     if isinstance(data, torch_data.Dataset):
         return not isinstance(data, torch_data.IterableDataset)
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Sequence | Mapping)
 
 
 def filler(dataset: Any, keys: Any, num_workers: int, **options: Any) -> Any:
-    """Return a batch for a rank that has none and goes along with the others: the same wherever a run was stopped.
+    """Return a batch for a rank that has none left and takes part with it: the same wherever a run was stopped.
 
     If processes load the dataset, one of them loads this batch, too. Many datasets open a file when they are first
     asked for a sample; if this process did so, processes that it forks later would share the file's position.
@@ -95,5 +95,5 @@ def filler(dataset: Any, keys: Any, num_workers: int, **options: Any) -> Any:
 
 
 def whatever(settings: Sequence[str]) -> str:
-    """Return the words for settings that change nothing about a feed; empty if there are none."""
+    """Return a phrase about settings that have no effect on a feed; empty if there are none."""
     return f", whatever {', '.join(settings)} says" if settings else ""

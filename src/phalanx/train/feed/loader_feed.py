@@ -29,21 +29,22 @@ from phalanx.data.seeds import derive_seed
 from phalanx.train.feed.feed import Step, filler, is_dataset, whatever
 from phalanx.wire.rank_group import RankGroup
 
-_UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # instead of a batch's number of samples
+_UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # in place of a batch's number of samples
 
 
 class LoaderFeed:
-    """Takes a loader of this rank's batches as it is, each a step; an epoch is as long as the longest rank's.
+    """Takes the batches of this rank's loader as they are, one a step; an epoch is as long as the longest rank's.
 
-    In a step each rank's batch weighs as many samples as are in it. A rank that has no more batches goes along with one
-    that weighs nothing. Where the number of samples can't be told from the tensors, batches weigh alike.
+    Each rank's batch weighs as many samples as it holds. A rank that has no batches left takes part with one that
+    weighs nothing. If the tensors do not tell the number of samples, all batches weigh the same.
 
     Args:
-        loader: Iterable of batches, which is iterated anew in each epoch. One with ``state_dict`` and
-            ``load_state_dict`` resumes by itself, on any number of ranks; otherwise the batches that were already
+        loader: Iterable of batches, which is iterated anew in each epoch. If it has ``state_dict`` and
+            ``load_state_dict``, it resumes by itself, on any number of ranks; otherwise the batches that were already
             trained on are skipped.
         seed: Seed for samplers that have no generator of their own.
-        without_effect: Names of settings that were given and change nothing here.
+        ranks: All ranks of the job.
+        without_effect: Names of the given settings that have no effect here.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LoaderFeed:
         self._last: Any = None
         self._order = torch.Generator()
         drawing: Any
-        for drawing in (loader, *_samplers(loader)):  # from a generator of the feed, seeded by the epoch
+        for drawing in (loader, *_samplers(loader)):  # they draw from the feed's generator, seeded by the epoch
             if getattr(drawing, "generator", 0) is None:
                 drawing.generator = self._order
 
@@ -90,13 +91,13 @@ class LoaderFeed:
     @property
     def is_at_end(self) -> bool:
         own = self._own_state() if isinstance(self._loader, DataLoader) else None
-        if own is not None:  # it knows, also where another number of ranks has taken the first steps
+        if own is not None:  # it knows, even if another number of ranks has taken the first steps
             return self._has_passed(own)
-        self._lengths = self._ranks.gather(_length_of(self._loader))  # a batch sampler may make others in each epoch
+        self._lengths = self._ranks.gather(_length_of(self._loader))  # may differ between epochs
         return self.num_steps is not None and self._place >= self.num_steps
 
     def _has_passed(self, own: Mapping[str, Any]) -> bool:
-        """Return whether a loader of ours, by its own state, has given its last batch of this epoch."""
+        """Return whether a phalanx.DataLoader, by its own state, has yielded its last batch of this epoch."""
         return self._place > 0 and own["epoch"] > self._epoch
 
     def resize(self, batch_size: int) -> None:
@@ -117,7 +118,7 @@ class LoaderFeed:
         if epoch != self._epoch:
             self._epoch, self._place = epoch, 0
         elif isinstance(self._loader, DataLoader) and self.is_at_end:
-            return  # taken up behind the last step: with its epoch set again, the loader would begin it anew
+            return  # restored after the last step: setting the epoch again would make the loader repeat it
         for holder in (self._loader, *_samplers(self._loader)):
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
@@ -127,7 +128,7 @@ class LoaderFeed:
             return
         self._order.manual_seed(derive_seed(self._seed, "order", self._epoch))
         num_passed = 0 if self._own_state() else self._place
-        with random_state_kept():  # what beginning, and passing by what was trained on, draws does not count
+        with random_state_kept():  # numbers drawn while starting and skipping must not count
             batches = iter(self._loader)
             for _ in range(num_passed):
                 self._keep(next(batches, None))
@@ -168,7 +169,7 @@ class LoaderFeed:
         return [(batch, sizes[self._ranks.rank])], num_samples
 
     def _size_of(self, batch: Any) -> int:
-        """Return the number of samples in a batch, on which all its tensors must agree; else `_UNKNOWN`."""
+        """Return the number of samples in a batch if all its tensors agree on it, else `_UNKNOWN`."""
         is_loader = isinstance(self._loader, torch_data.DataLoader)
         lengths = {len(tensor) for _, tensor in tensors_in(batch) if tensor.dim()}
         if len(lengths) != 1 or (is_loader and self._loader.batch_sampler is None):
@@ -178,7 +179,7 @@ class LoaderFeed:
         return _UNKNOWN if most is not None and length > most else length
 
     def _keep(self, batch: Any) -> None:
-        """Keep a batch with which this rank can go along once it has no more, if none can be made then."""
+        """Keep a batch for taking part once this rank has none left, if none can be made then."""
         if self._world_size > 1 and not self._can_make_filler:
             self._last = batch
 
@@ -192,7 +193,7 @@ class LoaderFeed:
         )
 
     def _fill(self) -> Any:
-        """Return a batch to go along with, which weighs nothing: the same wherever a run was stopped; None: no idea."""
+        """Return a batch to take part with, which weighs nothing; None if there is none."""
         if self._filler is None and self._can_make_filler:
             loader = self._loader
             self._filler = filler(
@@ -205,12 +206,12 @@ class LoaderFeed:
         self._place += 1
 
     def _own_state(self) -> dict[str, Any] | None:
-        """Return where the loader itself says that it stands, if it does."""
+        """Return the loader's own position, if it has one."""
         if not hasattr(self._loader, "state_dict") or not hasattr(self._loader, "load_state_dict"):
             return None
         try:
             return dict(self._loader.state_dict())
-        except TypeError:  # a phalanx.DataLoader with a sampler of another kind
+        except TypeError:  # a phalanx.DataLoader with another kind of sampler
             return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,14 +224,14 @@ class LoaderFeed:
             self._loader.load_state_dict(state["loader"])
         elif state["world_size"] != self._world_size:
             raise ValueError(
-                f"this loader stood at batch {state['place']} of each of {state['world_size']} ranks and can't go on "
-                f"with {self._world_size}: pass the dataset itself, or a phalanx.DataLoader"
+                f"this loader was at batch {state['place']} of each of {state['world_size']} ranks and can't resume "
+                f"on {self._world_size}: pass the dataset itself, or a phalanx.DataLoader"
             )
         self._epoch, self._place = state["epoch"], state["place"]
 
 
 def _length_of(loader: Any) -> int:
-    """Return the number of a loader's batches, `sys.maxsize` if it does not know."""
+    """Return the number of a loader's batches, `sys.maxsize` if it has no length."""
     try:
         return len(loader)
     except TypeError:  # a stream
@@ -238,10 +239,10 @@ def _length_of(loader: Any) -> int:
 
 
 def is_divided(loader: Any, ranks: RankGroup) -> bool:
-    """Return whether a loader gives this rank its own batches, as far as can be known; every rank asks.
+    """Return whether a loader yields this rank's own batches, as far as can be known; every rank calls it.
 
     Raises:
-        ValueError: On every rank: loaders that do not divide have different parts of the data, which overlap.
+        ValueError: On every rank: loaders that do not divide the data hold different parts of it, which overlap.
     """
     samplers = _samplers(loader)
     dataset = getattr(loader, "dataset", None)
@@ -252,7 +253,7 @@ def is_divided(loader: Any, ranks: RankGroup) -> bool:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Return the samplers of a loader: its own, its batch sampler, and that one's."""
+    """Return the samplers of a loader: its sampler, its batch sampler, and the latter's sampler."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
     return [sampler for sampler in samplers if sampler is not None]

@@ -1,4 +1,4 @@
-"""`open_feed`: the feed that data and settings ask for, or the error that says why they do not go together."""
+"""`open_feed`: the feed for data and settings, or the error that says why they do not fit."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def open_feed(
         settings: Settings of the trainer.
         batch_size: Number of a dataset's samples in a step, over all ranks.
         ranks: All ranks of the job.
-        given: Names of the settings that the script has given.
+        given: Names of the settings that the script has set.
         collate_fn: Function that makes a batch of a dataset's samples.
         batch_sampler: Batches over all ranks to use instead of `batch_size`.
 
     Raises:
-        ValueError: `data` does not go with the settings, or with the number of ranks.
+        ValueError: `data` does not fit the settings or the number of ranks.
     """
     if is_dataset(data):
         return _open_dataset(data, settings, batch_size, ranks, given, collate_fn, batch_sampler)
@@ -101,7 +101,7 @@ def _open_dataset(
 
 
 def _check_number_of_ranks(batch_size: int | None, num_parts: int | None, world_size: int) -> None:
-    """Refuse batches, or parts of them, that can't be divided among so many ranks.
+    """Refuse batches, or parts of batches, that can't be divided among the ranks.
 
     Raises:
         ValueError: There are too many ranks, or the parts are no multiple of them.
@@ -119,10 +119,10 @@ def _check_number_of_ranks(batch_size: int | None, num_parts: int | None, world_
 
 
 def _without_effect(loader: Any, s: Settings, ranks: RankGroup, given: Collection[str]) -> list[str]:
-    """Return the settings that divide a dataset's batches and were given although a loader's are as they are.
+    """Return the given settings about a dataset's batches, which have no effect on a loader's.
 
     Raises:
-        ValueError: The loader's batches have another size than was asked for.
+        ValueError: The loader's batches differ from `Settings.global_batch_size`.
     """
     names = [name for name, value in (("drop_last", s.drop_last), ("on_resize", s.on_resize == "scale")) if value]
     if "global_batch_size" not in given:
@@ -140,10 +140,10 @@ def _without_effect(loader: Any, s: Settings, ranks: RankGroup, given: Collectio
 
 
 def _check_batch_sampler(batch_sampler: Any, s: Settings) -> None:
-    """Refuse a batch sampler that makes the batches of one rank, and settings that it takes the place of.
+    """Refuse a batch sampler that makes the batches of one rank, and settings that it replaces.
 
     Raises:
-        ValueError: They do not go together.
+        ValueError: They do not fit together.
     """
     if s.drop_last or s.on_resize == "scale":
         raise ValueError("Trainer: with batch_sampler, which makes the batches, leave out drop_last and on_resize")
@@ -156,7 +156,7 @@ def _check_batch_sampler(batch_sampler: Any, s: Settings) -> None:
 
 
 def _check_size_of_batches(batch_sampler: Any, global_batch_size: int) -> list[str]:
-    """Return ``["global_batch_size"]`` if it says nothing about the sampler's batches, else nothing.
+    """Return ``["global_batch_size"]`` if the setting has no effect on the sampler's batches, else an empty list.
 
     Raises:
         ValueError: The sampler makes batches of another size.

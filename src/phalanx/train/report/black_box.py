@@ -17,18 +17,18 @@ from phalanx.record.box import Box, Event, SavedBoxes, boxes_in, load_boxes, ope
 from phalanx.record.stragglers import Ledger, Summary
 from phalanx.train.report.plots import colours_of, legend
 
-_WIDTH, _ROW = 1000, 10  # of the SVG's own coordinates
-_MOST_S = 5.0  # that are drawn
-_MOST_EVENTS = 80  # of a rank that are drawn
+_WIDTH, _ROW = 1000, 10  # in the SVG's own coordinates
+_MOST_S = 5.0  # longest time that is drawn
+_MOST_EVENTS = 80  # drawn for a rank
 _MOST_RANKS = 16
-_CLOCKS_S = 5.0  # by which hosts may differ about when a loss was
+_CLOCKS_S = 5.0  # by which the clocks of hosts may differ
 
 Span = tuple[float, float]
 """Two times of day, in seconds since 1970."""
 
 
 def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> SavedBoxes:
-    """Return the boxes of the attempt that trained between two times; none if there are none that can be read.
+    """Return the boxes of the attempt that trained between two times; none if no box can be read.
 
     Args:
         folder: Folder of the run's report.
@@ -43,7 +43,7 @@ def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> SavedBoxes:
 
 
 def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[SavedBoxes]:
-    """Yield the boxes of this job, where a rank asks, and what the launches have saved."""
+    """Yield the boxes of this job, if this process is a rank, and those that the launches have saved."""
     with contextlib.suppress(ValueError, OSError):
         if (place := open_box(os.getpid())) is not None:
             fd, _ = place
@@ -57,9 +57,9 @@ def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[SavedBoxes]:
 
 
 def losses_of(folder: Path, logs: Iterable[str]) -> list[Loss]:
-    """Return the losses that the launches of a run have kept, in their order.
+    """Return the lost ranks that the launches of a run have recorded, in order of time.
 
-    On several hosts each launcher keeps those that it has seen, so the launchers that lived through a loss all have it.
+    On several hosts each launcher records what it has seen, so a loss is recorded by every launcher that outlived it.
     """
     by_launch = sorted(map(load_losses, _launches(folder, logs)), key=len, reverse=True)
     found: list[Loss] = []
@@ -75,23 +75,23 @@ def losses_of(folder: Path, logs: Iterable[str]) -> list[Loss]:
 
 
 def _is_same(one: Loss, other: Loss) -> bool:
-    """Return whether two launchers have kept the same loss, each by the clock of its host."""
+    """Return whether two launchers have recorded the same loss, each by its host's clock."""
     is_same = (one.ending.rank, bool(one.node_sign)) == (other.ending.rank, bool(other.node_sign))
     return is_same and abs(one.at_s - other.at_s) < _CLOCKS_S
 
 
 def out_of_reach(folder: Path, logs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the hosts of launches, each with its logs relative to `folder`, whose folders are not here."""
+    """Return the hosts whose folders of logs, relative to `folder`, are not on this host."""
     return sorted({host for host, one in logs if not Path(folder, one).is_dir()})
 
 
 def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
-    """Return whether a launcher ended an attempt only to begin the next one: it has kept no loss of that time.
+    """Return whether a launcher ended an attempt only to begin the next one: it recorded no loss in that time.
 
     Args:
-        before: Folder of the logs of the launch of the attempt, relative to `folder`; empty: unknown.
-        after: Folder of the logs of the launch of the next one; empty: unknown.
-        between: Begin of the attempt, and of the next one.
+        before: Folder of the logs of the attempt's launch, relative to `folder`; empty: unknown.
+        after: Folder of the logs of the next attempt's launch; empty: unknown.
+        between: Beginnings of the attempt and of the next one.
     """
     run = Path(folder, before)
     if not before or before != after or not Path(run, "blackbox").is_dir():
@@ -105,14 +105,14 @@ def _launches(folder: Path, logs: Iterable[str]) -> list[Path]:
 
 
 def summary_of(boxes: Iterable[Box]) -> Summary:
-    """Return what the ledger says of the steps that are still in these boxes."""
+    """Return the ledger's summary of the steps that these boxes still hold."""
     ledger = Ledger()
     ledger.add(boxes)
     return ledger.summary()
 
 
 def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
-    """Return rank, time that others waited for it, its cost, and what it is slow in."""
+    """Return rows of rank, time that others waited for it, its cost, and what it is slow in."""
     return [
         (f"rank {one.rank}", measured(one.awaited_s), f"{max(0.0, one.cost):.1%}", one.what_is_slow or "nothing clear")
         for one in summary.accounts
@@ -120,9 +120,9 @@ def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
 
 
 def timeline(saved: SavedBoxes) -> tuple[str, str]:
-    """Return a figure of the last moments of all ranks, and a note that says what it shows.
+    """Return a figure of the last moments of all ranks, and a note about it.
 
-    A rank is a row, phases and collectives are bars by the name, a collective that did not end lasts to the edge.
+    Each rank is a row; phases and collectives are bars; one that did not end extends to the edge.
     """
     boxes = saved.boxes
     shown = [box for box in boxes if box.events][:_MOST_RANKS]
@@ -167,7 +167,7 @@ def _end(event: Event) -> int:
 
 
 def _last_moments(boxes: Sequence[Box]) -> tuple[int, int]:
-    """Return the times between which few enough events lie to be told apart."""
+    """Return the times between which few enough events lie to be distinguished."""
     end_ns = max(max(map(_end, box.events)) for box in boxes)
     begin_ns = max(box.events[-_MOST_EVENTS:][0].begun_ns for box in boxes)
     span_ns = min(int(_MOST_S * 1e9), max(end_ns - begin_ns, 1_000))
@@ -175,7 +175,7 @@ def _last_moments(boxes: Sequence[Box]) -> tuple[int, int]:
 
 
 def _drawn(box: Box, begin_ns: int, end_ns: int) -> Iterator[Event]:
-    """Yield the events of a rank's row, in the order in which they are drawn over each other."""
+    """Yield the events of a rank's row, in drawing order."""
     for kind in ("phase", "collective", "call", "message"):
         yield from (event for event in box.events if event.kind == kind and (event.ended_ns or end_ns) >= begin_ns)
 
@@ -185,7 +185,7 @@ def _name_of(event: Event) -> str:
 
 
 def _bars_of(events: Iterable[Event], begin_ns: int, end_ns: int, colours: Mapping[str, str], place: int) -> str:
-    """Return the row of a rank: phases as high as the row, collectives and messages as a band in the middle."""
+    """Return the bars of a rank's row: phases at full height, collectives and messages in the middle."""
     bars = []
     for event in events:
         top, height = (1, 8) if event.kind == "phase" else (3, 4)
@@ -202,14 +202,14 @@ def _bars_of(events: Iterable[Event], begin_ns: int, end_ns: int, colours: Mappi
 def _title(event: Event, ended_ns: int) -> str:
     number = f" #{event.seq}" if event.kind in ("collective", "call") else ""
     site = f" at {event.site}" if event.site else ""
-    if event.kind == "call":  # nobody knows how long it took
+    if event.kind == "call":  # its duration is unknown
         return f"call of {event.op}{number}{site}"
     end = "" if event.ended_ns else ", did not end"
     return f"{event.op or event.text}{number}{site}: {measured((ended_ns - event.begun_ns) / 1e9)}{end}"
 
 
 def _last_words(box: Box, end_ns: int) -> str:
-    """Return what a rank was doing when it was last heard of."""
+    """Return what a rank was last doing."""
     for event in reversed(box.events):
         if event.kind in ("collective", "message", "phase") and not event.ended_ns:
             return f"was in {_title(event, end_ns)}"

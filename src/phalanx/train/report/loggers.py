@@ -68,10 +68,10 @@ class Run:
 
 
 class Loggers:
-    """All loggers of a trainer; every rank has one of these, and rank 0's does something.
+    """All loggers of a trainer; every rank has one, and only rank 0's logs.
 
     Args:
-        given: Name of a logger, a `Logger`, or several of both.
+        given: Name of a logger, a `Logger`, or a sequence of them.
         ranks: All ranks of the job.
 
     Raises:
@@ -95,7 +95,7 @@ class Loggers:
             if not isinstance(one, str) and not (hasattr(one, "log") and hasattr(one, "close")):
                 raise TypeError(f"Trainer: a logger has log(metrics, step) and close(), and {one!r} does not")
         self._is_told = ranks.rank == 0
-        problems = ranks.gather(self._missing() if self._is_told else "")  # also where only rank 0 was given loggers
+        problems = ranks.gather(self._missing() if self._is_told else "")  # even if only rank 0 was given loggers
         if problems[0]:
             raise ImportError(problems[0])
 
@@ -103,7 +103,7 @@ class Loggers:
         for name in (one for one in self._given if isinstance(one, str)):
             module, needed, package = _KINDS[name].needs
             try:
-                getattr(importlib.import_module(module), needed)  # a folder named wandb can be imported, too
+                getattr(importlib.import_module(module), needed)  # a mere folder named wandb can be imported, too
             except Exception as error:
                 return (
                     f"Trainer: loggers={name!r} needs a package that rank 0 can't import: pip install {package} "
@@ -113,24 +113,24 @@ class Loggers:
 
     @property
     def can_open_again(self) -> bool:
-        """Whether all loggers are made here; an object of the script's may end when it is closed."""
+        """Whether all loggers are named; an object of the script may be unusable once closed."""
         return all(isinstance(one, str) for one in self._given)
 
     def open(self, run: Run, attempt: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
-        """Begin to log.
+        """Open all loggers.
 
         Args:
             run: Facts about the run.
-            attempt: Function that takes the name of an action, and returns a context that reports its error.
+            attempt: Function that takes the name of an action and returns a context that reports its error.
         """
         self._attempt = attempt
         for one in self._given if self._is_told else ():
             name = one if isinstance(one, str) else type(one).__qualname__
-            with random_state_kept(), attempt(f"to the logger {name}"):  # a run's bits do not depend on who watches
+            with random_state_kept(), attempt(f"to the logger {name}"):  # a run's bits must not depend on who watches
                 self._open[f"{len(self._open)} {name}"] = _KINDS[one](run) if isinstance(one, str) else one
 
     def log(self, kind: str, record: Mapping[str, Any], *, is_repeated: bool) -> None:
-        """Give a record of metrics.jsonl to all loggers.
+        """Pass a record of metrics.jsonl to all loggers.
 
         Args:
             kind: Kind of the record.
@@ -145,11 +145,11 @@ class Loggers:
             with self._attempt(f"to the logger {key.split(' ', 1)[1]}"):
                 logger.log(metrics, record["step"])
                 failed = False
-            if failed:  # it may have waited long for a network: once is enough
+            if failed:  # it may have waited long for a network
                 del self._open[key]
 
     def close(self, limit_s: float = CLOSE_S) -> None:
-        """Close all, and leave behind what does not close in time."""
+        """Close all loggers, and abandon those that do not close in time."""
         for key, logger in self._open.items():
             with self._attempt(f"the end to the logger {key.split(' ', 1)[1]}"):
                 _within(limit_s, logger.close)
@@ -180,14 +180,14 @@ class _TensorBoard:
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a resumption repeats takes the place of what was there.
+        # Steps that a resumption repeats replace the earlier ones.
         purge_step = run.resumed_step + 1 if run.attempt else None
         self._writer = SummaryWriter(os.path.join(run.folder, "tensorboard"), purge_step=purge_step)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a rank that is killed closes nothing
+        self._writer.flush()  # a killed rank closes nothing
 
     def close(self) -> None:
         self._writer.close()
@@ -199,7 +199,7 @@ class _Wandb:
     def __init__(self, run: Run) -> None:
         import wandb
 
-        if wandb.run is not None:  # the script has begun it, and ends it
+        if wandb.run is not None:  # the script has started this run, and ends it
             self._run, self._is_ours, self.is_continued = wandb.run, False, False
             return
         id_file = Path(run.folder, WANDB_ID)
@@ -225,7 +225,7 @@ class _Wandb:
 
 
 def _is_wandb_configured() -> bool:
-    """Return whether wandb has a mode or a key to log in with; without, it would ask for one."""
+    """Return whether wandb has a mode or a key; without them it would prompt for a key."""
     environ = _env.environment()
     if environ.get("WANDB_MODE") or environ.get("WANDB_API_KEY"):
         return True

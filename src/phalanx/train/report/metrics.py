@@ -6,7 +6,7 @@ Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from
   ``resumed_from``: null, or ``step``, ``source`` (memory, disk)
 - ``step``: ``step``, ``epoch``, ``loss``, ``lr``, ``samples_per_s``, ``grad_norm``; seconds a step as ``phases_s`` of
   rank 0, ``phases_by_rank`` and ``spread`` (slowest and fastest rank); means since the last such record; and whatever a
-  training step returns beside the loss, under its name
+  training step returns besides the loss, under its name
 - ``epoch``: ``step``, ``epoch``, ``loss``: the mean over the epoch's samples from ``first_step`` on
 - ``evaluation``: ``step``, ``epoch``, and each value under its name
 - ``rare_saves``: ``step``, ``least_s`` between checkpoints on disk, ``num_hosts`` whose memory has the state
@@ -38,31 +38,32 @@ from phalanx.wire.files import open_regular, write_whole
 Record = dict[str, Any]
 
 PHASES = ("data", "forward", "backward", "exchange", "wait", "optimizer", "callbacks", "snapshot")
-"""Of a step; "exchange" averages gradients with the other ranks, and "wait" is for the slowest of them to come to it.
+"""Phases of a step. "exchange" averages gradients with the other ranks, "wait" waits for the slowest of them.
 
-Between hosts and with torch's wrappers nobody tells the two apart: there "exchange" is both.
+Between hosts and with torch's wrappers the two can't be separated: there "exchange" is both.
 """
-RECORDED = {"data": "load data"}  # other names are the same in the black box
+RECORDED = {"data": "load data"}
+"""Names of phases in the black box that differ."""
 
 _NAME = "metrics.jsonl"
-_TAIL_BYTES = 1 << 20  # holds the last record whatever the number of ranks
-_END_OF_TIME_S = 253_402_300_800.0  # the year 10000, which no calendar can show
-_MAX_COUNT = 2**53  # every step up to here is a float, too
-_UNDONE = ("step", "epoch", "evaluation", "save")  # kinds that a resumption from an earlier step takes back
+_TAIL_BYTES = 1 << 20  # holds the last record, however many ranks there are
+_END_OF_TIME_S = 253_402_300_800.0  # the year 10000, beyond which time.gmtime fails to format
+_MAX_COUNT = 2**53  # every step up to here is exact as a float
+_UNDONE = ("step", "epoch", "evaluation", "save")  # kinds that a resumption from an earlier step repeats
 
 
 class MetricsLog:
-    """Appends records to FOLDER/metrics.jsonl; of one process, rank 0.
+    """Appends records to FOLDER/metrics.jsonl, on rank 0.
 
-    Each record is one write, so that a process that is killed leaves at most one torn line, the last. While it is open,
-    the file is locked (shared), which tells a run that goes on from one that was killed.
+    Each record is one write, so a killed process leaves at most one torn line, the last. While the file is open, it
+    holds a shared lock, which tells a running run from a killed one.
 
     Args:
         folder: Folder of the run; made if missing.
 
     Attributes:
-        attempt: Number of this start.
-        last_steps: Last steps that earlier attempts recorded, by kind of record.
+        attempt: Number of this start in the folder, from 0.
+        last_steps: Last steps that earlier attempts have recorded, by kind of record.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -82,12 +83,12 @@ class MetricsLog:
         self._is_torn = bool(tail) and not tail.endswith(b"\n")
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one record; what is neither JSON nor a number is written as text."""
+        """Append one record; values that are neither JSON nor numbers are written as text."""
         head = {"time": time.time(), "kind": kind, "attempt": self.attempt}
         line = json.dumps(head | values | head, default=_plain).encode() + b"\n"
         begin, self._is_torn = b"\n" * self._is_torn, True
         written = self._file.write(begin + line)
-        self._is_torn = written != len(begin + line)  # a disk that is just full takes what it can
+        self._is_torn = written != len(begin + line)  # a full disk may take part of the line
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
@@ -98,7 +99,7 @@ class MetricsLog:
 
 
 def read_metrics(folder: str | Path) -> list[Record]:
-    """Return all records of a run, in the order in which they were written, without torn lines.
+    """Return all records of a run in the order of writing, without torn lines.
 
     Args:
         folder: Folder of the run.
@@ -119,7 +120,7 @@ def read_metrics(folder: str | Path) -> list[Record]:
 
 
 def is_being_written(folder: str | Path) -> bool:
-    """Tell whether a process on a host that shares locks with this one has the log open."""
+    """Return whether a process has the log open, on a host that shares locks with this one."""
     with contextlib.suppress(OSError), open_regular(Path(folder, _NAME)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,18 +130,17 @@ def is_being_written(folder: str | Path) -> bool:
 
 
 def resumed_at(start: Record) -> int:
-    """Return the step after which the attempt of a ``start`` record goes on."""
+    """Return the step after which the attempt of a ``start`` record resumes."""
     return int((start.get("resumed_from") or {}).get("step", 0))
 
 
 def without_undone(records: list[Record]) -> list[Record]:
     """Return `records` as if the run had never been interrupted.
 
-    What a later attempt took back by resuming from an earlier step is gone, and of two records of one kind and step the
-    later one stays.
+    Records that a later attempt has repeated are left out, and of two records of one kind and step the later one stays.
     """
     kept: list[Record] = []
-    limit = math.inf  # the earliest step from which a later attempt went on
+    limit = math.inf  # the earliest step from which a later attempt has resumed
     for record in reversed(records):
         if record["kind"] not in _UNDONE or record["step"] <= limit:
             kept.append(record)
@@ -178,9 +178,9 @@ def write_csv(folder: str | Path) -> Path:
 
 
 def numbers_of(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a record says in numbers, under names that differ between kinds; nothing of kinds that have no steps.
+    """Return the numbers in a record, under names that differ between kinds; none for kinds without steps.
 
-    Those of a "step" keep their names; an "epoch" has ``epoch_loss``, an "evaluation" ``validation/loss`` and so on.
+    Numbers of a "step" keep their names; an "epoch" has ``epoch_loss``, an "evaluation" ``validation/loss`` and so on.
     """
     if kind == "epoch":
         return {"epoch_loss": float(record["loss"])} if is_number(record.get("loss")) else {}
@@ -193,12 +193,12 @@ def numbers_of(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value of a record is a number; true and false are none."""
+    """Return whether a value in a record is a number; true and false are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _flat(record: Mapping[str, Any]) -> Record:
-    """One cell for each number: ``data_s`` for ``phases_s["data"]``; what each rank did stays in the log."""
+    """Return one cell for each number, such as ``data_s`` for ``phases_s["data"]``; numbers by rank are left out."""
     row = {name: value for name, value in record.items() if not isinstance(value, (dict, list)) and name != "kind"}
     row |= {f"{phase}_s": seconds for phase, seconds in record.get("phases_s", {}).items()}
     if "spread" in record:
@@ -207,20 +207,20 @@ def _flat(record: Mapping[str, Any]) -> Record:
 
 
 def _parse(lines: bytes) -> list[Record]:
-    """Return the records of which time, kind and attempt are what they should be, without fields that are not."""
+    """Return the records with a valid time, kind and attempt, without their invalid fields."""
     records = []
     for line in lines.split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line, parse_int=_int)
             if isinstance(record, dict) and _is_placed(record):
-                if rb"\ud" in line.lower():  # half a character, maybe: a ValueError
+                if rb"\ud" in line.lower():  # maybe a lone surrogate, which raises a ValueError here
                     json.dumps(record, ensure_ascii=False).encode()
                 records.append({key: value for key, value in record.items() if _FIELDS.get(key, _anything)(value)})
     return records
 
 
 def _int(text: str) -> int | float:
-    return int(text) if len(text) < 19 else float(text)  # what no float can be, no plot can show
+    return int(text) if len(text) < 19 else float(text)  # plots need floats, and a longer integer may exceed them
 
 
 def _is_placed(record: Record) -> bool:
@@ -245,7 +245,7 @@ def _anything(_: object) -> bool:
     return True
 
 
-_FIELDS: dict[str, Callable[[Any], bool]] = {  # of which more is expected than that they are there
+_FIELDS: dict[str, Callable[[Any], bool]] = {  # checks of the fields that readers rely on
     "resumed_from": lambda value: isinstance(value, dict) and _is_count(value.get("step")),
     "settings": lambda value: isinstance(value, dict),
     "origin": lambda value: isinstance(value, dict),

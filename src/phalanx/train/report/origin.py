@@ -32,7 +32,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 def describe_origin(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup, folder: str
 ) -> dict[str, Any]:
-    """Return what the report says of a run's origin, with paths relative to `folder`; every rank calls it."""
+    """Return a run's origin by topic, with paths relative to `folder`; every rank calls it."""
     module = checkpoint.unwrap(model)
     size = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -58,7 +58,7 @@ def describe_origin(
 
 
 def _threads(ranks: RankGroup) -> str:
-    """Return the threads of each rank and the CPUs that they may use; every rank calls it."""
+    """Return a phrase on the threads of each rank and the CPUs that they may use; every rank calls it."""
     told = ranks.gather((torch.get_num_threads(), format_ranges(usable_cpus())))
     numbers = list(dict.fromkeys(num for num, _ in told))
     where = list(dict.fromkeys(cpus for _, cpus in told))
@@ -69,7 +69,7 @@ def _threads(ranks: RankGroup) -> str:
 
 
 def _what_to_tune() -> dict[str, str]:
-    """Return what this rank's host could still give, each with what to do, as ``phalanx doctor`` finds it."""
+    """Return what is slow on this rank's host and what to do about it, as ``phalanx doctor`` finds it."""
     findings = [*examine_places(read_machine()), *examine_swap()]
     todo = {finding.topic: f"{finding.found}; {finding.todo}" for finding in findings if finding.level != "ok"}
     if in_force().todo:
@@ -78,7 +78,7 @@ def _what_to_tune() -> dict[str, str]:
 
 
 def processes_of(ranks: RankGroup) -> str:
-    """Return a line with the process of each rank; every rank calls it."""
+    """Return a line with the process id of each rank; every rank calls it."""
     told = ranks.gather((_env.host_name(), os.getpid()))[:_MAX_PIDS]
     by_host: dict[str, list[int]] = {}
     for host, pid in told:
@@ -90,7 +90,7 @@ def processes_of(ranks: RankGroup) -> str:
 
 
 def git_commit(folder: str) -> str:
-    """Return the commit that is checked out where `folder` lies; empty if there is none. Needs no git."""
+    """Return the commit checked out around `folder`; empty if there is none. Needs no git."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         for place in (Path(folder), *Path(folder).parents):
             git = place / ".git"
@@ -118,19 +118,19 @@ def _resolve(git: Path, head: str) -> str:
 
 
 def command_line() -> str:
-    """Return what the user typed: the launcher's command where ``phalanx run`` has started this rank."""
+    """Return the command that the user typed: the launcher's if ``phalanx run`` has started this rank."""
     own = shlex.join([os.path.basename(sys.executable or "python"), *_arguments()])
     return _env.environment().get(_env.COMMAND_VARIABLE) or own
 
 
 def _arguments() -> list[str]:
-    """Return the command line behind the interpreter: as it was typed, unless this process is a fork server's."""
+    """Return the arguments of the interpreter as typed, unless a fork server has started this process."""
     own, num = sys.argv[1:], len(sys.argv) - 1
     return sys.orig_argv[1:] if num and sys.orig_argv[-num:] == own else sys.argv
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
-    """Return class and numbers of an optimizer: ``AdamW(lr=0.01, weight_decay=0.1)``."""
+    """Return an optimizer with its main settings: ``AdamW(lr=0.01, weight_decay=0.1)``."""
     named = {name: optimizer.param_groups[0].get(name) for name in ("lr", "momentum", "betas", "weight_decay")}
     told = ", ".join(f"{name}={_short(value)}" for name, value in named.items() if value)
     groups = f", {len(optimizer.param_groups)} groups" if len(optimizer.param_groups) > 1 else ""

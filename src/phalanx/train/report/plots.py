@@ -1,6 +1,6 @@
-"""Plots as HTML that needs no script and no other file: curves over steps, bars of parts. Colours are report.css's.
+"""Plots as HTML without scripts or other files: curves over steps, stacked bars. Colours are those of report.css.
 
-Lines are SVG that stretches with the page; labels are HTML beside it, so they keep their size on any window.
+Lines are SVG that stretches with the page; labels are HTML beside it, so they keep their size in any window.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from phalanx.train.report.metrics import PHASES, RECORDED
 
 Point = tuple[int, float]
 
-_SIZE = 1000  # of the SVG's own coordinates; the page stretches them
-_NUM_DRAWN = 600  # points of a curve at most, so that a page of a long run stays small
+_SIZE = 1000  # in the SVG's own coordinates, which the page stretches
+_NUM_DRAWN = 600  # most points of a curve, so that the page of a long run stays small
 _NUM_HINTS = 100
-_LARGEST = 1e300  # that is drawn: what an axis adds to larger ones is more than a float can be
-_SMALLEST = 1e-300  # and what it divides smaller ones by is none
+_LARGEST = 1e300  # the axis of a larger value would overflow a float
+_SMALLEST = 1e-300  # and that of a smaller one underflow
 _LONG_S = 1e10
 _NUM_COLOURS = 12  # in report.css
 _OF_PHASES = {name: number for number, phase in enumerate(PHASES) for name in (phase, RECORDED.get(phase, phase))}
@@ -49,7 +49,7 @@ def curve(
         points: Pairs of step and value, with ascending steps; the line breaks where a value is not finite.
         marks: Texts of vertical lines, by step.
         steps: First and last step on the axis, the same for all figures of a page.
-        from_zero: Whether the axis begins at zero, as it should where ratios matter.
+        from_zero: Whether the axis begins at zero, for values whose ratios matter.
         may_be_log: Whether the axis becomes logarithmic if positive values differ by more than a factor of 50.
         is_wide: Whether the figure takes a whole row.
     """
@@ -79,10 +79,11 @@ def curve(
 
 
 def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step") -> str:
-    """Return one bar for each row, made of its parts in seconds, with a legend; equal lengths are equal times.
+    """Return a bar for each row, stacked from its parts in seconds, with a legend; equal lengths are equal times.
 
     Args:
-        whole: Name of what a bar is the time of.
+        rows: Pairs of a label, and the parts by name.
+        whole: Name of the whole that a bar shows.
     """
     names = list(rows[0][1])
     colours = colours_of(names)
@@ -106,9 +107,9 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step")
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """Return a class of report.css for each name: a phase has the same on the whole page, no two of a figure are alike.
+    """Return a CSS class for each name: phases have theirs on the whole page, and no two names in a figure share one.
 
-    Beyond `_NUM_COLOURS`, colours come again, paler.
+    Beyond `_NUM_COLOURS`, colours repeat, paler.
     """
     names = list(names)
     taken = {_OF_PHASES[name] for name in names if name in _OF_PHASES}
@@ -122,13 +123,13 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """Return the list that says which colour, as of `colours_of`, stands for what."""
+    """Return the legend of the colours that `colours_of` has chosen."""
     items = "".join(f'<li><i class="{colour}"></i>{escape(name)}</li>' for name, colour in colours.items())
     return f'<ul class="legend" aria-hidden="true">{items}</ul>'
 
 
 class _Frame:
-    """The axes of a figure: where a step and a value lie in it."""
+    """The axes of a figure: the coordinates of a step and of a value."""
 
     def __init__(self, steps: tuple[int, int], values: Sequence[float], *, from_zero: bool, may_be_log: bool) -> None:
         self._first, self._last = steps[0], max(steps[1], steps[0] + 1)
@@ -158,7 +159,7 @@ class _Frame:
 
 
 def _axis(low: float, high: float, *, from_zero: bool, is_log: bool) -> tuple[float, float, dict[float, str]]:
-    """Return the axis's ends and its labels."""
+    """Return both ends of the axis, and its labels."""
     if is_log:
         low, high = low / 1.2, high * 1.2
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -199,7 +200,7 @@ def _why_lost(points: Sequence[Point]) -> str:
 
 
 def _segments(points: Sequence[Point]) -> list[list[Point]]:
-    """Divide points where a value is not drawn."""
+    """Split the points where a value is not drawn."""
     segments: list[list[Point]] = [[]]
     for point in points:
         if _is_drawn(point[1]):
@@ -210,7 +211,7 @@ def _segments(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def _thinned(points: list[Point], stretch: int) -> list[Point]:
-    """Keep the lowest and the highest of every `stretch` points, and both ends: no spike is lost."""
+    """Keep the lowest and the highest of every `stretch` points, and both ends, so that no spike is lost."""
     if stretch <= 2:
         return points
     kept = {points[0], points[-1]}
@@ -221,7 +222,7 @@ def _thinned(points: list[Point], stretch: int) -> list[Point]:
 
 
 def _hints(points: Sequence[Point], x: Callable[[float], float]) -> str:
-    """Return strips that tell step and value to who points at them."""
+    """Return invisible strips with step and value as tooltips."""
     told = points[:: math.ceil(len(points) / _NUM_HINTS) or 1]
     edges = [0.0, *((x(a[0]) + x(b[0])) / 2 for a, b in itertools.pairwise(told)), float(_SIZE)]
     return "".join(

@@ -15,7 +15,7 @@ _WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")
 
 
 class ProgressBar:
-    """Steps, loss and the time that is left; the bar itself and the rest of the text take what room there is."""
+    """A bar with steps, loss and time left; further text as far as there is room."""
 
     def __init__(self, progress: Any, num_steps: int, step: int) -> None:
         self._progress = progress
@@ -28,14 +28,14 @@ class ProgressBar:
 
     @staticmethod
     def open(num_steps: int, step: int = 0) -> ProgressBar | None:
-        """Return a bar that begins at `step`; None where rich is missing, or the terminal can't move its cursor."""
+        """Return a bar that begins at `step`; None if rich is missing, or the terminal can't move its cursor."""
         try:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
             from rich.table import Column
         except ImportError:
             return None
-        console = Console(soft_wrap=True)  # what is printed above the bar stays one line, in the log, too
+        console = Console(soft_wrap=True)  # text printed above the bar is not wrapped, which keeps the log readable
         if not console.is_terminal or console.is_dumb_terminal:
             return None
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -49,8 +49,8 @@ class ProgressBar:
         return ProgressBar(Progress(*columns, console=console, transient=True, expand=True), num_steps, step)
 
     def update(self, step: int, loss: str, parts: Sequence[str]) -> None:
-        """Show a step and its loss, and as many of the other parts as fit, the first ones first."""
-        taken = _BAR_WIDTH + 2 * len(str(self._num_steps)) + 1 + len(loss) + _TIME_WIDTH + 4  # a space between columns
+        """Show a step and its loss, and as many of the other parts as fit, in order."""
+        taken = _BAR_WIDTH + 2 * len(str(self._num_steps)) + 1 + len(loss) + _TIME_WIDTH + 4  # columns and spaces
         room, text = self._progress.console.width - taken, ""
         for part in parts:
             longer = f"{text}, {part}" if text else part
@@ -64,9 +64,9 @@ class ProgressBar:
 
 
 class _StderrBesideBar:
-    """stderr while a bar shows: rich prints it above the bar, but for warnings.
+    """stderr while the bar is shown: rich prints above the bar, except warnings.
 
-    Those go out as they are, because ``phalanx run`` shows the warning of all ranks once, and above the bar.
+    They pass unchanged, because ``phalanx run`` shows the same warning of all ranks once, above the bar.
     """
 
     def __init__(self, proxy: Any) -> None:

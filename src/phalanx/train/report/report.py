@@ -28,9 +28,9 @@ from phalanx.train.settings import mode_of
 from phalanx.wire.files import write_whole
 
 _NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
-# No HTML, and some move a terminal's cursor.
+# Invalid in HTML, and some move a terminal's cursor.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
-_MAX_RANKS = 16  # bars; of more, the slowest are shown
+_MAX_RANKS = 16  # bars; of more ranks, the slowest are shown
 _TITLES = {"loss": "Training loss", "lr": "Learning rate", "samples_per_s": "Samples per second",
            "grad_norm": "Norm of the gradient"}  # fmt: skip
 
@@ -58,10 +58,10 @@ def write_report(folder: str | Path) -> Path:
 
 
 class _Run:
-    """What the records of a run say.
+    """A run, as its records describe it.
 
     Attributes:
-        starts: Records of the attempts that trained, one each.
+        starts: "start" records of the attempts that trained.
         steps, epochs: Records of these kinds, as if the run had never been interrupted.
         attempts: All records of the attempts that trained, by attempt.
         metrics: Steps and values of each evaluation metric, by name.
@@ -92,11 +92,11 @@ class _Run:
             self.state = "running"
 
     def values(self, name: str) -> list[Point]:
-        """Return step and value of what step records have under `name`."""
+        """Return the steps and values of a field of the "step" records."""
         return [(record["step"], record[name]) for record in self.steps if is_number(record.get(name))]
 
     def mode_of(self, metric: str) -> str | None:
-        """Return "min" or "max" if it is known whether less or more of an evaluated value is better."""
+        """Return "min" or "max" if it is known whether a lower or a higher value of a metric is better."""
         set_to = self.settings.get("mode") if metric == self.settings.get("monitor") else None
         return set_to if set_to in ("min", "max") else mode_of(metric)
 
@@ -120,8 +120,8 @@ class _Run:
         return list(dict.fromkeys(found))
 
     def marks(self) -> dict[int, str]:
-        """Return the steps from which later attempts went on."""
-        return {resumed_at(start): f"attempt {start['attempt']} goes on from here" for start in self.starts[1:]}
+        """Return texts for the steps from which later attempts resumed."""
+        return {resumed_at(start): f"attempt {start['attempt']} resumes here" for start in self.starts[1:]}
 
 
 def _by_attempt(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -132,7 +132,7 @@ def _by_attempt(records: Sequence[Record]) -> dict[int, list[Record]]:
 
 
 def _without_idle(records: list[Record]) -> list[Record]:
-    """Leave out attempts that found the run finished: what they say of ranks and times is not of the training."""
+    """Leave out attempts that found the run finished: their ranks and times are not those of the training."""
     idle = {n for n, of in _by_attempt(records).items() if [record["kind"] for record in of] == ["start", "end"]}
     return [record for record in records if record["attempt"] not in idle] or records
 
@@ -140,7 +140,7 @@ def _without_idle(records: list[Record]) -> list[Record]:
 def _ending(records: Sequence[Record]) -> str:
     """Return how an attempt ended: finished, stopped, preempted, stopped by Ctrl-C, diverged or interrupted."""
     kinds = {record["kind"] for record in records}
-    if records[-1]["kind"] in ("not_finite", "replicas_differ"):  # behind it others come only if that was to be ignored
+    if records[-1]["kind"] in ("not_finite", "replicas_differ"):  # records follow it only if `on_nan` ignores it
         return "diverged"
     if "end" not in kinds and any(one["kind"] == "preempted" and one.get("signal") == signal.SIGINT for one in records):
         return "stopped by Ctrl-C"
@@ -159,11 +159,11 @@ def _page(run: _Run) -> str:
     name = escape(run.name)
     note = {
         "finished": _note_of_end(run.last),
-        "stopped": f"{_note_of_end(run.last)} It goes on from there when it is started again.",
+        "stopped": f"{_note_of_end(run.last)} It resumes from there when it is started again.",
         "running": f"This page shows the run as it was at {_clock(run.last_s)}.",
-        "preempted": "It was asked to make room, and goes on where it was when it is started again.",
-        "stopped by Ctrl-C": "It goes on where it was when it is started again.",
-        "interrupted": "It ended before its time, and goes on from its newest checkpoint when it is started again.",
+        "preempted": "It was preempted, and resumes where it was when it is started again.",
+        "stopped by Ctrl-C": "It resumes where it was when it is started again.",
+        "interrupted": "It ended early, and resumes from its newest checkpoint when it is started again.",
         "diverged": f"It was stopped. {escape(str(run.last.get('message', '')))}",
     }[run.state]
     return (
@@ -182,7 +182,7 @@ def _page(run: _Run) -> str:
 
 def _note_of_end(end: Record) -> str:
     words = str(end.get("message", ""))
-    return escape(f"{words[:1].upper()}{words[1:]}.") if words else "All training that was asked for is done."
+    return escape(f"{words[:1].upper()}{words[1:]}.") if words else "All training is done."
 
 
 def _section(title: str, content: str, note: str = "") -> str:
@@ -192,7 +192,7 @@ def _section(title: str, content: str, note: str = "") -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table that scrolls by itself where the window is narrow; the first cell names its row."""
+    """Return a table that scrolls by itself in a narrow window; the first cell is the header of its row."""
     columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
@@ -241,7 +241,7 @@ def _key_figures(run: _Run) -> str:
 
 
 def _training_loss(run: _Run) -> list[tuple[str, str, str]]:
-    """Return the tile with the mean of the last epoch, or of the steps that were logged last."""
+    """Return the tile with the mean loss of the last epoch, or of the last logged steps."""
     if run.epochs:
         record = run.epochs[-1]
         which = f"mean of epoch {number(record['epoch'] + 1)}" if is_number(record.get("epoch")) else "mean of an epoch"
@@ -276,12 +276,12 @@ def _curves(run: _Run) -> str:
         )
         for number, (name, points) in enumerate(curves)
     ]
-    note = "Over steps. Dashed lines: here a later attempt went on." if marks else "Over steps."
+    note = "Over steps. Dashed lines: a later attempt resumed here." if marks else "Over steps."
     return _section("Curves", f'<div class="charts">{"".join(plotted)}</div>', note)
 
 
 def _phases(run: _Run) -> str:
-    """Bars of the last attempt that came to a step: earlier ones may have had other ranks."""
+    """Return the bars of the last attempt that trained: earlier ones may have had other ranks."""
     timed = [record for record in run.steps if record.get("phases_by_rank") and record.get("phases_s")]
     if not timed:
         return ""
@@ -318,7 +318,7 @@ def _phases(run: _Run) -> str:
 
 
 def _stragglers(run: _Run) -> str:
-    """Who waited for whom in the last steps of the newest attempt, as far as that was recorded."""
+    """Return who waited for whom in the last steps of the newest attempt, as far as it was recorded."""
     summary = black_box.summary_of(run.boxes(max(run.attempts)).boxes)
     if summary.kind == "unknown":
         return ""
@@ -329,7 +329,7 @@ def _stragglers(run: _Run) -> str:
 
 
 def _last_moments(run: _Run) -> str:
-    """The timeline of the newest attempt that failed and left black boxes."""
+    """Return the timeline of the newest attempt that failed and left black boxes."""
     for attempt in sorted(run.attempts, reverse=True):
         is_over = attempt < max(run.attempts) or run.state != "running"
         if is_over and _ending(run.attempts[attempt]) in ("interrupted", "diverged"):
@@ -355,20 +355,20 @@ def _restarts(run: _Run) -> str:
         rows.append((str(start["attempt"]), _clock(start["time"]), how, origin, size, measured(gap_s)))
     if not rows:
         return ""
-    head = ["Attempt", "Started", "The one before", "Went on from", "With", "Gap"]
+    head = ["Attempt", "Started", "The one before", "Resumed from", "With", "Gap"]
     note = "Gap: from the last record of the attempt before to the first of this one, recovery and waiting included."
     return _section("Restarts", _table("Restarts", head, rows), note)
 
 
 def _losses(run: _Run) -> str:
-    """Table and bars of the lost ranks that the launchers have kept: how each was noticed, what each phase took."""
+    """Return a table and bars of the lost ranks that the launchers recorded: how each was noticed, time by phase."""
     losses = black_box.losses_of(run.folder, [*run.logs, *(logs for _, logs in run.others)])
     away = black_box.out_of_reach(run.folder, run.others)
-    more = f"The launchers on {listed(away, 8)} keep what they have seen in their own run folders, which are not here."
+    more = f"The launchers on {listed(away, 8)} recorded theirs in run folders that are not on this host."
     if not losses:
         return _section("Lost ranks", "", escape(more)) if away and len(run.attempts) > 1 else ""
     names = list(dict.fromkeys(name for loss in losses for name in loss.phases_s))
-    head = ["Time", "Lost", "Noticed by", *names, "In all", "Goes on", "Again"]
+    head = ["Time", "Lost", "Noticed by", *names, "In all", "Resumed", "Again"]
     rows = []
     for loss in losses:
         took = [measured(loss.phases_s[name]) if name in loss.phases_s else "" for name in names]
@@ -376,15 +376,15 @@ def _losses(run: _Run) -> str:
         rows.append((_clock(loss.at_s), who_of(loss), sign_of(loss), *took, whole, place_of(loss, ","), repeated(loss)))
     bars = [(who_of(loss), {name: loss.phases_s.get(name, 0.0) for name in names}) for loss in losses]
     note = (
-        "From the first sign that a rank was lost to the first step behind it, by the clock of the host that kept it. "
-        "What lies between two phases is part of the later one."
+        "From the first sign of a lost rank to the first step after it, by the clock of the host that recorded it. "
+        "Time between two phases is part of the later one."
     )
     note += f" {escape(more)}" if away else ""
     return _section("Lost ranks", f"{plots.bars(bars, whole='the recovery')}{_table('Lost ranks', head, rows)}", note)
 
 
 def _how(records: Sequence[Record]) -> str:
-    """Return how an attempt ended, and where."""
+    """Return how an attempt ended, and at which step."""
     ending = _ending(records)
     for record in records:
         if record["kind"] == "preempted" and ending == "preempted":
@@ -396,10 +396,10 @@ def _how(records: Sequence[Record]) -> str:
 
 
 def _origin(run: _Run) -> str:
-    """What was run, and where: as the last start says; links to the logs of all."""
+    """Return what the last start ran, and where; with links to the logs of all starts."""
     origin = run.starts[-1].get("origin", {}) if run.starts else {}
     rows = [(str(name), str(value)) for name, value in origin.items() if name not in ("logs", "logs of others")]
-    # Always a path from here, whatever it says: no link leads to another host.
+    # Always a relative path: no link leads to another host.
     links = ", ".join(f'<a href="./{quote(logs.lstrip("/"))}">{escape(logs)}</a>' for logs in run.logs)
     note = f"Logs of the ranks: {links}" if links else ""
     return _section("Origin", _table("Origin", ["What", "Value"], rows), note) if rows else ""

@@ -37,10 +37,10 @@ _VICTIMS_CLOSE_S = 0.5
 
 
 class Clock:
-    """Seconds that this rank has spent in each phase since it was asked last.
+    """Seconds that this rank has spent in each phase since the last `take`.
 
     Attributes:
-        step: Number of the step to which phases belong.
+        step: Number of the step that the phases belong to.
     """
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class Clock:
         self._event = 0
 
     def restart(self) -> None:
-        """Count from now on: what was before belongs to no phase."""
+        """Count from now on; the time before belongs to no phase."""
         self._at = time.perf_counter()
 
     def begin(self, phase: str) -> None:
-        """Record that a phase begins, which the next lap ends."""
-        writer.end(self._event)  # an error may have ended that one
+        """Record the beginning of a phase, which the next lap ends."""
+        writer.end(self._event)  # an error may have left it open
         self._event = writer.begin_phase(RECORDED.get(phase, phase), self.step)
 
     def lap(self, phase: str) -> None:
@@ -67,30 +67,30 @@ class Clock:
         self._at = now
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count `seconds` that were counted to one phase to another."""
+        """Move `seconds` from one phase to another."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     def take(self) -> list[float]:
-        """Return the seconds of each phase, and begin anew."""
+        """Return the seconds of each phase, and reset them."""
         taken = list(self.seconds.values())
         self.seconds = dict.fromkeys(PHASES, 0.0)
         return taken
 
 
 class RunLog:
-    """Shows and logs a run; every rank has one, rank 0's speaks.
+    """Shows and logs a run; every rank has one, and only rank 0's prints and writes.
 
     Args:
         folder: Folder of the run.
         num_steps: Largest number of steps that the run can have.
         ranks: All ranks of the job.
-        loggers: Loggers that get what metrics.jsonl gets, once `begin` was called.
+        loggers: Loggers that get the numbers of metrics.jsonl, after `begin`.
 
     Attributes:
         num_steps: Largest number of steps that the run can have.
         clock: Clock of this rank's phases.
-        last_losses: Loss of each rank when it was logged last.
+        last_losses: Loss of each rank at the last log.
     """
 
     def __init__(self, folder: str, num_steps: int, ranks: RankGroup, loggers: Loggers) -> None:
@@ -103,7 +103,7 @@ class RunLog:
         self._said_missing: set[str] = set()
         self._said_s = time.monotonic()
         self.clock: Clock = Clock()
-        self._losses: list[torch.Tensor] = []  # of the steps since `log` was called
+        self._losses: list[torch.Tensor] = []  # of the steps since the last `log`
         self._num_samples: list[int] = []
         self._epoch = _Mean(1, is_whole=True)
         self.last_losses: list[float] = []
@@ -116,7 +116,7 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_bar()
-        is_victim = kind is not None and issubclass(kind, RankFailed)  # the others wait to be started again
+        is_victim = kind is not None and issubclass(kind, RankFailed)  # the other ranks wait for the restart
         self._loggers.close(_VICTIMS_CLOSE_S if is_victim else CLOSE_S)
         if self._log is not None:
             self._log.close()
@@ -135,17 +135,17 @@ class RunLog:
             self._loggers.open(run, self.sparing_the_training)
 
     def say(self, text: str) -> None:
-        """Print a line, on rank 0, broken between words if it is longer than the terminal."""
+        """Print a line on rank 0, broken between words if it is longer than the terminal."""
         if self._ranks.rank == 0:
             text = "\n".join(broken([text]))
             try:
                 print(text, flush=True)
-            except UnicodeEncodeError:  # a folder's name, where the locale has no such letters
+            except UnicodeEncodeError:  # a folder's name that the locale can't encode
                 print(ascii(text), flush=True)
 
     @contextlib.contextmanager
     def sparing_the_training(self, what: str) -> Iterator[None]:
-        """Say which writing failed, once, and go on: what is told about a training must not change how it ends."""
+        """Report a failure to write once, and train on: reporting must not change how a training ends."""
         try:
             yield
         except Exception as error:
@@ -156,7 +156,7 @@ class RunLog:
                 self.say(words)
 
     def record(self, kind: str, **values: Any) -> None:
-        """Write a line of metrics.jsonl, on rank 0, and let the loggers have it."""
+        """Write a record to metrics.jsonl and pass it to the loggers, on rank 0."""
         if self._log is not None:
             with self.sparing_the_training("metrics.jsonl"):
                 self._log.write(kind, **values)
@@ -166,24 +166,24 @@ class RunLog:
 
     @property
     def has_news(self) -> bool:
-        """Whether steps came since `log` was called."""
+        """Whether there were steps since the last `log`."""
         return bool(self._losses)
 
     def begin_epoch(self, first_step: int, *, is_whole: bool) -> None:
-        """Let the mean loss of an epoch begin; not `is_whole` where an earlier attempt has done a part of it."""
+        """Begin the mean loss of an epoch; not `is_whole` if an earlier attempt has trained a part of it."""
         if self._bar is None and self._ranks.rank == 0 and sys.stdout.isatty():
             self._bar = ProgressBar.open(self.num_steps, first_step - 1)
         self._epoch = _Mean(first_step, is_whole)
 
     def count(self, loss: torch.Tensor, num_samples: int) -> None:
-        """Take in a step: this rank's loss, whose mean over the ranks is that of the step, and the samples of all."""
+        """Count a step: this rank's loss, whose mean over the ranks is the step's, and the samples of all ranks."""
         self._losses.append(loss)
         self._num_samples.append(num_samples)
 
     def log(
         self, step: int, epoch: int, lr: float, grad_norm: torch.Tensor | None, parts: NamedParts
     ) -> list[list[float]]:
-        """Gather, show and write what came since the last call; return each rank's mean seconds by phase.
+        """Gather, show and write the steps since the last call; return each rank's mean seconds by phase.
 
         Every rank calls it after the same step.
         """
@@ -191,7 +191,7 @@ class RunLog:
         num = len(self._losses)
         phases = [seconds / num for seconds in self.clock.take()]
         losses = torch.stack(self._losses).flatten().tolist()
-        weights = [size or 1 for size in self._num_samples]  # of a loader's batches only their number is known
+        weights = [size or 1 for size in self._num_samples]  # batches of unknown size weigh the same
         weighted = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
         table = self._ranks.gather_numbers([sum(losses) / num, weighted, *phases])
         self.last_losses = [row[0] for row in table]
@@ -207,7 +207,7 @@ class RunLog:
             phases_s=dict(zip(PHASES, by_rank[0], strict=True)), spread=[max(totals), min(totals)],
             phases_by_rank=by_rank,
         )  # fmt: skip
-        meeting = [PHASES.index("exchange"), PHASES.index("wait")]  # there ranks wait for each other
+        meeting = [PHASES.index("exchange"), PHASES.index("wait")]  # in which ranks wait for each other
         busy = [sum(row) - sum(row[place] for place in meeting) for row in by_rank]
         behind = max(busy) / min(busy) - 1
         parts_of_line = f"{samples_per_s:,.0f} samples/s", f"slowest rank {behind:.0%} behind"
@@ -217,9 +217,9 @@ class RunLog:
         return by_rank
 
     def end_epoch(self, step: int, epoch: int, evaluation: Mapping[str, float], *, has_ended: bool) -> None:
-        """Say and write what an epoch came to, or the part of it that was trained: maybe nothing, after a restart."""
+        """Show and write the result of an epoch, or of the part that was trained, maybe nothing after a restart."""
         mean, values = self._epoch, [f"{name} {value:#.4g}" for name, value in evaluation.items()]
-        values[:1] = [f"val {first}" for first in values[:1]]  # short and once, so that a line fits 80 columns
+        values[:1] = [f"val {first}" for first in values[:1]]  # short, so that the line fits 80 columns
         if mean.has_steps:
             self.record("epoch", step=step, epoch=epoch, loss=mean.value, first_step=mean.first_step)
             part = "" if mean.is_whole else f" (since step {mean.first_step})"
@@ -228,13 +228,13 @@ class RunLog:
         self.say(f"{which}, step {step}: {', '.join(values) or 'no steps were left to train'}")
 
     def record_evaluation(self, step: int, epoch: int, evaluation: Mapping[str, float]) -> None:
-        """Write down an evaluation, and say which of its values are not finite."""
+        """Record an evaluation, and show which of its values are not finite."""
         self.record("evaluation", step=step, epoch=epoch, **evaluation)
         if bad := [f"{name} {value}" for name, value in evaluation.items() if not math.isfinite(value)]:
             self.say(f"evaluation after step {step}: {', '.join(bad)}; not finite, so never the best")
 
     def report(self) -> None:
-        """Write metrics.csv and report.html, on rank 0: the run is over, and so is its bar."""
+        """End the progress bar, and write metrics.csv and report.html, on rank 0."""
         self._close_bar()
         if self._ranks.rank == 0:
             with self.sparing_the_training("metrics.csv"):
@@ -260,7 +260,7 @@ class _Mean:
 
     Attributes:
         first_step: First step that counts.
-        is_whole: Whether it is the first of the epoch.
+        is_whole: Whether the mean covers the epoch from its first step.
     """
 
     first_step: int

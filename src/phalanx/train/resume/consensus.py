@@ -14,19 +14,19 @@ from phalanx.train.resume.preemption import Preemption
 from phalanx.train.step.finite import FiniteGuard
 from phalanx.wire.rank_group import RankGroup
 
-_AGREE_S = 0.1  # ranks ask each other whether a signal has come; in each step, if steps are longer
-_NOT_FINITE = 1 << 10  # above every signal's number, in what ranks agree on
+_AGREE_S = 0.1  # between two agreements; ranks agree in each step if steps take longer
+_NOT_FINITE = 1 << 10  # takes precedence over every signal, whose numbers are smaller
 
 
 class Consensus:
-    """The questions that ranks ask each other while they train.
+    """Agreements of all ranks while they train: all act on the result after the same step.
 
     Args:
         compare_every: `Settings.compare_every`.
 
     Attributes:
         signal: Number of the signal that every rank obeys before its next step; 0: none.
-        wants_stop: Whether this rank has been asked to end the training.
+        wants_stop: Whether somebody has asked this rank to end the training.
         stops: Whether all ranks end it before their next step.
     """
 
@@ -47,11 +47,11 @@ class Consensus:
         self._every, self._next = 1, 0  # steps between two agreements; number of steps done at the next
 
     def is_due(self, step: int) -> bool:
-        """Return whether all ranks agree now that `step` steps are done; the same on all of them."""
+        """Return whether the ranks are due to agree after `step` steps; the same on all of them."""
         return step >= self._next
 
     def agree(self, step: int) -> None:
-        """Ask every rank, and take in what any of them has noticed.
+        """Agree with all ranks on what any of them has noticed.
 
         Raises:
             NonFinite: A value is not finite on some rank.
@@ -73,11 +73,11 @@ class Consensus:
             raise
 
     def agree_to_stop(self) -> None:
-        """Ask every rank only whether it has been asked to end the training; each calls it after the same step."""
+        """Agree only on whether to end the training; every rank calls it after the same step."""
         self.stops = bool(self._ranks.largest(self.wants_stop))
 
     def adapt(self, step: int, fastest_s: float) -> None:
-        """Ask as often as steps of the fastest rank's length allow; the same on every rank."""
+        """Choose how often to agree from the fastest rank's time for a step; the same on every rank."""
         self._sentinel.adapt(step, fastest_s)
         self._every = max(1, int(_AGREE_S / fastest_s))
         if isinstance(self._compare_every, int) and self._compare_every:

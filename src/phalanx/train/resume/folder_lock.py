@@ -1,4 +1,4 @@
-"""A run folder belongs to one job at a time.
+"""`FolderLock`: a run folder belongs to one job at a time.
 
 Rank 0 holds a lock on ``.lock``, which ends with its process however that ends. The file names its holder for the
 message. A restart of a job whose first attempt was let in is never refused, whatever a script draws at random: the
@@ -16,14 +16,14 @@ from phalanx.checkpoint.disk.claim import Claim, Note, claimant, is_other_side, 
 from phalanx.train.resume import restarts
 from phalanx.wire.rank_group import RankGroup
 
-_PATIENCE_S = 1.0  # a holder that was just killed lets go when its memory is freed
+_PATIENCE_S = 1.0  # a killed holder releases the lock only once its memory is freed
 _PATIENCE_IN_RESTART_S = 10.0
 
 
 class FolderLock:
     """While open, keeps other jobs out of a run's folder; rank 0 holds the claim, which ends with its process.
 
-    Where the file system can't lock, `problem` says so, and only jobs that renew their claims are kept out.
+    If the file system can't lock, `problem` says so, and only jobs that renew their claims are kept out.
 
     Args:
         folder: Folder of the run; made if missing.
@@ -31,7 +31,7 @@ class FolderLock:
 
     Attributes:
         problem: Reason why there is no lock; empty if there is one.
-        was_ours: Whether an earlier attempt of this job was allowed into the folder: see `settle`.
+        was_ours: Whether an earlier attempt of this job was admitted to the folder: see `settle`.
         is_first: Whether no attempt of this job was in the folder; a restart that can't tell assumes that one was.
 
     Raises:
@@ -80,12 +80,12 @@ class FolderLock:
             self._claim.release()
 
     def settle(self) -> None:
-        """Note that this job was allowed into the folder: restarts of it are, whatever they find there."""
+        """Record that this job was admitted to the folder, as its restarts will be, whatever they find there."""
         if self._claim is not None and not self.was_ours:
             self._claim.settle(is_settled=True)
 
     def check(self) -> None:
-        """Return if the folder is still this job's.
+        """Check that the folder is still this job's.
 
         Raises:
             OtherSide: A newer attempt, or another job, has taken it; on rank 0.
@@ -94,7 +94,7 @@ class FolderLock:
             self._claim.check()
 
     def _take(self) -> Note | None:
-        """Take the folder; return who has it, if it is not to be had."""
+        """Claim the folder; return the note of another job that holds it."""
         claim = Claim(self._folder, patience_s=_PATIENCE_IN_RESTART_S if restarts.is_restart() else _PATIENCE_S)
         try:
             holder = claim.take()
@@ -112,5 +112,5 @@ class FolderLock:
             self.is_first = not self.was_ours
         if self._claim is not None:
             claim.settle(is_settled=self.was_ours)
-            folders.sweep(os.path.join(self._folder, "checkpoints"))  # what an older attempt can't publish any more
+            folders.sweep(os.path.join(self._folder, "checkpoints"))  # leftovers of older attempts
         return None

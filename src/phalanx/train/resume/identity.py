@@ -59,30 +59,30 @@ Facts = dict[str, str]
 _SETTINGS = ("on_resize", "seed", "drop_last", "precision", "clip_norm", "monitor", "mode", "deterministic")
 _NO_HYPERPARAMETERS = {
     "params", "param_names", "initial_lr",
-    "foreach", "fused", "capturable", "differentiable",  # how it is computed, not what
+    "foreach", "fused", "capturable", "differentiable",  # they change how a step is computed, not its result
 }  # fmt: skip
 _COUNTERS = {"base_lrs", "last_epoch", *SCHEDULER_COUNTERS}
 _MODEL = "model."
 _MODULE = "module."
-_TORCH = "torch"  # of another version modules are not compared
-_PYTHON = "python"  # of another version code is not compared
+_TORCH = "torch"  # modules are compared only under the same version
+_PYTHON = "python"  # code is compared only under the same version
 _CODE = "objective.code"
 _CODE_OF_SCHEDULE = "scheduler.code"
-_WRAPPERS = {"CheckpointWrapper", "OffloadWrapper", "OptimizedModule"}  # how it is computed, not what
+_WRAPPERS = {"CheckpointWrapper", "OffloadWrapper", "OptimizedModule"}  # they change how, not what is computed
 _OF_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 _INPLACE = re.compile(r",? ?inplace=(True|False)")
-_BATCH_NORM = re.compile(r"(Sync)?BatchNorm(\d)?d?")  # over one rank's samples, or over all
-_TENSOR_LISTS = (nn.ParameterList, nn.ParameterDict)  # tell where their tensors lie, which are among the facts already
+_BATCH_NORM = re.compile(r"(Sync)?BatchNorm(\d)?d?")  # synchronized or not is no difference
+_TENSOR_LISTS = (nn.ParameterList, nn.ParameterDict)  # their extra_repr names devices; their tensors are facts already
 _PARAMETERS = ".parameters"
-_CLOCK_S = 2.0**30  # a number with a fraction that is as large is a time of day
-_LAUNCH_S = 60.0  # before this process: when a launcher may have read a clock
+_CLOCK_S = 2.0**30  # a larger number with a fraction is a time of day
+_LAUNCH_S = 60.0  # a launcher may have read a clock this long before this process began
 _IMPORTED_S = time.monotonic()
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
-_MAX_ITEMS = 16  # of a list: a longer one is told by its hash
+_MAX_ITEMS = 16  # a longer list is represented by its hash
 _MAX_DEPTH = 4
 _MAX_LINES = 12
-_MAX_NAMED = 4  # differences between ranks
-_MAY_DIFFER = ("folder", "num_workers")  # between ranks: rank 0's folder is everyone's
+_MAX_NAMED = 4  # differences between ranks that a message lists
+_MAY_DIFFER = ("folder", "num_workers")  # between ranks; all use rank 0's folder
 
 
 def facts_of(
@@ -94,7 +94,7 @@ def facts_of(
     *,
     is_step: bool = False,
 ) -> Facts:
-    """Return the facts of a run whose trainer is being made.
+    """Return the facts of a run, as its trainer is made.
 
     Args:
         module: Model without its wrapper.
@@ -126,9 +126,9 @@ def facts_of(
 
 
 def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ranks: RankGroup) -> None:
-    """Refuse ranks that would train in different ways; each compares itself with the others.
+    """Refuse ranks that would train in different ways; every rank calls it.
 
-    What a script may well do in another way on each rank, such as its training step, is not looked at.
+    What may legitimately differ between ranks, such as the training step, is not compared.
 
     Raises:
         ValueError: On every rank.
@@ -150,7 +150,7 @@ def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ran
 
 
 def with_data(facts: Facts, data: Any, settings: Settings, ranks: RankGroup) -> Facts:
-    """Return the facts of a run and of what it is trained on, as rank 0 has them.
+    """Return the facts of a run and of its data, as rank 0 has them.
 
     Every rank calls it, with its own loader if the data is one.
     """
@@ -172,20 +172,20 @@ def _facts_of_data(data: Any, settings: Settings, ranks: RankGroup) -> Facts:
 
 
 class Identity:
-    """Compares a run with the one that a checkpoint is of; the same on all ranks.
+    """Compares this run with the run of a checkpoint; the result is the same on all ranks.
 
     Args:
         folder: Folder of the run.
         facts: Facts of this run, from rank 0.
-        is_known: Whether the job was in the folder before; its restart goes on, whatever the script draws at random.
+        is_known: Whether the job was in the folder before; its restart resumes, whatever the script draws at random.
         may_force: Whether a checkpoint of another run may be loaded.
         is_own: Whether the trainer has trained before, so that the checkpoint is of its own run.
 
     Attributes:
         may_force: Whether a checkpoint of another run may be loaded.
-        changed: Names of the facts that are not those of the checkpoint.
+        changed: Names of the facts that differ from the checkpoint's.
         is_forced: Whether the checkpoint belongs to another run, and this script's settings win.
-        news: Message about it; empty if there is none.
+        news: Message for the user about the comparison; empty if there is none.
     """
 
     def __init__(
@@ -203,13 +203,16 @@ class Identity:
         return self._text
 
     def check(self, saved: str | None, step: int, callbacks: tuple[str, str] | None = None) -> None:
-        """Compare with what the checkpoint of `step` says of its run; None if it is older than this comparison.
+        """Compare this run with the one that the checkpoint of `step` describes.
 
         Args:
-            callbacks: Names of the callbacks with a state, there and here, if some here are not there; otherwise None.
+            saved: Facts in the checkpoint; None: a version that recorded none has written it.
+            step: Step of the checkpoint.
+            callbacks: Names of the callbacks with a state in the checkpoint and in this run, if the checkpoint lacks
+                some; otherwise None.
 
         Raises:
-            CheckpointError: It is of another run.
+            CheckpointError: The checkpoint belongs to another run.
         """
         if saved is None:
             self.is_forced = self.may_force
@@ -233,10 +236,10 @@ class Identity:
 
 
 def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
-    """Return the facts that have changed, in both versions; of what only one has, those of the model alone.
+    """Return the facts that have changed, each with both texts; one that only one side has counts only for the model.
 
-    Another version of torch or of phalanx may know facts that the one before did not; another one of torch may describe
-    its modules in other words.
+    Another version of torch or of phalanx may record more facts, and another version of torch may describe its modules
+    differently.
     """
     has_modules = ours.get(_TORCH) == theirs.get(_TORCH, "")
     has_code = ours.get(_PYTHON) == theirs.get(_PYTHON, "")
@@ -249,16 +252,16 @@ def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
 
 
 def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced: bool, is_own: bool) -> str:
-    """Return what the error of a checkpoint says, behind its step and its folder, where it is of another run."""
+    """Return the error's text for a checkpoint of another run, after its step and its folder."""
     ways = ['resume="never" starts over here, and sets aside what is there', "folder=... trains elsewhere"]
     if is_own:
-        ways[0] = f"{ways[0]}, in a Trainer that is made anew: another fit() of one Trainer goes on with its run"
+        ways[0] = f"{ways[0]}, in a new Trainer: a second fit() of the same Trainer continues its own run"
     if command := _command_before(folder):
-        ways.insert(0, f"the command of the other run goes on with it: {command}")
+        ways.insert(0, f"the other run's command resumes it: {command}")
     ways.append(
-        'resume="force" goes on with the weights and the counters, and with the settings of this script'
+        'resume="force" keeps the weights and the counters, and takes the settings of this script'
         if can_be_forced
-        else "the model and the parameter groups that the script had before go on; no others can, not even by force"
+        else "only the model and the parameter groups that the script had before can resume, even with force"
     )
     return "\n  ".join(
         ("the folder holds another run:", *_lines(changed), "What you can do:", *(f"- {w}" for w in ways))
@@ -266,7 +269,7 @@ def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced:
 
 
 def _command_before(folder: str) -> str:
-    """Return the command that trained last in a folder; empty if it is not known, or is the one that trains now."""
+    """Return the command that last trained in a folder; empty if it is unknown, or is this one."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         last = [record for record in read_metrics(folder) if record["kind"] == "start"][-1:]
         command = "".join(str(record["origin"]["command"]) for record in last)
@@ -285,11 +288,11 @@ def _lines(changed: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def _facts_of_optimizer(optimizer: torch.optim.Optimizer) -> Facts:
-    inner = getattr(optimizer, "optim", None)  # a ZeroRedundancyOptimizer's state is that of the plain one
+    inner = getattr(optimizer, "optim", None)  # a ZeroRedundancyOptimizer saves the plain optimizer's state
     facts = {"optimizer": _name_of(type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer))}
     for number, group in enumerate(optimizer.param_groups):
         name = "optimizer" if len(optimizer.param_groups) == 1 else f"optimizer.group {number}"
-        given = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # as it was before the scheduler came
+        given = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # as it was before the scheduler changed it
         facts[f"{name}{_PARAMETERS}"] = str(len(group["params"]))
         for key in given.keys() - _NO_HYPERPARAMETERS:
             facts |= dict(_flat(f"{name}.{key}", given[key], 0))
@@ -297,7 +300,7 @@ def _facts_of_optimizer(optimizer: torch.optim.Optimizer) -> Facts:
 
 
 def _facts_of_loss(loss: nn.Module) -> Facts:
-    """Return what a loss was made with, such as ``reduction``; its own tensors are no part of the checkpoints."""
+    """Return the settings of a loss module, such as ``reduction``; checkpoints do not hold its tensors."""
     given = {name: value for name, value in vars(loss).items() if not name.startswith("_") and name != "training"}
     of_torch = type(loss).__module__.startswith("torch.nn.")
     plain = (bool, int, float, str, type(None)) if of_torch else (bool, int, float)
@@ -305,7 +308,7 @@ def _facts_of_loss(loss: nn.Module) -> Facts:
 
 
 def _facts_of_modules(model: nn.Module) -> Facts:
-    """Return class and, of torch's own ones, settings of each module; the same whatever wraps them."""
+    """Return the class of each module, and the settings of torch's own ones; wrappers change nothing."""
     facts = {}
     for name, module in model.named_modules():
         if type(module).__name__ not in _WRAPPERS:
@@ -319,8 +322,8 @@ def _description_of(module: nn.Module) -> str:
         name = name.removeprefix("FSDP")
     origin = str(getattr(module.extra_repr, "__module__", ""))
     text = ""
-    if origin.startswith("torch.nn.") and not isinstance(module, _TENSOR_LISTS):  # others may tell what changes
-        with contextlib.suppress(Exception):  # of a subclass that lacks what it tells
+    if origin.startswith("torch.nn.") and not isinstance(module, _TENSOR_LISTS):  # others may report changing values
+        with contextlib.suppress(Exception):  # a subclass may lack an attribute that it reports
             text = _INPLACE.sub("", module.extra_repr())
     return f"{'BatchNorm' if _BATCH_NORM.fullmatch(name) else name}({text})"
 
@@ -335,7 +338,7 @@ def _name_of(value: Any) -> str:
 
 
 def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield the facts in a value: plain ones, and those in lists, mappings, functions and objects of settings."""
+    """Yield the facts in a value: plain values, and those in lists, mappings, functions and objects."""
     if isinstance(value, Tensor):
         value = value.tolist() if value.numel() <= _MAX_ITEMS else _form_of(value)
     items: Mapping[Any, Any] | None = None
@@ -365,14 +368,14 @@ def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _values_in(function: Any) -> dict[str, Any]:
-    """Return the numbers that a function takes from where it was made; texts and times may be new on each start.
+    """Return the numbers that a function reads from its closure, globals and defaults.
 
-    Of a number that a script draws by itself nobody can know that it changes nothing: it counts.
+    Texts and times may be new on each start. A number that the script draws at random counts: it may matter.
     """
     try:
         outside = inspect.getclosurevars(function)
         defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
-    except (ValueError, TypeError):  # a variable that is not set yet, a signature that is none
+    except (ValueError, TypeError):  # an unset variable, or no signature
         return {}
     found = {**outside.globals, **outside.nonlocals, **defaults}
     return {
@@ -383,12 +386,12 @@ def _values_in(function: Any) -> dict[str, Any]:
 
 
 def _is_of_this_start(value: float) -> bool:
-    """Return whether a number is a clock's reading, in seconds or nanoseconds, or this process."""
+    """Return whether a number is a clock reading, in seconds or nanoseconds, or this process's id."""
     if isinstance(value, bool) or (isinstance(value, float) and value > _CLOCK_S):
         return isinstance(value, float)
     age_s = _age_s() + _LAUNCH_S
     for clock in _CLOCKS:
-        can_be_seconds = clock is time.time or not float(value).is_integer()  # 1000 is a number of steps
+        can_be_seconds = clock is time.time or not float(value).is_integer()  # 1000 is rather a number of steps
         ages = [clock() - value if can_be_seconds else -1.0, clock() - value / 1e9 if isinstance(value, int) else -1.0]
         if any(0 <= age < age_s for age in ages):
             return True
@@ -396,22 +399,22 @@ def _is_of_this_start(value: float) -> bool:
 
 
 def _age_s() -> float:
-    """Return the age of this process in seconds; only Linux tells, elsewhere it is counted from the import of this."""
+    """Return the age of this process in seconds; outside Linux, the time since this module was imported."""
     if sys.platform != "linux":
         return time.monotonic() - _IMPORTED_S
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat_fields()[22]) / os.sysconf("SC_CLK_TCK")
 
 
 def _code_of(objective: Any, is_step: bool) -> Facts:
-    """Return the code of a lambda or a local loss, whose name says little; others count with their names.
+    """Return a digest of a lambda or a local loss, whose name says little; other functions count by name.
 
-    It is what Python has compiled, without comments and places: the same in another file, another in another version.
-    Values around the function are left out, since they may be new on each start.
+    It covers the compiled code without comments and line numbers, so moving the function changes nothing, and another
+    version of Python does. Values around the function are left out, since they may be new on each start.
     """
     while isinstance(objective, functools.partial):
         objective = objective.func
     name = objective.__qualname__ if inspect.isfunction(objective) else ""
-    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a step may have come to print something
+    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a step may have gained a print
         return {}
     return {_PYTHON: _python(), _CODE: _digest_of(objective)}
 

@@ -1,4 +1,4 @@
-"""Signals that ask a job to end early: noticed on any rank, obeyed by all after the same step.
+"""Preemption: signals that ask a job to end early, noticed on any rank and obeyed by all after the same step.
 
 A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). Ctrl-C is such a request, like
 SIGTERM, so the launcher exits with 75 in both cases; without a launcher Ctrl-C gives 130, which shells expect. Two
@@ -27,20 +27,20 @@ from phalanx.train.report.run_log import RunLog
 from phalanx.wire.rank_group import RankGroup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# A signal may come twice, to each process and through the supervisor: a service manager's, Ctrl-C under torchrun.
-# Sooner than that it is the same one. SIGUSR1 is only ever a request.
+# A signal may arrive twice, once directly and once through the supervisor: a service manager's, Ctrl-C under torchrun.
+# Within this time it is the same one. SIGUSR1 never ends a rank at once.
 _AGAIN_S: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGINT: 0.15}
 
 
 class Preemption:
-    """While open, notes SIGTERM, SIGUSR1 and Ctrl-C instead of dying of them; of a second one the process dies at once.
+    """While open, records SIGTERM, SIGUSR1 and Ctrl-C instead of dying of them; a second one ends the process at once.
 
     Args:
-        speaks: Whether to say what a Ctrl-C does; one rank is enough.
-        checkpoints: Folder of the checkpoints, for what to say of a second one.
+        speaks: Whether to tell the user what a Ctrl-C does; one rank is enough.
+        checkpoints: Folder of the checkpoints, to name what a second Ctrl-C leaves behind.
 
     Attributes:
-        signal: Number of the first signal that came, or 0.
+        signal: Number of the first signal that arrived, or 0.
     """
 
     def __init__(self, *, speaks: bool = False, checkpoints: str = "") -> None:
@@ -77,17 +77,17 @@ class Preemption:
 
     def _say(self, text: str) -> None:
         if self._speaks:
-            with contextlib.suppress(OSError):  # not by print(), which the signal may have interrupted
+            with contextlib.suppress(OSError):  # not print(), which the signal may have interrupted
                 os.write(2, text.encode())
 
 
 def _keeps_interrupts() -> bool:
-    """Return whether Ctrl-C is not ours: in a notebook or a prompt it ends what runs there, and not the process."""
+    """Return whether to leave Ctrl-C alone: in a notebook or a prompt it interrupts the cell, not the process."""
     return hasattr(sys, "ps1") or signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def _show_cursor() -> None:
-    """Undo what a progress bar did to the terminal."""
+    """Show the terminal's cursor again, which a progress bar has hidden."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, b"\x1b[?25h\n")
@@ -96,19 +96,23 @@ def _show_cursor() -> None:
 def leave(
     run_log: RunLog, number: int, step: int, *, is_saved: bool, ranks: RankGroup, begins_anew: bool = False
 ) -> NoReturn:
-    """End this rank, which has made room after a step because of a signal, with the code that says so.
+    """End this rank after a step because of a signal, with the exit code that says so.
 
     Args:
+        run_log: Log of the run.
+        number: Number of the signal.
+        step: Number of the step.
         is_saved: Whether the state of that step is on disk.
-        begins_anew: Whether the script would not go on from there.
+        ranks: All ranks of the job.
+        begins_anew: Whether the script, started again, would not resume from there.
     """
     run_log.record("preempted", step=step, signal=number)
     saved = "saved" if is_saved else "weights that are not finite were not saved"
     note = _requeue() if ranks.rank == 0 and number != signal.SIGINT else ""
-    why = f"asked to make room by {signal_name(number)}"
+    why = f"preempted by {signal_name(number)}"
     if number == signal.SIGINT:
         why = "stopped by Ctrl-C"
-        note = 'start again with resume="auto" to go on' if begins_anew else "start again to go on"
+        note = 'start again with resume="auto" to resume' if begins_anew else "start again to resume"
     run_log.say(f"{why}: {saved} after step {step}{note and f'; {note}'}")
     run_log.report()
     note_preempted()
@@ -116,16 +120,16 @@ def leave(
 
 
 def _exit_code(number: int) -> int:
-    """Return the code with which a rank ends that has saved because of this signal.
+    """Return the exit code of a rank that has saved because of this signal.
 
-    Ctrl-C's own where nobody started the ranks as a job: a launcher is told that they have made room.
+    Without a launcher it is Ctrl-C's own; a launcher expects the code of a preempted rank.
     """
     is_launched = "TORCHELASTIC_RUN_ID" in _env.environment()
     return 128 + number if number == signal.SIGINT and not is_launched else _env.PREEMPTED_CODE
 
 
 def _requeue() -> str:
-    """Have Slurm start this job again; return what was done, empty outside Slurm."""
+    """Have Slurm requeue this job; return what was done, empty outside Slurm."""
     job = _env.environment().get("SLURM_JOB_ID")
     if not job or not shutil.which("scontrol"):
         return ""

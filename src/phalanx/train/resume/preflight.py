@@ -23,24 +23,26 @@ from phalanx.train.feed.feed import Feed
 from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
 
-_BENT = {  # by the attribute that says how long: what the learning rate does afterwards
+_BENT = {  # attribute that holds the schedule's length, and what the learning rate does after it
     lr_scheduler.CosineAnnealingLR: ("T_max", "rises again"),
     lr_scheduler.PolynomialLR: ("total_iters", "stays 0"),
 }
 
 
 def preflight(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) -> tuple[int, str]:
-    """Return the most optimizer steps that a run can have, and what to say about its schedule; every rank calls it.
+    """Return the largest number of optimizer steps that a run can have, and a warning about its schedule.
+
+    Every rank calls it.
 
     Returns:
-        The number, `sys.maxsize` if unknown; and a warning, empty if there is nothing to say.
+        The number, `sys.maxsize` if unknown; and the warning, empty if there is none.
 
     Raises:
         ValueError: The schedule, or one in it, ends before the run.
     """
     per_epoch, of_this_epoch = feed.num_steps, feed.num_left
     num_epochs = max(0, s.max_epochs - epoch) if s.max_epochs else sys.maxsize
-    # Counted from here: the steps behind may have been those of another number of ranks.
+    # Counted from here: another number of ranks may have taken the steps so far.
     num_left = s.max_steps - step if s.max_steps else sys.maxsize
     if not num_epochs:
         num_left = 0
@@ -59,7 +61,7 @@ def length_of_schedule(s: Settings, feed: Feed, step: int, epoch: int) -> int:
     """Return how often a schedule is stepped in the whole run, the same on every rank; every rank calls it.
 
     Raises:
-        ValueError: Nobody knows.
+        ValueError: The data has no length, and `max_steps` is not set.
     """
     length, _ = preflight(None, s, feed, step, epoch)
     if s.scheduler_interval == "epoch":
@@ -75,7 +77,7 @@ def length_of_schedule(s: Settings, feed: Feed, step: int, epoch: int) -> int:
 
 
 def _about_schedule(scheduler: Any, num_steps: int, interval: str) -> str:
-    """Return what to say about a schedule that `num_steps` steps are left of, or `sys.maxsize` if nobody knows."""
+    """Return a warning about a schedule that will be stepped `num_steps` more times (`sys.maxsize`: unknown)."""
     if num_steps == sys.maxsize:
         return ""
     other = "" if interval == "epoch" else ', or step it once an epoch with scheduler_interval="epoch"'
@@ -97,15 +99,15 @@ def _about_schedule(scheduler: Any, num_steps: int, interval: str) -> str:
 
 
 def _num_done(scheduler: Any) -> int:
-    """Return how often a schedule was stepped; a ChainedScheduler does not count, but the schedules in it do."""
+    """Return how often a schedule was stepped; a ChainedScheduler keeps no count, but the schedules in it do."""
     parts = getattr(scheduler, PARTS_OF_SCHEDULER, ())
     return getattr(scheduler, "last_epoch", _num_done(parts[0]) if parts else 0)
 
 
 def _parts_of(scheduler: Any, total: int) -> Iterator[tuple[Any, int]]:
-    """Yield the schedules in one that is stepped `total` times over the whole run, each with its own number of steps.
+    """Yield the schedules within a schedule that is stepped `total` times in all, each with its own number of steps.
 
-    The parts of a SequentialLR take turns, and each begins at step 0 of its own where its turn comes.
+    The parts of a SequentialLR take turns, and each counts from 0 when its turn begins.
     """
     parts = getattr(scheduler, PARTS_OF_SCHEDULER, ())
     if not parts:
@@ -122,7 +124,7 @@ def _parts_of(scheduler: Any, total: int) -> Iterator[tuple[Any, int]]:
 
 
 def refuse_unwritable(folder: str, ranks: RankGroup) -> None:
-    """Refuse a folder of checkpoints in which some rank can make none; every rank calls it.
+    """Refuse a folder in which some rank can't create a checkpoint; every rank calls it.
 
     Raises:
         CheckpointError: On every rank the same.

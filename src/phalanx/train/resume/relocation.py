@@ -23,10 +23,10 @@ from phalanx.train.wrapper import can_wrap
 
 
 class Relocation:
-    """A trainer's place in a process group.
+    """A trainer's place in a process group, and whether it can take a place in another one.
 
-    A new process runs the script from its beginning, and kept ones only what a trainer does when it joins the job. So
-    they meet only if the script itself has called no collective before `Trainer.fit`. It may have called
+    A new process runs the script from the top, and a kept one repeats only what a trainer does when it joins the job.
+    So they meet only if the script itself has called no collective before `Trainer.fit`. It may have called
     `phalanx.init`, which a trainer repeats with the same arguments.
     """
 
@@ -44,11 +44,11 @@ class Relocation:
         return joined
 
     def note_joined(self) -> None:
-        """Note that the trainer has done all that it does when it joins the job."""
+        """Record that the trainer has made everything that it makes when it joins the job."""
         self._use = session.use_of_group()
 
     def why_not_kept(self, model: nn.Module, optimizer: torch.optim.Optimizer, loggers: Loggers, data: Any) -> str:
-        """Return why the trainer can't join another group, when `fit` begins; empty if it can."""
+        """Return why the trainer can't join another group, as `fit` begins; empty if it can."""
         if self._why_not_met:
             return f"{self._why_not_met} Trainer()"
         if self._use != session.use_of_group():
@@ -58,16 +58,16 @@ class Relocation:
         if hasattr(optimizer, "process_group"):
             return "the optimizer has a process group of its own"
         if not is_dataset(data):
-            return "fit() was given a loader, which divides its data among the ranks of before"
+            return "fit() was given a loader, which divides its data among the previous ranks"
         if not loggers.can_open_again:
-            return "a logger is an object of the script's, which is closed"
+            return "a logger is an object of the script, which is closed by now"
         return ""
 
 
 def why_not_set_back(callbacks: Sequence[Any]) -> str:
-    """Return why callbacks would go on with what they have, once another rank has failed; empty if they would not."""
+    """Return why callbacks can't be restored after another rank has failed; empty if they can."""
     for one in callbacks:
-        # In a new process they begin anew: the ranks' copies of the model might part.
+        # In a new process they begin anew, so the ranks' copies of the model might diverge.
         if getattr(one, "__dict__", None) and not hasattr(one, "load_state_dict"):
             return f"the callback {type(one).__qualname__} has attributes, and no load_state_dict to set them back"
     return ""

@@ -16,23 +16,23 @@ from phalanx.session.survival import may_outlive
 from phalanx.train.report.loggers import WANDB_ID
 from phalanx.wire.rank_group import RankGroup
 
-_trained: dict[str, weakref.ref[object]] = {}  # who trained last in a folder
-_by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDictionary()  # who trained a model last
+_trained: dict[str, weakref.ref[object]] = {}  # the last trainer in a folder
+_by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDictionary()  # the last trainer of a model
 
 
 def run_folder(given: str | os.PathLike[str] | None) -> str:
-    """Return the folder of the run: PHALANX_RUN_FOLDER, else as given, else named after the script."""
+    """Return the folder of the run: PHALANX_RUN_FOLDER, else the given one, else one named after the script."""
     script = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     return os.fspath(_env.environment().get(_env.FOLDER_VARIABLE) or given or os.path.join("runs", script or "run"))
 
 
 def is_restart() -> bool:
-    """Return whether ``phalanx run`` or torchrun has started these ranks again."""
+    """Return whether ``phalanx run`` or torchrun has restarted these ranks."""
     return _number("TORCHELASTIC_RESTART_COUNT") > 0
 
 
 def words_of_another(trainer: object, model: object, folder: str, goes_on: bool) -> str:
-    """Note that this trainer trains the model in the folder; return what to say if another of this process did."""
+    """Record that this trainer trains the model in the folder; return a hint if another trainer here has done so."""
     last, last_of_model = _trained.get(folder), _by.get(model)
     _trained[folder] = _by[model] = weakref.ref(trainer)
     if not goes_on and last_of_model is not None and last_of_model() is not trainer:
@@ -49,14 +49,14 @@ def words_of_another(trainer: object, model: object, folder: str, goes_on: bool)
 
 
 def has_been_trained(model: object) -> bool:
-    """Return whether a trainer of this process has trained this model."""
+    """Return whether a trainer in this process has trained this model."""
     return model in _by
 
 
 def leave_if_restarted() -> None:
-    """End this process at once if ``phalanx run`` will start the ranks again, from the last snapshot.
+    """End this process at once if ``phalanx run`` is going to restart the ranks from the last snapshot.
 
-    An orderly end of the interpreter takes longer than the restart. A process that may be kept does not end here.
+    An orderly exit of the interpreter takes longer than the restart. A process that may be kept does not end here.
     """
     if may_outlive():
         return
@@ -68,10 +68,10 @@ def leave_if_restarted() -> None:
 
 
 def set_aside(folder: str, ranks: RankGroup) -> str:
-    """Rename what an earlier run has left in the folder, to names that nothing has yet; every rank calls it.
+    """Rename what an earlier run has left in the folder, to unused names; every rank calls it.
 
     Returns:
-        A line about it; empty if there was nothing, and on other ranks than 0.
+        A line for the user; empty if there was nothing to rename, and on ranks other than 0.
     """
     moved = []
     if ranks.rank == 0:
@@ -82,7 +82,7 @@ def set_aside(folder: str, ranks: RankGroup) -> str:
 
 
 def _set_aside(paths: Sequence[str]) -> list[str]:
-    """Rename those that exist and return their new paths."""
+    """Rename the paths that exist and return the new ones."""
     stamp = f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     numbered = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
     suffix = next(one for one in numbered if not any(os.path.lexists(f"{path}.{one}") for path in paths))

@@ -16,10 +16,12 @@ from phalanx.train.resume.identity import Identity
 
 
 class Progress:
-    """The trainer's own numbers, as part of its state, and what run they are of.
+    """The trainer's counters as part of its state, with the identity of the run.
 
     Args:
-        callbacks: Names of the callbacks that have a state: a new one finds none in the checkpoint.
+        trainer: Trainer whose counters these are.
+        identity: Identity of its run.
+        callbacks: Names of the callbacks that have a state.
     """
 
     _names = ("step", "epoch", "evaluation", "_first_world_size", "_length_of_schedule")
@@ -32,17 +34,17 @@ class Progress:
         return {**numbers, "identity": self._identity.state(), "callbacks": self._callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        theirs = state.get("callbacks", self._callbacks)  # those of earlier versions lack it
+        theirs = state.get("callbacks", self._callbacks)  # earlier versions did not save it
         is_lacking = any(name not in theirs for name in self._callbacks)
         callbacks = (", ".join(theirs) or "None", ", ".join(self._callbacks)) if is_lacking else None
         self._identity.check(state.get("identity"), state["step"], callbacks)
         for name in self._names:
-            if (key := name.lstrip("_")) in state:  # those of earlier versions lack some
+            if (key := name.lstrip("_")) in state:  # earlier versions saved fewer
                 setattr(self._trainer, name, state[key])
 
 
 class Unforced:
-    """Part of a trainer's state that is left as the script made it where the checkpoint is of another run."""
+    """Part of a trainer's state that stays as the script made it if the checkpoint belongs to another run."""
 
     def __init__(self, target: Any, identity: Identity) -> None:
         self._target, self._identity = target, identity
@@ -56,7 +58,7 @@ class Unforced:
 
 
 class ForcedFeed:
-    """The trainer's data: in its place, or at the beginning of the epoch where that place is one in other data."""
+    """The trainer's data: at the saved position, or at the start of the epoch if that position is in other data."""
 
     def __init__(self, feed: Any, identity: Identity) -> None:
         self._feed, self._identity = feed, identity
@@ -74,10 +76,10 @@ class ForcedFeed:
 
 
 def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkpoint.Loaded | None:
-    """Restore the newest checkpoint in a folder, and return which one; None if there is none. Every rank calls it.
+    """Restore the newest checkpoint in a folder and return it; None if there is none. Every rank calls it.
 
     Raises:
-        CheckpointError: The checkpoint is of another run, or does not fit the state.
+        CheckpointError: The checkpoint belongs to another run, or does not fit the state.
     """
     wanted = dict(state)
     if identity.may_force:
@@ -89,27 +91,31 @@ def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkp
 def words_of_resumption(
     loaded: checkpoint.Loaded | None, step: int, epoch: int, folder: str, *, why_over: str, is_again: bool
 ) -> str:
-    """Return what to say of where a run goes on; empty if it begins.
+    """Return the line that says where a run resumes; empty if it begins.
 
     Args:
-        why_over: Setting that says that nothing is left to train; empty if something is.
-        is_again: Whether this trainer has trained before: its `fit` goes on with its own run, whatever `resume` says.
+        loaded: Checkpoint that was restored; None: there was none.
+        step: Number of steps done.
+        epoch: Number of the epoch.
+        folder: Folder of the run.
+        why_over: Setting by which nothing is left to train; empty if something is.
+        is_again: Whether this trainer has trained before: its `fit` continues its own run, whatever `resume` says.
     """
     if loaded is None and step == 0:
         return ""
     if why_over:
         anew = "make the model, the optimizer and the Trainer anew, with" if is_again else "set"
         return (
-            f"already finished at step {step}; nothing to train. To go on, raise {why_over}; to "
+            f"already finished at step {step}; nothing to train. To train longer, raise {why_over}; to "
             f'start over, {anew} resume="never" or another folder'
         )
     if loaded is None:
-        return f"no checkpoint: going on after step {step} with what the Trainer has; epoch {epoch + 1} begins again"
-    return f"going on after step {step}, from {loaded.source}: epoch {epoch + 1}, in {folder}"
+        return f"no checkpoint: continuing after step {step} with what the Trainer has; epoch {epoch + 1} begins again"
+    return f"resuming after step {step} from {loaded.source}: epoch {epoch + 1}, in {folder}"
 
 
 class Hyperparameters:
-    """What the script gave to its optimizer, group by group, to be given again after another run's was loaded."""
+    """Hyperparameters that the script gave its optimizer, to be set again after another run's state was loaded."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._groups = [
@@ -118,7 +124,7 @@ class Hyperparameters:
         ]
 
     def give_again(self, optimizer: torch.optim.Optimizer, *, keep_state: bool) -> None:
-        """Set them; without `keep_state`, the optimizer forgets its state, which is that of another class."""
+        """Set them again; without `keep_state`, the optimizer also forgets its state, which is another class's."""
         for group, given in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()
@@ -130,19 +136,19 @@ class Hyperparameters:
 
 
 def catch_up(scheduler: Any, num_steps: int) -> None:
-    """Step a new scheduler as often as it would have been.
+    """Step a new scheduler as often as the run has stepped its schedule.
 
     Raises:
-        CheckpointError: It ends before.
+        CheckpointError: The schedule is shorter than that.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has not stepped
+        warnings.simplefilter("ignore")  # torch warns that the optimizer has not stepped
         for number in range(num_steps):
             try:
                 scheduler.step()
             except ValueError as error:
                 raise CheckpointError(
-                    f"Trainer: the run is behind step {num_steps} of its schedule, and this {type(scheduler).__name__} "
+                    f"Trainer: the run is past step {num_steps} of its schedule, and this {type(scheduler).__name__} "
                     f"ends at step {number}: make it longer ({error})",
                     op="load",
                     entry="schedule",

@@ -23,13 +23,13 @@ from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
 
 LEAST_S = 600.0
-"""Between two checkpoints on disk at the ends of epochs, where other hosts keep the state in memory."""
+"""Least time between checkpoints on disk at the ends of epochs, if other hosts hold the state in memory."""
 
 
 class RunSaver:
-    """Saves a trainer's state with the value that it was judged by.
+    """Saves a trainer's state, with the value of `Settings.monitor`.
 
-    Every rank has one of these, and `may_keep` returns the same on every rank.
+    Every rank has one, and `may_keep` returns the same on every rank.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class RunSaver:
         self._num_left_out = 0  # since `say_left_out` was called
 
     def is_due(self, step: int) -> bool:
-        """Return whether an epoch that ends here is to be saved; every rank calls it.
+        """Return whether to save at the end of an epoch; every rank calls it.
 
-        It is not where the memory of two hosts has the state anyway, and the last checkpoint is young.
+        Not if the memory of two hosts holds the state anyway, and the last checkpoint is recent.
         """
         if not memory().spans_hosts:
             return True
@@ -78,7 +78,7 @@ class RunSaver:
         return False
 
     def save(self, step: int, *, wait: bool = False) -> bool:
-        """Save the state and return True, unless its weights are not finite."""
+        """Save the state and return True; return False if its weights are not finite."""
         if not self._may_keep():
             self._num_left_out += 1
             return False
@@ -93,7 +93,7 @@ class RunSaver:
         return True
 
     def say_left_out(self, step: int) -> None:
-        """Say how many checkpoints were left out since the last call, if any."""
+        """Tell the user how many checkpoints were left out since the last call, if any."""
         if self._num_left_out:
             newest = "there is none" if self._saved_step is None else f"the newest is that of step {self._saved_step}"
             self._run_log.say(

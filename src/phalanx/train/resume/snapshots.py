@@ -13,13 +13,13 @@ from typing import Any, Literal
 from phalanx import checkpoint
 from phalanx.checkpoint.memory.snapshots import memory
 
-_SHARE = 0.03  # of the time of training
+_SHARE = 0.03  # of the training time
 
 
 class Snapshots:
-    """Takes a snapshot of the state every so many steps, as often as it costs little, or never (0).
+    """Takes snapshots of the state: every `every` steps, as often as they cost little ("auto"), or never (0).
 
-    Every rank has one of these, and `may_keep` returns the same on every rank.
+    Every rank has one, and `may_keep` returns the same on every rank.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Snapshots:
         self._num_adapted = 0
 
     def after_step(self, step: int) -> None:
-        """Take one, if it is time."""
+        """Take a snapshot if one is due."""
         self._num_steps += 1
         if memory().problem:
             memory().let_go()
@@ -47,17 +47,17 @@ class Snapshots:
             self._num_taken += self.take(step)
 
     def take(self, step: int) -> bool:
-        """Take one now, and return True, unless the state is not worth keeping."""
+        """Take a snapshot now and return True; return False if the state is not finite."""
         may_keep = self._may_keep()
         if may_keep:
             checkpoint.snapshot(self._folder, self._state(), step)
         return may_keep
 
     def adapt(self, phases_by_rank: list[list[float]]) -> str:
-        """Choose how often from now on, the same on every rank; return what they cost, once that is known.
+        """Choose the interval from now on, the same on every rank; return a line on their cost, once it is known.
 
         Args:
-            phases_by_rank: Mean seconds of a step in each phase since the last call, by rank; the last phase is that of
+            phases_by_rank: Mean seconds of a step in each phase since the last call, by rank; the last phase is
                 snapshots.
         """
         num_taken, num_steps = self._num_taken, self._num_steps
@@ -69,7 +69,7 @@ class Snapshots:
         if self._adapts:
             self.every = max(1, math.ceil(cost_s / (_SHARE * step_s)))
         self._num_adapted += 1
-        if self._num_adapted != 2:  # the first ones have made room, too
+        if self._num_adapted != 2:  # the first ones also allocated memory
             return ""
         share, size_mib = cost_s / self.every / step_s, memory().size_bytes / 2**20
         every = "after each step" if self.every == 1 else f"every {self.every} steps"

@@ -20,10 +20,10 @@ from phalanx.wire.rank_group import RankGroup
 
 
 def prepare(model: nn.Module) -> None:
-    """Refuse a model whose result depends on more than its weights and one shard; give torch one thread.
+    """Refuse a model whose result depends on more than its weights and one shard; set torch to one thread.
 
     Raises:
-        ValueError: It has running statistics, or is divided among the ranks.
+        ValueError: The model has running statistics, or is sharded.
     """
     if is_sharded(model):
         raise ValueError('Trainer: deterministic="world" adds whole gradients: it can\'t have a model of fully_shard')
@@ -33,7 +33,7 @@ def prepare(model: nn.Module) -> None:
                 f'Trainer: deterministic="world" can\'t have {name}, a {type(module).__name__}: its running statistics '
                 "depend on which rank sees what. Use GroupNorm or LayerNorm, or track_running_stats=False"
             )
-    torch.set_num_threads(1)  # more of them add in another order
+    torch.set_num_threads(1)  # more threads add in another order
 
 
 def sum_gradients(
@@ -43,13 +43,19 @@ def sum_gradients(
     backward: Callable[[int], Tensor],
     seed: tuple[int, int],
 ) -> Tensor:
-    """Leave in ``.grad`` the sum over all ranks' shards, and return the sum of what `backward` has returned.
+    """Leave in ``.grad`` the sum over all ranks' shards, and return the sum of the losses.
 
-    Shards of a rank, then ranks, are added as neighbours in a binary tree: with numbers of ranks and of shards that are
-    powers of two, the tree over all shards is the same for any number of ranks. `backward` runs one of this rank's
-    shards forward and backward and returns its loss; its random numbers follow from `seed`, which is seed and step.
+    First a rank's shards, then the ranks are added as neighbours in a binary tree. If the numbers of ranks and of
+    shards are powers of two, the tree over all shards is the same for any number of ranks.
+
+    Args:
+        parameters: Parameters under training.
+        ranks: All ranks of the job.
+        num_shards: Number of this rank's shards.
+        backward: Function that runs one of this rank's shards forward and backward, and returns its loss.
+        seed: Seed and step, from which the random numbers of a shard follow.
     """
-    pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbour
+    pending: list[tuple[int, list[Tensor]]] = []  # sums of 1, 2, 4, ... shards that wait for their neighbours
     for shard in range(num_shards):
         seed_process(derive_seed(seed[0], "shard", seed[1], ranks.rank * num_shards + shard))
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""`DividedStep`: an optimizer's step, divided among the ranks where a trial of the first steps shows that it pays.
+"""`DividedStep`: an optimizer's step, divided among the ranks if a trial in the first steps shows that it pays.
 
 The first five steps are plain, the next five divided, and then all ranks do what was faster on the slowest of them,
 averaging included. An optimizer with hooks is not divided; hooks that are added later are called around the divided
@@ -24,7 +24,7 @@ from phalanx.train.step.shards import Shards, divisible, has_hooks, has_room
 from phalanx.train.wrapper import is_sharded
 from phalanx.wire.rank_group import RankGroup
 
-_NUM_TRIED, _NUM_COUNTED = 5, 3  # steps of each way; the first ones find nothing in place
+_NUM_TRIED, _NUM_COUNTED = 5, 3  # steps of each way; the first ones allocate
 _LEAST_S = 1e-3  # a faster step is not worth a trial
 _LEAST_GAIN = 1.05
 
@@ -32,20 +32,20 @@ _LEAST_GAIN = 1.05
 class DividedStep:
     """Steps an optimizer; every rank calls `step`, once the ranks have averaged the gradients.
 
-    The first steps are those of the plain optimizer, the next ones are divided, and from then on all ranks do what was
-    faster on the slowest of them. The bits are the same either way. It is the model's `Division` of the averaging, too:
-    where each rank steps its part, and nobody else sees the gradients, each needs the means of that part alone.
+    The first steps are plain, the next ones divided, and from then on all ranks do what was faster on the slowest of
+    them. The bits are the same either way. It is also the model's `Division` of the averaging: if each rank steps its
+    part and nothing else reads the gradients, each rank needs only the means of that part.
 
     Args:
         optimizer: Optimizer of the model's parameters.
         model: Model in its wrapper.
         session: Session of this rank.
-        how: "auto" divides where it is faster, "always" where it can, and "never" not at all.
+        how: `Settings.divide_optimizer`: "auto" divides if that is faster, "always" if it is possible, or "never".
         say: Function that shows a line to the user.
         clips: Whether gradients are clipped, so that each rank reads all of them before the step.
 
     Attributes:
-        is_next: Whether nothing but `step` reads the gradients that the ranks average now.
+        is_next: Whether only `step` reads the gradients that the ranks are averaging.
     """
 
     is_next = False
@@ -72,7 +72,7 @@ class DividedStep:
         self._undivided_s = 0.0
 
     def length(self, parameter: nn.Parameter) -> int:
-        """Return how many elements of a parameter each rank steps, but for the rest; 0: every rank steps all of it."""
+        """Return how many elements of a parameter each rank steps, without the remainder; 0: every rank steps all."""
         return 0 if self._shards is None else self._shards.length(parameter)
 
     def needs_whole(self) -> bool:
@@ -84,7 +84,7 @@ class DividedStep:
 
         Args:
             step: Function that steps the optimizer.
-            averaging_s: Time that averaging has taken, which a division shortens, too.
+            averaging_s: Time that averaging took, which a division shortens, too.
         """
         begin_s = time.perf_counter() - averaging_s
         if self._shards is None:
@@ -110,7 +110,7 @@ class DividedStep:
             self._ddp.divide_averaging(division)
 
     def _divide(self) -> None:
-        """Divide the following steps, if all ranks can and it may pay."""
+        """Divide the following steps if all ranks can, and if it may pay."""
         parameters = self._divisible()
         has = has_room(parameters, self._optimizer)
         every = self._ranks.gather(([p.numel() for p in parameters], has, self._take_s()))
@@ -134,16 +134,16 @@ class DividedStep:
             or num_alike != self._ranks.world_size
             or is_sharded(self._model)
             or type(optimizer) not in ELEMENTWISE
-            or torch.get_num_threads() != 1  # more of them cut a parameter in other places
+            or torch.get_num_threads() != 1  # with several threads, torch splits a parameter at other offsets
             or has_hooks(optimizer)  # which would see pieces
         ):
             return []
         parameters = dict(checkpoint.unwrap(self._model).named_parameters())
-        ignored: set[str] = getattr(self._model, "parameters_to_ignore", set())  # and not averaged
+        ignored: set[str] = getattr(self._model, "parameters_to_ignore", set())  # these are not averaged
         return divisible(optimizer, [p for name, p in parameters.items() if name not in ignored])
 
     def _decide(self) -> None:
-        """Go on as it is faster on the slowest rank."""
+        """Keep the way that was faster on the slowest rank."""
         self._is_decided = True
         divided_s = max(self._ranks.gather(self._take_s()))
         if divided_s * _LEAST_GAIN > self._undivided_s:
@@ -155,6 +155,6 @@ class DividedStep:
         self._say(f"{how}: {divided_s * 1e3:.1f} ms {what} instead of {self._undivided_s * 1e3:.1f} ms")
 
     def _take_s(self) -> float:
-        """Return the median of the last steps' times, and forget them."""
+        """Return the median time of the last steps, and forget them."""
         taken, self._times_s = self._times_s, []
         return statistics.median(taken[-_NUM_COUNTED:])

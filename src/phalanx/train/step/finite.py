@@ -1,4 +1,4 @@
-"""Losses and weights that are not finite: noticed where ranks meet anyway, explained, and never saved.
+"""`FiniteGuard`: losses and weights that are not finite are noticed, explained, and never saved.
 
 - **Losses.** On the CPU each pass looks at its loss, which is free. On a device, which must not be waited for, losses
   are looked at when they are logged. The rank that finds a bad one searches for its origin at once, alone (see
@@ -38,21 +38,21 @@ from phalanx.train.step.objective import Objective
 from phalanx.wire.rank_group import RankGroup
 
 _LOSS, _GRADIENT, _AVERAGED, _STATE = range(4)
-_FEW_ELEMS = 1 << 14  # are added up in no time
-_SMALLEST_SCALE = 2.0**-20  # no finite gradient overflows at that
-_MAX_SKIPPED = 36  # in a row; as many as bring a scaler from its first scale to the smallest
+_FEW_ELEMS = 1 << 14  # so few take no time to add up
+_SMALLEST_SCALE = 2.0**-20  # at this scale no finite gradient overflows
+_MAX_SKIPPED = 36  # in a row: they halve a scaler's first scale down to the smallest
 _SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one rank has seen that was not finite.
+    """Something not finite that one rank has seen.
 
     Attributes:
         step: Number of the step.
         order: Rank of the cause within the step: a loss spoils the gradients of all ranks, and these the parameters.
         epoch: Number of the epoch.
-        what: Words for what is not finite.
+        what: Description of what is not finite.
         origin: Tensor and module in which it began.
     """
 
@@ -64,19 +64,19 @@ class Finding:
 
 
 class FiniteGuard:
-    """Notices what is not finite without waiting for a device, and lets all ranks act on it at their next meeting.
+    """Notices values that are not finite without waiting for a device; all ranks act on them at their next meeting.
 
-    A loss on the CPU is looked at in each pass, and one small gradient in each step; a loss on another device, when it
-    is logged. Parameters under training and the buffers of the state are looked at before they are kept: a state with
-    one that is not finite is neither saved nor kept as a snapshot, whatever `on_nan` says. Those that are not finite
-    when the guard is made are meant to be so: they are not looked at again, nor are buffers that come later.
+    The guard checks a loss on the CPU in each pass, one small gradient in each step, and a loss on another device when
+    it is logged. It checks the parameters under training and the saved buffers before each save and snapshot: a state
+    that is not finite is never kept, whatever `on_nan` says. Parameters and buffers that are not finite when the guard
+    is made are meant to be so: it does not check them again, nor buffers that come later.
 
     Args:
         on_nan: Reaction to a loss or gradient: "raise" an error on all ranks, "warn" once, or "ignore" it.
         module: Model without its wrapper.
         objective: Objective that computes the loss, and again to find its origin.
         ranks: All ranks of the job.
-        run_log: Run log that shows and records a warning.
+        run_log: Log that shows and records a warning.
         autocast: Context in which the loss is computed.
         skips_steps: Whether a gradient that is not finite skips the step, as with a gradient scaler.
         clips: Whether gradients are clipped already.
@@ -99,7 +99,7 @@ class FiniteGuard:
         self._on_nan = on_nan
         self._module = module
         self._replay = Replay(module, objective, autocast)
-        self._batches: list[Any] = []  # of the passes of a step, until its gradient was looked at
+        self._batches: list[Any] = []  # of a step's passes, until its gradient was checked
         small = (p for p in module.parameters() if p.requires_grad and not is_lazy(p) and p.numel() <= _FEW_ELEMS)
         self._first_small = next(small, None)
         self._ranks = ranks
@@ -108,26 +108,26 @@ class FiniteGuard:
         self._clips = clips
         self._num_skipped = 0  # losses in a row
         self._state = _State(module)
-        self._finite_step = step  # the last after which the state was finite
-        self._finding: Finding | None = None  # the first since all ranks were told
+        self._finite_step = step  # the last step after which the state was finite
+        self._finding: Finding | None = None  # the first that the other ranks do not know of
         self._has_warned = False
         self._has_said_skipped = False
 
     @property
     def has_finding(self) -> bool:
-        """Whether this rank has seen something that it has not told the others yet."""
+        """Whether this rank has a finding that the others do not know of yet."""
         return self._finding is not None
 
     def what_is_meant(self) -> str:
-        """Return which parameters are not finite from the beginning; empty if none is. Every rank calls it."""
+        """Return a line on parameters that were not finite at the beginning; empty if all were. Every rank calls it."""
         names = dict.fromkeys(name for of_rank in self._ranks.gather(self._state.not_finite) for name in of_rank)
         listed = ", ".join(map(repr, names))
         return listed and f"not finite from the beginning, so not looked at for NaN: parameter {listed}"
 
     def look_at_loss(self, loss: Tensor, batch: Any, step: int, epoch: int) -> None:
-        """Look at the loss of a pass whose backward is done; free on the CPU, nothing on other devices.
+        """Check the loss of a pass after its backward; free on the CPU, skipped on other devices.
 
-        Where a gradient scaler skips the step, only a loss that stays so is an error.
+        If a gradient scaler skips such steps, only many in a row are an error.
         """
         if not loss.is_cpu:
             return
@@ -144,7 +144,7 @@ class FiniteGuard:
             self.note(what, step, epoch, batch)
 
     def look_at_log(self, losses: Sequence[float], rank: int, step: int, epoch: int) -> None:
-        """Look at each rank's mean loss since the last log; every rank calls it.
+        """Check each rank's mean loss since the last log; every rank calls it.
 
         Raises:
             NonFinite: As `settle` does.
@@ -163,15 +163,15 @@ class FiniteGuard:
         self.settle()
 
     def look_at_norm(self, norm: Tensor, step: int, epoch: int) -> None:
-        """Look at the norm of the averaged gradient, where it is known."""
+        """Check the norm of the averaged gradient, if it is computed."""
         batches, self._batches = self._batches, []
         if norm.device.type == "cpu" and not self._skips_steps and not math.isfinite(value := norm.item()):
             self._note_gradient(f"the gradient's norm is {value}, although the loss is finite", step, epoch, batches)
 
     def look_at_gradient(self, step: int, epoch: int) -> None:
-        """Look at one small averaged gradient on the CPU: that of the first module that has one.
+        """Check one small averaged gradient on the CPU: that of the first module that has one.
 
-        Whatever a backward pass spoils, it spoils in the modules before, too. So nearly all is seen, in no time.
+        Whatever a backward pass spoils, it also spoils in the modules before, so this finds nearly everything.
         """
         batches, self._batches = self._batches, []
         grad = None if self._first_small is None or self._skips_steps else self._first_small.grad
@@ -181,19 +181,19 @@ class FiniteGuard:
             self._note_gradient("a gradient is not finite, although the loss is", step, epoch, batches)
 
     def look_at_scale(self, scaler: torch.amp.GradScaler, step: int, epoch: int) -> None:
-        """Look at the gradient scaler's scale, which halves with each step that is skipped."""
+        """Check the gradient scaler's scale, which halves with each skipped step."""
         if scaler.is_enabled() and (scale := scaler.get_scale()) < _SMALLEST_SCALE:
             what = f"the gradient scaler's scale has come down to {scale:g}: it skips every step"
             self.note(what, step, epoch, is_past=True)
 
     def note(self, what: str, step: int, epoch: int, batch: Any = None, *, is_past: bool = False) -> None:
-        """Remember a loss that was not finite, until the ranks meet, and where it began.
+        """Keep a finding about a loss, and where it began, until the ranks meet.
 
-        If the step `is_past`, an earlier one since the last look may be the cause.
+        If the step `is_past`, an earlier one since the last check may be the cause.
         """
         if self._finding is None and self._on_nan != "ignore":
             origin = UNKNOWN
-            with contextlib.suppress(Exception):  # whatever a model does when it is called alone
+            with contextlib.suppress(Exception):  # a model may fail when only this rank calls it
                 origin = self._origin(batch, step, is_past)
             self._finding = Finding(step, _LOSS, epoch, what, origin)
 
@@ -215,10 +215,10 @@ class FiniteGuard:
         return worst < 2
 
     def settle(self) -> None:
-        """Raise or warn of what any rank has found; every rank calls it.
+        """Raise or warn about what any rank has found; every rank calls it.
 
         Raises:
-            NonFinite: On every rank the same, if `on_nan` is "raise".
+            NonFinite: The same on every rank, if `on_nan` is "raise".
         """
         findings = self._ranks.gather(self._finding)
         self._finding = None
@@ -247,12 +247,12 @@ class FiniteGuard:
         self._has_warned = True
 
     def _until(self, step: int) -> str:
-        """Return in which steps up to `step` a state became bad that was finite when it was last looked at."""
+        """Return in which steps up to `step` a state became bad that was finite at the last check."""
         first = self._finite_step + 1
         return f"in step {step}" if first >= step else f"in one of the steps {first} to {step}"
 
     def _origin(self, batch: Any, step: int, is_past: bool) -> Origin:
-        """Return where what is not finite began: in the batch, before, or in a module's output."""
+        """Return the origin of a bad loss: the batch, the weights, or a module's output."""
         if (path := first_bad_tensor(batch, "batch", allows_minus_inf=True)) is not None:
             return Origin(f"It began in the data: {path}", path.partition(",")[0])
         if bad := self._state.first_bad():
@@ -263,11 +263,11 @@ class FiniteGuard:
         return FINITE_BEFORE if batch is None else self._replay.origin_of_loss(batch)
 
     def _note_gradient(self, what: str, step: int, epoch: int, batches: Sequence[Any]) -> None:
-        """Remember an averaged gradient that is not finite; the ranks whose own gradient made it so count first."""
+        """Keep a finding about an averaged gradient; ranks whose own gradient was bad take precedence."""
         if self._finding is not None or self._on_nan == "ignore" or self._has_warned:
             return
         origin, order = None, _AVERAGED
-        with contextlib.suppress(Exception):  # whatever a model does when it is called alone
+        with contextlib.suppress(Exception):  # a model may fail when only this rank calls it
             origin = next(filter(None, map(self._replay.first_bad_gradient, batches)), None)
         if origin is not None:
             order = _GRADIENT
@@ -281,7 +281,7 @@ class FiniteGuard:
 
 
 class _State:
-    """The parameters under training and the floating buffers of a module's state, apart from those that began bad.
+    """Parameters under training and saved floating-point buffers of a module, without those that began bad.
 
     Attributes:
         not_finite: Names of the parameters under training that were not finite at the beginning.
@@ -303,7 +303,7 @@ class _State:
         }
 
     def first_bad(self) -> str:
-        """Return what the first is that is not finite, such as ``parameter '0.weight'``; empty if all are."""
+        """Return the first that is not finite, such as ``parameter '0.weight'``; empty if all are finite."""
         parameters = [
             (name, local(p))
             for name, p in self._module.named_parameters()
@@ -312,14 +312,14 @@ class _State:
         buffers = [
             (name, local(buffer))
             for name, buffer in self._module.named_buffers()
-            if buffer.shape == self._sizes.get(name)  # one that has grown may hold anything by design
+            if buffer.shape == self._sizes.get(name)  # a buffer that has grown may hold anything by design
         ]
         looked_at = parameters + buffers
         if not looked_at:
             return ""
         device = looked_at[0][1].device
         sums = torch.stack([tensor.sum().abs().to(device, torch.float64) for _, tensor in looked_at])
-        if sums.isfinite().all():  # a sum can overflow by itself, but not hide anything
+        if sums.isfinite().all():  # a sum can overflow by itself, but hides nothing
             return ""
         found = (f"parameter {name!r}" for name, tensor in parameters if not is_finite(tensor))
         in_buffers = (f"buffer {name!r}" for name, b in buffers if first_bad_tensor(b, "", allows_minus_inf=True))

@@ -1,4 +1,4 @@
-"""Convolutions with their channels last in memory: the layout of a model's weights and of the images in a batch."""
+"""Channels-last memory format, for a model's weights and for the images in a batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from phalanx.train.wrapper import is_sharded
 
 
 def lay_out_model(model: nn.Module) -> None:
-    """Put the channels of a model's weights and buffers with four dimensions last in memory, in place.
+    """Convert a model's weights and buffers with four dimensions to channels-last, in place.
 
     Raises:
-        ValueError: The model is wrapped already, so that its gradients may have their places.
+        ValueError: The model is wrapped already, so its gradients may already be laid out.
     """
     if model is not checkpoint.unwrap(model) or is_sharded(model):
         raise ValueError(
@@ -28,12 +28,12 @@ def lay_out_model(model: nn.Module) -> None:
 
 
 def lay_out_batch(batch: Any) -> Any:
-    """Return a batch whose floating tensors with four dimensions have their channels last in memory."""
+    """Return a batch with its floating-point tensors of four dimensions in channels-last format."""
     return with_tensors(batch, lay_out)
 
 
 def lay_out(tensor: Tensor) -> Tensor:
-    """Return a floating tensor of four dimensions with its channels last in memory; any other tensor as it is."""
+    """Return a floating-point tensor of four dimensions in channels-last format; any other tensor as it is."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
     is_image = is_dense and tensor.dim() == 4 and tensor.is_floating_point()
     return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor

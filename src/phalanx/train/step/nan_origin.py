@@ -25,12 +25,12 @@ from phalanx.train.wrapper import is_sharded
 
 
 class Origin(NamedTuple):
-    """Where something began not to be finite.
+    """Origin of a value that is not finite.
 
     Attributes:
-        words: Sentence that says it.
-        tensor: Name of the first tensor that was not finite; empty if none is known.
-        module: Name of the module that made it; empty if none is known.
+        words: Sentence about it.
+        tensor: Name of the first tensor that was not finite; empty if unknown.
+        module: Name of the module that computed it; empty if unknown.
     """
 
     words: str
@@ -40,7 +40,7 @@ class Origin(NamedTuple):
 
 UNKNOWN = Origin("Where it began is not known")
 FINITE_BEFORE = Origin("The batch and the parameters are finite")
-_LOSS_ALONE = Origin("The batch, the parameters and all modules' outputs are finite: the loss is not")
+_ONLY_LOSS = Origin("The batch, the parameters and all modules' outputs are finite: the loss is not")
 _REPEATED_FINITE = Origin(
     "The batch and the parameters are finite, and so was a second forward pass of the same batch: the pass does not "
     "repeat itself; look at its counters, buffers and random numbers"
@@ -48,7 +48,7 @@ _REPEATED_FINITE = Origin(
 
 
 class Replay:
-    """Computes the loss of a batch once more, alone, to find the module that made it go wrong.
+    """Computes the loss of a batch again on this rank only, to find the module that made it go wrong.
 
     Args:
         module: Model without its wrapper.
@@ -63,15 +63,15 @@ class Replay:
 
     @property
     def is_possible(self) -> bool:
-        """Whether one rank alone can compute the loss: no module meets the other ranks."""
+        """Whether a single rank can compute the loss: no module calls a collective."""
         meets = is_sharded(self._module) or any("SyncBatchNorm" in type(m).__name__ for m in self._module.modules())
         return not meets
 
     def origin_of_loss(self, batch: Any) -> Origin:
-        """Return the first module whose output is not finite, or what a second pass says where all outputs are finite.
+        """Return the first module whose output is not finite; if all are finite, say so.
 
         The second pass starts from the state that the first one left: a counter, a buffer or the random numbers may
-        have moved on. So a second loss that is finite acquits nobody.
+        have moved on. So a second loss that is finite clears no module.
         """
         if not self.is_possible:
             return FINITE_BEFORE
@@ -95,15 +95,14 @@ class Replay:
                 hook.remove()
         if found:
             return found[0]
-        if loss is None:  # the model can't be called alone
+        if loss is None:  # a single rank can't call the model
             return FINITE_BEFORE
-        return _REPEATED_FINITE if is_finite(loss) else _LOSS_ALONE
+        return _REPEATED_FINITE if is_finite(loss) else _ONLY_LOSS
 
     def first_bad_gradient(self, batch: Any) -> Origin | None:
-        """Return the module that first made a gradient which is not finite; None if this rank's gradients are finite.
+        """Return the module that first computed a bad gradient; None if this rank's gradients are finite.
 
-        It computes on a copy of the model, whose gradients nobody else hears of; and not at all if a module would meet
-        the other ranks.
+        It uses a copy of the model, so that no gradient is averaged. None, too, if a module calls a collective.
         """
         if not self.is_possible:
             return None
@@ -114,7 +113,7 @@ class Replay:
                 module.register_full_backward_hook(_gradient_hook(name or "model", found))
             model.zero_grad()
             with warnings.catch_warnings(), self._autocast:
-                warnings.simplefilter("ignore")  # torch tells of the first module that its inputs have no gradient
+                warnings.simplefilter("ignore")  # torch warns that the first module's inputs have no gradient
                 loss, _ = self._objective.loss_of(model, batch)
                 loss.backward()
         for name, parameter in model.named_parameters() if not found else ():
@@ -136,9 +135,9 @@ def _gradient_hook(name: str, found: list[Origin]) -> Callable[[nn.Module, Any, 
 
 
 def first_bad_tensor(value: Any, path: str, *, allows_minus_inf: bool = False) -> str | None:
-    """Return what is wrong with the first tensor of nested values that is not finite; None if all are.
+    """Return a description of the first tensor in nested values that is not finite; None if all are finite.
 
-    Masks of attention hold -inf by design.
+    Attention masks hold -inf by design, which `allows_minus_inf` accepts.
     """
     for where, tensor in tensors_in(value, path):
         is_bad = ~torch.isfinite(tensor) & (tensor != -math.inf if allows_minus_inf else True)
@@ -148,19 +147,19 @@ def first_bad_tensor(value: Any, path: str, *, allows_minus_inf: bool = False) -
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements that this rank has of a tensor are finite."""
+    """Return whether all elements of a tensor on this rank are finite."""
     return bool(torch.isfinite(local(tensor)).all())
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, without its history."""
+    """Return this rank's part of a parameter, detached."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextlib.contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
-    """Leave buffers and random numbers as they are."""
+    """Restore buffers and random numbers after the body."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with random_state_kept():
         try:

@@ -29,11 +29,12 @@ _EXAMPLE_OF_MAPPING = (
 
 
 class Objective:
-    """A loss of outputs and targets, or a training step of the user's own, and what is evaluated.
+    """A loss of outputs and targets, or the script's training step; and the values of an evaluation.
 
     Args:
         loss: Function ``loss(outputs, targets)``.
-        training_step: Function ``training_step(model, batch)`` that returns the loss, alone or among values by name.
+        training_step: Function ``training_step(model, batch)`` that returns the loss, or values by name and the loss as
+            one of them.
         evaluation_step: Function ``evaluation_step(model, batch)`` that returns the loss, or values by name.
         metrics: Functions ``metric(outputs, targets)``, or objects with ``update``, ``compute`` and ``reset``.
 
@@ -42,8 +43,8 @@ class Objective:
         is_split: Whether an evaluation divides batches into inputs and targets.
 
     Raises:
-        ValueError: There is no single loss, a function in `metrics` where nobody knows outputs and targets, or a name
-            that is taken.
+        ValueError: There is not exactly one of loss and training step; a metric needs outputs and targets that are not
+            known; or a name is reserved.
         TypeError: `metrics` is no mapping of metrics by name.
     """
 
@@ -64,7 +65,7 @@ class Objective:
         self.stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if has_state(metric)}
         self._names = "loss", *metrics
         self._functions = {name: metric for name, metric in metrics.items() if name not in self.stateful}
-        self.is_split: bool = loss is not None and evaluation_step is None  # into inputs and targets, to evaluate
+        self.is_split: bool = loss is not None and evaluation_step is None
         if self._functions and not self.is_split:
             raise ValueError(
                 f"Trainer: metrics need a loss: with a training_step or evaluation_step, outputs and targets are not "
@@ -73,7 +74,7 @@ class Objective:
             )
 
     def check_monitor(self, name: str) -> None:
-        """Refuse the name of a value that no evaluation can have, as far as is known before the first.
+        """Refuse the name of a value that no evaluation can have, as far as this is known in advance.
 
         Raises:
             ValueError: There is no such value.
@@ -86,11 +87,11 @@ class Objective:
             )
 
     def loss_of(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any] | None]:
-        """Return the loss of a batch, and the other values by name that the training step has returned with it.
+        """Return the loss of a batch, and the other values that the training step has returned by name.
 
         Raises:
-            TypeError: There is no tensor that is the loss.
-            ValueError: It is no single number, or, under training, has no gradient.
+            TypeError: The loss is missing, or is no tensor.
+            ValueError: The loss is not a single number, or has no gradient while training.
         """
         if self._training_step is None:
             assert self._loss is not None
@@ -111,7 +112,7 @@ class Objective:
         )
 
     def values_of(self, model: nn.Module, batch: Any, *, counts: bool = True) -> dict[str, Any]:
-        """Return what is evaluated of a batch; metrics with a state see it if it counts, and is no padding."""
+        """Return the evaluated values of a batch; metrics with a state are updated unless the batch is padding."""
         if not self.is_split:
             return self._values_of_step(model, batch)
         outputs, targets = _outputs_and_targets(model, batch)
@@ -137,10 +138,10 @@ class Objective:
 
 
 def _checked(name: str, loss: Tensor) -> Tensor:
-    """Return a loss that one can train by.
+    """Return the loss if it can be minimized.
 
     Raises:
-        ValueError: It is no single number, or has no gradient where one is wanted.
+        ValueError: It is not a single number, or has no gradient while gradients are on.
     """
     if loss.dim() and loss.numel() != 1:
         raise ValueError(
@@ -156,7 +157,7 @@ def _checked(name: str, loss: Tensor) -> Tensor:
 
 
 def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Return what the model makes of a batch of two parts, or of a mapping with one entry named as targets are.
+    """Return the model's outputs and the targets, of a pair or of a mapping with one entry named like targets.
 
     Raises:
         ValueError: The batch is neither.
@@ -175,12 +176,13 @@ def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
 
 
 def outputs_of(model: nn.Module, batch: Any) -> Any:
-    """Return what the model makes of a batch, with targets or without.
+    """Return the model's outputs for a batch, with targets or without.
 
-    What is no target in a mapping are the model's keyword arguments; "inputs" alone is its only argument.
+    The entries of a mapping other than targets are the model's keyword arguments; a single entry "inputs" is its only
+    positional argument.
 
     Raises:
-        TypeError: The model does not take the arguments of that name.
+        TypeError: The model does not take arguments of these names.
     """
     if not isinstance(batch, Mapping):
         return model(batch[0] if isinstance(batch, tuple | list) else batch)
@@ -202,14 +204,14 @@ def outputs_of(model: nn.Module, batch: Any) -> Any:
 
 
 class NamedParts:
-    """Values that a training step has returned beside the loss, added up until they are logged."""
+    """Sums of the values that a training step returns besides the loss, until they are logged."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
         self._has_any = False
 
     def add(self, parts: Mapping[str, Any], weight: float) -> None:
-        """Count the values of one pass with its share of the batch.
+        """Add the values of one pass, weighted by its share of the batch.
 
         Raises:
             ValueError: A value is not one number.
@@ -228,7 +230,7 @@ class NamedParts:
             self._sums[name] = self._sums.get(name, 0) + value * weight
 
     def take(self, ranks: RankGroup, num_steps: int) -> dict[str, float]:
-        """Return the means over all ranks' samples of so many steps, and begin anew; every rank calls it."""
+        """Return the means over all ranks' samples in `num_steps` steps, and reset; every rank calls it."""
         if not self._has_any:
             return {}
         own = {name: float(value) / num_steps / ranks.world_size for name, value in self._sums.items()}

@@ -37,26 +37,26 @@ from phalanx.parallel.layout import flat, laid_out_like, packed, shaped
 from phalanx.parallel.pieces import CUT_ELEMS, elementwise
 from phalanx.parallel.shared_memory import shared_tensor
 
-_LEAST_ELEMS = 1 << 17  # of a parameter: a smaller one is in the caches, and faster stepped than exchanged
+_LEAST_ELEMS = 1 << 17  # a smaller parameter is in the caches, and stepping it is faster than exchanging it
 _BLOCK_ELEMS = 1 << 16
-_LEAST_ROOM = 4  # times the memory that is shared must be left of each limit
+_LEAST_ROOM = 4  # each memory limit must have this many times the shared memory left
 
 
 class Shards:
-    """Divides the steps of an optimizer, whose parameters and gradients are alike on all ranks of one host.
+    """Divides the steps of an optimizer whose parameters and gradients are alike on all ranks of one host.
 
-    Each large parameter is cut into one range for each rank; a rank steps its own, block by block, so that all passes
-    over a block but the first find it in the caches, and takes the others' results. The state of such a parameter lies
-    in memory that all ranks share, so each rank has the whole of it in the optimizer, where checkpoints and callbacks
-    find it. All other parameters are stepped by every rank as they are. `end` gives each rank a state of its own again.
+    Each large parameter is cut into a range for each rank. A rank steps its own range block by block, and takes the
+    other ranks' results. The state of such a parameter lies in memory that all ranks share, so each rank's optimizer
+    has the whole state, where checkpoints and callbacks find it. Every rank steps the other parameters as they are.
+    `end` gives each rank a state of its own again.
 
-    No rank may read the state while another one steps: between such a reading and the next step the ranks must meet, as
+    No rank may read the state while another one steps: between reading it and the next step the ranks must meet, as
     they do to average gradients.
 
     Args:
         optimizer: Optimizer that treats each element by itself.
         parameters: Parameters to divide, as `divisible` returns them; the same on every rank.
-        group: Ranks that train together; None: this process alone.
+        group: Ranks that train together; None: only this process.
 
     Raises:
         RuntimeError: The ranks can't share memory; on every rank.
@@ -74,7 +74,7 @@ class Shards:
         }
 
     def _own_range(self, parameter: nn.Parameter) -> range:
-        """Return the elements that this rank steps: all have equally many, and the last rank has the rest, too."""
+        """Return the elements that this rank steps: equally many on each rank, and the remainder on the last one."""
         length = self._length(parameter)
         is_last = self._rank == self._size - 1
         return range(self._rank * length, parameter.numel() if is_last else (self._rank + 1) * length)
@@ -83,13 +83,13 @@ class Shards:
         return parameter.numel() // (self._size * CUT_ELEMS) * CUT_ELEMS
 
     def length(self, parameter: nn.Parameter) -> int:
-        """Return how many elements of a parameter each rank steps, but for the rest; 0: every rank steps all of it."""
+        """Return how many elements of a parameter each rank steps, without the remainder; 0: every rank steps all."""
         return self._length(parameter) if parameter in self._cuts else 0
 
     def needs_whole(self) -> bool:
         """Return whether this rank's next step reads more of an averaged gradient than this rank's range."""
         optimizer = self._optimizer
-        own_step = vars(optimizer).get("step")  # a scheduler's wrapper of the class's function reads no gradient
+        own_step = vars(optimizer).get("step")  # a scheduler wraps the class's function, which reads no gradient
         return (
             has_hooks(optimizer)
             or (own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step)
@@ -125,23 +125,23 @@ class Shards:
             dist.broadcast(elements[end:], group=self._group, group_src=self._size - 1)
 
     def end(self) -> None:
-        """Give this rank a state of its own. Others need not call it at the same time."""
+        """Give this rank a state of its own. Other ranks need not call it at the same time."""
         for cut in self._cuts.values() if self._group is not None else ():
             cut.let_go(self._optimizer.state.get(cut.parameter, {}))
         self._cuts = {}
 
 
 def has_hooks(optimizer: optim.Optimizer) -> bool:
-    """Return whether anything is called before or after an optimizer's step."""
+    """Return whether an optimizer has hooks before or after its step, its own or global ones."""
     own = (getattr(optimizer, name, None) for name in _torch.HOOKS_OF_OPTIMIZER)
     return any((*own, _torch.global_pre_hooks_of_optimizers, _torch.global_post_hooks_of_optimizers))
 
 
 @contextlib.contextmanager
 def _hooks_outside(optimizer: optim.Optimizer) -> Iterator[None]:
-    """Call an optimizer's hooks before and after the body, where they find whole parameters, and none within it.
+    """Call an optimizer's hooks before and after the body, where they see whole parameters, and none within it.
 
-    With hooks from the beginning nothing is divided; these have been registered since, maybe on one rank alone.
+    An optimizer with hooks from the beginning is not divided; these were registered later, maybe on one rank only.
     """
     own_pre, own_post = (getattr(optimizer, name, {}) for name in _torch.HOOKS_OF_OPTIMIZER)
     all_pre, all_post = _torch.global_pre_hooks_of_optimizers, _torch.global_post_hooks_of_optimizers
@@ -160,12 +160,12 @@ def _hooks_outside(optimizer: optim.Optimizer) -> Iterator[None]:
 
 
 class _Cut:
-    """A parameter of which this rank steps a range, in blocks that the optimizer takes for parameters.
+    """A parameter of which this rank steps a range, in blocks that the optimizer treats as parameters.
 
     Args:
         parameter: Parameter of the model.
         own: Elements that this rank steps, in the order of their memory.
-        state: State of the whole parameter, in its layout, an element for each of its own; maybe in shared memory.
+        state: Elementwise state of the whole parameter, in its layout; maybe in shared memory.
     """
 
     def __init__(self, parameter: nn.Parameter, own: range, state: dict[str, Tensor]) -> None:
@@ -180,13 +180,13 @@ class _Cut:
         self._has_entered = False
 
     def enter(self, state: dict[Any, Any]) -> Sequence[nn.Parameter]:
-        """Return what the optimizer is to step, with gradients and state: the blocks, or the whole parameter."""
+        """Return what the optimizer steps, with gradients and state in place: the blocks, or the whole parameter."""
         parameter, grad = self.parameter, self.parameter.grad
         if grad is None:
             return (parameter,)
         values = state.get(parameter, {})
         if grad.layout is not torch.strided or not self._has_state(values):
-            self.let_go(values)  # the same on every rank, as what made it so
+            self.let_go(values)  # on every rank alike, as the cause is
             return (parameter,)
         self._take_over(values)
         if parameter.data_ptr() != self._address:
@@ -200,28 +200,28 @@ class _Cut:
         return self._blocks
 
     def _has_state(self, values: dict[str, Any]) -> bool:
-        """Return whether the optimizer has all of the parameter's state, and the parameter the layout that it had."""
+        """Return whether the optimizer has all of the parameter's state, and the parameter its former layout."""
         return self.parameter.stride() == self._stride and self._state.keys() <= values.keys()
 
     def fits(self, state: dict[Any, Any]) -> bool:
-        """Return whether the next step takes this rank's blocks out of the gradient as it lies, if there is one."""
+        """Return whether the next step can take this rank's blocks from the gradient in place, if there is one."""
         grad = self.parameter.grad
         is_alike = grad is None or (grad.layout is torch.strided and grad.stride() == self._stride)
         return is_alike and self._has_state(state.get(self.parameter, {}))
 
     def _take_over(self, values: dict[str, Any]) -> None:
-        """Let the blocks have what the optimizer has of the parameter, if they do not have it already."""
+        """Give the blocks the optimizer's state of the parameter, if they do not have it already."""
         for name, value in values.items():
             if name not in self._state:
                 if value is not self._states[0].get(name):
                     for own in self._states:
                         own[name] = value.clone() if isinstance(value, Tensor) else value
-            elif value is not self._state[name]:  # at the beginning, and when a script has loaded another state
+            elif value is not self._state[name]:  # at the beginning, and after a script has loaded another state
                 flat(self._state[name])[self._own] = flat(laid_out_like(self._state[name], value))[self._own]
                 values[name] = self._state[name]
 
     def leave(self, state: dict[Any, Any]) -> None:
-        """Leave the optimizer with the whole parameter again."""
+        """Give the optimizer the whole parameter back."""
         if self._has_entered:
             self._has_entered = False
             for block in self._blocks:
@@ -230,16 +230,17 @@ class _Cut:
             state[self.parameter].update({n: value for n, value in self._states[0].items() if n not in self._state})
 
     def let_go(self, values: dict[str, Any]) -> None:
-        """Replace what lies in shared memory by copies of this rank's own."""
+        """Replace state in shared memory by this rank's own copies."""
         for name, shared in self._state.items():
             if values.get(name) is shared:
                 values[name] = shared.clone()
 
 
 def divisible(optimizer: optim.Optimizer, trained: Collection[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters of an optimizer that are worth dividing, in its order; it has stepped, and not cleared.
+    """Return the parameters of an optimizer that are worth dividing, in its order.
 
-    Those are the large ones that have a dense gradient, and a state of the same shape.
+    Those are the large ones with a dense gradient and elementwise state. The optimizer must have stepped, and its
+    gradients must not have been cleared.
 
     Args:
         optimizer: Optimizer that treats each element by itself.
@@ -266,18 +267,18 @@ def _elementwise(optimizer: optim.Optimizer, parameter: nn.Parameter) -> dict[st
 
 
 def has_room(parameters: Collection[nn.Parameter], optimizer: optim.Optimizer) -> bool:
-    """Return whether memory for a second state of the parameters is plenty, on this host and in each cgroup above."""
+    """Return whether the host and each cgroup have plenty of memory for a second state of the parameters."""
     num_bytes = sum(v.numel() * v.element_size() for p in parameters for v in _elementwise(optimizer, p).values())
     return all(memory.left_bytes >= _LEAST_ROOM * num_bytes for memory in known_memory())
 
 
 def _places(pairs: Sequence[tuple[nn.Parameter, Tensor]], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
-    """Yield a tensor for each parameter and value, laid out like the one, of the other's dtype, shared by the ranks.
+    """Yield a tensor for each pair, with the parameter's layout and the value's dtype, shared by the ranks.
 
     Raises:
         RuntimeError: The ranks can't share memory; on every rank.
     """
-    if group is None:  # values stay where they are, unless their layout is another
+    if group is None:  # values stay where they are, unless their layout differs
         for parameter, value in pairs:
             is_alike = value.stride() == parameter.stride()
             yield value if is_alike else torch.empty_like(parameter, dtype=value.dtype)

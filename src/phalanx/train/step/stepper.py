@@ -1,4 +1,4 @@
-"""`Stepper`: the gradients of a global batch, averaged over all ranks, and the optimizer's step with them.
+"""`Stepper`: the averaged gradients of a global batch, and the optimizer's step.
 
 A global batch is a range of the epoch's order, a pure function of (seed, epoch). Rank r of W takes the r-th of W
 pieces of it, in parts that fit one forward pass. A part's loss is weighted by its share of the batch, so that
@@ -41,8 +41,8 @@ class Stepper:
     Attributes:
         autocast: Context in which the loss is computed.
         scaler: Gradient scaler; it only scales in "fp16".
-        named: Values beside the loss since they were logged last.
-        grad_norm: Norm of the last averaged gradient before it was clipped; None if none is clipped.
+        named: Values besides the loss since the last log.
+        grad_norm: Norm of the last averaged gradient before clipping; None without clipping.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Stepper:
         self.scaler: torch.amp.GradScaler = session.grad_scaler(settings.precision)
         self.named: NamedParts = NamedParts()
         self.grad_norm: Tensor | None = None
-        self._averaging_s = 0.0  # of the last pass, without waiting
+        self._averaging_s = 0.0  # in the last pass, without waiting
 
     def begin(self, run_log: RunLog, step: int) -> FiniteGuard:
-        """Time the phases of the steps after `step` for the run log, and return the guard that looks at them."""
+        """Time the phases of the steps after `step` for the run log, and return the guard that checks their values."""
         self._clock = run_log.clock
         how = "never" if self.scaler.is_enabled() else self._divides
         clips = self._clip_norm is not None
@@ -82,14 +82,14 @@ class Stepper:
             autocast=self.autocast, skips_steps=self.scaler.is_enabled(), clips=clips, step=step,
         )  # fmt: skip
         if self._clip_norm is not None and self._ddp is not None:
-            self._ddp.grad_norm()  # from now on it comes with the averaging: the same bits in the first step as later
+            self._ddp.grad_norm()  # from now on computed with the averaging, so all steps have the same bits
         return self._guard
 
     def sentinel(self, step: int) -> tuple[Sentinel, str]:
-        """Return what compares the ranks' copies after `step`, and why it can't, if so. Every rank calls it."""
+        """Return the sentinel that compares the ranks' copies, and a line if it can't. Every rank calls it."""
         group, kinds = getattr(self._model, "process_group", None), []
         if self._ranks.world_size == 1 or group is None or group.size() < self._ranks.world_size:
-            group = None  # one rank, FSDP2, or ranks that train apart
+            group = None  # one rank, FSDP2, or ranks that train independently
         elif self._settings.compare_every:
             kinds = list(dict.fromkeys(self._ranks.gather(kind_of_processor(self._device))))
         why = f"the ranks' copies are not compared: they round otherwise ({', '.join(kinds)})" if len(kinds) > 1 else ""
@@ -98,9 +98,9 @@ class Stepper:
         return Sentinel(self._model, self._optimizer, group, every, lambda p: divided.length(p) > 0, step), why
 
     def backward(self, parts: Sequence[Part], num_samples: int, step: int, epoch: int) -> Tensor:
-        """Leave the averaged gradients of a global batch, and return this rank's part of its mean loss.
+        """Compute the averaged gradients of a global batch, and return this rank's part of its mean loss.
 
-        Ranks' parts add up to the mean times the number of ranks.
+        The ranks' parts add up to the mean times the number of ranks.
 
         Args:
             parts: This rank's parts of the batch.
@@ -112,7 +112,7 @@ class Stepper:
             return self._sum_over_shards(parts, num_samples, step, epoch)
         losses = []
         for number, (batch, size) in enumerate(parts, start=1):
-            # The model averages over ranks, so what makes it a mean over all samples is this.
+            # The model averages over ranks; this weight makes the result the mean over all samples.
             weight = size * self._ranks.world_size / num_samples if num_samples else 1 / len(parts)
             with synchronizing(self._model, number == len(parts)) if len(parts) > 1 else _NOTHING:
                 losses.append(self._forward_backward(batch, weight, step, epoch))
@@ -158,7 +158,7 @@ class Stepper:
         return loss
 
     def optimize(self, step: int, epoch: int) -> None:
-        """Clip the averaged gradients, step the optimizer and the schedule, and forget the gradients."""
+        """Clip the averaged gradients, step the optimizer and the schedule, and clear the gradients."""
         self._clock.lap("exchange")
         self._clock.begin("optimizer")
         if self._clip_norm is not None:
@@ -176,17 +176,17 @@ class Stepper:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        self._divided.end()  # what a script does with its optimizer afterwards is this rank's alone
+        self._divided.end()  # afterwards the script may use its optimizer on one rank only
 
     def _step(self) -> None:
         self.scaler.step(self._optimizer)
 
     def _clip(self, largest: float) -> Tensor:
-        """Scale gradients of a larger norm down to the largest, and return the norm that they had."""
+        """Scale the gradients down if their norm exceeds `largest`; return the norm before."""
         self.scaler.unscale_(self._optimizer)
         if self._ddp is None or self._is_deterministic or self.scaler.is_enabled():
             return nn.utils.clip_grad_norm_(self._module.parameters(), largest)
-        norm = self._ddp.grad_norm()  # added up while gradients were averaged
+        norm = self._ddp.grad_norm()  # computed while the gradients were averaged
         if norm > largest:
             grads = [p.grad for p in self._module.parameters() if p.grad is not None]
             foreach_mul_(grads, float(largest / (norm + 1e-6)))
