@@ -165,7 +165,7 @@ class Search:
     Attributes:
         best: Fastest setup so far.
         steps: Lines of the table.
-        unit: What the speeds count: "samples" or "steps".
+        unit: Unit of the speeds: "samples" or "steps" a second.
         facts: Facts that rank 0 has reported about the script.
         limits: Limits of the search.
     """
