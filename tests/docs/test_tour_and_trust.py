@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 
 from tests.docs.blocks import REPOSITORY
+from tests.test_layers import FLOORS
 
 LANGUAGES = ("en", "zh")
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
@@ -62,3 +64,12 @@ def test_a_command_that_proves_a_promise_runs_what_exists() -> None:
     targets = {name for command in commands("en") for name in re.findall(r"^make ([a-z ]+)", command)}
     for target in " ".join(targets).split():
         assert re.search(rf"^[a-z -]*\b{target}\b[a-z -]*:", MAKEFILE, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_overview_lists_rooms_from_the_bottom_up(language: str) -> None:
+    names = [re.findall(r"`(\w+)`", row[0]) for row in rows("how_it_works/overview.md", language)]
+    floors = [[FLOORS[name] for name in row] for row in names if row]
+    assert {*FLOORS} >= {name for row in names for name in row}
+    assert all(max(below) <= min(above) for below, above in itertools.pairwise(floors)), floors
+    assert sum(map(len, floors)) > 15

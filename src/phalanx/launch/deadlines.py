@@ -1,6 +1,6 @@
 """Bounds on a launcher's waits for what a rank, another node or the kernel may never do.
 
-Each is an upper bound: a wait ends as soon as it succeeds. Times that the user sets are in `flags`
+Each is an upper bound: a wait ends as soon as it succeeds. Times that the user sets are in `command.flags`
 (``--shutdown-timeout``).
 """
 
