@@ -17,6 +17,7 @@ from phalanx.data import batches
 from phalanx.data.batches import GivenBatches, GlobalBatches
 from phalanx.train.feed import loader_feed
 from phalanx.train.feed.dataset_feed import DatasetFeed
+from phalanx.train.feed.feed import filler
 from phalanx.train.feed.loader_feed import LoaderFeed
 from phalanx.train.resume.preflight import preflight
 from tests import resuming
@@ -207,3 +208,21 @@ def fit_with_stops(rank, world_size, folder, kind):
 def test_a_trainer_that_was_stopped_behind_any_step_ends_with_the_same_weights(tmp_path, run_ranks, kind):
     # One stop is behind the last step of an epoch, which has not ended yet.
     assert run_ranks(fit_with_stops, 1, tmp_path, kind) == [(6, [])]
+
+
+class Pids(torch_data.Dataset):
+    """Each sample is the process that loads it."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+@pytest.mark.parametrize("keys", [[0, 0], 0], ids=["a batch", "a sample that is one"])
+def test_a_filler_is_loaded_by_another_process_where_processes_load_the_samples(keys):
+    for num_workers in (0, 3):
+        pids = set(torch.as_tensor(filler(Pids(), keys, num_workers)).flatten().tolist())
+        assert len(pids) == 1
+        assert (os.getpid() in pids) == (num_workers == 0)

@@ -255,7 +255,7 @@ def test_a_misspelled_argument_is_named_with_the_one_that_is_meant_and_no_other(
         ("strategy", "; right: phalanx run --nproc-per-node N"),
         ("num_nodes", "; right: phalanx run --nnodes N"),
         ("train_dataset", r"; right: trainer\.fit\(data, validation_data\)"),
-        ("ckpt_path", r"; right: trainer\.fit\(data\), which goes on from the newest checkpoint"),
+        ("ckpt_path", r"; right: trainer\.fit\(data\), which resumes from the newest checkpoint"),
         ("shuffle", "; right: leave it out"),
         ("warmup_steps", r"; help\(phalanx\.Trainer\) lists all$"),
         ("tokenizer", r"; help\(phalanx\.Trainer\) lists all$"),
@@ -281,7 +281,7 @@ def trainer(tmp_path_factory):
     ("method", "wrong", "said"),
     [
         ("fit", "train_dataloaders", r"; right: trainer\.fit\(data, validation_data\)$"),
-        ("fit", "ckpt_path", r"; right: trainer\.fit\(data\), which goes on"),
+        ("fit", "ckpt_path", r"; right: trainer\.fit\(data\), which resumes"),
         ("fit", "epochs", r"; right: Trainer\(max_epochs=\.\.\.\)$"),
         ("fit", "max_steps", r"; right: Trainer\(max_steps=\.\.\.\)$"),
         ("fit", "validation_dat", r", did you mean validation_data\?$"),

@@ -22,7 +22,7 @@ _OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1)"
 _SCHEDULER = "scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)"
 _OF_PLATEAU = "Trainer: ReduceLROnPlateau needs no number of steps: pass the schedule itself, not a function"
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # as torch's schedules call the number of steps
-_FIXED = ("model", "module", "optimizer", "scheduler", "settings", "folder", "checkpoints")  # a Trainer is made of them
+_FIXED = ("model", "module", "optimizer", "scheduler", "settings", "folder", "checkpoints")  # of a Trainer, once made
 _RESERVED = {
     "time", "kind", "attempt", "step", "epoch", "lr", "samples_per_s", "grad_norm", "phases_s", "phases_by_rank",
     "spread",
@@ -31,11 +31,11 @@ _METRICS = 'metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == 
 
 
 def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, **functions: Any) -> None:
-    """Refuse a model, optimizer, schedule, callbacks or functions that are something else.
+    """Refuse arguments of the wrong kind.
 
     Raises:
-        TypeError: An argument is something else, such as a class instead of an object.
-        ValueError: The optimizer or the schedule is another model's, or the loss is no mean of a batch.
+        TypeError: An argument is of the wrong kind, such as a class instead of an object.
+        ValueError: The optimizer or the schedule belongs to another model, or the loss is not the mean of a batch.
     """
     _refuse_class("model", model, "model = {}(...)")
     if not isinstance(model, nn.Module):
@@ -71,14 +71,15 @@ def check_arguments(model: Any, optimizer: Any, scheduler: Any, callbacks: Any, 
 
 
 def check_schedule(scheduler: Any, function: Any = None) -> None:
-    """Refuse what is no learning rate scheduler.
+    """Refuse anything but a learning rate scheduler.
 
     Args:
+        scheduler: Scheduler to check.
         function: Function that has made it; None: it was passed.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: The function has made a ReduceLROnPlateau, which goes by evaluations and not by a length.
+        TypeError: It is not a scheduler.
+        ValueError: The function has made a ReduceLROnPlateau, which depends on evaluations and not on a length.
     """
     if not hasattr(scheduler, "step"):
         name = "scheduler" if function is None else "what the function scheduler(optimizer, num_steps) returns"
@@ -88,10 +89,10 @@ def check_schedule(scheduler: Any, function: Any = None) -> None:
 
 
 def check_plateau(scheduler: lr_scheduler.ReduceLROnPlateau, s: Settings) -> None:
-    """Refuse a schedule that takes a better evaluation for a worse one.
+    """Refuse a schedule that mistakes a better evaluation for a worse one.
 
     Raises:
-        ValueError: It does.
+        ValueError: Its mode is not that of the settings.
     """
     if scheduler.mode != s.mode:
         raise ValueError(
@@ -110,13 +111,19 @@ def check_fit(
     is_plateau: bool,
     needs_pairs: bool,
 ) -> None:
-    """Refuse data that can't be trained on, and settings that go by an evaluation where there is none.
+    """Refuse data that can't be trained on, and settings that need an evaluation if there is none.
 
     Args:
-        needs_pairs: Whether samples must be inputs and targets.
+        data: Training data.
+        validation_data: Data to evaluate, or None.
+        batch_sampler: Batches of the training data, or None.
+        s: Settings of the trainer.
+        given: Names of the settings that the script has set.
+        is_plateau: Whether the schedule is a ReduceLROnPlateau.
+        needs_pairs: Whether samples must be pairs of inputs and targets.
 
     Raises:
-        TypeError: `data` or `validation_data` is neither a dataset nor something that gives batches.
+        TypeError: `data` or `validation_data` is neither a dataset nor an iterable of batches.
         ValueError: A setting needs validation data, or an iterator is needed more than once.
     """
     _check_data("data", data)
@@ -132,7 +139,7 @@ def check_fit(
         ("validation_data", validation_data, has_epochs, "a dataset, the loader itself"),
         ("batch_sampler", batch_sampler, True, "a BatchSampler"),
     ):
-        if isinstance(given, Iterator) and is_again and not hasattr(given, "reset"):  # as some loaders can be
+        if isinstance(given, Iterator) and is_again and not hasattr(given, "reset"):  # some loaders have one
             raise ValueError(
                 f"Trainer: {name} is needed in each epoch, and an iterator ({type(given).__name__}) is used up after "
                 f"one: pass {instead}, or a list of batches, such as [*batches]"
@@ -140,13 +147,16 @@ def check_fit(
 
 
 def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -> None:
-    """Refuse an attribute that a script sets on its trainer, and that would mean nothing.
+    """Refuse an attribute that a script sets on its trainer without any effect.
 
     Args:
+        trainer: Trainer whose attribute is set.
+        name: Name of the attribute.
+        value: Value of the attribute.
         is_subclass: Whether the trainer's class is the script's, which may have attributes of its own.
 
     Raises:
-        AttributeError: There is no such attribute, or it is a method.
+        AttributeError: There is no such attribute, or it is a method or fixed.
     """
     own = getattr(trainer, name, None)
     if name in _FIXED and value is not own:
@@ -157,7 +167,7 @@ def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -
     if hasattr(trainer, name) and (callable(value) or not callable(own) or isinstance(own, nn.Module)):
         return
     meant = f"trainer.{name}()" if callable(own) else attribute_meant(trainer, name)
-    if is_subclass and not meant.endswith("()"):  # its own may have the names that others' have
+    if is_subclass and not meant.endswith("()"):  # its attributes may have names that other trainers use
         return
     known = sorted(attribute for attribute in vars(trainer) if not attribute.startswith("_"))
     if name in Settings.__dataclass_fields__:
@@ -175,7 +185,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
 
     Raises:
         TypeError: They have no names, or one is neither a function nor an object with a state.
-        ValueError: A name means something else in the log of a run, or a metric is a sum over a batch.
+        ValueError: A name is reserved, or a metric is a sum over a batch.
     """
     if metrics is None:
         return {}
@@ -197,10 +207,10 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
 
 
 def refuse_reserved(names: Iterable[str]) -> None:
-    """Refuse values whose names mean something else in the log of a run.
+    """Refuse values whose names are fields of metrics.jsonl.
 
     Raises:
-        ValueError: There is such a name.
+        ValueError: A name is such a field.
     """
     if taken := sorted(_RESERVED.intersection(names)):
         raise ValueError(
@@ -209,7 +219,7 @@ def refuse_reserved(names: Iterable[str]) -> None:
 
 
 def has_state(metric: Any) -> bool:
-    """Return whether a metric is an object that sees batches and computes its value at the end."""
+    """Return whether a metric is an object that is updated by batches and computes its value at the end."""
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 
@@ -223,7 +233,7 @@ def _check_data(name: str, data: Any) -> None:
 
 
 def _refuse_arrays(data: Any, validation_data: Any, *, needs_pairs: bool) -> None:
-    """Refuse inputs and targets that are not put together, as in ``fit(X, Y)``."""
+    """Refuse inputs and targets as separate arrays, as in ``fit(X, Y)``."""
     shapes: list[Any] = [getattr(one, "shape", None) if _is_array(one) else None for one in (data, validation_data)]
     are_apart = None not in shapes and shapes[0][1:] != shapes[1][1:]
     for name, shape in zip(("data", "validation_data"), shapes, strict=True):
@@ -240,10 +250,10 @@ def _is_array(data: Any) -> bool:
 
 
 def _check_function_of_length(function: Any) -> None:
-    """Refuse a function that can't make a schedule of the optimizer and the number of steps.
+    """Refuse a function that can't make a schedule from the optimizer and the number of steps.
 
     Raises:
-        TypeError: It takes something else.
+        TypeError: It takes other arguments.
     """
     kind = function.func if isinstance(function, functools.partial) else None
     if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
@@ -259,7 +269,7 @@ def _check_function_of_length(function: Any) -> None:
 
 
 def _check_partial_schedule(function: functools.partial[Any], kind: type) -> None:
-    """Refuse a schedule's class with some arguments if the number of steps would be taken for something else.
+    """Refuse a partial schedule class that would take the number of steps for another argument.
 
     Raises:
         TypeError: It would.
@@ -325,7 +335,7 @@ def _refuse_sum(who: str, function: Any) -> None:
 
 
 def _reduction_of(function: Any) -> Any:
-    """Return how a loss of torch's is reduced, as far as its module or its partial tells."""
+    """Return the reduction of one of torch's losses, as far as its module or partial tells."""
     if isinstance(function, functools.partial):
         return function.keywords.get("reduction") or _reduction_of(function.func)
     return getattr(function, "__dict__", {}).get("reduction")
@@ -336,7 +346,7 @@ def _takes(function: Any, *arguments: Any) -> bool:
         inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # it tells no signature
+    except ValueError:  # the signature is unknown
         return True
     return True
 
@@ -352,7 +362,7 @@ def _refuse_class(name: str, value: Any, right: str) -> None:
 
 
 def _called(value: type) -> str:
-    """Return the name of a class as a script would write it."""
+    """Return the name of a class as a script writes it."""
     module = value.__module__
     for package, short in (("torch.nn.", "nn"), ("torch.optim.lr_scheduler", "lr_scheduler")):
         module = short if module.startswith(package) else module
@@ -368,7 +378,7 @@ def _wrong(name: str, wanted: str, value: Any, right: str) -> TypeError:
 
 
 def _right_optimizer(given: Any) -> str:
-    """Return the call that makes the optimizer whose name was given, in whatever letters, or else one to begin with."""
+    """Return the call that makes the optimizer of a given name, in any spelling, or else an example."""
     text = given.lower().replace("_", "") if isinstance(given, str) else ""
     classes = (name for name, value in vars(torch.optim).items() if isinstance(value, type))
     name = next((name for name in classes if name.lower() == text != "sgd"), "")

@@ -13,7 +13,7 @@ from phalanx._text import listed
 HOOKS = ("on_fit_start", "on_step", "on_epoch", "on_evaluation", "on_save", "on_fit_end")
 """Methods of a callback that the trainer calls, each with itself."""
 
-_OTHER_NAMES = {  # under which other trainers know them
+_OTHER_NAMES = {  # in other trainers
     "on_train_start": "on_fit_start", "on_train_begin": "on_fit_start",
     "on_step_end": "on_step", "on_batch_end": "on_step", "on_train_batch_end": "on_step",
     "on_optimizer_step": "on_step", "on_epoch_end": "on_epoch", "on_train_epoch_end": "on_epoch",
@@ -24,10 +24,10 @@ _MAX_NAMED = 3
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks of which a method is never called, or all of them.
+    """Refuse callbacks with a method that would never be called, or with none that would.
 
     Raises:
-        TypeError: A callback has an ``on_...`` that is no hook, or no hook.
+        TypeError: A callback has a method ``on_...`` that is no hook, or it has no hook.
     """
     for callback in callbacks:
         who = f"the callback {type(callback).__qualname__}"
@@ -51,14 +51,14 @@ def has_hook(callbacks: Iterable[Any], hook: str) -> bool:
 
 
 def call(callbacks: Iterable[Any], hook: str, trainer: Any) -> None:
-    """Call this method of all callbacks that have it."""
+    """Call this method of every callback that has it."""
     for callback in callbacks:
         if has_hook([callback], hook):
             getattr(callback, hook)(trainer)
 
 
 def _right_use(callback: Any) -> str:
-    """Return how an object is used that is something else than a callback; empty if that is not known."""
+    """Return how to use an object that is no callback; empty if unknown."""
     kind = type(callback).__qualname__
     if callable(getattr(callback, "update_parameters", None)):
         return (

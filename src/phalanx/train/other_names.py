@@ -26,8 +26,8 @@ _ARGUMENTS = {  # of a Trainer
 _OF_OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1), as the optimizer"
 _LAUNCH = "phalanx run --nproc-per-node N script.py"
 _FIT = "trainer.fit(data, validation_data)"
-_RESUME = 'trainer.fit(data), which goes on from the newest checkpoint in the folder, unless resume="never"'
-_ELSEWHERE = {  # what is no argument of a Trainer
+_RESUME = 'trainer.fit(data), which resumes from the newest checkpoint in the folder, unless resume="never"'
+_ELSEWHERE = {  # not arguments of a Trainer
     **dict.fromkeys(("learning_rate", "lr", "momentum", "weight_decay"), _OF_OPTIMIZER),
     **dict.fromkeys(
         ("devices", "accelerator", "strategy", "gpus", "num_gpus", "num_processes", "nprocs", "nproc_per_node",
@@ -45,7 +45,7 @@ _ELSEWHERE = {  # what is no argument of a Trainer
          "eval_dataset"), _FIT,
     ),
     **dict.fromkeys(("ckpt_path", "resume_from", "resume_from_checkpoint"), _RESUME),
-    "shuffle": "leave it out: a dataset is shuffled in each epoch, as seed=... says",
+    "shuffle": "leave it out: a dataset is shuffled in each epoch, by seed=...",
 }  # fmt: skip
 _ATTRIBUTES = {
     **dict.fromkeys(
@@ -69,7 +69,8 @@ def wrong_argument(call: str, name: str, known: Collection[str], of_trainer: Col
 
     Args:
         call: Name of the call, such as ``Trainer.fit``.
-        known: Arguments that it takes.
+        name: Name of the argument.
+        known: Arguments that the call takes.
         of_trainer: Arguments of a Trainer.
     """
     meant = _ARGUMENTS.get(name, name if name in of_trainer else "")
@@ -79,7 +80,7 @@ def wrong_argument(call: str, name: str, known: Collection[str], of_trainer: Col
 
 
 def attribute_meant(trainer: object, name: str) -> str:
-    """Return what a script writes for an attribute or a method that it knows from another trainer; empty: unknown."""
+    """Return the right expression for an attribute or method of another trainer; empty if unknown."""
     if name in _ATTRIBUTES:
         return _ATTRIBUTES[name]
     argument = _ARGUMENTS.get(name, name)

@@ -19,8 +19,8 @@ _MODES: dict[str, Literal["min", "max"]] = {
     **dict.fromkeys(
         ("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "r2", "recall"), "max"
     ),
-}  # of values whose names have these words
-_TURNING = frozenset(  # words that may make the opposite of the better value, or something else of it
+}  # by a word in the name of a value
+_TURNING = frozenset(  # words that may reverse what is better, or leave it open
     ("change", "decrease", "delta", "diff", "drop", "gain", "gap", "improvement", "increase", "inverse", "neg",
      "negative", "reduction", "std", "var", "variance")
 )  # fmt: skip
@@ -30,13 +30,13 @@ _CHOICES = {
     "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"), "on_nan": ("raise", "warn", "ignore"),
     "divide_optimizer": ("auto", "always", "never"), "mode": (None, "min", "max"),
 }  # fmt: skip
-_OTHER_VALUES = {  # as a script would write the one that is meant
+_OTHER_VALUES = {  # the value that is meant, as a script writes it
     "resume": {"True": '"auto"', "False": '"never"'}, "deterministic": {"True": '"world"', "False": "None"},
     "divide_optimizer": {"True": '"always"', "False": '"never"'},
     "scheduler_interval": {"batch": '"step"', "iteration": '"step"'}, "on_nan": {"error": '"raise"'},
     "mode": {"lower": '"min"', "minimize": '"min"', "higher": '"max"', "maximize": '"max"', "auto": "None"},
 }  # fmt: skip
-_LEAST = {  # of whole numbers
+_LEAST = {  # values of whole numbers
     "max_epochs": 1, "max_steps": 1, "micro_batch_size": 1, "patience": 1, "save_every": 1, "global_batch_size": 1,
     "keep_last": 1, "log_every": 1, "virtual_shards": 1, "num_workers": 0, "snapshot_every": 0, "compare_every": 0,
     "seed": 0,
@@ -47,7 +47,7 @@ ENDS = ("max_epochs", "max_steps")
 
 
 class GivenSettings(TypedDict, total=False):
-    """Names and types of `Settings`, for editors and type checkers to read in ``**settings`` of `Trainer`."""
+    """Names and types of `Settings`, so that editors and type checkers know the ``**settings`` of `Trainer`."""
 
     max_epochs: int | None
     max_steps: int | None
@@ -88,49 +88,48 @@ class Settings:
         max_steps: Number of optimizer steps.
         global_batch_size: Number of samples in an optimizer step, over all ranks and accumulated passes.
         micro_batch_size: Largest number of samples in one forward pass of a rank; None: unlimited.
-        on_resize: Global batch after the number of ranks has changed: "keep" its size, or "scale" it with the ranks.
-        seed: Seed for shuffling and for the data-loading workers; `seed_everything` is for the rest, such as dropout.
+        on_resize: Global batch after a change of the number of ranks: "keep" its size, or "scale" it with the ranks.
+        seed: Seed for shuffling and for the data-loading workers; `seed_everything` covers the rest, such as dropout.
         num_workers: Number of data-loading processes of each rank; ``phalanx tune`` tells whether more are faster. The
             samples are the same with any number but 0, where augmentation draws from the rank's own random numbers.
         drop_last: Whether samples at the end of an epoch that do not fill a global batch are left out.
         precision: Precision of forward and loss, through torch.autocast: "fp32", "bf16" or "fp16" (with a gradient
             scaler).
-        channels_last: Whether weights and images of four dimensions have their channels last in memory
-            (torch.channels_last), which makes most convolutions on a CPU faster. Checkpoints are the same.
-        divide_optimizer: Whether each rank steps a part of the parameters and takes the others' results: "auto" where
-            the first steps show that it is faster, but not with callbacks, since they may change the optimizer's state;
-            "always" where it can be done, or "never". It can be done on one host, on the CPU with one thread, in
-            phalanx's DistributedDataParallel, with those optimizers of torch.optim that treat each element by itself.
+        channels_last: Whether weights and images of four dimensions use torch.channels_last, which makes most
+            convolutions on a CPU faster. Checkpoints are the same.
+        divide_optimizer: Whether each rank steps a part of the parameters and takes the other ranks' results: "auto" if
+            the first steps show that it is faster, but not with callbacks, which may change the optimizer's state;
+            "always" if it is possible; or "never". It is possible on one host, on the CPU with one thread, in
+            phalanx's DistributedDataParallel, with the optimizers of torch.optim that treat each element by itself.
             Bits and checkpoints are the same. The ranks then share the memory of the optimizer's state: code may
-            replace its tensors or fill them, but ``mul_`` on each rank multiplies as often.
+            replace or fill its tensors, but ``mul_`` on every rank multiplies several times.
         clip_norm: Largest norm of the gradient; None: unlimited.
         on_nan: Reaction to a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
             once, or "ignore" it. In any case, a state with such a parameter or buffer is never saved, unless it was
             not finite when `fit` began.
         compare_every: Number of steps in which all ranks' copies of the parameters and of the optimizer's state are
             compared once, slice by slice; an error on every rank names the first tensor that differs. "auto": as often
-            as costs at most 0.5 % of the time; 0: never.
+            as at most 0.5 % of the time allows; 0: never.
         scheduler_interval: Interval at which the learning rate scheduler steps: "step" or "epoch".
         monitor: Name of the evaluated value that decides which checkpoint is best.
-        mode: Whether a lower value of `monitor` is better, "min", or a higher one, "max". None: as the name tells, if
-            it has a word such as loss, error, perplexity or rmse, or accuracy, auc, f1 or recall; another name is
-            refused. Once the Trainer is made, it is never None.
-        patience: Number of evaluations without a better one after which training stops; None: unlimited.
-        min_delta: Improvement of `monitor` up to which an evaluation is no better one for `patience`. Small
-            improvements add up, and the best checkpoint is the best by however little.
+        mode: Whether a lower value of `monitor` is better, "min", or a higher one, "max". None: derived from a word in
+            the name, such as loss, error, perplexity or rmse, or accuracy, auc, f1 or recall; other names are refused.
+            Once the Trainer is made, it is never None.
+        patience: Number of evaluations without an improvement after which training stops; None: unlimited.
+        min_delta: Improvement of `monitor` that `patience` ignores. Small improvements add up, and the best checkpoint
+            is the best by however little.
         folder: Folder of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
-        resume: Treatment of what an earlier start has left in the folder: "auto" resumes from the newest checkpoint,
-            and refuses another run's; "never" starts over, and keeps the old run aside; "force" resumes with the
-            weights and counters of another run, and this script's settings.
-        save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch, or of one in 10
-            minutes where the memory of at least two hosts has the state.
+        resume: Treatment of an earlier run in the folder: "auto" resumes from its newest checkpoint, and refuses
+            another run's; "never" starts over and sets the old run aside; "force" resumes with the weights and counters
+            of another run and this script's settings.
+        save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch, or at most one in
+            10 minutes if the memory of at least two hosts holds the state.
         keep_last: Number of newest checkpoints to keep on disk, beside the best.
-        snapshot_every: Number of steps between snapshots in memory, under ``phalanx run``; "auto": as often as costs at
-            most 3 % of the training time; 0: no snapshots.
+        snapshot_every: Number of steps between snapshots in memory, under ``phalanx run``; "auto": as often as at
+            most 3 % of the training time allows; 0: no snapshots.
         log_every: Number of steps between two lines of metrics.jsonl.
         deterministic: "world" for the same weights, bit for bit, on 1, 2, 4, ... ranks; None: no such guarantee.
-        virtual_shards: Number of parts in which `deterministic` computes a batch: a power of two, at least the number
-            of ranks.
+        virtual_shards: Number of parts of a batch under `deterministic`: a power of two, at least the number of ranks.
 
     Example:
         >>> settings = phalanx.train.Settings(max_epochs=1, global_batch_size=32, on_resize="scale")
@@ -170,13 +169,14 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], known: Collection[str]) -> Settings:
-        """Return the settings of these arguments of `Trainer`.
+        """Return the settings in these arguments of `Trainer`.
 
         Args:
-            known: Names of all arguments, since an unknown one may stand for another than a setting.
+            given: Settings by name.
+            known: Names of all arguments of `Trainer`, to suggest for an unknown one.
 
         Raises:
-            TypeError: There is no such argument; names the one that is meant.
+            TypeError: There is no such argument; the message names the one that is meant.
         """
         for name in given:
             if name not in cls.__dataclass_fields__:
@@ -234,10 +234,10 @@ class Settings:
         super().__setattr__(name, value)
 
     def _whole(self, name: str, least: int) -> Any:
-        """Return a setting as a whole number, or as it is where it may be something else.
+        """Return a setting as a whole number; None or "auto" as it is, if allowed.
 
         Raises:
-            TypeError: It is no whole number.
+            TypeError: It is not a whole number.
             ValueError: It is smaller than `least`.
         """
         value = getattr(self, name)
@@ -251,14 +251,14 @@ class Settings:
         return int(value)
 
     def batch_size_for(self, world_size: int, first_world_size: int) -> int:
-        """Return the global batch size on `world_size` ranks of a run that began on `first_world_size`."""
+        """Return the global batch size on `world_size` ranks, of a run that began on `first_world_size`."""
         if self.on_resize == "keep":
             return self.global_batch_size
         return max(world_size, self.global_batch_size * world_size // first_world_size)
 
 
 class SignatureWithSettings:
-    """Signature of a class for `help` and notebooks: each setting instead of ``**settings`` of its constructor."""
+    """Signature of a class for `help` and notebooks, with each setting in place of ``**settings``."""
 
     def __init__(self, constructor: Callable[..., None]) -> None:
         self._constructor = constructor
@@ -271,9 +271,9 @@ class SignatureWithSettings:
 
 
 def mode_of(name: str) -> Literal["min", "max"] | None:
-    """Return whether the lowest or the highest value of that name is the best, as of ``val_mae`` or ``top1_acc``.
+    """Return whether a lower or a higher value of that name is better, such as ``val_mae`` or ``top1_acc``.
 
-    The last word that tells decides, as in ``dice_loss``. None: no word does, or one may mean the opposite.
+    The last telling word decides, as in ``dice_loss``. None: there is none, or another word may reverse it.
     """
     words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     known = [_MODES[word] for word in words if word in _MODES]
@@ -281,7 +281,7 @@ def mode_of(name: str) -> Literal["min", "max"] | None:
 
 
 def _choice_meant(name: str, value: object) -> str:
-    """Return the choice that is meant, as a script would write it; empty if it is not known."""
+    """Return the choice that is meant, as a script writes it; empty if unknown."""
     if name == "precision":
         from phalanx.session.loop import right_precision  # only on the way to an error
 

@@ -82,8 +82,8 @@ def _unknown_argument(method: str, name: str, known: list[str]) -> TypeError:
 class Trainer:
     """Trains a model on all ranks of the job, which it joins if the script has not.
 
-    Every rank makes the same Trainer and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks keep
-    snapshots, as often as `Settings.snapshot_every` allows, and resume from the last one after a rank was killed.
+    Every rank makes the same Trainer and calls the same methods. Under ``phalanx run --max-restarts N`` the ranks take
+    snapshots, as often as `Settings.snapshot_every` says, and resume from the last one after a rank was killed.
 
     Arguments that are not described here are the fields of `phalanx.train.Settings`, such as ``max_epochs=10``.
 
@@ -102,17 +102,17 @@ class Trainer:
             metrics.
         scheduler: Learning rate scheduler; or a function that makes one once the length of the run is known:
             ``scheduler(optimizer, num_steps)``, where `num_steps` is how often it will be stepped: in steps or in
-            epochs, see `Settings.scheduler_interval`. If a run that resumes is longer or shorter than it was, the
-            function makes another one, which is taken up where the run is.
+            epochs, see `Settings.scheduler_interval`. If a resumed run is longer or shorter than before, the function
+            makes another one, which continues where the run is.
         metrics: Functions by name to evaluate beside the loss: ``metric(outputs, targets)`` returns one number for each
             sample, or their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics,
             combine the states of all ranks in ``compute``; an `evaluation_step` updates them itself.
         collate_fn: Function that makes a batch of a dataset's samples; None: torch's. If it drops samples, an
-            evaluation counts those that are in the batch, if its tensors tell how many; in a training step each rank's
-            part still weighs as much as the samples that were requested.
+            evaluation counts those left in the batch, if its tensors tell how many; in a training step each rank's part
+            still weighs as much as the samples that were requested.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
-            ``on_fit_end``, each called with the trainer on every rank; `stop` ends the training. Those with
-            ``state_dict`` and ``load_state_dict`` are part of the checkpoints.
+            ``on_fit_end``, each called with the trainer on every rank; `stop` ends the training. Checkpoints include
+            those with ``state_dict`` and ``load_state_dict``.
         loggers: Loggers that get the numbers of metrics.jsonl on rank 0: "tensorboard", "wandb" (offline, unless a key
             or WANDB_MODE is set), or objects with ``log(metrics, step)`` and ``close()``. If a logger fails, the run
             says so once and trains on without it.
@@ -121,16 +121,16 @@ class Trainer:
         model: Model in its wrapper.
         module: Model without the wrapper.
         optimizer: Optimizer that was passed.
-        scheduler: Scheduler that was passed, or None; one that a function makes is there once `fit` begins.
+        scheduler: Scheduler that was passed, or None; one that a function makes exists once `fit` begins.
         callbacks: Callbacks that were passed.
-        settings: Settings of this trainer, of which `max_epochs` and `max_steps` may change, to train longer.
+        settings: Settings of this trainer; `max_epochs` and `max_steps` may change, to train longer.
         session: Session of this rank.
         device: Device of the model.
         folder: Folder of the run.
         checkpoints: Folder of the run's checkpoints.
         step: Number of optimizer steps done.
         epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1. In
-            ``on_evaluation`` and ``on_epoch`` it is the one that ends; what is saved afterwards begins the next.
+            ``on_evaluation`` and ``on_epoch`` it is the epoch that ends; a checkpoint saved afterwards has the next.
         evaluation: Values of the last evaluation in `fit`, by name.
 
     Raises:
@@ -153,7 +153,7 @@ class Trainer:
         torch.Size([64, 1])
     """
 
-    _is_made = False  # from then on attributes that mean nothing are refused
+    _is_made = False  # once made, it refuses attributes that would have no effect
 
     def __init__(
         self,
@@ -224,17 +224,17 @@ class Trainer:
             check_attribute(self, name, value, is_subclass=type(self) is not Trainer)
         super().__setattr__(name, value)
 
-    if not TYPE_CHECKING:  # which is to know what there is
+    if not TYPE_CHECKING:  # type checkers must know the attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Refuse an attribute that only other trainers have, with the one that is meant."""
-            is_own = hasattr(type(self), name)  # a property, which has raised this error itself
+            """Refuse an attribute that only other trainers have, and name the right one."""
+            is_own = hasattr(type(self), name)  # a property that has raised this error itself
             if self._is_made and not is_own and (meant := attribute_meant(self, name)):
                 raise AttributeError(f"Trainer: there is no attribute {name}; right: {meant}")
             return super().__getattribute__(name)
 
     def _change(self, name: str, value: Any) -> None:
-        """Set an attribute that a script is refused, since more than the attribute must change."""
+        """Set an attribute that scripts may not set, since more than the attribute must change."""
         super().__setattr__(name, value)
 
     # ---- training --------------------------------------------------------------------------------------------------
@@ -245,15 +245,15 @@ class Trainer:
     ) -> dict[str, float]:
         """Train to the end, from where the last run in the folder stopped, and return the last evaluation.
 
-        `Settings.resume` is about runs that others have left in the folder. Called again, `fit` goes on with its own
-        run: it trains if `max_epochs` or `max_steps` has been raised, or after a `stop`, and says so if nothing is
-        left. To start over, also in a notebook's cell, make the model, the optimizer and the Trainer anew.
+        `Settings.resume` is about runs that others have left in the folder. Called again, `fit` continues its own run:
+        it trains if `max_epochs` or `max_steps` was raised, or after a `stop`, and says so if nothing is left. To start
+        over, also in a notebook, make the model, the optimizer and the Trainer anew.
 
         Args:
             data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is
                 this rank's part of a step. `Settings.global_batch_size` must then be the size of the loaders' batches,
-                over all ranks. A batch weighs as many samples as are in it, and a rank whose loader has ended goes
-                along until all have. If the tensors of a batch differ in their first dimension, batches weigh alike.
+                over all ranks. A batch weighs as many samples as it holds, and a rank whose loader has ended takes part
+                until all have. If the tensors of a batch differ in their first dimension, all batches weigh the same.
             validation_data: Data for `evaluate` after each epoch. One batch of a dataset is also evaluated before the
                 first step, to learn which values an evaluation has.
             batch_sampler: Iterable of lists of a dataset's indices to use instead of `Settings.global_batch_size`: each
@@ -285,18 +285,18 @@ class Trainer:
             raise
 
     def stop(self) -> None:
-        """End `fit` after this step on all ranks, in the middle of an epoch too: it evaluates, saves and returns.
+        """End `fit` after this step on all ranks, even in the middle of an epoch: it evaluates, saves and returns.
 
-        One rank that calls it is enough. In a callback it means the step that has just been done; elsewhere, as in a
-        training step or a thread, ranks hear of it within 0.1 s, or after the current step if steps take longer. It
-        is no end of the run: with the same folder, the next `fit` goes on from there.
+        One rank that calls it is enough. In a callback, `fit` ends after the step just done; elsewhere, as in a
+        training step or a thread, the ranks learn of it within 0.1 s, or after the current step if steps take longer.
+        The run is not over: with the same folder, the next `fit` resumes from there.
 
         Raises:
             RuntimeError: `fit` is not running.
         """
         if self._attempt is None or not self._attempt.is_training:
             raise RuntimeError("Trainer.stop: fit() is not running; call it in a callback or in the training step")
-        self._attempt.consensus.wants_stop = not rank_trial.is_on()  # which ends when it has been measured
+        self._attempt.consensus.wants_stop = not rank_trial.is_on()  # a trial ends once it has been measured
 
     @property
     def _in_group(self) -> _Attempt:
@@ -323,14 +323,14 @@ class Trainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the means over all samples of `data`, and the metrics with a state; the same on every rank.
 
-        The model is evaluated as it is: only `fit` takes up what is in the folder.
+        The model is evaluated as it is: only `fit` restores a checkpoint from the folder.
 
         Args:
             data: Map-style dataset, of which each sample counts once, whatever the number of ranks; or a loader. If all
-                ranks have the same loader, its batches are divided among them. Of a loader that divides its data, a
-                loader of a ``Subset`` that is this rank's own, a stream or a list of batches, each rank counts what it
-                gets, so a sample that a sampler repeats counts twice. The mean of a dataset's batch counts for the
-                samples that were requested, or for those that a `collate_fn` left in it, if its tensors tell how many.
+                ranks have the same loader, they divide its batches. With a loader that divides its data, a loader of
+                this rank's own ``Subset``, a stream or a list of batches, each rank counts what it gets, so a sample
+                that a sampler repeats counts twice. The mean of a dataset's batch counts for the samples that were
+                requested, or for those that a `collate_fn` left in it, if its tensors tell how many.
 
         Raises:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
@@ -343,14 +343,14 @@ class Trainer:
         """Return the model's outputs for all samples of a map-style dataset, in order, on the CPU of every rank.
 
         Args:
-            data: Dataset whose samples are inputs of the model, tuples that begin with one, or dictionaries, whose
-                targets are left out.
+            data: Dataset whose samples are inputs of the model, tuples that begin with the input, or dictionaries, of
+                which the targets are ignored.
         """
         self._say_if_untrained("predict")
         return self._in_group.evaluator.predict(data)
 
     def _say_if_untrained(self, method: str) -> None:
-        """Say once that the model is as the script made it, where the folder has a run that only `fit` takes up."""
+        """Say once that the model is untrained, if the folder has a run that only `fit` restores."""
         if self._has_fitted or self._has_said or self.settings.resume == "never" or not self.session.is_main:
             return
         if restarts.has_been_trained(self.module):
@@ -359,7 +359,7 @@ class Trainer:
         if found := checkpoint.list_checkpoints(self.checkpoints):
             self.session.print(
                 f"Trainer.{method}: the model is as the script has made it. Step {found[-1].step} of the run "
-                f"in {self.folder} is taken up by fit(), or by "
+                f"in {self.folder} is restored by fit(), or by "
                 f'phalanx.checkpoint.load({self.folder!r}, {{"model": model}})'
             )
 
@@ -405,7 +405,7 @@ class _Attempt:
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         trainer, s = self._trainer, self._settings
         refuse_differences(trainer._facts, s, evaluates=validation_data is not None, ranks=self._ranks)
-        check_callbacks(trainer.callbacks)  # a script may have added some
+        check_callbacks(trainer.callbacks)  # the script may have added some
         check_fit(
             data, validation_data, batch_sampler, s, trainer._given,
             is_plateau=trainer._is_plateau, needs_pairs=trainer._objective.is_split and trainer._collate_fn is None,
@@ -422,7 +422,7 @@ class _Attempt:
         if not self._is_over():
             refuse_unwritable(trainer.checkpoints, self._ranks)
         with (
-            # Before anything is said: who reads that training begins may already ask for its end.
+            # Before any output: whoever reads that training begins may already send a signal.
             Preemption(speaks=self.session.is_main, checkpoints=trainer.checkpoints) as self._preemption,
             self._begin(loaded) as self.run_log,
             self.stepper,
@@ -442,7 +442,7 @@ class _Attempt:
     # ---- the beginning -----------------------------------------------------------------------------------------------
 
     def _take_up(self, data: Any) -> checkpoint.Loaded | None:
-        """Restore the newest checkpoint of this run, or of another one by force."""
+        """Restore the newest checkpoint of this run, or with ``resume="force"`` of another one."""
         trainer, s = self._trainer, self._settings
         facts = with_data(trainer._facts, data, s, self._ranks)
         self._identity = Identity(
@@ -463,7 +463,7 @@ class _Attempt:
         return loaded
 
     def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
-        """Make what the steps need, and record and say how the run begins."""
+        """Make what the steps need, and record and show how the run begins."""
         trainer, s = self._trainer, self._settings
         self._feed.resize(self._batch_size())  # now that it is known
         if trainer._make_scheduler is not None and not self._is_over():
@@ -500,10 +500,10 @@ class _Attempt:
         return run_log
 
     def _schedule(self, length: int) -> None:
-        """Let the function make a schedule of that length, and put it where the run is."""
+        """Have the function make a schedule of that length, and step it to where the run is."""
         trainer, s = self._trainer, self._settings
         assert trainer._make_scheduler is not None
-        if trainer.scheduler is not None:  # from where that one began
+        if trainer.scheduler is not None:  # begin where the earlier schedule began
             trainer._hyperparameters.give_again(trainer.optimizer, keep_state=True)
         trainer._change("scheduler", trainer._make_scheduler(trainer.optimizer, length))
         check_schedule(trainer.scheduler, trainer._make_scheduler)
@@ -513,7 +513,7 @@ class _Attempt:
         self.stepper.scheduler = trainer.scheduler if in_steps else None
 
     def _batch_size(self) -> int:
-        """Return the global batch size, which may depend on how many ranks the run began with."""
+        """Return the global batch size, which may depend on the number of ranks that the run began with."""
         return self._settings.batch_size_for(self.session.world_size, self._trainer._first_world_size)
 
     def _state(self) -> dict[str, Any]:
@@ -536,11 +536,11 @@ class _Attempt:
         self._feed.begin_epoch(trainer.epoch)
         has_ended, is_empty = True, self._feed.is_at_start
         self.run_log.begin_epoch(trainer.step + 1, is_whole=is_empty)
-        is_at_last = trainer.step == s.max_steps  # of a snapshot: what follows the steps may be missing
+        is_at_last = trainer.step == s.max_steps  # restored from a snapshot: the end of the epoch may be missing
         for parts, num_samples in self._in_step(iter(()) if is_at_last else self._feed.steps()):
             loss = self.stepper.backward(parts, num_samples, trainer.step + 1, trainer.epoch)
-            del parts  # the next batch takes its memory, which is in the caches
-            if self.consensus.is_due(trainer.step):  # here, where ranks have just met
+            del parts  # the next batch reuses its memory, which is in the caches
+            if self.consensus.is_due(trainer.step):  # here the ranks have just met
                 self.consensus.agree(trainer.step)
             self.stepper.optimize(trainer.step + 1, trainer.epoch)
             trainer.step += 1
@@ -562,7 +562,7 @@ class _Attempt:
         return has_ended
 
     def _in_step(self, steps: Iterator[tuple[list[Part], int]]) -> Iterator[tuple[list[Part], int]]:
-        """Yield steps while every rank has one; let all obey a signal that any has got."""
+        """Yield steps as long as any rank has one; obey signals and stops, on which all ranks agree."""
         clock = self.run_log.clock
         while True:
             if self.consensus.signal:
@@ -589,7 +589,7 @@ class _Attempt:
         trainer, s, run_log = self._trainer, self._settings, self.run_log
         self._lock.check()
         run_log.count(loss, num_samples)
-        self._call("on_step")  # before its state is kept
+        self._call("on_step")  # before the snapshot, which includes the callbacks' state
         run_log.clock.lap("callbacks")
         if self._asks_in_steps:
             self.consensus.agree_to_stop()
@@ -614,11 +614,11 @@ class _Attempt:
         self._guard.look_at_log(self.run_log.last_losses, self.session.rank, trainer.step, trainer.epoch)
 
     def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
-        """Evaluate, say and save; also where `max_steps` came in the middle of the epoch."""
+        """Evaluate, log and save; also if `max_steps` ended the epoch in the middle."""
         trainer, s = self._trainer, self._settings
         is_best = False
         if validation_data is not None:
-            # A run that goes on here has no such evaluation in the middle of an epoch, nor what it draws at random.
+            # A run that continues here has no such evaluation, so the random numbers that it draws must not count.
             with contextlib.nullcontext() if has_ended else random_state_kept():
                 trainer.evaluation = trainer.evaluate(validation_data)
                 is_best = has_ended and trainer._best_metric.update(trainer.evaluation, trainer.step)
@@ -636,12 +636,12 @@ class _Attempt:
         if is_best or is_last or (s.save_every is None and self._saver.is_due(trainer.step)):
             self._save()
         self._saver.say_left_out(trainer.step)
-        self.consensus.agree(trainer.step)  # the steps of an epoch may be few, and all this has taken time
+        self.consensus.agree(trainer.step)  # an epoch may have few steps, and all this has taken time
 
     # ---- what is kept, and the end -----------------------------------------------------------------------------------
 
     def _why_over(self) -> str:
-        """Return why nothing is left to train, by the setting that says so; empty if something is."""
+        """Return the setting by which nothing is left to train; empty if something is."""
         trainer, s = self._trainer, self._settings
         if self._lacks_end:
             return ""

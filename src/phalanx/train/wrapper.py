@@ -10,23 +10,23 @@ from phalanx.parallel import DistributedDataParallel
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether its weights are divided among the ranks, by FSDP2: each forward pass is a collective operation."""
+    """Return whether FSDP2 has sharded the model, so that each forward pass is a collective operation."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
 def can_wrap(model: nn.Module) -> bool:
-    """Return whether the wrapper is made here, so that it can be made again for another process group."""
+    """Return whether `wrap` makes the wrapper, so that it can be made again for another process group."""
     return model is checkpoint.unwrap(model) and not is_sharded(model)
 
 
 def leave_wrapper(model: nn.Module) -> None:
-    """Take a wrapper that `wrap` has made off the model, for good."""
+    """Remove a wrapper that `wrap` has made, for good."""
     if isinstance(model, DistributedDataParallel):
         model.remove_hooks()
 
 
 def wrap(model: nn.Module, device: torch.device, world_size: int) -> nn.Module:
-    """Return the model as it trains on all ranks; one that is wrapped already stays as it is."""
+    """Return the model in its wrapper; one that is wrapped already stays as it is."""
     if not can_wrap(model):
         return model
     model.to(device)
