@@ -1,24 +1,22 @@
-"""`LoopTools`: tools for a hand-written training loop across ranks.
+"""Functions behind a `Session`'s methods for a hand-written training loop.
 
-Gathering results, letting one rank go first, gradient accumulation and mixed precision.
+They gather results, let one rank go first, synchronize gradients and check precisions.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._errors import PhalanxError
 from phalanx.wire.rank_group import RankGroup
 
 _NUMBERS = "numbers"
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OTHER_NAMES = {  # in other libraries and in torch
     "32": "fp32", "32-true": "fp32", "float32": "fp32", "float": "fp32", "no": "fp32", "none": "fp32",
     "bf16-mixed": "bf16", "bfloat16": "bf16",
@@ -41,115 +39,17 @@ def right_precision(given: object) -> str:
     return f'"{_OTHER_NAMES[name]}"' if name in _OTHER_NAMES else ""
 
 
-class LoopTools:
-    """Methods of a `Session` for a hand-written training loop."""
-
-    rank: int
-    local_rank: int
-    device: torch.device
-    backend: str
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0 of the job."""
-        return self.rank == 0
-
-    def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 only. Arguments are those of the built-in ``print``."""
-        if self.is_main:
-            builtins.print(*values, **options)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here, for at most the group's timeout."""
-        dist.barrier()
-
-    def main_process_first(self, *, per_host: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose block, such as a download, runs on rank 0 first and then on the other ranks.
-
-        The others wait for at most the group's timeout. If the block raises on rank 0, it does not run on the others:
-        they raise a `PhalanxError` that names the error.
-
-        Args:
-            per_host: Whether the first rank of each host goes first, for hosts that share no file system.
-        """
-        return _first(self.rank, self.local_rank == 0 if per_host else self.is_main)
-
-    def gather(self, value: Any, total: int | None = None) -> Any:
-        """Return the rows of all ranks' tensors, concatenated, on every rank.
-
-        Ranks may have different numbers of rows.
-
-        Args:
-            value: Tensor, or mappings, lists and tuples of tensors, which are gathered position by position: each batch
-                in a list of batches becomes that batch of all ranks. For one tensor, join the batches first with
-                ``torch.cat(batches)``. A tensor without a dimension counts as one row; anything else becomes a list
-                with one entry for each rank.
-            total: Number of samples in the dataset. The rows are then returned in the dataset's order, assuming that
-                our `DistributedSampler` or torch's has dealt it out without shuffling, and padding is dropped. By
-                default the rows of rank 0 come first, then those of rank 1, and so on.
-
-        Raises:
-            ValueError: The ranks' values differ in structure, dtype or shape, or have too few rows; raised on every
-                rank. Or a list holds only numbers, which may be samples or separate values: pass samples as a tensor,
-                separate values as a tuple.
-        """
-        return _gather(value, total)
-
-    @contextlib.contextmanager
-    def accumulate(self, model: Any, step: int, every: int, num_steps: int | None = None) -> Iterator[bool]:
-        """Accumulate gradients over `every` passes, and average them over the ranks only in the last pass.
-
-        Run forward and backward of one pass inside the context, with the loss divided by `every`. The context's value
-        is True in a pass after which the optimizer should step.
-
-        Args:
-            model: Model wrapped in our or torch's DistributedDataParallel, or sharded by FSDP2; any other model leaves
-                only the counting of passes.
-            step: Number of the pass in the epoch, from 0.
-            every: Number of passes for each optimizer step.
-            num_steps: Number of passes in the epoch, the last of which always ends with a step; None: unknown.
-
-        Raises:
-            ValueError: `every` is less than 1.
-        """
-        if every < 1:
-            raise ValueError(f"accumulate: every must be at least 1, got {every}")
-        averages = (step + 1) % every == 0 or step + 1 == num_steps
-        with synchronizing(model, averages):
-            yield averages
-
-    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        """Return ``torch.autocast`` for this device; for "fp32" a context that does nothing.
-
-        Args:
-            precision: "fp32", "bf16" or "fp16".
-
-        Raises:
-            ValueError: `precision` is none of these.
-        """
-        dtype = _DTYPES[_checked("autocast", precision)]
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
-    def grad_scaler(self, precision: str) -> torch.amp.GradScaler:
-        """Return torch's ``GradScaler`` for this device, which only scales if `precision` is "fp16".
-
-        Raises:
-            ValueError: `autocast` does not know `precision`.
-        """
-        return torch.amp.GradScaler(self.device.type, enabled=_checked("grad_scaler", precision) == "fp16")
-
-
-def _checked(call: str, precision: str) -> str:
+def checked_precision(call: str, precision: str) -> str:
     """Return the precision if it exists.
 
     Raises:
         ValueError: It does not; the error suggests the right call if another library uses the name.
     """
-    if precision in _DTYPES:
+    if precision in DTYPES:
         return precision
     right = right_precision(precision)
-    hint = f"; right: {call}({right})" if right in map('"{}"'.format, _DTYPES) else f"; right: {right}" if right else ""
-    raise ValueError(f"{call}: precision must be one of {', '.join(_DTYPES)}, got {precision!r}{hint}")
+    hint = f"; right: {call}({right})" if right in map('"{}"'.format, DTYPES) else f"; right: {right}" if right else ""
+    raise ValueError(f"{call}: precision must be one of {', '.join(DTYPES)}, got {precision!r}{hint}")
 
 
 @contextlib.contextmanager
@@ -162,7 +62,7 @@ def synchronizing(model: Any, averages: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _first(rank: int, is_first: bool) -> Iterator[None]:
+def going_first(rank: int, is_first: bool) -> Iterator[None]:
     """Run a block on the ranks that go first, then on the others. Every rank must call it.
 
     Raises:
@@ -188,8 +88,8 @@ def _first(rank: int, is_first: bool) -> Iterator[None]:
         yield
 
 
-def _gather(value: Any, total: int | None) -> Any:
-    """Implement `LoopTools.gather`."""
+def gather_rows(value: Any, total: int | None) -> Any:
+    """Return the rows of all ranks' tensors, as `Session.gather` describes."""
     leaves: list[Any] = []
     shape = _take_apart(value, leaves)
     ranks = RankGroup()

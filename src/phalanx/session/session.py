@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import dataclasses
 import importlib
 import sys
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +22,13 @@ from phalanx.failure.last_words import tell_when_ended
 from phalanx.host.schedulers import Placement
 from phalanx.record import gloo, writer
 from phalanx.session.arguments import naming_arguments
-from phalanx.session.loop import LoopTools
+from phalanx.session.loop import DTYPES, checked_precision, gather_rows, going_first, synchronizing
 from phalanx.session.meeting_point import contract, find_place, meet, place_by_hosts
 from phalanx.wire.sockets import keep_paths_short
 
 
 @dataclasses.dataclass(frozen=True)
-class Session(LoopTools):
+class Session:
     """This process's place in the job. It ends with `shutdown`, or at the end of a ``with`` block.
 
     Attributes:
@@ -70,6 +73,95 @@ class Session(LoopTools):
     backend: str
     reason: str
     scheduler: str
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0 of the job."""
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0 only. Arguments are those of the built-in ``print``."""
+        if self.is_main:
+            builtins.print(*values, **options)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here, for at most the group's timeout."""
+        dist.barrier()
+
+    def main_process_first(self, *, per_host: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose block, such as a download, runs on rank 0 first and then on the other ranks.
+
+        The others wait for at most the group's timeout. If the block raises on rank 0, it does not run on the others:
+        they raise a `PhalanxError` that names the error.
+
+        Args:
+            per_host: Whether the first rank of each host goes first, for hosts that share no file system.
+        """
+        return going_first(self.rank, self.local_rank == 0 if per_host else self.is_main)
+
+    def gather(self, value: Any, total: int | None = None) -> Any:
+        """Return the rows of all ranks' tensors, concatenated, on every rank.
+
+        Ranks may have different numbers of rows.
+
+        Args:
+            value: Tensor, or mappings, lists and tuples of tensors, which are gathered position by position: each batch
+                in a list of batches becomes that batch of all ranks. For one tensor, join the batches first with
+                ``torch.cat(batches)``. A tensor without a dimension counts as one row; anything else becomes a list
+                with one entry for each rank.
+            total: Number of samples in the dataset. The rows are then returned in the dataset's order, assuming that
+                our `DistributedSampler` or torch's has dealt it out without shuffling, and padding is dropped. By
+                default the rows of rank 0 come first, then those of rank 1, and so on.
+
+        Raises:
+            ValueError: The ranks' values differ in structure, dtype or shape, or have too few rows; raised on every
+                rank. Or a list holds only numbers, which may be samples or separate values: pass samples as a tensor,
+                separate values as a tuple.
+        """
+        return gather_rows(value, total)
+
+    @contextlib.contextmanager
+    def accumulate(self, model: Any, step: int, every: int, num_steps: int | None = None) -> Iterator[bool]:
+        """Accumulate gradients over `every` passes, and average them over the ranks only in the last pass.
+
+        Run forward and backward of one pass inside the context, with the loss divided by `every`. The context's value
+        is True in a pass after which the optimizer should step.
+
+        Args:
+            model: Model wrapped in our or torch's DistributedDataParallel, or sharded by FSDP2; any other model leaves
+                only the counting of passes.
+            step: Number of the pass in the epoch, from 0.
+            every: Number of passes for each optimizer step.
+            num_steps: Number of passes in the epoch, the last of which always ends with a step; None: unknown.
+
+        Raises:
+            ValueError: `every` is less than 1.
+        """
+        if every < 1:
+            raise ValueError(f"accumulate: every must be at least 1, got {every}")
+        averages = (step + 1) % every == 0 or step + 1 == num_steps
+        with synchronizing(model, averages):
+            yield averages
+
+    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        """Return ``torch.autocast`` for this device; for "fp32" a context that does nothing.
+
+        Args:
+            precision: "fp32", "bf16" or "fp16".
+
+        Raises:
+            ValueError: `precision` is none of these.
+        """
+        dtype = DTYPES[checked_precision("autocast", precision)]
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def grad_scaler(self, precision: str) -> torch.amp.GradScaler:
+        """Return torch's ``GradScaler`` for this device, which only scales if `precision` is "fp16".
+
+        Raises:
+            ValueError: `autocast` does not know `precision`.
+        """
+        return torch.amp.GradScaler(self.device.type, enabled=checked_precision("grad_scaler", precision) == "fp16")
 
     def __enter__(self) -> Session:
         if _current is not None and _current.session is self:
