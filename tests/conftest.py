@@ -20,8 +20,8 @@ import pytest
 import torch._dynamo  # noqa: F401 ranks of tests are then forked with it, and need not each import it
 
 import phalanx.testing
-from phalanx.launch.processes.guard import guard
 from phalanx.launch.spawn import workers
+from phalanx.launch.spawn.cleaner import cleaner
 from phalanx.launch.warm import starter
 from phalanx.record.box import MEMORY_NAME
 from phalanx.rendezvous import launched
@@ -137,12 +137,12 @@ def _process_name(pid: int) -> str:
 def _holdings() -> dict[str, set[str]]:
     """Everything that a test could leave behind, as one set of names per kind."""
     reapers, alive_fds = workers.servers.known  # what ranks leave becomes the child of a server
-    children = costs.children(os.getpid()) - reapers - {guard.pid}
+    children = costs.children(os.getpid()) - reapers - {cleaner.pid}
     processes = {child for child in children if "multiprocessing.resource_tracker" not in _process_name(child)}
     for server in chain.from_iterable(map(costs.children, reapers)):
         processes |= costs.children(server)
     descriptors = set()
-    for fd in set(os.listdir("/proc/self/fd")).difference(map(str, {*alive_fds, guard.fd})):
+    for fd in set(os.listdir("/proc/self/fd")).difference(map(str, {*alive_fds, cleaner.fd})):
         try:
             place = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:  # the listing's own

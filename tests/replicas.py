@@ -20,7 +20,7 @@ from phalanx.host import spare_memory
 from phalanx.host.cgroups import Memory
 from phalanx.launch.replicas import replicator, wire
 spare_memory.host_memory = lambda: Memory({0} << 22, 0)
-wire._HEARD_S = {1}
+wire.REPLICA_HEARD_S = {1}
 replicator._AGAIN_S = {2}
 replicator.main()
 """

@@ -163,7 +163,6 @@ def test_imports_have_no_effect_on_the_process() -> None:
     """Apart from hooks that let a forked child forget what is its parent's; they do nothing where there is nothing."""
     servers = (
         "phalanx._torch.forkserver",
-        "phalanx.launch.spawn.shared_pages",
         "phalanx.launch.spawn.server",
         "phalanx.testing.fast_server",
     )

@@ -71,18 +71,12 @@ def autoload() -> None:
             from phalanx.host.block_pool import obey_launcher
 
             obey_launcher()
-        if environ.get(_env.LAUNCH_VARIABLE):
+        if _env.is_rank():
+            from phalanx.launch.rank import watch_torch
             from phalanx.rendezvous import solo
 
             solo.watch()
-            if _env.is_rank():
-                from phalanx._torch import shield
-                from phalanx._torch.dynamo import postpone_import
-                from phalanx.record import gloo
-
-                gloo.watch()
-                shield.watch()
-                postpone_import()
+            watch_torch()
         if _env.TRIAL_VARIABLE in environ:
             from phalanx.launch import rank_trial
 
@@ -125,12 +119,10 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx._errors import require_linux
 
     require_linux()
-    from phalanx._torch import shield
-    from phalanx._torch.dynamo import postpone_import
     from phalanx.backend.groups import create_group
+    from phalanx.launch.rank import watch_torch
     from phalanx.rendezvous.solo import wants_others
 
-    shield.watch()
-    postpone_import()
+    watch_torch()
     wants_others()  # also in a store of its own
     return create_group(options, backend_options, **named)

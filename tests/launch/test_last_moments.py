@@ -13,6 +13,7 @@ import time
 import pytest
 
 from phalanx.launch.processes import forker
+from phalanx.wire.packets import PacketSocket
 from tests.launch.jobs import LIMIT_S, PHALANX_RUN, write_script
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -56,7 +57,7 @@ def test_a_rank_begins_once_its_supervisor_has_been_told_of_it():
     order, write = os.pipe()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
-        send = forker._send
+        send = PacketSocket.send
 
         def send_late(channel, packet):
             if "started" in packet:
@@ -64,7 +65,7 @@ def test_a_rank_begins_once_its_supervisor_has_been_told_of_it():
                 os.write(write, b"told ")
             send(channel, packet)
 
-        forker._send = send_late
+        PacketSocket.send = send_late
         ours.close()
         forker.serve(theirs, lambda packet: (os.write(write, b"begun"), os._exit(0)))
     theirs.close()

@@ -20,8 +20,9 @@ from phalanx.failure.ending import Ending
 from phalanx.failure.last_words import LastWords
 from phalanx.host.ports import open_listener
 from phalanx.launch.nodes.links import Links
-from phalanx.launch.nodes.messages import as_line, read_line, read_node, read_state, read_view
+from phalanx.launch.nodes.messages import read_node, read_state, read_view
 from phalanx.launch.nodes.views import Cause, Group, Node, Result, State, View
+from phalanx.wire.lines import as_line, read_line
 from tests.launch.jobs import LIMIT_S, write_script
 from tests.launch.test_nodes import LEAVE, MEET, nodes
 

@@ -286,7 +286,7 @@ def test_a_line_that_nests_too_deeply_is_no_message(stranger):
 
 
 def test_a_stranger_that_says_nothing_is_left(stranger, monkeypatch):
-    monkeypatch.setattr("phalanx.launch.replicas.wire._SILENCE_S", 0.05)
+    monkeypatch.setattr("phalanx.launch.replicas.wire.REPLICA_SILENCE_S", 0.05)
     end, heard = stranger
     serving = threading.Thread(target=object.__new__(Receiver)._serve, args=(heard,), daemon=True)
     serving.start()
@@ -297,7 +297,7 @@ def test_a_stranger_that_says_nothing_is_left(stranger, monkeypatch):
 
 
 def test_a_stranger_that_sends_a_byte_at_a_time_is_left_after_the_same_time(stranger, monkeypatch):
-    monkeypatch.setattr("phalanx.launch.replicas.wire._SILENCE_S", 0.3)
+    monkeypatch.setattr("phalanx.launch.replicas.wire.REPLICA_SILENCE_S", 0.3)
     end, heard = stranger
     serving = threading.Thread(target=object.__new__(Receiver)._serve, args=(heard,), daemon=True)
     serving.start()

@@ -26,16 +26,16 @@ def test_the_warm_process_may_end_once_it_has_said_go(warm):
     program = f"""if True:
         import os, signal, sys
         from phalanx.launch.warm import client
-        from phalanx.launch.processes import job_packets as wire
+        from phalanx.wire.packets import PacketSocket
         from tests.launch.test_orphans import ends
 
-        def send(connection, *message, fds=(), send=wire.send):
-            if not message:  # the open files
+        def send(channel, packet, fds=(), send=PacketSocket.send):
+            if packet == "files":
                 os.kill({there}, signal.SIGKILL)
                 assert ends({there})
-            return send(connection, *message, fds=fds)
+            return send(channel, packet, fds)
 
-        wire.send = send
+        PacketSocket.send = send
         print(client.hand_over("run", sys.argv[1:]))
     """
     words = warm.command(HELLO)
@@ -139,14 +139,14 @@ def test_a_job_that_can_not_begin_says_why(warm):
     program = """if True:
         import sys
         from phalanx.launch.warm import client
-        from phalanx.launch.processes import job_packets as wire
+        from phalanx.wire.packets import PacketSocket
 
-        def send(connection, *message, fds=(), send=wire.send):
-            if message:
-                message[0]["fds"] = [1 << 30]  # a number that no descriptor can have
-            return send(connection, *message, fds=fds)
+        def send(channel, packet, fds=(), send=PacketSocket.send):
+            if isinstance(packet, dict):
+                packet["fds"] = [1 << 30]  # a number that no descriptor can have
+            return send(channel, packet, fds)
 
-        wire.send = send
+        PacketSocket.send = send
         print(client.hand_over("run", sys.argv[1:]))
     """
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 import sys
 from typing import TextIO
 
 from phalanx import _env
+from phalanx.wire.lines import as_line
 from phalanx.wire.peer import peer_of
 
 CONNECT_S = 2.0
@@ -101,7 +101,7 @@ def borrow_terminal(path: str, rank: int, is_shared: bool = False) -> Terminal |
         connection.connect(path)
         if peer_of(connection)[1] == os.geteuid():
             connection.settimeout(None)
-            connection.sendall(json.dumps({"rank": rank, "pid": os.getpid()}).encode() + b"\n")
+            connection.sendall(as_line({"rank": rank, "pid": os.getpid()}))
             return Terminal(connection, is_shared)
     except OSError:
         pass

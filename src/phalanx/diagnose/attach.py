@@ -20,6 +20,7 @@ from phalanx.host.kernel import number_inside, status_of, threads_of
 from phalanx.host.processes import off_limits
 from phalanx.record.box import box_of_process
 from phalanx.rendezvous.launched import note_lender, read_started, start_time
+from phalanx.wire.lines import receive_line
 from phalanx.wire.peer import peer_of
 from phalanx.wire.places import make_path
 
@@ -115,13 +116,9 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
     if peer_of(connection) != (pid, os.geteuid()):
         connection.close()
         raise NoRank(f"{who} has not answered, but another process has")
-    connection.settimeout(_ANSWER_S)
-    with contextlib.suppress(OSError):
-        while (byte := connection.recv(1)) not in (b"", b"\n"):  # its rank and pid, which we know
-            pass
-        if byte:
-            connection.settimeout(None)
-            return connection
+    with contextlib.suppress(OSError, ValueError):
+        receive_line(connection, _ANSWER_S)  # its rank and pid, which we know
+        return connection
     connection.close()
     raise NoRank(f"{who} began to answer, and has ended or stopped")
 

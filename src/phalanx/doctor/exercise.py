@@ -147,7 +147,7 @@ def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]
 def in_processes(fn: Callable[[int], dict[str, Any]], num: int, deadline_s: float) -> list[dict[str, Any]]:
     """Return the result of ``fn(number)`` in each of `num` forked processes, or ``{"error": text}``."""
     from phalanx._text import signal_name
-    from phalanx.launch.processes.forker import die_with_parent
+    from phalanx.launch.processes.descendants import die_with_parent
 
     ends_s, parent = time.monotonic() + deadline_s, os.getpid()
     pids, pipes = [], []

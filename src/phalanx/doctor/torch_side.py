@@ -18,7 +18,7 @@ from typing import Any
 import phalanx
 from phalanx._torch import replace
 from phalanx.doctor.exercise import in_processes, one_line, run_ranks
-from phalanx.launch.processes.forker import die_with_parent
+from phalanx.launch.processes.descendants import die_with_parent
 from phalanx.wire.packets import PacketSocket
 
 NUM_RANKS = 2

@@ -19,16 +19,16 @@ from phalanx import _env
 from phalanx.host.cpus import Share
 from phalanx.rendezvous.launched import Launch
 
-# MKL, OpenBLAS and numexpr obey it too where their own variables are not set, so a script need set no other.
+# MKL, OpenBLAS and numexpr obey it, too, unless their own variables are set.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-# By which a user says how threads of OpenMP wait; the last three are those of GCC's and of LLVM's (Intel's) runtime.
+# Variables by which users choose how OpenMP threads wait; GOMP_ is GCC's runtime, KMP_ LLVM's and Intel's.
 WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
-# By which a user binds threads of OpenMP; the runtime then chooses among the CPUs that it finds when it is loaded.
+# Variables by which users bind OpenMP threads to CPUs, among those that the runtime finds when it is loaded.
 _BIND_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
 
 def binds_threads(environ: Mapping[str, str]) -> bool:
-    """Whether OpenMP binds threads to CPUs of the process that loads it, which ranks forked from it would share."""
+    """Return whether OpenMP binds threads to the CPUs of the process that loads it, which forked ranks would share."""
     if environ.get("OMP_PROC_BIND", "").lower() == "false" or environ.get("OMP_PLACES", "").startswith("{"):
         return False  # numbers of CPUs mean the same in every process
     return any(map(environ.get, _BIND_VARIABLES))
@@ -55,14 +55,14 @@ def shared_environment(inherited: Mapping[str, str], share: Share) -> dict[str, 
     code leaves the stacks of Python's threads.
     """
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    # Of a launch around this one; this one tells each rank.
+    # Set by an outer launch; this launch sets its own for each rank.
     inherited = {name: value for name, value in inherited.items() if name != _env.ALLOCATION_VARIABLE}
     return {**defaults, **thread_environment(inherited, share)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of the group, seen from one node: what the ranks are told of it.
+    """One start of the group, as the ranks of one node are told of it.
 
     Attributes:
         first_rank: Rank of this node's local rank 0.
@@ -85,15 +85,15 @@ class Attempt:
     epoch: Mapping[str, Any] | None = None
 
     def launch(self, launcher: str, notes: str, rank: int) -> dict[str, str]:
-        """Return what tells a rank where this launch's notes are; nothing if there are ranks on other nodes."""
+        """Return the variable that tells a rank where this launch's notes are; empty if there are other nodes."""
         if self.num_nodes > 1:
-            return {_env.LAUNCH_VARIABLE: ""}  # not that of a launch around this one
+            return {_env.LAUNCH_VARIABLE: ""}  # hides that of an outer launch
         launch = Launch(launcher, notes, rank, self.world_size, self.master_addr, self.master_port)
         return {_env.LAUNCH_VARIABLE: launch.to_text()}
 
 
 def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict[str, str]:
-    """Return what one rank finds beside the shared environment.
+    """Return the variables of one rank beside the shared environment.
 
     Args:
         error_file: File in which ``torch.distributed.elastic``'s ``@record`` writes an exception.
@@ -117,7 +117,7 @@ def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict
         "TORCHELASTIC_RUN_ID": attempt.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(attempt.max_restarts),
-        # Rank 0 serves the store itself: it is new in each attempt.
+        # Rank 0 serves the store, which is new in each attempt.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": error_file,
         _env.EPOCH_VARIABLE: json.dumps(attempt.epoch) if attempt.epoch else "",

@@ -14,25 +14,25 @@ from phalanx.host.cpus import Division
 from phalanx.launch.script_head import Head
 
 MESSAGE_COLUMNS = 80 - len("phalanx run: ")
-"""Width of what the launcher says on a terminal of the usual width."""
+"""Width of the launcher's messages on a terminal of 80 columns."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One node's part of a job; what the flags of ``phalanx run`` come to.
+    """One node's part of a job, as the flags of ``phalanx run`` describe it.
 
     Attributes:
         command: Command of every rank: the interpreter with its script or module, or any program.
-        typed: Command line of the launcher, as the user typed it; empty: unknown.
-        remark: Line about that command line; empty: none.
+        typed: Command line of the launcher as typed; empty: unknown.
+        remark: Line to print about that command line; empty: none.
         preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
-        head: Actions of the script before it imports torch, which is imported ahead as if they had been done.
+        head: Settings that the script makes before it imports torch; the import ahead of the script applies them.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
         divide: Function that divides threads and CPUs among a number of local ranks.
         memory: Treatment of memory that ranks free.
-        is_tuned: Whether ``phalanx tune`` has found numbers of ranks and threads, and what to do about memory.
+        is_tuned: Whether ``phalanx tune`` chose ranks, threads and memory.
         num_local_ranks: Number of ranks on this node.
-        min_local_ranks: Smallest number of ranks to go on with when some can't be restarted.
+        min_local_ranks: Smallest number of ranks to continue with when some can't be restarted.
         regrow_after_s: Seconds with fewer ranks after which all are tried again; 0: never.
         min_nodes: Smallest number of nodes.
         max_nodes: Largest number of nodes.
@@ -45,15 +45,15 @@ class Job:
         role: Role of the ranks, ROLE_NAME.
         master_addr: Host on which rank 0 serves the store.
         master_port: Port of the store; 0: a free one, held by the supervisor.
-        num_replicas: Number of other nodes that keep each part of a state that the ranks do not have alike.
+        num_replicas: Number of other nodes that keep each part of a sharded state.
         host_label: Failure domain of this node; empty: its own.
-        local_addr: Address of this node; empty: that from which it reaches the others.
+        local_addr: Address of this node; empty: the one from which it reaches the others.
         max_restarts: Number of times that the ranks are restarted after a failure.
-        keeps: Whether ranks that are not to blame for a failure may go on in the same process.
+        keeps: Whether ranks that did not cause a failure may continue in the same process.
         spares: Number of nodes beyond the largest that wait to take the place of a lost one.
-        drain_file: File whose appearance takes this node out, too; empty: none.
-        drain_url: Address whose answer does, see `notices`; empty: none.
-        drains: Whether the first SIGTERM takes this node out of a job of several, which goes on without it.
+        drain_file: File whose appearance takes this node out of the job; empty: none.
+        drain_url: Address whose answer takes it out, see `notices`; empty: none.
+        drains: Whether the first SIGTERM takes this node out of a job of several nodes, which continues without it.
         grace_s: Seconds between SIGTERM and SIGKILL.
         signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
         log_dir: Folder in which the run's folder is made; empty: ``logs/<name of the script>``.
@@ -107,14 +107,14 @@ class Job:
 
     @property
     def served_port(self) -> int:
-        """The port that somebody is to listen on here; 0: none, or a free one."""
+        """The port on which this node is to listen; 0: none, or any free one."""
         if self.max_nodes == 1:
             return self.master_port
         is_first = self.rdzv_backend == "static" and self.node_rank == 0
         return int(self.rdzv_endpoint.split(",")[0].rpartition(":")[2]) if is_first else 0
 
     def opening(self, *more: str) -> list[str]:
-        """Return lines to begin with: ranks and threads, whatever is not as on most machines, and `more`."""
+        """Return the opening lines: ranks and threads, anything unusual, and `more`."""
         notes = [f"{self.divide(self.num_local_ranks).note}{self.is_tuned * ', as tuned'}"]
         if not self.memory.keeps:
             notes.append(f"memory {self.memory}")

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import math
 import os
 import statistics
 import time
@@ -22,9 +23,9 @@ from phalanx import _env
 from phalanx.wire.files import write_whole
 
 WARM_UP_STEPS = 3
-"""Number of steps before a rank's first word: they allocate, and choose kernels."""
+"""Number of steps before a rank first reports: they allocate memory and choose kernels."""
 COMPILE = "compile"
-"""Change that is no setting of a Trainer: its model is compiled."""
+"""Change that compiles the model; it is not a setting of a Trainer."""
 _PAUSE_S = 0.01
 _WITH_FUSED_FORM = ("SGD", "Adam", "AdamW", "Adagrad")  # on a CPU
 _ENDLESS = 10**9
@@ -52,12 +53,12 @@ class Turn:
 
 
 def asked_file(folder: str) -> str:
-    """Return the file in which the ranks of a job find their next turn."""
+    """Return the file with the next turn of a job's ranks."""
     return os.path.join(folder, "asked.json")
 
 
 def told_file(folder: str, serial: int, rank: int) -> str:
-    """Return the file in which a rank tells how a turn went; turn 0 is what it is, before the first."""
+    """Return the file with a rank's report on a turn; turn 0 describes the rank itself."""
     return os.path.join(folder, f"told_{serial}_{rank}.json")
 
 
@@ -87,7 +88,7 @@ def begin() -> None:
 
 
 def of_trainer(given: Mapping[str, Any], model: Any) -> tuple[dict[str, Any], Trial]:
-    """Return the settings with which a Trainer trains its model in this trial, in place of those that it was given.
+    """Return the settings that a Trainer uses in this trial in place of its own.
 
     The second value is a callback, which the Trainer calls after each step.
     """
@@ -101,7 +102,7 @@ def is_on() -> bool:
 
 
 def counted(batches: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator of the same batches, whose samples count if this rank is part of a trial."""
+    """Return an iterator over the same batches that counts samples if this rank is part of a trial."""
     return batches if _current is None else _Counted(batches, _current)
 
 
@@ -112,26 +113,26 @@ class Trial:
         self._folder, self._changes, self._first_steps = folder, dict(changes), first_steps
         self._given: dict[str, Any] | None = None  # to a Trainer
         self._has_stream = False
-        self._optimizer: Any = None  # the first that steps, of a script that may have several
+        self._optimizer: Any = None  # the first one that steps
         self._hook: Any = None
         self._can_fuse = False
         self._num_steps = 0
         self._turn: Turn | None = None
         self._to_skip = 0
-        self._steps: list[tuple[float, int, float]] = []  # seconds, samples, and seconds for loading them
+        self._steps: list[tuple[float, int, float]] = []  # seconds, samples, and seconds of loading
         self._began_s = 0.0
         self._num_samples, self._loading_s = 0, 0.0
         self._warm_up_samples: list[int] = []  # of each step
 
     def settings_over(self, given: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return the settings to try, and no end: the job is ended once it has been measured."""
+        """Return the settings to try, without an end: the job is ended once it has been measured."""
         self._given = {**given}
         if self._changes.pop(COMPILE, False):
             model.compile()
-        self._hook.remove()  # the optimizer may step in pieces; `on_step` tells when it is done
+        self._hook.remove()  # the optimizer may step in pieces; `on_step` is called when all are done
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
-        uncompared = {"compare_every": 0}  # ranks change threads and optimizers, not all at the same step
+        uncompared = {"compare_every": 0}  # ranks change threads and optimizers at different steps
         return {**given, **endless, **unsaved, **uncompared, **self._changes}
 
     def watch(self) -> None:
@@ -151,7 +152,7 @@ class Trial:
             self._give_workers(DataLoader)
 
     def _give_workers(self, loader_class: Any) -> None:
-        """Give the workers to try to every loader without any."""
+        """Give every loader that has no workers the number to try."""
         make, num_workers = loader_class.__init__, self._changes["num_workers"]
         signature = inspect.signature(make)
 
@@ -201,7 +202,7 @@ class Trial:
         self._began_s = time.perf_counter()
 
     def _refuse_multiprocess(self) -> None:
-        """End where another process of this rank takes part already: the turns of one would not be those of both.
+        """Raise if another process of this rank takes part already: both would need the same turns.
 
         Raises:
             RuntimeError: There is one, and `multiprocess_file` now says so.
@@ -216,7 +217,7 @@ class Trial:
 
     @property
     def _rank(self) -> int:
-        return int(_env.environment().get("RANK", "0"))  # only now: torch may have been imported before a fork
+        return int(_env.environment().get("RANK", "0"))  # read late: torch may have been imported before a fork
 
     def _tell(self, serial: int, what: Mapping[str, Any]) -> None:
         write_whole(told_file(self._folder, serial, self._rank), json.dumps(what))
@@ -225,17 +226,23 @@ class Trial:
         """Wait until the turn comes, and set what it asks for."""
         import torch
 
+        from phalanx.wire.store import wait_until
+
         asked, last = asked_file(self._folder), None
-        while True:
+
+        def look() -> Turn | None:
+            nonlocal last
             with contextlib.suppress(FileNotFoundError):
                 now = os.stat(asked)
                 if (now.st_ino, now.st_mtime_ns) != last:  # many ranks wait while one job is measured
                     last = now.st_ino, now.st_mtime_ns
                     with open(asked) as file:
                         turn = Turn(**json.load(file))
-                    if turn.serial == serial:
-                        break
-            time.sleep(_PAUSE_S)
+                    return turn if turn.serial == serial else None
+            return None
+
+        turn = wait_until(look, math.inf, most_s=_PAUSE_S)
+        assert turn is not None
         self._turn, self._to_skip, self._steps = turn, turn.skip, []
         torch.set_num_threads(turn.threads)
         if self._can_fuse:
@@ -243,7 +250,7 @@ class Trial:
                 group["fused"] = turn.fused or None
 
     def _facts(self) -> dict[str, Any]:
-        """Return what decides which settings can be tried with this script."""
+        """Return the facts that decide which settings can be tried with this script."""
         import torch.distributed as dist
 
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -260,7 +267,7 @@ class Trial:
 
 
 class _Counted:
-    """The iterator of a loader, whose batches are counted; for everything else that iterator itself."""
+    """Wraps the iterator of a loader to count its batches; all else is forwarded."""
 
     def __init__(self, batches: Iterator[Any], trial: Trial) -> None:
         self._batches, self._trial = batches, trial

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from phalanx import _env, _torch
 from phalanx._errors import PhalanxError, require_linux
-from phalanx._torch import shield
 from phalanx.failure.last_words import tell_when_ended
 from phalanx.host.schedulers import Placement
-from phalanx.record import gloo, writer
+from phalanx.launch.rank import watch_torch
+from phalanx.record import writer
 from phalanx.session.arguments import naming_arguments
 from phalanx.session.loop import DTYPES, checked_precision, gather_rows, going_first, synchronizing
 from phalanx.session.meeting_point import contract, find_place, meet, place_by_hosts
@@ -242,7 +242,7 @@ def init(
     """
     global _current
     tell_when_ended(writer.note)
-    gloo.watch()
+    watch_torch()
     limit = None if timeout is None else timedelta(seconds=_env.seconds("timeout", timeout))
     arguments = (backend, device, timeout, init_method, rank, world_size)
     if _current is not None and not dist.is_initialized():
@@ -339,7 +339,6 @@ def _create_group(
 
 
 def _session(place: Placement, device: torch.device, backend: str, reason: str = "") -> Session:
-    shield.watch()
     names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "scheduler")
     return Session(**{name: getattr(place, name) for name in names}, device=device, backend=backend, reason=reason)
 

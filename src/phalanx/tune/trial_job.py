@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx import _env
 from phalanx.launch import rank_trial
-from phalanx.launch.processes.forker import die_with_parent
+from phalanx.launch.processes.descendants import die_with_parent
 
 _TAIL_BYTES = 64 << 10  # scripts print hundreds of megabytes, which take seconds to read
 

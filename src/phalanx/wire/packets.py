@@ -1,66 +1,132 @@
-"""Packets of JSON, one at a time, over a socket between the supervisor and a process of its own."""
+"""Packets, one at a time, between two processes of one host and one user, with descriptors if there are any.
+
+Packets are JSON. A warm process and its clients use marshal instead: both run the same Python, and a client that only
+hands a job over would spend more time on importing json than on using it. For the same reason this module imports next
+to nothing.
+"""
 
 from __future__ import annotations
 
+import _socket
 import contextlib
-import json
-import socket
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import marshal
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from phalanx.wire.messages import as_facts
+if TYPE_CHECKING:
+    import socket
 
-MAX_PACKET_BYTES = 1 << 18
+MAX_FDS = 253
+"""Most descriptors of one packet: SCM_MAX_FD of the kernel."""
+_MAX_BYTES = 1 << 20
+_INT_BYTES = 4
 
 
 class PacketSocket:
-    """One end of a connection; `alive` turns False when the other end has gone.
+    """One end of a connection.
 
     Args:
         end: A connected ``SOCK_SEQPACKET`` socket, owned from now on.
+        marshals: Whether packets are marshalled, and not JSON.
+
+    Attributes:
+        alive: Whether the other end was there when we last looked.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+    def __init__(self, end: _socket.socket, *, marshals: bool = False) -> None:
+        self.end, self._marshals = end, marshals
         self.alive: bool = True
 
     @staticmethod
     def pair() -> tuple[PacketSocket, socket.socket]:
         """Return our end, and the other for a child process."""
+        import socket
+
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return PacketSocket(ours), theirs
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.end.fileno()
 
-    def send(self, packet: Mapping[str, object], fds: Sequence[int] = ()) -> None:
-        """Send `packet`, and copies of `fds`; nothing happens if nobody is there any more."""
+    def send(self, packet: Any, fds: Sequence[int] = ()) -> None:
+        """Send `packet` with copies of `fds`; nothing happens if nobody is there any more.
+
+        Raises:
+            OSError: The packet is too large.
+        """
+        data = marshal.dumps(packet) if self._marshals else _as_json(packet)
+        array = b"".join(fd.to_bytes(_INT_BYTES, sys.byteorder) for fd in fds)
+        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array)] if fds else []
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._socket, [json.dumps(as_facts(packet)).encode()], list(fds))
+            self.end.sendmsg([data], rights, _socket.MSG_NOSIGNAL)
 
-    def receive(self) -> Iterator[dict[str, Any]]:
+    def receive(self) -> Iterator[Any]:
         """Yield the packets that have come, without waiting for more."""
-        while (packet := self._next(socket.MSG_DONTWAIT)) is not None:
+        while (packet := self._packet_alone(_socket.MSG_DONTWAIT)) is not None:
             yield packet
 
-    def wait(self) -> dict[str, Any] | None:
+    def wait(self) -> Any:
         """Return the next packet; None when the other end has gone."""
-        return self._next(0)
+        return self._packet_alone(0)
 
-    def _next(self, flags: int) -> dict[str, Any] | None:
-        if not self.alive:
-            return None
+    def take(self, flags: int = 0) -> tuple[Any, list[int]]:
+        """Return the next packet and its descriptors; None when the other end has gone, or after the timeout."""
+        fds: list[int] = []
         try:
-            data = self._socket.recv(MAX_PACKET_BYTES, flags)
-        except BlockingIOError:
-            return None
-        except ConnectionResetError:  # said once, by an end that has not read all; what it has sent comes after it
-            data = self._socket.recv(MAX_PACKET_BYTES, flags)
-        if not data:
+            data, rights = self._next(flags) if self.alive else (b"", [])
+            for level, kind, array in rights:
+                if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
+                    fds += memoryview(array[: len(array) // _INT_BYTES * _INT_BYTES]).cast("i")
+            if data:
+                return marshal.loads(data) if self._marshals else _read_json(data), fds
             self.alive = False
-            return None
-        packet: dict[str, Any] = json.loads(data)
+        except (BlockingIOError, TimeoutError):
+            pass
+        except (OSError, ValueError, EOFError, TypeError):  # not a packet of ours
+            self.alive = False
+        for fd in fds:
+            os.close(fd)
+        return None, []
+
+    def _packet_alone(self, flags: int) -> Any:
+        packet, fds = self.take(flags)
+        for fd in fds:
+            os.close(fd)
         return packet
 
+    def _next(self, flags: int) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+        size = _socket.CMSG_SPACE(MAX_FDS * _INT_BYTES)
+        try:
+            data, rights, _, _ = self.end.recvmsg(_MAX_BYTES, size, flags | _socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # said once, by an end that has not read all; what it has sent comes after it
+            data, rights, _, _ = self.end.recvmsg(_MAX_BYTES, size, flags | _socket.MSG_CMSG_CLOEXEC)
+        return data, rights
+
+    def is_open(self) -> bool:
+        """Return whether the other end seems to be there, without waiting; the socket does not block from then on."""
+        self.end.settimeout(0)
+        try:
+            return bool(self.end.recv(1, _socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def close(self) -> None:
-        self._socket.close()
+        self.end.close()
+
+
+def _as_json(packet: Any) -> bytes:
+    import json
+
+    from phalanx.wire.messages import as_facts
+
+    return json.dumps(as_facts(packet)).encode()
+
+
+def _read_json(data: bytes) -> Any:
+    import json
+
+    return json.loads(data)

@@ -62,7 +62,7 @@ def read_flags(
     return settings, target
 
 
-# What other launchers call it, and what it is here.
+# Names of flags in other launchers, and what to use here.
 _NUM_RANKS_ELSEWHERE = [
     "-n",
     "-np",
@@ -104,12 +104,12 @@ _NUM_RANKS = "--nproc-per-node"
 
 
 def _parse(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Return how each flag given was spelt and its text, and what follows: the script and its arguments."""
+    """Return the spelling and the text of each given flag, and the rest: the script and its arguments."""
     found = next((word for word in argv if word.partition("=")[0] in _ELSEWHERE), "")
     try:
         namespace, unknown = parser.parse_known_args(argv)
     except UsageError as error:
-        # argparse takes -hosts for -h.
+        # argparse reads -hosts as -h.
         if not found or f"{found[:2]} takes no value" not in str(error):
             raise
         unknown = [found]
@@ -131,7 +131,7 @@ def _spellings(flags: Sequence[Flag]) -> dict[str, Flag]:
 
 
 class _Given(argparse.Action):
-    """Keeps how a flag was spelt with its text; a flag that is not given leaves nothing."""
+    """Keeps the spelling and the text of a flag; a flag that is not given leaves nothing."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -199,10 +199,10 @@ def without_flags(
 
 
 def add_flags(parser: Parser, shown: Mapping[str, Sequence[Flag]]) -> None:
-    """Let a command take flags, and a script with arguments behind them.
+    """Let a command take flags, followed by a script with arguments.
 
     Args:
-        shown: Flags that the help lists, by title; those of ``phalanx run`` beside them are taken, but not listed.
+        shown: Flags that the help lists, by title; all others of ``phalanx run`` are accepted, but not listed.
     """
     listed = {flag.name for flags in shown.values() for flag in flags}
     others = [flag for flag in FLAGS.values() if flag.name not in listed]

@@ -12,13 +12,13 @@ from phalanx._env import is_off, is_on, replaces_gloo
 
 PROVIDERS = ("aws", "gcp", "azure")
 """Providers whose notices `notices` knows."""
-_FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # nobody can handle them
+_FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # they can't be handled
 
 
 def number(
     kind: Callable[[str], float], least: float, what: str, *, most: float = math.inf, words: Sequence[str] = ()
 ) -> Callable[[str], Any]:
-    """Return a function that parses a number from `least` to `most`, or one of some words; `what` names them."""
+    """Return a function that parses a number from `least` to `most`, or one of `words`; `what` describes them."""
 
     def parse(text: str) -> float | str:
         if text in words:
@@ -41,7 +41,7 @@ def switch(text: str) -> bool:
 
 
 def gloo(text: str) -> bool:
-    return text == "1" or replaces_gloo(text)  # the switch, or PHALANX_REPLACE
+    return text == "1" or replaces_gloo(text)  # of the switch, or of PHALANX_REPLACE
 
 
 def choice(*choices: str) -> Callable[[str], str]:
@@ -76,11 +76,11 @@ def notice_url(text: str) -> str:
 
 
 def _is_url(text: str) -> bool:
-    """Return whether this can be asked: nobody would notice that a wrong address gives no notice."""
+    """Return whether this is a valid address: nobody would notice that a wrong one gives no notice."""
     try:
         parts = urllib.parse.urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
-    except ValueError:  # of an address in brackets, or a port
+    except ValueError:  # a wrong address in brackets, or a wrong port
         return False
 
 
@@ -89,7 +89,7 @@ _RANKS = "a whole number of at least 1, auto, cpu or gpu, or MIN:MAX with MIN <=
 
 
 def num_ranks(text: str) -> int | str | tuple[int, int | str]:
-    """Return the number of ranks, or the word that stands for it, or the least and that."""
+    """Return the number of ranks or a word for it; with MIN:MAX, the least number and that."""
     least_text, colon, most_text = text.rpartition(":")
     most = number(int, 1, _RANKS, words=_COUNTS)(most_text)
     if not colon:
@@ -114,7 +114,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def rendezvous_settings(text: str) -> dict[str, str]:
-    """Return the settings of the rendezvous; those that are understood must make sense, others are left alone."""
+    """Return the settings of the rendezvous; known ones are checked, others pass."""
     pairs = _pairs(text)
     for name in _SECONDS & pairs.keys():
         try:

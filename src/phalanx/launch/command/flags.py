@@ -118,7 +118,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "monitor-interval",
-            "taken as torchrun does, without effect: news come by themselves",
+            "accepted without effect: phalanx is notified, it does not poll",
             parse.seconds,
             "SECONDS",
             "0.1",
@@ -128,8 +128,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("log-dir", "folder in which the run's folder is made (default: logs/<script>)", str, "FOLDER"),
         Flag(
             "redirects",
-            "streams to keep off the screen: 1 stdout, 2 stderr, 3 both; of all local ranks, or of some (0:1,1:3). The "
-            "logs have them in any case",
+            "streams to hide from the screen: 1 stdout, 2 stderr, 3 both; of all local ranks, or of some (0:1,1:3). "
+            "The logs have them in any case",
             parse.streams,
             "STREAMS",
             "0",
@@ -157,7 +157,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "drain",
-            "of several nodes: SIGTERM takes this one out of the job after the next snapshot, and the others go on",
+            "on several nodes: SIGTERM takes this one out of the job after the next snapshot, and the others continue",
             parse.switch,
         ),
         Flag(
@@ -187,7 +187,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "replicas",
-            "of several nodes: number of other nodes that keep a copy of each node's part of a sharded state; as many "
+            "on several nodes: number of other nodes that keep a copy of each node's part of a sharded state; as many "
             "nodes can be lost at once without going back to disk; 0: none",
             parse.at_least_0,
             "N",
@@ -206,11 +206,11 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             "none that fits (see phalanx warm)",
             parse.switch,
         ),
-        Flag("warm-for", "seconds that this process stays after its last job", parse.seconds, "SECONDS", "600"),
+        Flag("warm-for", "seconds for which that process stays after its last job", parse.seconds, "SECONDS", "600"),
         Flag("no-pin", "let ranks run on any CPU", parse.switch),
         Flag(
             "memory",
-            "what becomes of memory that a rank frees. auto: kept for the next step, in huge pages, while memory is "
+            "what to do with memory that a rank frees. auto: kept for the next step, in huge pages, while memory is "
             "plentiful; default: as the C library does it",
             parse.choice(*CHOICES),
             "auto|default",

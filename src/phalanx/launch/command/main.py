@@ -19,7 +19,7 @@ def main(args: Sequence[str]) -> int:
         plan = make_plan(args, _env.environment(), parser)
     except UsageError as error:
         return parser.refuse(error)
-    _env.update(plan.environment({}))  # the ranks inherit it
+    _env.update(plan.variables)
     if plan.is_dry:
         print(plan.describe())
         if plan.is_warm:
@@ -36,9 +36,6 @@ def _run_warm(plan: Plan, args: Sequence[str], *, is_trial: bool = False) -> str
 
     if not plan.job.preload:
         return f"{starter.NOT_WARM}: each rank imports torch for itself"
-    environ = plan.shared_environment(_env.environment())
-    return (
-        starter.start_in_words("run", args, environ)
-        if is_trial
-        else starter.run_warm("run", args, environ, plan.job.head.settings)
-    )
+    if is_trial:
+        return starter.start_in_words("run", args, plan.shared)
+    return starter.run_warm("run", args, plan.shared, plan.job.head.settings)

@@ -30,14 +30,14 @@ _KIND = "launcher-"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a launcher takes of the machine.
+    """A launcher's share of the machine.
 
     Attributes:
         launcher: Name of the launcher for users, such as ``phalanx run``.
         cpus: CPUs that it may use.
         num_ranks: Number of its ranks on this machine.
-        num_threads: Number of threads of all of them.
-        job: Identity that it shares with the other nodes of its job; empty: it is the only node.
+        num_threads: Number of threads of all ranks.
+        job: Identity that all nodes of its job share; empty: it is the only node.
     """
 
     launcher: str
@@ -48,7 +48,7 @@ class Claim:
 
     @classmethod
     def of(cls, launcher: str, shares: Sequence[Share], job: str = "") -> Claim:
-        """Return the claim of a launcher with these shares, from any of this process's CPUs."""
+        """Return the claim of a launcher with these shares on this process's CPUs."""
         cpus = tuple(sorted(os.sched_getaffinity(0)))
         num_threads = sum(share.used_threads for share in shares)
         return cls(launcher=launcher, cpus=cpus, num_ranks=len(shares), num_threads=num_threads, job=job)
@@ -58,10 +58,10 @@ class Presence:
     """Lets other launchers know of a claim until `close`.
 
     Attributes:
-        others: Claims of those that were there before, by pid.
+        others: Claims of the launchers that were there before, by pid.
 
-    What a rank starts is not there, since its cores are the rank's, nor are trials of ``phalanx tune``, which take
-    turns. Nobody is if there is no folder to meet in.
+    A launcher that a rank starts does not count, since it uses the rank's cores, nor do trials of ``phalanx tune``,
+    which take turns. Without a folder to meet in, nobody counts.
 
     Source: POSIX record locks. They end with their process, whatever ends it, and are not inherited by fork.
     """
@@ -74,7 +74,7 @@ class Presence:
             return
         with contextlib.suppress(OSError):
             folder = make_folder()
-            self._announce(folder, claim)  # first: of two that come at once, at least one sees the other
+            self._announce(folder, claim)  # first, so that of two that start at once at least one sees the other
             self.others = _claims_in(folder)
 
     def _announce(self, folder: str, claim: Claim) -> None:
@@ -84,7 +84,7 @@ class Presence:
         try:
             os.write(self._fd, json.dumps(dataclasses.asdict(claim)).encode())
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
-            os.rename(hidden, path)  # with its lock: whoever finds it unlocked may remove it
+            os.rename(hidden, path)  # locked already: an unlocked file may be removed by anybody
         except OSError:
             os.unlink(hidden)
             raise
@@ -106,18 +106,18 @@ class Presence:
 
 
 def _claims_in(folder: str) -> dict[int, Claim]:
-    """Return the claims of other processes that live, by pid; what is left of those that were killed is removed."""
+    """Return the claims of other living processes, by pid, and remove those of processes that were killed."""
     claims = {}
     for name in os.listdir(folder):
         pid = name.removeprefix(_KIND).partition("-")[0]
-        if not name.startswith(_KIND) or pid == str(os.getpid()):  # to close a file of our own would end its lock
+        if not name.startswith(_KIND) or pid == str(os.getpid()):  # closing our own file would release its lock
             continue
         with (
             contextlib.suppress(OSError, ValueError, TypeError, KeyError),
             open(os.path.join(folder, name), "rb") as file,
         ):
             try:
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two who look do not take each other for the owner
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two readers are not owners
             except OSError:
                 told = json.loads(file.read())
                 claims[int(pid)] = Claim(**told | {"cpus": tuple(told["cpus"])})
@@ -127,9 +127,9 @@ def _claims_in(folder: str) -> dict[int, Claim]:
 
 
 def crowding(own: Claim, others: Mapping[int, Claim]) -> list[str]:
-    """Return who else has our cores if these are too few for all, and what to set; nothing if they are enough.
+    """Return who else uses our cores and what to set, if these are too few for all; nothing if they suffice.
 
-    Nodes of one job on one machine play a cluster, with as many ranks as they are meant to have: threads alone count.
+    Nodes of one job on one machine imitate a cluster, so only their threads count, not their ranks.
     """
     sharing = {pid: other for pid, other in others.items() if set(other.cpus) & set(own.cpus)}
     everyone = [own, *sharing.values()]

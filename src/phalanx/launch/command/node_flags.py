@@ -14,11 +14,11 @@ from phalanx.launch.command.flags import ELASTIC_CALL, STATIC_CALL, Setting
 STATIC_PORT = 29500
 """Port of the static rendezvous; like the other, torchrun's."""
 _C10D_PORT = 29400
-_MOST_MEETING_PLACES = 4  # of a scheduler's hosts: each node that comes connects to all of them
+_MOST_MEETING_PLACES = 4  # of a scheduler's hosts: each new node connects to all of them
 
 
 def scheduled_flags(place: Placement | None) -> dict[str, str]:
-    """Return what the scheduler says, as texts of flags."""
+    """Return the scheduler's settings as texts of flags."""
     if place is None or place.num_nodes == 1:
         return {}
     found = {"nnodes": str(place.num_nodes), "node-rank": str(place.node_rank)}
@@ -54,7 +54,7 @@ def with_spares(settings: dict[str, Setting], place: Placement | None) -> dict[s
 
 
 def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> None:
-    """Refuse what the flags, or they and the scheduler, say of the nodes and can't be true together."""
+    """Refuse settings of the nodes that contradict each other or the scheduler."""
     nnodes, backend = settings["nnodes"], settings["rdzv-backend"].value
     least, most = nnodes.value
     replicas = settings["replicas"]

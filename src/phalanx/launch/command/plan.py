@@ -41,29 +41,24 @@ _TUNED = "auto: phalanx tune"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A job, and the flags that it came from."""
+    """Everything that a command line comes to: a job, and how to start it.
+
+    Attributes:
+        settings: Flags that it came from.
+        nproc_origin: Where the number of ranks comes from.
+        is_dry: Whether only to show the plan.
+        is_warm: Whether to fork the job from a process that has torch imported already.
+        variables: Variables that flags ask for; the ranks inherit them.
+        shared: Environment in which torch is imported for all ranks.
+    """
 
     job: Job
     settings: Mapping[str, Setting]
     nproc_origin: str
-
-    @property
-    def is_dry(self) -> bool:
-        return bool(self.settings["dry-run"].value)
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether the job is to be forked from a process that has torch imported already."""
-        return bool(self.settings["warm"].value)
-
-    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment in which the job is run: `inherited`, and what its flags ask for in variables."""
-        return {**inherited, **({REPLACE_VARIABLE: "gloo"} if self.settings["replace-gloo"].value else {})}
-
-    def shared_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment with which torch is imported for all ranks, see `environment.shared_environment`."""
-        share = self.job.divide(self.job.num_local_ranks).shares[0]
-        return shared_environment(self.environment(inherited), share)
+    is_dry: bool
+    is_warm: bool
+    variables: Mapping[str, str]
+    shared: Mapping[str, str]
 
     def describe(self) -> str:
         """Return a table of name, value and origin, then what each rank would run and on which CPUs."""
@@ -88,13 +83,13 @@ class Plan:
 
 
 def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | None = None) -> Plan:
-    """Return what ``phalanx run`` with these arguments is to do.
+    """Return the plan of ``phalanx run`` with these arguments.
 
     Args:
         parser: Parser of another command that takes these flags too; default: that of ``phalanx run``.
 
     Raises:
-        UsageError: Something is wrong or contradicts something else.
+        UsageError: A flag is wrong, or flags contradict each other.
     """
     settings, target, place = read_command(argv, environ, parser=parser)
     value = {name: setting.value for name, setting in settings.items()}
@@ -142,13 +137,16 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         shown_ranks=_shown_ranks(value["local-ranks-filter"], num_ranks),
         **rendezvous(settings),
     )
-    return Plan(job, settings, why)
+    variables = {REPLACE_VARIABLE: "gloo"} if value["replace-gloo"] else {}
+    share = job.divide(num_ranks).shares[0]
+    shared = shared_environment({**environ, **variables}, share)
+    return Plan(job, settings, why, value["dry-run"], value["warm"], variables, shared)
 
 
 def _tuned(
     settings: Mapping[str, Setting], command: Sequence[str], machine: Machine, environ: Mapping[str, str]
 ) -> Tuned | None:
-    """Return what ``phalanx tune`` has found for this command, if the number of ranks is left to us."""
+    """Return what ``phalanx tune`` has found for this command, if the number of ranks is free."""
     is_free = settings["nproc-per-node"].value == "auto" and settings["nnodes"].value == (1, 1)
     if not is_free or (torch_uses_gpus() and count_gpus(environ)):
         return None
@@ -166,7 +164,7 @@ def read_command(
     parser: Parser | None = None,
     also: Sequence[Flag] = (),
 ) -> tuple[dict[str, Setting], list[str], Placement | None]:
-    """Return every flag's setting, the script with its arguments, and the place that a scheduler gave us.
+    """Return every flag's setting, the script with its arguments, and this process's place under a scheduler.
 
     Args:
         parser: Parser of another command that takes these flags too; default: that of ``phalanx run``.
@@ -213,7 +211,7 @@ def _count_ranks(asked: int | str, origin: str, machine: Machine, environ: Mappi
 def _check(
     settings: Mapping[str, Setting], place: Placement | None, num_ranks: int, environ: Mapping[str, str]
 ) -> None:
-    """Refuse what each flag alone allows and all together do not."""
+    """Refuse flags that are valid by themselves but not together."""
     nnodes = settings["nnodes"]
     if settings["module"].value and settings["no-python"].value:
         raise UsageError("-m and --no-python exclude each other")

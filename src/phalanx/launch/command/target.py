@@ -35,7 +35,7 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
     return (sys.executable, *target)
 
 
-_OURS = {  # which few scripts have, too
+_OURS = {  # flags that few scripts have, too
     *("--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts", "--standalone", "--shutdown-timeout"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--regrow-after", "--replace-gloo"),
     *("--no-preload", "--no-keep", "--no-pin"),
@@ -43,11 +43,11 @@ _OURS = {  # which few scripts have, too
 
 
 def flags_behind_the_script(target: Sequence[str]) -> str:
-    """Return a remark on flags of ours that stand behind a script which does not know them; empty if none do."""
+    """Return a remark on flags of ours that follow a script which does not know them; empty if there are none."""
     given = [word.partition("=")[0] for word in target[1:]]
     ours = [word for word in dict.fromkeys(given) if word.replace("_", "-") in _OURS]
     source = b""
-    with contextlib.suppress(OSError), open(target[0], "rb") as script:  # a module's text is elsewhere
+    with contextlib.suppress(OSError), open(target[0], "rb") as script:  # a module's source is elsewhere
         source = script.read()
     ours = [word for word in ours if word[2:].replace("-", "_").encode() not in source.replace(b"-", b"_")]
     if not ours:
@@ -69,7 +69,7 @@ def _check_program(target: Sequence[str]) -> None:
 
 
 def _check_script(target: Sequence[str]) -> None:
-    """Refuse here, once, what every rank would refuse."""
+    """Refuse here, once, a script that every rank would refuse."""
     script = target[0]
     if not os.path.exists(script):
         if os.path.basename(script).startswith("python") and len(target) > 1:

@@ -16,7 +16,7 @@ from phalanx.wire.files import read_json, write_whole
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The fastest way to train that was found.
+    """The fastest settings that ``phalanx tune`` has found.
 
     Attributes:
         command: Script with its arguments, without the interpreter.
@@ -34,7 +34,7 @@ class Tuned:
 
 
 def remember(tuned: Tuned, file: str) -> None:
-    """Keep what was found in `file`, see `tuned_file`.
+    """Write the settings to `file`, see `tuned_file`.
 
     Raises:
         OSError: The file can't be written.
@@ -44,8 +44,8 @@ def remember(tuned: Tuned, file: str) -> None:
 
 
 def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | None:
-    """Return what was found for just this command on such a machine; None if nothing was."""
-    with contextlib.suppress(OSError, ValueError, TypeError):  # anybody may have written the file
+    """Return the settings for this very command on such a machine; None if there are none."""
+    with contextlib.suppress(OSError, ValueError, TypeError):  # the file may hold anything
         tuned = Tuned(**read_json(tuned_file(log_dir, command)))
         numbers = tuned.ranks, tuned.threads
         is_sound = all(type(number) is int and 1 <= number <= machine.num_cpus for number in numbers)
@@ -59,5 +59,5 @@ def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | No
 
 
 def tuned_file(log_dir: str, command: Sequence[str]) -> str:
-    """Return the file that keeps what was found for a command."""
+    """Return the file with the settings for a command."""
     return os.path.join(base_of(log_dir, command), "tuned.json")

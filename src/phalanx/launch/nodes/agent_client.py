@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ from phalanx.launch.job import Job
 from phalanx.launch.nodes.agent import RUN_AGENT
 from phalanx.launch.nodes.causes import cause_of
 from phalanx.launch.nodes.handshake import script_of
-from phalanx.launch.processes.forker import die_with_parent, hold_signals
+from phalanx.launch.processes.descendants import start_helper
 from phalanx.launch.replicas.process import Replicas
 from phalanx.launch.run.local_size import SharedSize, is_ahead, newest_steps
 from phalanx.launch.run.supervisor import Supervisor
@@ -63,19 +62,9 @@ class AgentClient:
                 ranks.events, ranks.say, ranks.snapshots_fd, job.run_id, job.num_replicas, ranks.keep_list
             )
         self._channel, theirs = PacketSocket.pair()
-        supervisor_pid = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                die_with_parent(supervisor_pid)
-                hold_signals()
-                os.setpgid(0, 0)
-                os.set_inheritable(theirs.fileno(), True)
-                replica_port = self._replicas.port if self._replicas is not None else 0
-                settings = json.dumps({**_settings(job), "replica_port": replica_port})
-                os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, str(theirs.fileno()), settings])
-            finally:
-                os._exit(1)
+        replica_port = self._replicas.port if self._replicas is not None else 0
+        settings = json.dumps({**_settings(job), "replica_port": replica_port})
+        self._pid = start_helper(RUN_AGENT, [theirs.fileno()], settings)
         theirs.close()
         if self._job.drains:
             self._ranks.drain = lambda: self._leave("SIGTERM")

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from phalanx.launch.nodes.messages import as_line, read_line, read_node
+from phalanx.launch.nodes.messages import read_node
 from phalanx.launch.nodes.views import Node, Place
+from phalanx.wire.lines import as_line, read_line
 
 _INTERACTIVE = 6  # priority of packets that do not wait behind the bulk of others
 _MOST_BYTES = 1 << 22  # of one line, or waiting to be sent

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from phalanx.launch.nodes.views import Node, State, View
-from phalanx.wire.messages import as_facts, parse_json, read_value, require
+from phalanx.wire.messages import read_value, require
 
 _T = TypeVar("_T")
 _MOST_NODES = 10_000
 
 _OF_STATE = {field.name for field in dataclasses.fields(State)}  # each is told, also one that has a default
-
-
-def as_line(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(as_facts(message)).encode() + b"\n"
-
-
-def read_line(line: bytes | bytearray) -> dict[str, Any]:
-    """Return the message that a line holds.
-
-    Raises:
-        ValueError: It holds none.
-    """
-    told = parse_json(line)
-    if not isinstance(told, dict):
-        raise ValueError("no message")
-    return told
 
 
 def read_node(told: Any) -> Node:

@@ -16,6 +16,7 @@ import sys
 import time
 from typing import Any, Protocol
 
+from phalanx.wire.lines import as_line
 from phalanx.wire.peer import peer_of
 
 ANSWER_S = 3.0
@@ -110,7 +111,7 @@ class Questions:
         elif "answers" in message and (waiting := self._asking.get(message["answers"])):
             asking, _, silent = waiting
             with contextlib.suppress(OSError):
-                asking.sendall(json.dumps(message["said"]).encode() + b"\n")
+                asking.sendall(as_line(message["said"]))
             silent.discard(peer)
 
     def _read(self, look: _Look) -> None:
@@ -138,4 +139,4 @@ class Questions:
         for number in [it for it, (_, ends_s, silent) in self._asking.items() if not silent or now_s > ends_s]:
             asking, _, silent = self._asking.pop(number)
             with asking, contextlib.suppress(OSError):
-                asking.sendall(json.dumps({"num_silent": len(silent)}).encode() + b"\n")
+                asking.sendall(as_line({"num_silent": len(silent)}))

@@ -42,26 +42,26 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Imports:
-    """Which top-level packages this process has imported ahead, and what they have read meanwhile.
+    """Record of the top-level packages that this process has imported ahead, and of the variables that they read.
 
     Attributes:
         read: Value of each variable that a package has read, None where there was none, by package and name.
-        outer: Packages in the middle of whose import a package was imported, by package.
-        readers: Modules in the middle of whose import a variable was read, by name.
+        outer: Packages whose import was still running when a package was imported, by package.
+        readers: Modules whose import was running when a variable was read, by variable.
     """
 
     def __init__(self) -> None:
         self.read: dict[str, dict[str, str | None]] = {}
-        self.outer: dict[str, set[str]] = {"phalanx": {"torch"}}  # whose entry point it is
+        self.outer: dict[str, set[str]] = {"phalanx": {"torch"}}  # torch imports it as an entry point
         self.readers: dict[str, set[str]] = {}
-        self._set: set[str] = set()  # by the packages themselves
+        self._set: set[str] = set()  # variables that the packages themselves have set
 
     @contextlib.contextmanager
     def noted(self, changes: Mapping[str, str | None]) -> Iterator[None]:
         """Note what is imported within this context.
 
         Args:
-            changes: Variables that are set meanwhile; None: unset.
+            changes: Variables to set within it; None unsets one.
         """
         own = _env.environment()
         _env.change(changes)
@@ -93,14 +93,14 @@ class Imports:
             self.readers.setdefault(name, set()).update(readers)
 
     def changed(self, package: str) -> list[str]:
-        """Return the variables that are not as the package has read them."""
+        """Return the variables that have changed since the package read them."""
         before, now = self.read.get(package, {}), _env.environment()
         names = {*before, *(relevant(now) if package == "torch" else ())}
         return sorted(name for name in names - self._set if now.get(name) != before.get(name))
 
 
 def _being_imported(frame: FrameType | None) -> Iterator[str]:
-    """Return the modules that are being executed, the innermost first, those of Python itself left out."""
+    """Return the modules that are being executed, innermost first, without Python's own."""
     while frame is not None:
         if frame.f_code.co_name == "<module>":
             name = str(frame.f_globals.get("__name__", ""))
@@ -115,8 +115,8 @@ class Hidden:
     Args:
         imports: Facts about their import.
         keep: Modules that stay in sight.
-        on_return: Function that is told, on the import of a package, the package and the variables that are not as it
-            has read them.
+        on_return: Function to call when a package is imported, with its name and the variables that have changed since
+            it read them.
     """
 
     def __init__(
@@ -124,28 +124,28 @@ class Hidden:
     ) -> None:
         self._imports, self._on_return = imports, on_return
         packages = set(imports.outer).difference(sys.stdlib_module_names, map(_package_of, keep))
-        self._specs: dict[str, ModuleSpec | None] = {}  # of packages that are being brought back
+        self._specs: dict[str, ModuleSpec | None] = {}  # of packages that are being restored
         self._modules: dict[str, dict[str, ModuleType]] = {}  # by package
         for name in [name for name in sys.modules if _package_of(name) in packages]:
             self._modules.setdefault(_package_of(name), {})[name] = sys.modules.pop(name)
         if self._modules:
             sys.meta_path.insert(0, self)
-            atexit.register(self._bring_back_all)  # modules out of sight would not be taken apart, and leak
+            atexit.register(self._bring_back_all)  # the interpreter only tears down what is in sys.modules
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what brings a package back, if it is one of those."""
+        """Return a spec that restores a hidden package."""
         return ModuleSpec(name, self) if name in self._modules else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the package, which has been executed before."""
+        """Return the package, which has been executed already."""
         module = self._modules[spec.name][spec.name]
         self._specs[spec.name] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Bring back all modules of the package, and of those that were imported together with it."""
+        """Restore all modules of the package, and of those that were imported together with it."""
         name, outer = module.__name__, self._imports.outer
         module.__spec__ = self._specs.pop(name)
         packages = [one for one in self._modules if one == name or name in outer.get(one, ())]
@@ -168,7 +168,7 @@ class Log:
     """An import finder that notes which modules this rank imports, in which order and in which environment.
 
     Args:
-        given: Variables that are this rank's, or this attempt's, own.
+        given: Variables specific to this rank or attempt.
     """
 
     def __init__(self, given: Collection[str]) -> None:
@@ -194,7 +194,7 @@ class Log:
     def summary(self, wanted: Collection[str]) -> dict[str, Any]:
         """Return what another process needs to import the wanted modules as this one has, see `replay`.
 
-        Those that were imported before count as its first.
+        Modules imported before the log began come first.
         """
         noted = {name for _, modules in self._steps for name in modules}
         before = [name for name in wanted if name not in noted]
@@ -213,14 +213,14 @@ def begin_log(given: Collection[str]) -> None:
 
 
 def replay(logs: Sequence[Mapping[str, Any]], imports: Imports, left_out: Collection[str]) -> set[str]:
-    """Import what the first of several ranks has imported, as it has; what fails now is left to the script.
+    """Import what the first of several ranks has imported, in the same steps; failures are left to the script.
 
     Args:
         logs: Results of `Log.summary` in each rank.
         left_out: Packages that are not imported.
 
     Returns:
-        Packages that must be left out: they have read what is not the same in all ranks, or import one that has.
+        Packages to leave out: they read variables that differ between ranks, or import a package that does.
     """
     varying = {name for one in logs for name in one["given"]}
     histories = [_histories(one) for one in logs]
@@ -236,7 +236,7 @@ def replay(logs: Sequence[Mapping[str, Any]], imports: Imports, left_out: Collec
 
 
 def _histories(summary: Mapping[str, Any]) -> dict[str, list[str | None]]:
-    """Return the values that each variable has had, one after the other."""
+    """Return the successive values of each variable."""
     found: dict[str, list[str | None]] = {}
     for changes, _ in summary["steps"]:
         for name, value in changes.items():

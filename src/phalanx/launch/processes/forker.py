@@ -34,7 +34,6 @@ import signal
 import socket
 import sys
 import termios
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -42,22 +41,24 @@ from typing import Any
 from phalanx import _env
 from phalanx.debugging import attached
 from phalanx.host.block_pool import obey_launcher
-from phalanx.host.proc_stat import children_of
 from phalanx.launch import rank_trial
 from phalanx.launch.processes.ahead import Hidden, Imports, begin_log, replay
+from phalanx.launch.processes.descendants import (
+    SUPERVISORS_SIGNALS,
+    adopt_orphans,
+    die_with_parent,
+    end_children,
+    outlive_parent,
+)
+from phalanx.launch.rank import watch_torch
 from phalanx.rendezvous import solo
-from phalanx.wire.packets import MAX_PACKET_BYTES
+from phalanx.wire import messages as _messages  # noqa: F401 with all that it imports, before `way_into_script` looks
+from phalanx.wire.packets import PacketSocket
 
 FD_VARIABLE = "PHALANX_FORKER_FD"
 MODULES_VARIABLE = "PHALANX_FORKER_MODULES"
 SETTINGS_VARIABLE = "PHALANX_FORKER_SETTINGS"
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-_CHILDREN_S = 5.0  # for killed children to end
 _libc = ctypes.CDLL(None)  # loaded before any fork
-_SUPERVISORS_SIGNALS = (
-    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
-)  # fmt: skip
 
 # What ranks share, imported once. None of it may start a thread or touch a device.
 RANK_MODULES = (
@@ -71,69 +72,8 @@ RANK_MODULES = (
 Begin = Callable[[Mapping[str, Any]], None]
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the line above
-        os._exit(128 + signal.SIGKILL)
-
-
-def hold_signals() -> None:
-    """Hold back, in this process and what it executes, the signals that the supervisor obeys.
-
-    Schedulers and service managers may send them to every process of a job.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SUPERVISORS_SIGNALS)
-
-
-def adopt_orphans(adopt: bool = True) -> None:
-    """Become the parent of every descendant whose own parent ends; or no longer."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
-
-
-def adopts_orphans() -> bool:
-    """Whether this process does as `adopt_orphans` says."""
-    value = ctypes.c_int()
-    _libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(value), 0, 0, 0)
-    return bool(value.value)
-
-
-def end_children(keep: Collection[int] = ()) -> None:
-    """Kill every child of this process, and theirs, and theirs; return when none is left, or at the limit.
-
-    Args:
-        keep: Children that stay.
-    """
-    deadline = time.monotonic() + _CHILDREN_S
-    while (pids := set(children_of(os.getpid())).difference(keep)) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            reap(pid, deadline - time.monotonic())
-
-
-def reap(pid: int, limit_s: float) -> int | None:
-    """Wait for a child to end and return its wait status; None if it has not by the limit, or is no child of ours."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll(max(0.0, limit_s) * 1000)
-    os.close(pidfd)
-    with contextlib.suppress(ChildProcessError):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        return status if ended else None
-    return None
-
-
-# ---------------------------------------------------------------- the forker's side
-
-
-def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
-    """Obey the supervisor until it closes `channel`; return only in a forked rank, after `begin`.
+def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
+    """Obey the supervisor until it closes its end; return only in a forked rank, after `begin`.
 
     Packets from the supervisor are JSON objects: ``{"start": rank, "environ": ...}`` with the three descriptors of a
     rank, or ``{"signal": number, "pids": [...], "groups": bool}``, with groups also to what those ranks have started.
@@ -142,9 +82,10 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
     """
     adopt_orphans()
     forker_pid, reaper = os.getpid(), os.pidfd_open(os.getppid())
-    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on we have something to do when supervisor and reaper end
+    outlive_parent()  # from here on this process outlives supervisor and reaper to clean up
+    channel = PacketSocket(end)
     living: dict[int, int] = {}  # pidfd of each rank, by its pid
-    _send(channel, {"ready": True, **hello})
+    channel.send({"ready": True, **hello})
     while True:
         poll = select.poll()
         for fd in (channel.fileno(), reaper, *living.values()):
@@ -154,30 +95,27 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
             _bury(channel, living, pid)
         if not ready & {channel.fileno(), reaper}:
             continue
-        data, fds = b"", list[int]()
-        if reaper not in ready:
-            data, fds, _, _ = socket.recv_fds(channel, MAX_PACKET_BYTES, 3)
-        if not data:
+        packet, fds = channel.take() if reaper not in ready else (None, [])
+        if packet is None:
             end_children()
             os._exit(0)
-        packet = json.loads(data)
         if "start" in packet:
             ours, its = socket.socketpair()
             pid = os.fork()
             if pid == 0:
-                for fd in (channel.detach(), reaper, ours.detach(), *living.values()):
+                for fd in (end.detach(), reaper, ours.detach(), *living.values()):
                     os.close(fd)
                 _become_rank(packet, fds, forker_pid)
                 its.shutdown(socket.SHUT_WR)
-                its.recv(1)  # nothing, once the supervisor has been told of it: it may end at once
+                its.recv(1)  # end of file, once the supervisor knows of this rank: it may end at once
                 its.close()
                 return begin(packet)
             its.close()
             for fd in fds:
                 os.close(fd)
-            ours.recv(1)  # nothing, once it leads a group that can be signalled, or has died
+            ours.recv(1)  # end of file, once it leads a group that can be signalled, or has died
             living[pid] = os.pidfd_open(pid)
-            _send(channel, {"started": pid, "rank": packet["start"]})
+            channel.send({"started": pid, "rank": packet["start"]})
             ours.close()
         else:
             for pid in living.keys() & set(packet["pids"]):
@@ -187,14 +125,14 @@ def serve(channel: socket.socket, begin: Begin, **hello: object) -> None:
                     os.kill(pid, packet["signal"])
 
 
-def _bury(channel: socket.socket, living: dict[int, int], pid: int) -> None:
+def _bury(channel: PacketSocket, living: dict[int, int], pid: int) -> None:
     """Reap a rank that has ended, and end all that it has started; return when nothing of it is left."""
     # The number stays taken until waitpid, so its group is still its own.
     _signal_group(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(living.pop(pid))
-    end_children(living)  # what had left its group: a rank that lives is itself the parent of its orphans
-    _send(channel, {"ended": pid, "status": status})
+    end_children(living)  # what had left its group; orphans of a living rank are that rank's children
+    channel.send({"ended": pid, "status": status})
 
 
 def _signal_group(pid: int, sig: int) -> None:
@@ -202,16 +140,11 @@ def _signal_group(pid: int, sig: int) -> None:
         os.killpg(pid, sig)
 
 
-def _send(channel: socket.socket, packet: Mapping[str, object]) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the loop finds it closed
-        channel.send(json.dumps(packet).encode())
-
-
 def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], forker_pid: int) -> None:
     """Make the forked process a rank: session, streams, CPUs, environment."""
     die_with_parent(forker_pid)
-    adopt_orphans()  # so that it is known whose daemons they are
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SUPERVISORS_SIGNALS)
+    adopt_orphans()  # so that each daemon is known by its rank
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISORS_SIGNALS)
     os.setsid()  # of its own, or opening /dev/tty would find a terminal whose foreground it can't have, and stop
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
@@ -229,13 +162,13 @@ def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], forker_pid: int)
 
 
 def execute(command: Sequence[str]) -> Begin:
-    """Return what makes a forked rank run `command`."""
+    """Return a function that makes a forked rank run `command`."""
 
     def begin(packet: Mapping[str, Any]) -> None:
         for sig in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
             signal.signal(sig, signal.SIG_DFL)
         argv = list(command)
-        if packet["argument"]:  # right behind the script or the module
+        if packet["argument"]:  # right after the script or the module
             argv.insert(3 if command[1] == "-m" else 2, packet["argument"])
         try:
             os.execvp(command[0], argv)
@@ -270,14 +203,14 @@ def _prepare_and_serve(
     settings: Mapping[str, str],
     loaded_before: Collection[str],
 ) -> None:
-    gc.disable()  # what an import leaves is not worth looking for: a sixth of the time
+    gc.disable()  # imports leave little garbage, and looking for it takes a sixth of the time
     imports = Imports()
     trouble = import_shared(imports, settings)
     unfit = set[str]()
     modules_files, left_out = modules
     if modules_files and not trouble:
         unfit = replay([_read_json(path) for path in modules_files], imports, left_out)
-        atexit.register(gc.unfreeze)  # of a rank: libraries report as leaked what the collector can't reach at its end
+        atexit.register(gc.unfreeze)  # in a rank: libraries report what the collector can't reach as leaked
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
     begin, can_go_on = way_into_script(sys.orig_argv, loaded_before, imports)
@@ -294,13 +227,13 @@ def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
         for name in RANK_MODULES:
             try:
                 __import__(name)
-            except BaseException as error:  # the script will meet it itself, and tell it as it would without us
+            except BaseException as error:  # the script will meet the error and report it, as it would without us
                 return f"{type(error).__name__}: {error}"
     return ""
 
 
 def way_into_script(command: Sequence[str], loaded_before: Collection[str], imports: Imports) -> tuple[Begin, bool]:
-    """Return how a rank begins, and whether it is by going on where this process stands."""
+    """Return how a rank begins, and whether it continues from here rather than executing the command."""
     can_go_on = not has_threads_or_devices() and not _hides_modules_of_the_script(command, loaded_before)
     return (partial(_go_on, imports, loaded_before) if can_go_on else execute(command)), can_go_on
 
@@ -311,9 +244,9 @@ def _read_json(path: str) -> Any:
 
 
 def has_threads_or_devices() -> bool:
-    """Whether something is up that a fork would break: what else Python loads at start may have begun it.
+    """Return whether threads or a device, which a fork would break, are in use: another site hook may start them.
 
-    Threads of OpenBLAS do not count: it ends them before a fork and starts them anew.
+    OpenBLAS's threads do not count: it ends them before a fork and starts them again afterwards.
     """
     threading, cuda = sys.modules.get("threading"), sys.modules.get("torch.cuda")
     has_threads = threading is not None and threading.active_count() > 1
@@ -333,7 +266,7 @@ def _hides_modules_of_the_script(command: Sequence[str], loaded_before: Collecti
 
 
 def _leave_libraries_alone() -> None:
-    """Have this process end without the destructors of the libraries that it shares with the forker.
+    """Skip, at exit, the destructors of libraries that this process shares with the forker.
 
     torch's alone take longer than the rest of the interpreter's end, and free what the kernel frees anyway. Those of
     libraries that the script loads run before. A preloaded library, such as a profiler, may have waited for the end.
@@ -343,18 +276,8 @@ def _leave_libraries_alone() -> None:
         _libc.__cxa_atexit(_libc.fflush, None, None)  # before that
 
 
-def _watch_torch() -> None:
-    from phalanx._torch import shield
-    from phalanx._torch.dynamo import postpone_import
-    from phalanx.record import gloo  # loads the core, which the forker does without
-
-    gloo.watch()
-    shield.watch()
-    postpone_import()
-
-
 def draw_anew() -> None:
-    """Seed again what a process seeds at random when it is imported: all forks would draw the same numbers.
+    """Reseed generators that were seeded at import: otherwise all forks would draw the same numbers.
 
     ``random`` does so itself after a fork, and generators of GPUs start from a constant.
     """
@@ -370,10 +293,10 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
     if "torch" in sys.modules:
         obey_launcher()
         solo.watch()
-        _watch_torch()
+        watch_torch()
         rank_trial.begin()
     attached.listen()
-    # The script's namespace must not be among what the collector passes by: it holds all that the script holds.
+    # The script gets a fresh namespace: the collector ignores the frozen one and everything in it.
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     if "__annotations__" in main.__dict__:

@@ -22,6 +22,7 @@ from phalanx import _env
 from phalanx.host.descriptors import take_streams
 from phalanx.launch.deadlines import KILL_S
 from phalanx.launch.processes import forker
+from phalanx.launch.processes.descendants import end_children, hold_signals, reap
 from phalanx.launch.processes.reaper import fork_forker
 from phalanx.wire.packets import PacketSocket
 
@@ -34,7 +35,7 @@ _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "prel
 class Forker:
     """The process that is the parent of all ranks; owns the channel to it and its exit status.
 
-    Between it and this process stands its reaper, which leaves nothing of the ranks if both are killed.
+    Its reaper stands between it and this process, and ends all ranks if both are killed.
 
     Args:
         command: Command of a rank.
@@ -43,8 +44,8 @@ class Forker:
         output_fd: Descriptor for the forker's own output, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
         settings: Variables that are set while torch is imported, with `preload`.
-        modules_files: Files of ranks that name modules to import beside torch, with `preload`, see `ahead.replay`.
-        left_out: Packages that are not imported all the same.
+        modules_files: Files in which ranks name modules to import beside torch, with `preload`; see `ahead.replay`.
+        left_out: Packages to leave out of those.
         spare: Process that becomes the reaper and the forker and has imported torch, with `preload`.
 
     Attributes:
@@ -76,12 +77,12 @@ class Forker:
         self.reaper_pid: int = os.fork() if spare is None else spare.pid
         if self.reaper_pid == 0:
             try:
-                os.setpgid(0, 0)  # Ctrl-C at the terminal is ours to pass on
+                os.setpgid(0, 0)  # the supervisor passes Ctrl-C on
                 self.channel.close()
                 os.close(told)
                 _forget_handlers()
                 take_streams(output_fd)
-                forker.hold_signals()
+                hold_signals()
                 fork_forker(supervisor_pid, tell)
                 if preload:
                     _execute_preloading(command, environ, theirs, settings, [modules_files, left_out])
@@ -110,7 +111,7 @@ class Forker:
         self._send(packet, fds)
 
     def signal(self, sig: int, pids: Sequence[int], *, groups: bool) -> None:
-        """Send `sig` to ranks, and with `groups` also to what they have started; the ended are left out."""
+        """Send `sig` to ranks, with `groups` also to what they have started; skip those that have ended."""
         self._send({"signal": sig, "pids": list(pids), "groups": groups})
 
     def _send(self, packet: Mapping[str, object], fds: Sequence[int] = ()) -> None:
@@ -118,15 +119,15 @@ class Forker:
         self.go_on()
 
     def go_on(self) -> None:
-        """Let it run if somebody has stopped it: it could not obey, nor end."""
+        """Continue it if somebody has stopped it: a stopped process can neither obey nor end."""
         if self.channel.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> int:
-        """Return its wait status once it has ended, or is about to: its channel has closed."""
+        """Return its wait status; its channel has closed, so it has ended or is about to."""
         if self._status is None:
-            self._status = forker.reap(self.reaper_pid, KILL_S)  # it ends as the forker has ended
+            self._status = reap(self.reaper_pid, KILL_S)  # it ends with the forker's status
         return signal.SIGKILL if self._status is None else self._status
 
     def close(self, keep: Collection[int] = ()) -> None:
@@ -138,17 +139,17 @@ class Forker:
         self.channel.close()
         self.go_on()
         self.status()
-        forker.end_children(keep)  # of a forker that was killed
+        end_children(keep)  # orphans of a forker that was killed
 
     def kill(self) -> None:
-        """End it at once: before it has started a rank, it may be busy importing."""
+        """End it at once: until it has started a rank, it may be busy importing."""
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def _forget_handlers() -> None:
-    """Undo what the supervisor has set up for itself."""
+    """Remove the supervisor's signal handlers."""
     signal.set_wakeup_fd(-1)
     for sig in (*signal.valid_signals(), signal.SIGTTIN):
         if callable(signal.getsignal(sig)) or sig == signal.SIGTTIN:
@@ -173,6 +174,6 @@ def _execute_preloading(
 
 
 def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a Python interpreter that is to stop in our site hook."""
+    """Return the environment that makes a Python interpreter stop in our site hook."""
     path = environ.get("PYTHONPATH")
     return {**environ, "PYTHONPATH": f"{_PRELOAD_FOLDER}{os.pathsep}{path}" if path else _PRELOAD_FOLDER}

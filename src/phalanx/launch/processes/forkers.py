@@ -37,13 +37,13 @@ class Forkers:
     Args:
         screen: Screen for what a forker prints.
         descriptors: Limits that ranks keep.
-        on_start: Function to call with the rank and the pid of a process that was forked.
+        on_start: Function to call with the rank and the pid of a forked process.
         on_end: Function to call with the pid and the wait status of one that has ended.
-        on_loss: Function to call with a forker that has ended, and its processes with it.
+        on_loss: Function to call with a forker that has ended, together with its processes.
 
     Attributes:
-        environ: Environment of the forker in use, which is what its ranks have in common.
-        keep_list: Children of this process that are nobody's rank.
+        environ: Environment of the forker in use, which all its ranks share.
+        keep_list: Children of this process that are not ranks, and stay when ranks are ended.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Forkers:
         self._events.watch(serving.forker.channel.fileno(), partial(self._hear, serving))
 
     def serves(self, environ: Mapping[str, str]) -> bool:
-        """Return whether the forker in use lives and can fork ranks with this environment."""
+        """Return whether the forker in use is alive and can fork ranks with this environment."""
         return self._current.forker.channel.alive and self.environ == environ
 
     def replace(self, environ: Mapping[str, str]) -> None:
-        """Start another forker in the place of all."""
+        """Replace all forkers by a new one."""
         self._standby.start_over()
         for serving in (*self._relieved, self._current):
             self._end(serving)
@@ -102,7 +102,7 @@ class Forkers:
         self.start(environ)
 
     def relieve(self) -> None:
-        """Put the standby in the place of the forker, if it is ready; between attempts."""
+        """Replace the forker by the standby between attempts, if the standby is ready."""
         for serving in [one for one in self._relieved if not one.pids]:
             self._relieved.remove(serving)
             self._end(serving)
@@ -112,18 +112,18 @@ class Forkers:
             return
         before = self._current
         self._serve(Serving(*ready, is_ready=True))
-        if before.pids:  # of ranks that are kept
+        if before.pids:  # ranks that are kept
             self._relieved.append(before)
         else:
             self._end(before)
 
     def prepare_standby(self, rank_folders: Sequence[str]) -> bool:
-        """Start a standby once the ranks of those folders have noted their imports; return whether to ask again."""
+        """Start a standby once the ranks of those folders have noted their imports; return whether to call again."""
         return self._standby.prepare(self.environ, rank_folders)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the forker in use can fork ranks, or has ended, so that there is nothing to wait for."""
+        """Whether the forker in use can fork ranks, or has ended: either way there is nothing to wait for."""
         return self._current.is_ready or not self._current.forker.channel.alive
 
     @property
@@ -138,16 +138,16 @@ class Forkers:
         self._current.forker.start_rank(rank, environ, fds, cpus, argument)
 
     def end(self, sig: int, pids: Sequence[int]) -> None:
-        """Tell ranks to end by `sig`; the ended are left out.
+        """Tell ranks to end by `sig`; skip those that have ended.
 
-        A script of Python's obeys it alone: what it has started may be needed to obey, such as a logger's process. A
-        program may pass it on to nobody.
+        Only the ranks of a Python script receive it: they may need what they have started, such as a logger's process,
+        to shut down. Any other program may not pass it on, so its whole group receives it.
         """
         self.signal(sig, pids, groups=sig == signal.SIGKILL or not self._job.is_python)
         self.signal(signal.SIGCONT, pids, groups=True)  # a stopped rank could not obey
 
     def signal(self, sig: int, pids: Sequence[int], *, groups: bool = False) -> None:
-        """Send `sig` to ranks, and with `groups` also to what they have started; the ended are left out."""
+        """Send `sig` to ranks, with `groups` also to what they have started; skip those that have ended."""
         for serving in (*self._relieved, self._current):
             if own := [pid for pid in pids if pid in serving.pids]:
                 serving.forker.signal(sig, own, groups=groups)
@@ -166,7 +166,7 @@ class Forkers:
             self._end(serving)
 
     def is_current(self, serving: Serving) -> bool:
-        """Return whether ranks that are asked for now are forked by this forker."""
+        """Return whether this forker would fork the next rank."""
         return serving is self._current
 
     def _end(self, serving: Serving) -> None:

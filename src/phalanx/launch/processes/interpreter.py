@@ -39,7 +39,7 @@ class _Status(ctypes.Structure):
 
 
 class Interpreter:
-    """This process's interpreter, started as ``python NAME`` with no further argument and still in its site hook.
+    """Interpreter of this process, started as ``python NAME`` without arguments and still in its site hook.
 
     Raises:
         RuntimeError: Its configuration is not laid out as expected.
@@ -91,7 +91,7 @@ class Interpreter:
 
 
 def _absolute(path: str) -> str:
-    """Return what CPython makes of the path of a script, which it does not normalise."""
+    """Return the path of a script as CPython makes it absolute, without normalising it."""
     return path if os.path.isabs(path) else f"{os.getcwd()}/{path}"
 
 
@@ -106,7 +106,7 @@ def _read_back(member: str) -> Any:
 
 
 def _read(address: int, size: int) -> bytes:
-    """Return memory of this process, as much as can be read there."""
+    """Return memory of this process; fewer bytes where it can't be read."""
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         try:
             memory.seek(address)
@@ -120,18 +120,18 @@ def _pointer_at(address: int) -> int:
 
 
 def _text_at(address: int, length: int) -> str:
-    """Return the wide string of that length there; empty if there is none."""
+    """Return the wide string of that length at an address; empty if there is none."""
     size = ctypes.sizeof(ctypes.c_wchar)
     data = _read(address, (length + 1) * size) if address else b""
     text = data.decode(f"utf-32-{sys.byteorder[0]}e", "replace")
     return text[:-1] if len(text) == length + 1 and text[-1] == "\0" else ""
 
 
-_shown_command_line: mmap.mmap | None = None  # the kernel reads it as long as this process lives
+_shown_command_line: mmap.mmap | None = None  # the kernel reads it for the life of this process
 
 
 def show_command_line(command_line: bytes) -> None:
-    """Make ``ps`` and ``pkill -f`` see another command line of this process; nothing happens where the kernel can't."""
+    """Make ``ps`` and ``pkill -f`` see another command line of this process, where the kernel can."""
     global _shown_command_line
     stat = stat_fields()
     _libc.sbrk.restype = ctypes.c_void_p

@@ -32,7 +32,7 @@ def note_modules() -> None:
     names = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
-        is_ours = name.partition(".")[0] == "phalanx"  # knows which rank and which attempt it is in
+        is_ours = name.partition(".")[0] == "phalanx"  # its modules know their rank and attempt
         if spec is not None and spec.name == name and str(spec.origin).startswith(places) and not is_ours:
             names.append(name)
     path = modules_file(folder)

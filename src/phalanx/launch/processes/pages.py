@@ -25,17 +25,17 @@ from phalanx.host.cgroups import known_memory
 
 _MADV_COLLAPSE = 25  # since Linux 6.1
 _HUGE_BYTES, _PIECE_BYTES = 2 << 20, 64 << 20
-_LEAST_USED = 3 / 4  # of a range that is worth whole huge pages
-_MOST_OF_ROOM = 1 / 4  # of what is left to this process and others
-_FIRST_FORKS, _NEXT_FORKS = 16, 32  # what they save is what it costs
-_LONG_S = 1.0  # the memory is large, or the kernel has to search for huge pages: no more
+_LEAST_USED = 3 / 4  # of a range, to be worth huge pages
+_MOST_OF_ROOM = 1 / 4  # of the memory that is left
+_FIRST_FORKS, _NEXT_FORKS = 16, 32  # after which the savings equal the cost
+_LONG_S = 1.0  # longer means much memory, or a kernel that searches for huge pages: give up
 
 
 def share_pages() -> None:
-    """Have processes that this one forks, wherever it does, go on sharing what it has imported, and be forked cheaply.
+    """Have all processes that this one forks share what it has imported, and make the forks cheap.
 
-    A garbage collection in one of them would touch, and so copy, every page of it: a third of a second. Not for a
-    process whose signal handlers raise: in the hook of a fork, that is printed and lost.
+    A garbage collection in a fork would touch, and so copy, every page: a third of a second. Not for a process whose
+    signal handlers raise: in the hook of a fork, an exception is printed and lost.
     """
     global _sharing
     gc.freeze()
@@ -44,15 +44,15 @@ def share_pages() -> None:
     _sharing = os.getpid()
 
 
-_sharing = 0  # pid of the process that shares its pages; its forks have the hook, too
-_forks = (0, 0)  # whose are counted, and their count
+_sharing = 0  # pid of the process that shares its pages; its forks inherit the hook
+_forks = (0, 0)  # pid of the process whose forks are counted, and their number
 
 
 def fork_cheaply(num_forks: int) -> None:
-    """Have this process, which is about to fork so often, lie in huge pages once it is worth it and the kernel allows.
+    """Move this process, which is about to fork, into huge pages once that pays and the kernel allows it.
 
     A fork copies the list of the pages and an end frees it: some 20 ms for the 70,000 pages of torch, 5 ms for huge
-    ones. To put them together takes 0.2 to 0.6 s, and again some of it after more forks, for what was written to.
+    ones. Collecting them takes 0.2 to 0.6 s, and part of that again after more forks, for pages written since.
     """
     global _forks
     before = _forks[1] if _forks[0] == os.getpid() else 0
@@ -69,7 +69,7 @@ def _collapse() -> None:
     if _is_slow or not offers_huge_pages():
         return
     ranges = []
-    with contextlib.suppress(OSError):  # some systems that speak for Linux have no smaps
+    with contextlib.suppress(OSError):  # emulations of Linux may lack smaps
         ranges = list(_own_memory())
     room_bytes = min((memory.left_bytes for memory in known_memory()), default=0)
     if sum(unused for _, _, unused in ranges) > _MOST_OF_ROOM * room_bytes:
@@ -86,7 +86,7 @@ def _collapse() -> None:
 
 
 def _own_memory() -> Iterator[tuple[int, int, int]]:
-    """Yield begin, end and unused bytes of each range of whole huge pages, this process's own, that is nearly full."""
+    """Yield begin, end and unused bytes of each nearly full range of this process that can be whole huge pages."""
     is_own = False
     with open("/proc/self/smaps") as file:
         for line in file:

@@ -27,13 +27,19 @@ import signal
 from typing import NoReturn
 
 from phalanx.host.proc_stat import children_of, stat_fields
+from phalanx.launch.deadlines import FORKER_S
+from phalanx.launch.processes.descendants import (
+    adopt_orphans,
+    die_with_parent,
+    end_children,
+    hold_signals,
+    outlive_parent,
+)
 from phalanx.launch.processes.endings import end_like
-from phalanx.launch.processes.forker import adopt_orphans, die_with_parent, end_children, hold_signals
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 NAME = "rank-reaper"
 """Name that a reaper takes, instead of Python's."""
-_FORKER_S = 6.0  # more than a forker takes to end its children, or to import what ranks share
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
 
@@ -45,11 +51,11 @@ def fork_forker(supervisor_pid: int, told: int) -> None:
     """
     supervisor, forker_pid = _fork_below(supervisor_pid)
     if forker_pid == 0:
-        os.write(told, b"%d" % os.getpid())  # before it prints anything: the supervisor reads that later
+        os.write(told, b"%d" % os.getpid())  # before it prints anything, which the supervisor reads later
         os.close(told)
         return
     _close_all_but(supervisor)
-    _keep(supervisor, forker_pid, patience_s=_FORKER_S)
+    _keep(supervisor, forker_pid, patience_s=FORKER_S)
 
 
 def fork_server() -> None:
@@ -58,7 +64,7 @@ def fork_server() -> None:
     The server adopts what ranks leave behind, and reaps it when it ends. Nobody ends it while the process that spawns
     lives: a daemon of a rank may outlive its rank.
     """
-    os.setpgid(0, 0)  # not of the group with which the process that spawns may be killed
+    os.setpgid(0, 0)  # outside the group with which the spawning process may be killed
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     hold_signals()
     spawner, server_pid = _fork_below(os.getppid())
@@ -71,7 +77,7 @@ def fork_server() -> None:
 
 
 def _close_all_but(descriptor: int) -> None:
-    """Close what this process has inherited: another's end of a socket, kept open here, would hide the other's end."""
+    """Close what this process has inherited: a copy of a socket's end here would hide that its owner has gone."""
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
@@ -82,7 +88,7 @@ def _fork_below(parent_pid: int) -> tuple[int, int]:
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:  # it ended before the line above
         os._exit(128 + signal.SIGKILL)
-    _libc.prctl(_PR_SET_PDEATHSIG, 0)  # of a warm start: from here on we have something to do when the parent ends
+    outlive_parent()  # set by a warm start; from here on this process outlives its parent to clean up
     adopt_orphans()
     pid = os.fork()
     if pid == 0:
@@ -92,16 +98,16 @@ def _fork_below(parent_pid: int) -> tuple[int, int]:
 
 
 def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
-    """Wait for the end of the parent or of the child `pid`, kill all that is below this process, and end like it.
+    """Wait until the parent or the child `pid` ends, kill all descendants, and end as the child has ended.
 
     Args:
-        patience_s: Seconds in which the child may end what is below it by itself once the parent has ended. If it were
-            killed at once, nobody would be left if this process were killed next.
+        patience_s: Seconds for the child to end its own descendants once the parent has ended. If this process killed
+            it at once and were killed next, nobody would be left to do so.
     """
     _take_name()
     child = os.pidfd_open(pid)
     select.select([parent, child], [], [])
-    if children_of(pid):  # a second forker, which imports, has none
+    if children_of(pid):  # a standby that still imports has none
         select.select([child], [], [], patience_s)
     os.kill(pid, signal.SIGKILL)  # the kernel then kills the ranks, and makes us the parent of the rest
     # It stays a zombie until we end, so that its pid is nobody else's while the supervisor may kill it.
@@ -112,10 +118,10 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
 
 
 def _take_name() -> None:
-    """Give this process a name and a command line of its own: those of the job are what a user kills by."""
+    """Give this process a name and a command line of its own: users kill jobs by theirs."""
     _libc.prctl(_PR_SET_NAME, NAME.encode())
     with contextlib.suppress(OSError):
         fields = stat_fields()
         start, end = int(fields[48]), int(fields[49])  # arg_start and arg_end
-        if end - start > len(NAME):  # else a kernel that does not tell
+        if end - start > len(NAME):  # otherwise the kernel does not tell
             ctypes.memmove(start, NAME.encode().ljust(end - start, b"\0"), end - start)

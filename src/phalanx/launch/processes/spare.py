@@ -17,11 +17,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from phalanx import _env
 from phalanx.host.descriptors import take_streams
-from phalanx.launch.processes import job_packets
 from phalanx.launch.processes.ahead import Imports
-from phalanx.launch.processes.forker import draw_anew, hold_signals, serve, way_into_script
+from phalanx.launch.processes.descendants import hold_signals
+from phalanx.launch.processes.forker import draw_anew, serve, way_into_script
 from phalanx.launch.processes.interpreter import Interpreter, show_command_line
 from phalanx.launch.processes.reaper import fork_forker
+from phalanx.wire.packets import PacketSocket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Loaded:
         environ: Environment with which it has imported torch.
         imports: Modules that it has imported.
         before: Modules that Python itself had loaded at start.
-        shared: Modules that ranks keep; the others are the supervisor's.
+        shared: Modules that ranks keep; all others belong to the supervisor.
         words: Output of its imports.
-        tell: Pipe on which it is told how long it is to stay, as a C double.
+        tell: Pipe on which it learns how long to stay, as a C double.
     """
 
     interpreter: Interpreter
@@ -48,54 +49,53 @@ class Loaded:
 
 
 class Spare:
-    """The supervisor's hold on it.
+    """Handle of the supervisor on that process.
 
     Attributes:
         pid: Process id; it is a child of this process.
         client_pid: Process that stands for the job at the terminal.
     """
 
-    def __init__(self, pid: int, client_pid: int, channel: socket.socket) -> None:
+    def __init__(self, pid: int, client_pid: int, channel: PacketSocket) -> None:
         self.pid = pid
         self.client_pid = client_pid
         self._channel = channel
 
     def adopt(self, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
-        """Have it become the reaper of a forker that runs `command`.
+        """Turn it into the reaper of a forker that runs `command`.
 
         Args:
             fds: Channel of the forker, pipe on which the supervisor is told its pid, descriptor for its output.
         """
-        job_packets.send(self._channel, list(command), dict(environ), fds=fds)
+        self._channel.send([list(command), dict(environ)], fds)
         self._channel.close()
 
 
 def fork_spare(loaded: Loaded, client_pid: int) -> Spare | None:
-    """Return the spare, a child of this process; None in a rank of it, which is to go on into its script."""
+    """Return the spare, a child of this process; return None in its ranks, which continue into their script."""
     supervisor_pid = os.getpid()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = PacketSocket.pair()
     pid = os.fork()
     if pid:
         theirs.close()
         return Spare(pid, client_pid, ours)
     ours.close()
     try:
-        _become_forker(theirs, loaded, supervisor_pid)
+        _become_forker(PacketSocket(theirs), loaded, supervisor_pid)
     except BaseException as error:
         print(f"the process that was to start the ranks failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
     return None
 
 
-def _become_forker(channel: socket.socket, loaded: Loaded, supervisor_pid: int) -> None:
-    """Wait for the supervisor's word; return in a rank."""
-    message, fds = job_packets.receive(channel)
+def _become_forker(channel: PacketSocket, loaded: Loaded, supervisor_pid: int) -> None:
+    """Wait until the supervisor adopts this process; return in a rank."""
+    packet, fds = channel.take()
     channel.close()
-    if not message:
+    if packet is None:
         os._exit(0)
-    command, environ = message
-    channel_fd, tell, output_fd = fds
-    channel = socket.socket(fileno=channel_fd)
+    command, environ = packet
+    forkers_fd, tell, output_fd = fds
     os.setpgid(0, 0)
     take_streams(output_fd)
     os.close(output_fd)
@@ -107,11 +107,11 @@ def _become_forker(channel: socket.socket, loaded: Loaded, supervisor_pid: int) 
     loaded.interpreter.will_run(command)
     show_command_line(b"".join(os.fsencode(word) + b"\0" for word in command))
     begin, can_go_on = way_into_script(command, loaded.before, loaded.imports)
-    serve(channel, begin, can_go_on=can_go_on)
+    serve(socket.socket(fileno=forkers_fd), begin, can_go_on=can_go_on)
 
 
 def forget_all_but(shared: Collection[str]) -> None:
-    """Make this process one that has imported those modules alone, and just now: a script may have namesakes."""
+    """Make this process look as if it had just imported only those modules: a script may have namesakes of others."""
     for name in set(sys.modules).difference(shared):
         module = sys.modules.pop(name)
         for path in getattr(module, "__path__", ()):
@@ -121,13 +121,13 @@ def forget_all_but(shared: Collection[str]) -> None:
             with contextlib.suppress(AttributeError):
                 delattr(sys.modules[parent], child)
     for path, finder in list(sys.path_importer_cache.items()):
-        if finder is None and os.path.exists(path):  # it was not there yet
+        if finder is None and os.path.exists(path):  # the path did not exist yet
             del sys.path_importer_cache[path]
     _draw_anew()
 
 
 def _draw_anew() -> None:
-    """Draw again what modules drew when they were imported; else all jobs of a warm process would have the same.
+    """Draw again what modules drew at import; otherwise all jobs of a warm process would share it.
 
     ``tempfile`` draws in each process, ``uuid`` and ``secrets`` each time.
     """

@@ -26,7 +26,7 @@ class Standby:
 
     Args:
         screen: Screen on which its output would be shown.
-        log: File that says how it went.
+        log: File for its log.
         descriptors: Limits that its ranks keep.
     """
 
@@ -37,17 +37,17 @@ class Standby:
         self._log = log
         self._descriptors = descriptors
         self._forker: Forker | None = None
-        self._is_ready = False  # it has imported everything, and its forks can go on as ranks
-        self._environ: Mapping[str, str] = {}  # of its ranks
-        self._files: Sequence[str] = ()  # in which its modules are named
+        self._is_ready = False  # it has imported everything, and its forks can continue as ranks
+        self._environ: Mapping[str, str] = {}  # of the ranks to come
+        self._files: Sequence[str] = ()  # that name its modules
         self._left_out: tuple[str, ...] = ()  # packages
-        self._last_folder = ""  # of the first rank whose modules were tried last
+        self._last_folder = ""  # of the first rank in the last try
         self._has_relieved = False
 
     def prepare(self, environ: Mapping[str, str], rank_folders: Sequence[str]) -> bool:
-        """Start one that imports what the ranks of those folders have noted; return whether there is still to be one.
+        """Start one that imports what the ranks of those folders have noted; return whether one may still be needed.
 
-        Called every now and then while the ranks run, until it returns false.
+        Call it now and then while the ranks run, until it returns False.
         """
         job = self._job
         if not (job.preload and job.max_restarts) or job.max_nodes > 1 or self._has_relieved:
@@ -65,7 +65,7 @@ class Standby:
             self._start_importing(environ, files)
 
     def _start_importing(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
-        # What an import says, the ranks have said.
+        # What an import prints, the ranks have printed already.
         self._output = Output(self._screen, b"", self._log, live=False, shown=False)
         forker = Forker(
             self._job.command,
@@ -108,12 +108,12 @@ class Standby:
             self._events.close_output(self._output)
 
     def start_over(self) -> None:
-        """The forker that the job uses is a new one: what it had is of no use, and it may be relieved again."""
+        """Begin again after the job's forker was replaced: the old standby does not fit the new one."""
         self.drop()
         self._has_relieved = False
 
     def hand_over(self, environ: Mapping[str, str]) -> tuple[Forker, Output] | None:
-        """Return the forker, no longer watched, if it is ready and its ranks have that environment."""
+        """Return the forker, no longer watched, if it is ready and its ranks would have that environment."""
         forker = self._forker
         if forker is None or not (self._is_ready and forker.channel.alive and self._environ == environ):
             return None

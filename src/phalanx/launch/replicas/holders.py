@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.launch.nodes.views import Node
 
-_MORE = 4  # nodes to ask when the first can't take it
+_MORE = 4  # nodes to ask when the first ones refuse
 
 
 def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Node]:
@@ -43,7 +43,7 @@ def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Nod
 
 
 def told_of(members: Sequence[Node], me: Node, num_replicas: int) -> dict[str, Any]:
-    """Return what the process of `Replicas` has to know of a view."""
+    """Return what the replicator has to know of a view."""
     holders = holders_of(members, me, num_replicas)
     return {
         "me": me.id,

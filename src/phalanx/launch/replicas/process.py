@@ -9,18 +9,16 @@ import contextlib
 import json
 import os
 import socket
-import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx.checkpoint.memory.layout import note_replicator_ended, want_replicas
 from phalanx.host.ports import bound_socket
-from phalanx.launch.processes.forker import die_with_parent, hold_signals
+from phalanx.launch.processes.descendants import start_helper
 from phalanx.launch.screen.events import EventLoop
 from phalanx.wire.packets import PacketSocket
 
-# Not with -m, which would let a json.py in the current folder take the library's place.
+# Not with -m, which would let a json.py in the current folder hide the library's.
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.replicas.replicator import main; main()"
 _FIRST_PAUSE_S = 0.5  # before it is started again, doubled each time
 _MOST_PAUSE_S = 60.0
@@ -37,11 +35,11 @@ class Replicas:
         say: Function that shows a line.
         snapshots_fd: Memory of the snapshots.
         num_replicas: Number of other nodes that are to have each of them.
-        keep_list: Children of the supervisor that are nobody's rank; the process is added.
+        keep_list: Children of the supervisor that stay when ranks are ended; this process is added.
 
     Attributes:
-        pid: Process that copies.
-        port: Port on which it takes what other nodes send.
+        pid: Process id of the replicator.
+        port: Port on which it receives from other nodes.
     """
 
     def __init__(
@@ -63,29 +61,17 @@ class Replicas:
         self._start(0.0)
 
     def _start(self, pause_s: float) -> None:
-        supervisor_pid = os.getpid()
         self._channel, theirs = PacketSocket.pair()
         with theirs:
-            self.pid: int = os.fork()
-            if self.pid == 0:
-                try:
-                    die_with_parent(supervisor_pid)
-                    hold_signals()
-                    os.setpgid(0, 0)
-                    time.sleep(pause_s)
-                    fds = [theirs.fileno(), self._listener.fileno(), self._fd]
-                    for fd in fds:
-                        os.set_inheritable(fd, True)
-                    os.execv(sys.executable, [sys.executable, "-c", _RUN, *map(str, fds), self._settings])
-                finally:
-                    os._exit(1)
+            fds = [theirs.fileno(), self._listener.fileno(), self._fd]
+            self.pid: int = start_helper(_RUN, fds, self._settings, pause_s=pause_s)
         self._keep_list.append(self.pid)
         self._events.watch(self._channel.fileno(), self._hear)
         if self._view is not None:
             self._channel.send(self._view)
 
     def follow(self, view: Mapping[str, Any]) -> None:
-        """Tell the process which nodes keep this node's snapshots from now on, as `holders.told_of` has written it."""
+        """Tell the process which nodes keep this node's snapshots from now on, as `holders.told_of` returns them."""
         self._view = view
         self._channel.send(view)
 

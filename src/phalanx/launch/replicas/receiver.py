@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 from phalanx.checkpoint.memory import layout
 from phalanx.checkpoint.memory.layout import FETCHED_SLOT, HEAD_BYTES, MAGIC, PAGE_BYTES, Head, region_bytes
 from phalanx.host.spare_memory import shortage
+from phalanx.launch.deadlines import REPLICA_NAMED_S
 from phalanx.launch.replicas.wire import PIECE, TAKEN, Wire
 
-_MOST_HOSTS = 256  # that send at once
+_MOST_HOSTS = 256  # that may send at once
 _MOST_IMAGES = 4096  # of one host
 _AGAIN_S = 0.2
-_KNOWN_S = 20.0
 
 
 class _Offer(NamedTuple):
-    """What another host wants to have kept."""
+    """Snapshot that another host asks us to keep."""
 
     heads: tuple[Head, ...]
     numbers: tuple[int, ...]
@@ -36,24 +36,24 @@ class _Offer(NamedTuple):
 
 
 class _Refusal(Exception):
-    """Why it is not kept."""
+    """Reason for not keeping a snapshot."""
 
 
 class Receiver:
-    """Takes what other hosts send.
+    """Keeps the snapshots that other hosts send.
 
     Args:
         listener: Bound socket.
-        snapshots_fd: Memory in which it is kept.
+        snapshots_fd: Memory in which they are kept.
         run_id: Name of the job.
 
     Attributes:
-        spent_s: Processor time that keeping has cost; what strangers say to the listener costs nothing.
+        spent_s: Processor time spent on keeping; strangers at the listener are not counted.
     """
 
     def __init__(self, listener: socket.socket, snapshots_fd: int, run_id: str) -> None:
         self._me = ""
-        self._is_known = threading.Event()  # whether `_me` is
+        self._is_known = threading.Event()  # whether `_me` is known
         self.spent_s: float = 0.0
         self._fd, self._run_id, self._listener = snapshots_fd, run_id, listener
         self._lock = threading.Lock()
@@ -83,22 +83,22 @@ class Receiver:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 threading.Thread(target=self._serve, args=(Wire(end),), daemon=True).start()
             except OSError:
-                time.sleep(_AGAIN_S)  # no descriptor may be left: who comes waits at the listener
+                time.sleep(_AGAIN_S)  # perhaps no descriptor is left: connections wait at the listener
 
     def _serve(self, wire: Wire) -> None:
         with contextlib.closing(wire), contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            told = wire.hear()  # a sender speaks at once: a stranger that is silent or drips keeps no place from it
+            told = wire.hear()  # a sender speaks at once; silent or slow strangers are dropped
             while self._take(wire, told):
                 told = wire.hear(waits=True)
 
     def _take(self, wire: Wire, told: Mapping[str, Any]) -> bool:
-        """Keep what is offered, or say why not; return whether more may come on this connection."""
+        """Keep what is offered, or say why not; return whether another offer may follow."""
         offsets: list[int] = []
         began_s = time.thread_time()
         try:
             try:
                 offer = self._read(told)
-                wire.tell({"heard": True})  # room may take its time
+                wire.tell({"heard": True})  # making room may take long
                 with self._lock:
                     has_it = self._has(offer)
                     offsets = [] if has_it else self._make_room(offer, wire)
@@ -126,13 +126,13 @@ class Receiver:
                         del self._receiving[offset]
 
     def _read(self, told: Mapping[str, Any]) -> _Offer:
-        """Return what a host offers.
+        """Return the offer in a message.
 
         Raises:
-            ValueError, TypeError, KeyError: No host of ours says that.
-            _Refusal: It looks for another.
+            ValueError, TypeError, KeyError: It is no offer of a host of ours.
+            _Refusal: It is meant for another node.
         """
-        if not self._is_known.wait(_KNOWN_S):  # others may know this node before its process does
+        if not self._is_known.wait(REPLICA_NAMED_S):  # others may know this node's name before its own replicator
             raise ValueError("nobody knows this node")
         if told["run_id"] != self._run_id or told["holder"] != self.me:
             raise _Refusal("another node is there")
@@ -153,17 +153,17 @@ class Receiver:
     # ------------------------------------------------------------ memory
 
     def _has(self, offer: _Offer) -> bool:
-        """Whether it is all here: it may be what ranks are just loading."""
+        """Return whether all of it is here: ranks may be loading it."""
         return all(
             any(layout.head_at(self._fd, layout.region_of_others(number, slot)) == head for slot in range(FETCHED_SLOT))
             for number, head in zip(offer.numbers, offer.heads, strict=True)
         )
 
     def _make_room(self, offer: _Offer, wire: Wire) -> list[int]:
-        """Return where the images go, with memory there.
+        """Allocate memory for the images, and return their offsets.
 
         Raises:
-            _Refusal: There is not enough.
+            _Refusal: There is not enough memory.
         """
         if layout.are_forbidden(self._fd):
             raise _Refusal("memory has run out there before")
@@ -187,7 +187,7 @@ class Receiver:
         return offsets
 
     def _choose(self, number: int, safe: tuple[int, int]) -> int:
-        """Return the region to write an image to: not the one with the snapshot that must stay, rather the older."""
+        """Return the region for an image: the one with the older snapshot, but never the safe one."""
         found = []
         for slot in range(FETCHED_SLOT):
             offset = layout.region_of_others(number, slot)
@@ -198,7 +198,7 @@ class Receiver:
         return min(found)[1]
 
     def _free_old(self, safe: tuple[int, int]) -> None:
-        """Free what was kept for an attempt before that of the safe snapshot, by whatever hosts."""
+        """Free what any host has had kept for attempts before that of the safe snapshot."""
         for offset in [*layout.used_regions(self._fd)]:
             if not layout.is_of_others(offset) or layout.is_fetched(offset) or offset in self._receiving:
                 continue
@@ -222,10 +222,10 @@ class Receiver:
 
 
 def _counts(numbers: Sequence[Any]) -> list[int]:
-    """Return numbers that have come from another host.
+    """Return counts that another host has sent.
 
     Raises:
-        ValueError: Some are none.
+        ValueError: They are not all counts.
     """
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
         raise ValueError("no counts")

@@ -45,16 +45,16 @@ from phalanx.wire.packets import PacketSocket
 
 _LOOK_S = 0.05
 _AGAIN_S, _MOST_AGAIN_S = 1.0, 60.0  # before a holder is asked again: doubled each time that it fails
-_SAID_FAILURES = 2  # of a holder; not the first, which may be the end of a host that others are about to notice
-_MOST_FAILURES = 3  # before a snapshot is left with fewer replicas
+_SAID_FAILURES = 2  # of a holder; the first may be the end of a host, which others are about to notice
+_MOST_FAILURES = 3  # of a holder, before a snapshot is left with fewer replicas
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
-_REST, _SLOW_REST = 1.0, 4.0  # times what a piece took; where even the smallest takes longer than it should
-_SHARE_OF_CPUS = 0.01  # of all together, for copying and keeping: the training loses some three times as much
+_REST, _SLOW_REST = 1.0, 4.0  # rest, in durations of a piece; the second where even the smallest piece takes too long
+_SHARE_OF_CPUS = 0.01  # for copying and keeping; the training loses some three times as much
 
 
 class Refused(Exception):
-    """A holder takes nothing: says why."""
+    """A holder refuses the snapshot, and says why."""
 
 
 class Changed(Exception):
@@ -66,7 +66,7 @@ class Replicator:
 
     Args:
         channel: Channel to the supervisor.
-        listener: Socket on which other nodes come.
+        listener: Socket to which other nodes connect.
         snapshots_fd: Memory of the snapshots.
         run_id: Name of the job.
         num_replicas: Number of other nodes that are to have each snapshot.
@@ -79,18 +79,18 @@ class Replicator:
         self._receiver = Receiver(listener, snapshots_fd, run_id)
         self._holders: list[dict[str, Any]] = []
         self._wires: dict[str, Wire] = {}
-        self._num_failures: dict[str, int] = {}  # one after the other, by holder
-        self._asked_again_s: dict[str, float] = {}  # when it may be, by holder that has failed
+        self._num_failures: dict[str, int] = {}  # in a row, by holder
+        self._asked_again_s: dict[str, float] = {}  # when to ask again, by holder that has failed
         self._done: Copy | None = None
-        self._has: set[str] = set()  # holders that have what is being copied
+        self._has: set[str] = set()  # holders that have the snapshot that is being copied
         self._copying: Copy | None = None
         self._piece_bytes = _LEAST_PIECE_BYTES
         self._rests_until_s = 0.0
-        self._cpu_s = 0.0  # that copying and keeping had cost when it began to rest
+        self._cpu_s = 0.0  # cost of copying and keeping when the rest began
         self._said: set[str] = set()
 
     def run(self) -> None:
-        """Copy what is wanted until the supervisor has gone."""
+        """Copy what the ranks ask for until the supervisor has gone."""
         self._cpu_s = self._spent_s()
         layout.note_replicator_started(self._fd)
         while self._hear(_LOOK_S):
@@ -102,7 +102,7 @@ class Replicator:
                 self._copy(wanted, regions)
 
     def _hear(self, timeout_s: float) -> bool:
-        """Take in what the supervisor tells; return whether it is there."""
+        """Process the supervisor's messages; return whether it is alive."""
         if select.select([self._channel.fileno()], [], [], timeout_s)[0]:
             for packet in self._channel.receive():
                 self._holders = packet["holders"]
@@ -110,7 +110,7 @@ class Replicator:
                 self._num_failures.clear()
                 self._asked_again_s.clear()
                 self._has.clear()
-                self._rests_until_s = 0.0  # what is lost is replicated again at once
+                self._rests_until_s = 0.0  # what was lost is replicated again at once
                 for name in self._wires.keys() - {holder["id"] for holder in self._holders}:
                     self._wires.pop(name).close()
         return self._channel.alive
@@ -143,7 +143,7 @@ class Replicator:
                 num = self._num_failures.pop(name, 0)
                 has_come_back |= num >= _SAID_FAILURES
             except Refused as error:
-                self._wires.pop(name, Wire(None)).close()  # as the holder does
+                self._wires.pop(name, Wire(None)).close()  # the holder closes its end, too
                 problems.append(f"{holder['host']} keeps none ({error})")
             except Changed:
                 return
@@ -167,7 +167,7 @@ class Replicator:
             self._channel.send({"say": "replicas of this host's snapshots: they are kept again"})
 
     def _spent_s(self) -> float:
-        """Return the processor time of copying and keeping; what strangers say to the listener costs no replica."""
+        """Return the processor time of copying and keeping; strangers at the listener are not counted."""
         return time.thread_time() + self._receiver.spent_s
 
     def _note_failure(self, holder: Mapping[str, Any], error: str) -> None:
@@ -191,9 +191,9 @@ class Replicator:
         """Have a holder keep a snapshot.
 
         Raises:
-            Refused: It does not want to.
-            Changed: It is not to be kept any more.
-            OSError, ValueError: The connection has ended, or somebody else is there.
+            Refused: The holder refuses it.
+            Changed: The snapshot is no longer to be kept.
+            OSError, ValueError: The connection has ended, or a stranger is at the other end.
         """
         wire = self._wires.get(holder["id"])
         if wire is None:
@@ -226,7 +226,7 @@ class Replicator:
         return Changed()
 
     def _send_piece(self, wire: Wire, at: int, length: int) -> int:
-        """Send some bytes, wait until they have come, and leave the link to the ranks for a while."""
+        """Send some bytes, wait until they have arrived, and leave the link to the ranks for a while."""
         began_s = time.monotonic()
         wire.send(PIECE.pack(length))
         wire.send_file(self._fd, at, length)

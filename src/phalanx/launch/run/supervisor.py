@@ -46,7 +46,7 @@ from phalanx.host.descriptors import raise_descriptor_limit
 from phalanx.launch.deadlines import IMPORT_S
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.job import Job
-from phalanx.launch.processes.forker import adopt_orphans
+from phalanx.launch.processes.descendants import adopt_orphans
 from phalanx.launch.processes.forkers import Forkers, Serving
 from phalanx.launch.run.recovery import Recovery
 from phalanx.launch.run.shutdown import Shutdown

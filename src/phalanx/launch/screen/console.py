@@ -23,12 +23,12 @@ class Console:
     """Shows the streams of all ranks, and keeps each in its log.
 
     Args:
-        is_ending: Function that says whether to drop what nobody reads.
-        on_closed: Function to call once, when whoever read our output has gone.
+        is_ending: Function that returns whether to drop what nobody reads.
+        on_closed: Function to call once, when the reader of our output has gone.
 
     Attributes:
-        out: Screen behind our stdout.
-        err: Screen behind our stderr; the same one if both are a terminal.
+        out: Screen of our stdout.
+        err: Screen of our stderr; the same one if both are a terminal.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class Console:
         self.err: Screen
         self.out, self.err = (Screen(fd, is_ending, on_closed) for fd in _STREAMS.values())
         if self.out.is_terminal and self.err.is_terminal:
-            self.err = self.out  # one cursor, so one account of where it stands
+            self.err = self.out  # one cursor, so its position is tracked once
         self._num_shown = 0
         self._filter: WarningFilter
 
     # ------------------------------------------------------------ streams of ranks
 
     def begin_attempt(self, num_local_ranks: int) -> None:
-        """Gather warnings of ranks anew."""
+        """Begin to gather the warnings of ranks anew."""
         self._num_shown = len(self._job.shown_ranks) if self._job.shown_ranks else num_local_ranks
         self._filter = WarningFilter(self.err.write_lines, self._num_shown)
 
     def open_rank(self, number: int, local_rank: int, folder: str) -> Rank:
-        """Return a rank that has not been started yet, with streams of its own."""
+        """Return a rank that has not started yet, with streams of its own."""
         job = self._job
         live_rank = job.shown_ranks[0] if job.shown_ranks else 0
         outputs: list[Output] = []
@@ -74,23 +74,23 @@ class Console:
         return Rank(number, folder, outputs[0], outputs[1])
 
     def keep_rank(self, before: Rank, number: int, folder: str) -> Rank:
-        """Return the rank of another attempt that goes on in the process of one before, with its streams."""
+        """Return the rank of a new attempt that continues in the process and with the streams of an earlier one."""
         for output, name in zip(before.outputs, _STREAMS, strict=True):
             output.go_on(*self._way_of(name, number, folder))
         return Rank(number, folder, *before.outputs, pid=before.pid)
 
     def _way_of(self, name: str, number: int, folder: str) -> tuple[bytes, str, Callable[[Stream], Stream] | None]:
-        """Return the prefix and the log of a rank's stream, and the filter before it."""
+        """Return the prefix, the log and the filter of a rank's stream."""
         screen = self.out if name == "stdout" else self.err
         filtered = partial(FilteredStream, self._filter, number) if name == "stderr" and self._num_shown > 1 else None
         return prefix(number, colour=screen.is_terminal), os.path.join(folder, f"{name}.log"), filtered
 
     def is_holding(self, ranks: Sequence[Rank]) -> bool:
-        """Return whether something is kept off the screen for a moment: a traceback, or a warning of some ranks."""
+        """Return whether something is held back for a moment: a traceback, or a warning of some ranks."""
         return self._filter.is_waiting or any(rank.stderr.is_holding for rank in ranks)
 
     def release_late(self, ranks: Sequence[Rank]) -> None:
-        """Show what has been kept off the screen for long enough."""
+        """Show what has been held back for long enough."""
         for rank in ranks:
             rank.stderr.release_late()
         self._filter.flush(late_only=True)
@@ -102,7 +102,7 @@ class Console:
     # ------------------------------------------------------------ our own words
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's, above a debugger's prompt."""
+        """Write a line of the launcher, above a debugger's prompt."""
         if self.out.borrower is None:
             self.out.end_line()
             self.err.end_line()
@@ -111,14 +111,14 @@ class Console:
         self._log(printable(line))
 
     def say_last(self, text: str) -> None:
-        """Write the last words of the job, as they are."""
+        """Write the last words of the job unchanged."""
         self.out.end_line()
         self.err.end_line()
         self.err.write(printable(self._broken(text)))
         self._log(printable(text))
 
     def _broken(self, text: str) -> str:
-        """Return lines as a terminal shows them, broken between words; whole elsewhere."""
+        """Return lines broken between words to fit a terminal; elsewhere unchanged."""
         if not self.err.is_terminal:
             return text
         try:
@@ -128,12 +128,12 @@ class Console:
         return "".join(f"{line}\n" for line in broken_at(width, text.split("\n")[:-1]))
 
     def _log(self, words: bytes) -> None:
-        """Keep what is said beside the logs of the ranks; a full disk is told of where those are written."""
+        """Keep what is said beside the logs of the ranks; writing those reports a full disk."""
         with contextlib.suppress(OSError), open(os.path.join(self._folder.path, LAUNCH_LOG), "ab") as file:
             file.write(words)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         with contextlib.suppress(BrokenPipeError):
             self.out.show_cursor()
 

@@ -15,14 +15,14 @@ Event = Callable[[], None]
 
 
 class EventLoop:
-    """Calls back for what can be read, and keeps signals until somebody obeys them.
+    """Calls back when a descriptor is readable, and keeps signals until somebody handles them.
 
     Args:
-        tell: Function to call with what is wrong when the log of a watched output can't be written.
+        tell: Function to call with the problem when the log of a watched output can't be written.
 
     Attributes:
-        signals: Those that have come and that nobody has obeyed yet, oldest first.
-        deadline: Time on the monotonic clock at which `wait` returns at the latest; None: no such time.
+        signals: Signals received but not handled yet, oldest first.
+        deadline: Time on the monotonic clock at which `wait` returns at the latest; None: no limit.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -37,8 +37,8 @@ class EventLoop:
         self.watch(self._wake_read, self._drain_wakes)
 
     def catch(self, signals: Iterable[int]) -> None:
-        """Note these signals from now on, except those that this process was started to ignore."""
-        # Handlers only note the signal; the byte that Python writes to the pipe wakes the loop.
+        """Note these signals from now on, except those that were ignored when this process started."""
+        # Handlers only note the signal; Python writes a byte to the pipe, which wakes the loop.
         for sig in dict.fromkeys(signals):
             if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup stays nohup
                 signal.signal(sig, lambda got, _: self.signals.append(got))
@@ -46,19 +46,19 @@ class EventLoop:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def note(self, sig: int) -> None:
-        """Act as if a signal had come."""
+        """Act as if a signal had been received."""
         self.signals.append(sig)
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
 
     def stop_process(self) -> None:
-        """Stop this process as SIGTSTP does by itself; return once it goes on, or at once if no shell would see it."""
+        """Stop this process as SIGTSTP does by default; return when it continues, or at once if no shell can do so."""
         before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, before)
 
     def hold_signals(self) -> None:
-        """Block what is caught, for good: while Python ends, its handlers are gone, and a signal would kill."""
+        """Block the caught signals for good: while Python exits its handlers are gone, and a signal would kill."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self._caught)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class EventLoop:
         os.close(self._wake_write)
 
     def watch(self, fd: int, callback: Event) -> None:
-        """Call `callback` from `wait` whenever `fd` can be read."""
+        """Call `callback` from `wait` whenever `fd` is readable."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def unwatch(self, fd: int) -> None:
@@ -78,7 +78,7 @@ class EventLoop:
         return fd in self._selector.get_map()
 
     def watch_output(self, output: Output) -> None:
-        """Carry on what is written there until it ends."""
+        """Forward what is written there until it ends."""
 
         def carry() -> None:
             output.carry()
@@ -100,13 +100,13 @@ class EventLoop:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Take in what has happened; return after the first news, `timeout_s` or at the deadline."""
+        """Handle what has happened; return after the first event, after `timeout_s` or at the deadline."""
         timeout = timeout_s
         if self.deadline is not None:
             left_s = max(0.0, self.deadline - time.monotonic())
             timeout = left_s if timeout_s is None else min(timeout_s, left_s)
         for key, _ in self._selector.select(timeout):
-            if self.is_watched(key.fd):  # one callback may close what another waits for
+            if self.is_watched(key.fd):  # an earlier callback may have closed it
                 key.data()
 
     def _drain_wakes(self) -> None:

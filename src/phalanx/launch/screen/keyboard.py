@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from typing import NamedTuple
@@ -14,50 +13,51 @@ from phalanx.host.descriptors import is_in_background
 from phalanx.launch.screen.events import EventLoop
 from phalanx.launch.screen.output import LiveStream, Screen, prefix
 from phalanx.launch.screen.ranks import Rank
+from phalanx.wire.lines import receive_line
 from phalanx.wire.peer import peer_of
 from phalanx.wire.places import make_path
 
 _END_OF_INPUT = b"\x04"  # as a terminal writes it
-_HELLO_BYTES = 256
+_HELLO_S = 1.0  # for a rank that asks to say who it is
 _RUNS = RUNS.encode()
 
 
 class _Debugger(NamedTuple):
-    """A debugger that talks to us, and the rank that it holds."""
+    """A connected debugger, and the rank that it stops."""
 
     connection: socket.socket
     rank: int
 
 
 class Keyboard:
-    """Our own input, which one rank at a time reads.
+    """The launcher's own input, which one rank at a time reads.
 
     Args:
-        screen: Screen for a debugger's prompt, whatever else of its rank is shown.
-        terminal_pid: Process that a shell has started.
+        screen: Screen for a debugger's prompt, whichever streams of its rank are shown.
+        terminal_pid: Process that the shell started.
     """
 
     def __init__(self, events: EventLoop, screen: Screen, terminal_pid: int) -> None:
         self._events, self._screen, self._terminal_pid = events, screen, terminal_pid
-        self._first: Rank | None = None  # whose terminal has our input
-        self._debugger: _Debugger | None = None  # whose turn it is
-        self._runs = False  # its program, so that nobody is at its prompt
+        self._first: Rank | None = None  # receives our input at its terminal
+        self._debugger: _Debugger | None = None  # that has the terminal
+        self._runs = False  # whether its program runs, so that its prompt is closed
         self._view: LiveStream | None = None
-        self._queue: list[_Debugger] = []  # that wait for their turn
-        self._running: list[_Debugger] = []  # that had theirs, and have not asked again
+        self._queue: list[_Debugger] = []  # those that wait for their turn
+        self._running: list[_Debugger] = []  # those that had a turn and have not asked again
         self._listener: socket.socket | None = None
         self._path = ""
         if os.isatty(0):
-            with contextlib.suppress(OSError):  # nowhere to put a socket: ranks then go on without a debugger
+            with contextlib.suppress(OSError):  # no place for a socket: ranks then have no debugger
                 self._path, self._listener = listen_at(make_path("prompts"))
                 self._events.watch(self._listener.fileno(), self._lend)
 
     def environment(self) -> dict[str, str]:
-        """Return what tells ranks where to ask for the terminal."""
+        """Return the variable that tells ranks where to ask for the terminal."""
         return {_env.PROMPT_VARIABLE: self._path if self._listener is not None else ""}
 
     def stdin_of(self, rank: Rank) -> int:
-        """Return what the first rank reads: our own input, or its terminal, to which ours is passed on."""
+        """Return the stdin of the first rank: our own input, or its terminal, to which our input is passed on."""
         self._first = None
         if not os.isatty(0):
             with contextlib.suppress(OSError):  # closed
@@ -96,21 +96,17 @@ class Keyboard:
         if not typed or self._first is None:
             self._events.unwatch(0)
         if self._first is not None:
-            with contextlib.suppress(BlockingIOError):  # it does not read: so much for typing ahead
+            with contextlib.suppress(BlockingIOError):  # it does not read: what is typed ahead is dropped
                 os.write(self._first.stdout.fd, typed or _END_OF_INPUT)
 
     # ------------------------------------------------------------ debuggers have it by turns
 
     def _lend(self) -> None:
-        """Take in a rank that asks for the terminal."""
+        """Accept a rank that asks for the terminal."""
         assert self._listener is not None
         connection, _ = self._listener.accept()
-        connection.settimeout(1.0)  # it says who it is at once
         try:
-            hello = b""
-            while not hello.endswith(b"\n") and (more := connection.recv(1)) and len(hello) < _HELLO_BYTES:
-                hello += more
-            rank = int(json.loads(hello)["rank"])
+            rank = int(receive_line(connection, _HELLO_S)["rank"])
             if peer_of(connection)[1] != os.geteuid() or is_in_background(self._terminal_pid):
                 raise ConnectionRefusedError
         except (OSError, ValueError, KeyError, TypeError):
@@ -121,10 +117,10 @@ class Keyboard:
         self._lend_to_next()
 
     def _lend_to_next(self) -> None:
-        """Give the terminal to whoever has waited longest, unless somebody is at a prompt."""
+        """Give the terminal to the debugger that has waited longest, unless another is at its prompt."""
         if not self._queue or (self._debugger is not None and not self._runs):
             return
-        if (before := self._debugger) is not None:  # it may wait for the next one: it gets its turn when it says more
+        if (before := self._debugger) is not None:  # queued again when it writes
             self._end_turn()
             self._running.append(before)
             self._events.watch(before.connection.fileno(), lambda: self._ask_again(before))
@@ -161,7 +157,7 @@ class Keyboard:
 
     def _answer_prompt(self, typed: bytes) -> None:
         assert self._debugger is not None
-        # The terminal has shown what was typed, with the line's end.
+        # The terminal has echoed what was typed, with the line's end.
         if typed.endswith(b"\n"):
             self._screen.open_line = b""
         with contextlib.suppress(OSError):
@@ -171,7 +167,7 @@ class Keyboard:
                 self._debugger.connection.shutdown(socket.SHUT_WR)
 
     def _take_back(self) -> None:
-        """Hang up: the debugger has ended."""
+        """Close the connection of a debugger that has ended."""
         assert self._debugger is not None
         ended = self._debugger
         self._end_turn()

@@ -36,12 +36,12 @@ _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
 def printable(text: str) -> bytes:
-    """Return what we say ourselves, with words of ranks and of other hosts in it, so that it moves no cursor."""
+    """Return the launcher's own text, which may quote ranks and other hosts, without control characters."""
     return text.translate(_CONTROLS).encode(errors="backslashreplace")
 
 
 def prefix(rank: int, *, colour: bool) -> bytes:
-    """Return what stands before each line of `rank`."""
+    """Return the prefix of each line of `rank`."""
     text = f"[rank {rank}]"
     if colour:
         text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
@@ -49,10 +49,10 @@ def prefix(rank: int, *, colour: bool) -> bytes:
 
 
 class Screen:
-    """One of our own outputs, shared by all ranks; the only place that writes to it.
+    """One of the launcher's own outputs, shared by all ranks; nothing else writes to it.
 
     Args:
-        is_ending: Function that says, while nobody reads, whether to drop the rest.
+        is_ending: Function that returns, while nobody reads, whether to drop the rest.
         on_closed: Function to call once, when whoever read this output has gone.
     """
 
@@ -65,16 +65,16 @@ class Screen:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self.is_terminal: bool = os.isatty(fd)
-        # Of the live rank, whose two outputs share the cursor as they would without us.
+        # Of the live rank, whose two outputs share the cursor, as without a launcher.
         self.open_line: bytes = b""  # on the terminal, not yet ended
         self.style = b""  # set before the line has begun
         self.writer: LiveStream | None = None  # of the open line
-        self.borrower: LiveStream | None = None  # whose prompt is under the cursor; lines of all others go above it
+        self.borrower: LiveStream | None = None  # has its prompt under the cursor; all other lines go above it
         self._is_broken = False
         self._hides_cursor = False
 
     def show_cursor(self) -> None:
-        """Show the cursor again if a rank has hidden it, as progress bars do, and was killed."""
+        """Show the cursor again if a rank that was killed has hidden it, as progress bars do."""
         if self._hides_cursor:
             self.write(_SHOW_CURSOR)
 
@@ -97,7 +97,7 @@ class Screen:
             self.end_line()
 
     def write(self, data: bytes) -> None:
-        """Write all of `data`; once that has failed, such as for a full disk, say so and drop the rest."""
+        """Write all of `data`; after a failure, such as a full disk, say so and drop the rest."""
         if (last := max(data.rfind(_HIDE_CURSOR), data.rfind(_SHOW_CURSOR))) >= 0:
             self._hides_cursor = data.startswith(_HIDE_CURSOR, last)
         view = memoryview(data)
@@ -120,7 +120,7 @@ class Screen:
 
 
 class LineStream:
-    """Output of a rank, given on in whole lines; a rewritten line only in its last state."""
+    """Forwards the output of a rank in whole lines; of a rewritten line, only the last state."""
 
     def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen
@@ -135,37 +135,37 @@ class LineStream:
             self.finish()
 
     def finish(self) -> None:
-        """Give on what stands after the last line's end."""
+        """Forward the unfinished last line."""
         if self._pending:
             self._screen.write_lines(self._line(self._pending))
             self._pending = b""
 
     def take_back(self) -> bytes:
-        """Return what stands after the last line's end, which this stream then forgets."""
+        """Return the unfinished last line, and forget it."""
         pending, self._pending = self._pending, b""
         return pending
 
     def _line(self, line: bytes) -> bytes:
-        # A progress bar returns and overwrites: what a terminal would show is what follows.
+        # A progress bar returns and overwrites: a terminal shows what follows the last return.
         shown = line.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in line else line
         return self._prefix + shown + b"\n"
 
 
 class LiveStream:
-    """Output of the one rank that owns the cursor, prefixed at each start of a line.
+    """Forwards the output of the one rank that owns the cursor, with a prefix at the start of each line.
 
-    Escape sequences that move or erase pass at once; those that set a style wait
-    until the prefix is out, because the prefix resets the style.
+    Escape sequences that move or erase pass at once; those that set a style wait until the prefix is written, because
+    the prefix resets the style.
 
     Attributes:
-        is_cut: Whether our line was ended for us, so that its own end is still to come.
+        is_cut: Whether another writer ended our line, so that its own end is still to come.
     """
 
     def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen
         self._prefix = line_prefix
         self._pending = b""
-        self._aside = LineStream(screen, line_prefix)  # while another one has the cursor
+        self._aside = LineStream(screen, line_prefix)  # for output while another one has the cursor
         self.is_cut = False
 
     def feed(self, data: bytes) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import os
 import re
-import select
 import signal
 import struct
 import termios
@@ -25,6 +24,7 @@ from phalanx.failure.ending import Ending, last_words_in, read_stderr, write_err
 from phalanx.failure.last_words import LastWords
 from phalanx.failure.tracebacks import HeldTracebacks, Stream
 from phalanx.failure.victims import is_victim
+from phalanx.launch.processes.descendants import has_ended
 from phalanx.launch.screen.output import LineStream, LiveStream, Screen, prefix
 from phalanx.record.notes import has_ended_for_restart, was_preempted
 
@@ -34,18 +34,18 @@ _TAIL_BYTES = 64 * 1024  # of stderr: enough for the longest traceback that anyb
 
 
 class Output:
-    """A stream of a rank: read here, kept in a log, shown on a screen.
+    """A stream of a rank, which is read here, kept in a log and shown on a screen.
 
     Args:
         live: Whether the stream has a terminal of its own and is shown character by character.
-        filtered: Function that puts a filter before the stream that shows it; None: there is none.
+        filtered: Function that wraps the stream to show in a filter; None: no filter.
 
     Attributes:
-        fd: Our end, to be read without blocking.
-        rank_fd: The rank's end, until it has been handed over.
-        tail: End of the output, for the search for a cause.
+        fd: The launcher's end, which does not block.
+        rank_fd: The rank's end, until it is handed over.
+        tail: Last part of the output, in which the cause of a failure is looked for.
         log_problem: Reason for which the log is incomplete; empty if it is complete.
-        ended: Nobody can write to it any more.
+        ended: Whether nobody can write to it any more.
     """
 
     def __init__(
@@ -86,37 +86,37 @@ class Output:
         self._view = HeldTracebacks(filtered(view) if filtered else view) if self._shown else None
 
     def go_on(self, line_prefix: bytes, log_path: str, filtered: Callable[[Stream], Stream] | None) -> None:
-        """Take what comes from now on for that of another attempt, whose log is another: the process was kept."""
+        """Switch to the log of another attempt: the process was kept."""
         self._log.close()
         self._open(line_prefix, log_path, filtered)
 
     def carry(self) -> bool:
-        """Give on what has come, at most one buffer; return whether there may be more."""
+        """Forward available output, at most one buffer; return whether there may be more."""
         try:
             data = os.read(self.fd, 65536)
         except BlockingIOError:
             return False
-        except OSError:  # EIO: the last holder of a terminal's other side has gone
+        except OSError:  # EIO: nobody has the terminal's other side any more
             data = b""
         self.ended = not data
         if data:
             self.tail = (self.tail + data)[-_TAIL_BYTES:]
             try:
                 self._log.write(data)
-            except OSError as error:  # the disk is full: training may go on
+            except OSError as error:  # the disk is full; training continues
                 self.log_problem = error.strerror or str(error)
             if self._view is not None:
                 self._view.feed(data)
         return bool(data)
 
     def drain(self, *, drops_last_words: bool = False) -> None:
-        """Give on all that has come, the unfinished line too: the rank has ended.
+        """Forward all remaining output of a rank that has ended, with the unfinished last line.
 
         Args:
-            drops_last_words: Whether to leave out the traceback that it ended with, if that is still held: a report
-                has it.
+            drops_last_words: Whether to drop the traceback that it ended with, if that is still held back: a report
+                shows it.
         """
-        for _ in range(_MAX_READS):  # what has escaped from it may write for ever
+        for _ in range(_MAX_READS):  # a process that escaped from the rank may write for ever
             if not self.carry():
                 break
         if self._view is not None:
@@ -126,33 +126,33 @@ class Output:
 
     @property
     def is_holding(self) -> bool:
-        """Whether a traceback is kept off the screen until it is known whether the rank ends of it."""
+        """Whether a traceback is held back until it is known whether the rank ends with it."""
         return self._view is not None and self._view.is_holding
 
     def release_late(self) -> None:
-        """Show the traceback that is held, if the rank has gone on."""
+        """Show a traceback that was held back, if the rank has evidently continued."""
         if self._view is not None:
             self._view.release_late()
 
     def hide_interrupts(self) -> None:
-        """From now on leave out tracebacks of KeyboardInterrupt."""
+        """Hide tracebacks of KeyboardInterrupt from now on."""
         if self._view is not None:
             self._view.hides_interrupts = True
 
     def lost_interrupt(self) -> bool:
-        """Whether the rank has printed, since it was last asked, that it ignored a KeyboardInterrupt."""
+        """Return whether the rank has printed since the last call that it ignored a KeyboardInterrupt."""
         before, self._num_lost = self._num_lost, len(_LOST_INTERRUPT.findall(self.tail))
         return self._num_lost > before
 
     def has_room(self, columns: str) -> bool:
-        """Whether lines of so many columns, as COLUMNS says it, fit the stream's terminal, if it has one."""
+        """Return whether lines as long as COLUMNS says fit the stream's terminal, if it has one."""
         if not self._live or not columns.isdecimal():
             return True
         room = os.get_terminal_size(self.fd).columns
         return not room or int(columns) <= room
 
     def resize(self) -> None:
-        """Give the rank's terminal, if it has one, the size of the screen; the kernel tells the rank."""
+        """Give the rank's terminal, if it has one, the size of the screen; the kernel notifies the rank."""
         if self._live:
             _copy_size(self._screen, self.fd)
 
@@ -166,13 +166,13 @@ class Output:
                 self._view.finish()
 
     def hand_over(self) -> None:
-        """Close the rank's end: it has its own copy now."""
+        """Close the rank's end, of which the rank has a copy now."""
         os.close(self.rank_fd)
         self.rank_fd = -1
 
 
 class Rank:
-    """A rank of one attempt from the moment it is asked for until its end has been reported.
+    """A rank of one attempt, from the request to start it until its end has been reported.
 
     Attributes:
         pause: Failure of the rank, if its process waits for the next attempt.
@@ -195,7 +195,7 @@ class Rank:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has neither ended nor waits for the next attempt."""
+        """Whether it has neither ended nor begun to wait for the next attempt."""
         return self.end is None and self.pause is None
 
     @property
@@ -204,24 +204,14 @@ class Rank:
         return self.end is None and self.pause is not None
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, as the kernel knows before the forker tells."""
+        """Return whether the process has ended; the kernel knows before the forker reports it."""
         if self.end is not None:
             return True
-        if not self.pid:
-            return False
-        try:
-            pidfd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return True
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        has_ended = bool(poll.poll(0))
-        os.close(pidfd)
-        return has_ended
+        return bool(self.pid) and has_ended(self.pid)
 
     @property
     def said_why(self) -> bool:
-        """Whether it has told of an exception that is not a victim's: it is about to end, or has."""
+        """Whether it has reported an exception that no other rank caused: it has ended or is about to."""
         words = self._last_words()
         return bool(words.kind) and not is_victim(words)
 
@@ -229,14 +219,14 @@ class Rank:
         return last_words_in(self.folder, self.pid, self.stderr.tail)
 
     def record_end(self, status: int, *, is_reported: bool) -> Ending:
-        """Take in its wait status, with all that it had still to say.
+        """Record its wait status and read its remaining output.
 
         Args:
             is_reported: Whether the failure will be reported, so that this rank's last words need not be shown now.
         """
         code = os.waitstatus_to_exitcode(status)
         self._drain(is_reported=is_reported and code != 0)
-        is_crash = code < 0 and not self.asked_to_end  # after an exception, too: what it was doing stands on stderr
+        is_crash = code < 0 and not self.asked_to_end  # after an exception, too: stderr says what it was doing
         words = read_stderr(self.stderr.tail) if is_crash else self._last_words() if code else LastWords()
         self.end = self._outcome(code, words)
         if self.end.failed:
@@ -244,7 +234,7 @@ class Rank:
         return self.end
 
     def record_pause(self) -> Ending:
-        """Take in that an exception has ended its part of the attempt, and that its process waits for the next one."""
+        """Record that an exception ended its part of the attempt and that its process waits for the next one."""
         self._drain(is_reported=True)
         code = PREEMPTED_CODE if has_ended_for_restart(self.folder) else 1
         self.pause = self._outcome(code, self._last_words())
@@ -270,11 +260,11 @@ class Rank:
 
 
 def _open_terminal(screen: Screen) -> tuple[int, int]:
-    """Return our side and the rank's of a terminal of the screen's size, so that a progress bar shows."""
+    """Return the launcher's and the rank's side of a terminal as large as the screen, so that progress bars work."""
     ours, theirs = os.openpty()
     tty.setraw(theirs)  # line ends are translated once, by the real terminal
     modes = termios.tcgetattr(theirs)
-    modes[3] |= termios.ICANON  # but Ctrl-D, which comes as the end of our input, is to be one there too
+    modes[3] |= termios.ICANON  # except that Ctrl-D, the end of our input, ends input there, too
     modes[6][termios.VEOF] = b"\x04"
     termios.tcsetattr(theirs, termios.TCSANOW, modes)
     _copy_size(screen, theirs)
@@ -284,5 +274,5 @@ def _open_terminal(screen: Screen) -> tuple[int, int]:
 def _copy_size(screen: Screen, fd: int) -> None:
     with contextlib.suppress(OSError):
         columns, lines = os.get_terminal_size(screen.fd)
-        room = max(20, columns - len(prefix(0, colour=False))) if columns else 0  # 0: nobody knows
+        room = max(20, columns - len(prefix(0, colour=False))) if columns else 0  # 0: unknown
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, room, 0, 0))

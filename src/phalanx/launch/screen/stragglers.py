@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from phalanx.record.stragglers import Ledger
 
 LOOK_S = 1.0
-"""Time between two looks: what a rank records in it rarely fills its box."""
+"""Time between two looks; in it, a rank rarely fills its box."""
 
 _LEAST_COST = 0.05  # share of a step
 _LEAST_S = 60.0
 _JUDGE_S = 10.0
-_MOST_EVENTS = 2000  # of all ranks in a look; of more, the newest: steps are then a sample
+_MOST_EVENTS = 2000  # of all ranks in a look; with more, only the newest count, which are a sample
 _LEAST_EVENTS = 100  # of each
 
 
@@ -26,11 +26,11 @@ class StragglerWatch:
 
     Args:
         places: Open file and offset of each rank's box; the files stay the caller's.
-        say: Function to call once with the words about a rank that has cost too much for a minute.
+        say: Function to call once with a line about a rank that has cost too much for a minute.
         now_s: Clock.
 
     Attributes:
-        line: Summary of now, if a rank costs too much; else empty.
+        line: Present summary, if a rank costs too much; empty otherwise.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class StragglerWatch:
 
     @property
     def timeout_s(self) -> float | None:
-        """How long the launcher may wait for other news; None: for ever."""
+        """How long the launcher may wait for other events; None: for ever."""
         return LOOK_S if len(self._tails) > 1 else None
 
     def look(self) -> None:
-        """Take in what is new, if a second has passed."""
+        """Read what is new, if a second has passed."""
         if len(self._tails) < 2 or self._now_s() < self._next_s:
             return
         self._next_s = self._now_s() + LOOK_S
         if self._ledger is None:
-            from phalanx.record.stragglers import Ledger  # short jobs do without
+            from phalanx.record.stragglers import Ledger  # not imported in short jobs
 
             self._ledger = Ledger(_LEAST_S)
         try:
             boxes = [tail.read() for tail in self._tails]
-        except ValueError:  # a script that writes where it should not; the others' job goes on
+        except ValueError:  # a rank has overwritten its box; the job continues
             self._tails = []
             return
         known = [box for box in boxes if box is not None]

@@ -14,8 +14,8 @@ from phalanx._text import named
 from phalanx.failure.tracebacks import Stream
 from phalanx.launch.deadlines import SAME_S
 
-_WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # of Python, its line of source below
-_LOGGED = re.compile(rb"^\[[EWI]\d{4} [\d:.]+ (?:\d+ )?")  # of torch's C++, with the time and perhaps the thread
+_WARNING = re.compile(rb"^\S.*:\d+: \w*Warning: ")  # Python's; a line of source may follow
+_LOGGED = re.compile(rb"^\[[EWI]\d{4} [\d:.]+ (?:\d+ )?")  # torch's C++, with the time and perhaps the thread
 
 
 @dataclasses.dataclass
@@ -27,10 +27,10 @@ class _Warning:
 
 
 class WarningFilter:
-    """Gathers the warnings of the ranks of an attempt and shows each once.
+    """Gathers the warnings of an attempt's ranks and shows each once.
 
     Args:
-        show: Function that writes whole lines above the one that is being written.
+        show: Function that writes whole lines above the unfinished one.
         num_ranks: Ranks whose output is shown here.
     """
 
@@ -44,7 +44,7 @@ class WarningFilter:
         return any(not warning.is_shown for warning in self._warnings.values())
 
     def take(self, rank: int, text: bytes) -> None:
-        """Take a warning of a rank, whole lines."""
+        """Take a rank's warning in whole lines."""
         key = _LOGGED.sub(b"", text)
         warning = self._warnings.setdefault(key, _Warning(text, time.monotonic()))
         warning.ranks.add(rank)

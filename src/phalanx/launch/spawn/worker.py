@@ -25,22 +25,24 @@ from phalanx._torch import replace
 from phalanx.failure.last_words import LastWords, text_of
 from phalanx.host.block_pool import MemoryPolicy, obey_launcher, of_rank
 from phalanx.launch.environment import Attempt, rank_environment
-from phalanx.launch.processes.forker import die_with_parent, draw_anew
-from phalanx.launch.processes.guard import guard
+from phalanx.launch.processes.descendants import die_with_parent
+from phalanx.launch.processes.forker import draw_anew
+from phalanx.launch.rank import watch_torch
+from phalanx.launch.spawn.cleaner import cleaner
 
 
 @dataclasses.dataclass
 class Assignment:
-    """What is the same on every rank of one group.
+    """What all ranks of one group have in common.
 
     Attributes:
-        call: A pair of function and arguments from `dumps`; pickled in the parent, so that a tensor travels by value
-            and not by a shared descriptor. The pair itself for a rank that is forked from the parent.
+        call: Function and arguments, pickled by `dumps` in the parent so that tensors travel by value and not by shared
+            descriptors; the pair itself for a rank that is forked from the parent.
         folder: Private to the group.
-        notes: File in which the parent notes the ranks that have ended.
+        notes: File in which the parent records the ranks that have ended.
         environ: Environment of every rank, beside the variables from `attempt`.
         memory: Treatment of memory that ranks free.
-        start_method: Start method for processes of a rank, such as a data loader's workers: that of the parent.
+        start_method: The parent's start method, for processes of a rank such as a data loader's workers.
     """
 
     call: bytes | tuple[Callable[..., Any], tuple[Any, ...]]
@@ -64,7 +66,7 @@ class Function:
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> Function | Callable[..., Any]:
-        """Return what names `fn` to a rank; `fn` itself if it has no name there and must travel by value."""
+        """Return a reference to `fn` by name, or `fn` itself if it has no name in a rank and must travel by value."""
         has_name = inspect.isfunction(fn) and "<" not in fn.__qualname__
         if not has_name or (fn.__module__ == "__main__" and not _main_can_be_imported()) or _named_by(fn) is not fn:
             return fn
@@ -93,7 +95,7 @@ class Function:
 
 
 def _below_guard(name: str) -> AttributeError:
-    """Return the error for what a rank does not find in the script, which it imports."""
+    """Return the error for a name that a rank, which imports the script, does not find there."""
     return AttributeError(
         f"a rank imports the script, and {name} is not there then: define it at the top level of the script, above "
         'if __name__ == "__main__":, or in a module that the script imports'
@@ -106,7 +108,7 @@ def _load_call(
     """Return the function and the arguments that the parent sent.
 
     Raises:
-        AttributeError: The script defines one of them where its import does not come by.
+        AttributeError: The script defines one of them below its guard.
     """
     if not isinstance(call, bytes):
         return call
@@ -120,7 +122,7 @@ def _load_call(
 
 
 def _named_by(fn: Callable[..., Any]) -> object:
-    """Return what stands under the name of `fn`: another function, if that was bound again."""
+    """Return what the name of `fn` refers to: another object, if the name was bound again."""
     found: object = sys.modules.get(fn.__module__)
     for part in fn.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -128,14 +130,14 @@ def _named_by(fn: Callable[..., Any]) -> object:
 
 
 def load_function(function: Function | Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that `Function.of` named."""
+    """Return the function behind the result of `Function.of`."""
     return function.load() if isinstance(function, Function) else function
 
 
 def dumps(value: object) -> bytes:
     """Return `value` pickled for another process of this group: by name where it has one there, else by value.
 
-    What a notebook's cell or ``python -c`` defines has no name elsewhere, and neither has a lambda.
+    What a notebook's cell or ``python -c`` defines has no name elsewhere, nor has a lambda.
     """
     if _main_can_be_imported():
         with contextlib.suppress(Exception):
@@ -146,7 +148,7 @@ def dumps(value: object) -> bytes:
 
 
 def _main_can_be_imported() -> bool:
-    """Whether multiprocessing gives a rank the ``__main__`` of this process."""
+    """Return whether multiprocessing gives a rank the ``__main__`` of this process."""
     main = sys.modules["__main__"]
     return getattr(main, "__spec__", None) is not None or os.path.exists(getattr(main, "__file__", None) or "")
 
@@ -154,7 +156,7 @@ def _main_can_be_imported() -> bool:
 class Inherited:
     """A descriptor of the parent, given to the rank under the same number.
 
-    The server was started long ago, maybe under another capture of stdout.
+    The server may have been started under another capture of stdout.
     """
 
     def __init__(self, fd: int) -> None:
@@ -178,7 +180,7 @@ def channel_to_parent() -> connection.Connection:
     """Return the pipe to the process that started this rank.
 
     Raises:
-        RuntimeError: This process is no rank of a group that was spawned.
+        RuntimeError: This process is not a spawned rank.
     """
     if _to_parent is None:
         raise RuntimeError("nobody listens: call this in a function that spawn_ranks runs")
@@ -201,18 +203,18 @@ def worker_main(
     except BaseException as error:
         _report(pipe, error)
         code = error.code if isinstance(error, SystemExit) else 1
-        # Not by the interpreter's end: a broken group could hang there and hide the failure.
+        # Without finalizers: a broken group could hang there and hide the failure.
         _leave(code if isinstance(code, int) else 1)
     if isinstance(answer, Exception):
         _report(pipe, answer)
         _leave(1)
-    with contextlib.suppress(OSError):  # nobody waits for it any more
+    with contextlib.suppress(OSError):  # the parent has gone
         pipe.send_bytes(answer)
-    # multiprocessing now ends this process as any other, with its finalizers.
+    # multiprocessing now ends this process as usual, with its finalizers.
 
 
 def _answer(value: Any) -> bytes | Exception:
-    """Return the message that hands over a rank's result, or the error that there can't be one."""
+    """Return the message with a rank's result, or an error if the result can't be sent."""
     try:
         return dumps(("returned", value))
     except Exception as error:
@@ -226,12 +228,12 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
     """Return what the user's function returns.
 
     Args:
-        form: Arguments as the user knows them, such as ``rank, *args``, for the error if the function takes others.
+        form: Arguments as documented, such as ``rank, *args``; for the error if the function takes others.
     """
     try:
         return fn(*args, **kwargs)
     except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from within the function
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised within the function
             raise
         name = getattr(fn, "__name__", type(fn).__name__)
         named = (f"{key}={shortened(reprlib.repr(value))}" for key, value in kwargs.items())
@@ -240,7 +242,7 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
 
 
 def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], *, is_script: bool) -> Any:
-    """Return what a rank's function returns; `is_script`: ``sys.exit()`` is its end, and no failure as in a test."""
+    """Return what a rank's function returns; with `is_script`, ``sys.exit()`` is a normal end, in a test a failure."""
     try:
         return call(fn, "rank, *args", rank, *args)
     except SystemExit as end:
@@ -251,11 +253,11 @@ def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], *, is_script
 
 def _settle(rank: int, assignment: Assignment) -> None:
     """Make the forked process look as if the parent had started it."""
-    die_with_parent(os.getppid())  # a server ends with the parent, its ranks with the server
-    os.setpgid(0, 0)  # Ctrl-C is the parent's to pass on
+    die_with_parent(os.getppid())  # the server ends with the parent, and its ranks end with the server
+    os.setpgid(0, 0)  # the parent passes Ctrl-C on
     _let_go_of_server()
-    guard.let_go()
-    if isinstance(assignment.call, bytes):  # else the test goes on from what it has drawn
+    cleaner.let_go()
+    if isinstance(assignment.call, bytes):  # a test continues its parent's random state
         draw_anew()
     os.sched_setaffinity(0, assignment.cpus)
     stacks = open(os.path.join(assignment.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
@@ -265,13 +267,9 @@ def _settle(rank: int, assignment: Assignment) -> None:
     own[_env.PROCESS_VARIABLE] = str(os.getpid())
     _env.replace_all({**assignment.environ, **own, **launch, **of_rank(assignment.memory)})
     obey_launcher()
-    replace.obey()  # the server imported torch before this was asked for
-    from phalanx._torch.dynamo import postpone_import
-    from phalanx.record import gloo  # loads the core, which the parent of ranks may do without
-
-    gloo.watch()
-    postpone_import()
-    # Not the server's own, whose children import all.
+    replace.obey()  # the server imported torch without this setting
+    watch_torch()
+    # Not that of the server, whose children would import everything.
     multiprocessing.set_start_method(assignment.start_method, force=True)
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
@@ -279,9 +277,9 @@ def _settle(rank: int, assignment: Assignment) -> None:
 
 
 def _let_go_of_server() -> None:
-    """Give up the descriptor that keeps the server running as long as any process holds it: the parent's alone counts.
+    """Close the descriptor that keeps the server running while any process holds it: only the parent's copy counts.
 
-    multiprocessing hands it to each child, in case that has children from the same server; so it stays a descriptor.
+    multiprocessing hands it to each child for children of its own, so the number stays open, on /dev/null.
     """
     alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
     if alive_fd is not None:

@@ -35,7 +35,7 @@ from phalanx.launch.deadlines import ASK_AGAIN_S, KILL_S
 from phalanx.launch.environment import WAIT_VARIABLES, Attempt
 from phalanx.launch.processes.ahead import relevant
 from phalanx.launch.processes.forker import RANK_MODULES
-from phalanx.launch.processes.guard import Orphans, guard
+from phalanx.launch.spawn.cleaner import Orphans, cleaner
 from phalanx.launch.spawn.worker import Assignment, Function, Inherited, dumps, worker_main
 from phalanx.record.memory import BoxMemory
 from phalanx.rendezvous.launched import Notes
@@ -45,7 +45,6 @@ from phalanx.wire.sockets import keep_paths_short
 _PRELOAD = ("phalanx.launch.spawn.server", *RANK_MODULES, "phalanx.launch.spawn.worker")
 # What this process has imported, its ranks need soon: torch._dynamo by the first optimizer, and slow.
 _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
-_PRELOAD_LAST = "phalanx.launch.spawn.shared_pages"
 _NO_GUARD = 88  # exit code of a rank whose import of the script comes to start ranks again
 
 
@@ -59,11 +58,11 @@ class _Servers:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # held while ranks are started: others would choose another server meanwhile
-        self._states: dict[frozenset[tuple[str, str]], dict[str, Any]] = {}  # what it knows of each, the last used last
+        self.lock = threading.RLock()  # held while ranks start: another thread would choose another server
+        self._states: dict[frozenset[tuple[str, str]], dict[str, Any]] = {}  # oldest first
 
     def choose(self, environ: Mapping[str, str]) -> None:
-        """Have multiprocessing know the server for an environment, or none, so that it starts one."""
+        """Give multiprocessing the server for an environment, or none, so that it starts one."""
         server = forkserver._forkserver
         names = [name for name in vars(server) if name.startswith("_forkserver_")]
         state = self._states.pop(frozenset(relevant(environ).items()), None) or dict.fromkeys(names)
@@ -72,30 +71,30 @@ class _Servers:
             pass
 
     def keep(self, environ: Mapping[str, str]) -> None:
-        """Note what multiprocessing knows of the server that it has started or found."""
+        """Store multiprocessing's state of the server that it has started or found."""
         known = vars(forkserver._forkserver)
         state = {name: value for name, value in known.items() if name.startswith("_forkserver_")}
         self._states[frozenset(relevant(environ).items())] = state
 
     @property
     def known(self) -> tuple[set[int], set[int]]:
-        """The processes that were started for servers, and the descriptors that they live by."""
+        """The processes of all servers, and the descriptors that keep them alive."""
         states = self._states.values()
         return {one["_forkserver_pid"] for one in states}, {one["_forkserver_alive_fd"] for one in states}
 
     def _end_one(self) -> bool:
-        """End the least recently used of those below which nothing runs; return whether there is one.
+        """End the least recently used server without ranks; return whether there is one.
 
-        One that a warm process has forked stays: it is not below its reaper here, and shares its memory.
+        A server that a warm process has forked stays: it is not a descendant of its reaper here, and shares memory.
         """
         for key, state in self._states.items():
             reaper = state["_forkserver_pid"]
             below = children_of(reaper)
             if below and not any(map(children_of, below)):
-                os.kill(reaper, signal.SIGKILL)  # and the kernel kills the server
+                os.kill(reaper, signal.SIGKILL)  # the kernel then kills the server
                 os.waitpid(reaper, 0)
                 os.close(state["_forkserver_alive_fd"])
-                with contextlib.suppress(OSError, TypeError):  # an abstract one is no file
+                with contextlib.suppress(OSError, TypeError):  # an abstract address is no file
                     os.unlink(state["_forkserver_address"])
                 del self._states[key]
                 return True
@@ -107,10 +106,10 @@ servers = _Servers()
 
 
 def start_server(environ: Mapping[str, str] | None = None, *, warm: bool = False) -> None:
-    """Start the process that ranks are forked from, unless it runs; it and all below it end with this one.
+    """Start the process that ranks are forked from, unless it runs; it ends with this process, and its ranks with it.
 
-    Ranks with other settings for ``import torch`` are forked from another one. Up to four are kept, and those that are
-    in use.
+    Ranks with other settings for ``import torch`` are forked from another server. Up to four servers are kept, and all
+    that are in use.
 
     Args:
         environ: Environment of its ranks; None: that of this process.
@@ -126,7 +125,7 @@ def start_server(environ: Mapping[str, str] | None = None, *, warm: bool = False
 def _start_server(environ: Mapping[str, str], defaults: Mapping[str, str], warm: bool) -> None:
     keep_paths_short()
     loaded = [name for name in sys.modules if _PRELOAD_IF_LOADED.fullmatch(name)]
-    forkserver.set_forkserver_preload([*_PRELOAD, *loaded, _PRELOAD_LAST])
+    forkserver.set_forkserver_preload([*_PRELOAD, *loaded])
     own = _env.environment()
     changes: dict[str, str | None] = {
         name: value for name, value in relevant(environ).items() if own.get(name) != value
@@ -153,7 +152,7 @@ class Workers:
         defaults: Variables that ranks have unless they are in `environ`.
         num_threads: Number of torch's threads in each rank.
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``.
-        warm: Whether the first ranks of this process may come from a warm process, see `start_server`.
+        warm: Whether the first ranks of this process may be forked from a warm process, see `start_server`.
         forked: Whether ranks are forked from this very process, so that `fn` and `args` need not be picklable. It must
             have imported what ranks need, and hold nothing that can't be forked.
 
@@ -177,14 +176,14 @@ class Workers:
     ) -> None:
         require_linux("starting ranks", "start the script with torchrun")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            os._exit(_NO_GUARD)  # the parent tells, once
+            os._exit(_NO_GUARD)  # the parent reports it, once
         call = (fn, tuple(args)) if forked else _sendable(fn, args)
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
         self._port = ReservedPort()
         self._notes = Notes()
         self._notes.note_attempt("phalanx.spawn", "", "", num_ranks)
         self._boxes = BoxMemory(num_ranks)
-        # Forked ranks run a test, and end before memory that they keep is worth its price.
+        # Forked ranks run a test, which ends before keeping memory pays.
         wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
         self._forked = forked
         self._orphans = Orphans() if forked else None
@@ -217,7 +216,7 @@ class Workers:
         streams = (Inherited(1), Inherited(2)) if start_method == "forkserver" else (None, None)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()  # what we have printed comes before what they print
+                stream.flush()  # so that our output precedes theirs
         for rank in range(assignment.attempt.world_size):
             ours, theirs = context.Pipe()
             args = (rank, assignment, theirs, *streams)
@@ -232,7 +231,7 @@ class Workers:
                 theirs.close()
             self.handles.append(Handle(rank, process, ours, assignment.folder, forked=self._forked))
             if self._forked:
-                guard.watch([outcome.pid for outcome in self.outcomes])
+                cleaner.watch([outcome.pid for outcome in self.outcomes])
             self._notes.note_start(rank, process.pid or 0)
 
     @property
@@ -249,14 +248,14 @@ class Workers:
         return all(handle.ended for handle in self.handles)
 
     def check_guard(self, call: str, instead: str = "") -> None:
-        """Refuse a script that starts ranks while it is imported, as each rank does.
+        """Refuse a script that starts ranks when it is imported, because each rank imports it.
 
         Args:
             call: Call that has started the ranks.
-            instead: Code that may be written without it.
+            instead: Alternative to show after it.
 
         Raises:
-            RuntimeError: A rank has come to the call; shows the right one.
+            RuntimeError: A rank has reached the call; the message shows the right form.
         """
         if any(outcome.exitcode == _NO_GUARD and outcome.error is None for outcome in self.failures):
             raise RuntimeError(
@@ -265,7 +264,7 @@ class Workers:
             )
 
     def pump(self, deadline: float | None) -> None:
-        """Take in what the ranks have sent; return after the first news, at `deadline`, or within the hour."""
+        """Process what the ranks have sent; return after the first event, at `deadline`, or within the hour."""
         sources: dict[Any, Handle] = {}
         for handle in self.handles:
             sources.update((source, handle) for source in handle.sources())
@@ -277,11 +276,11 @@ class Workers:
                 self._note_end(handle.outcome)
 
     def _note_end(self, outcome: Ending) -> None:
-        """Let the ranks that wait for this one know that it has ended."""
+        """Tell the ranks that wait for this one that it has ended."""
         self._notes.note_end(outcome)
 
     def end(self, sig: int, grace_s: float) -> None:
-        """Send `sig` to the ranks that live; return when all have ended or `grace_s` has passed."""
+        """Send `sig` to the ranks that are alive; return when all have ended or `grace_s` has passed."""
         for handle in self.handles:
             handle.send_signal(sig)
         deadline = time.monotonic() + grace_s
@@ -289,12 +288,12 @@ class Workers:
             self.pump(deadline)
 
     def close(self) -> None:
-        """Kill the ranks that still live and give back every descriptor."""
+        """Kill the ranks that are still alive and close every descriptor."""
         self.end(signal.SIGKILL, KILL_S)
         if self._orphans is not None:
             self._orphans.end([outcome.pid for outcome in self.outcomes])
         if self._forked and self.handles:
-            guard.watch([])
+            cleaner.watch([])
         for handle in self.handles:
             handle.close()
         self._port.close()
@@ -304,7 +303,7 @@ class Workers:
 
 
 def _sendable(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Return a function and its arguments as they are sent to a rank.
+    """Return a function and its arguments, pickled for a rank.
 
     Raises:
         TypeError: They can't be sent to another process.
@@ -321,7 +320,7 @@ def _sendable(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 @contextlib.contextmanager
 def _without_pseudo_file() -> Iterator[None]:
-    """Hide ``__main__.__file__`` where it is no file, as in ``python - < train.py``: ranks would try to import it."""
+    """Hide ``__main__.__file__`` where it is not a file, as in ``python - < train.py``: ranks would import it."""
     main = sys.modules["__main__"]
     name = getattr(main, "__file__", None)
     if name is None or os.path.exists(name):
@@ -355,38 +354,38 @@ class Handle:
             self._pidfd: int | None = os.pidfd_open(process.pid)
         except ProcessLookupError:
             self._pidfd = None
-        # multiprocessing's sentinel of a fork stays silent while any process lives that the rank has forked.
+        # multiprocessing's sentinel of a fork stays silent while any child of the rank lives.
         self._end = process.sentinel if self._pidfd is None or not forked else self._pidfd
 
     def sources(self) -> list[Any]:
-        """What to wait on: nothing, once the rank has ended."""
+        """Objects to wait for; none once the rank has ended."""
         if self.ended:
             return []
         return [self._end, *([] if self._pipe.closed else [self._pipe])]
 
     def send_signal(self, sig: int) -> None:
-        # By pidfd, because the number of a dead rank may already be another process's.
+        # By pidfd, because the pid of a dead rank may be reused.
         if self._pidfd is not None and not self.ended:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, sig)
 
     def send(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # the rank is gone: its outcome tells
+        with contextlib.suppress(OSError):  # the rank has gone, as its outcome says
             self._pipe.send_bytes(pickle.dumps(message))
 
     def take_news(self) -> None:
-        ended = not self.process.is_alive()  # asked first: what it sent lies in the pipe by then
+        ended = not self.process.is_alive()  # checked first: by then the pipe has all that it sent
         try:
             while not self._pipe.closed and self._pipe.poll():
                 self._take(self._pipe.recv_bytes())
-        except (EOFError, OSError):  # it has ended, maybe in the middle of a message
+        except (EOFError, OSError):  # it has ended, perhaps in the middle of a message
             self._pipe.close()
         if ended:
             self._record_end()
 
     def _record_end(self) -> None:
         self.ended = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # what a killed rank has left in its group
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # what a killed rank leaves in its group
             os.killpg(self.outcome.pid, signal.SIGKILL)
         self.outcome.exitcode = self.process.exitcode
         self.outcome.when_s = self.outcome.when_s or time.monotonic()
@@ -399,7 +398,7 @@ class Handle:
     def _take(self, data: bytes) -> None:
         try:
             message = pickle.loads(data)
-        except Exception as error:  # what a rank has sent does not come back: its failure
+        except Exception as error:  # a message that can't be unpickled is a failure of the rank
             ours = TypeError(f"its result can't be unpickled here: {error}")
             ours.__cause__ = error
             self.outcome.error, self.outcome.when_s = ours, time.monotonic()
@@ -411,7 +410,7 @@ class Handle:
             self.outcome.value, self._has_returned = message[1], True
         else:
             _, raised, self.outcome.error, self.outcome.last_words, self.outcome.when_s = message
-            with contextlib.suppress(Exception):  # it may pickle and still not come back: another stands for it
+            with contextlib.suppress(Exception):  # what was pickled may fail to unpickle; the stand-in remains
                 self.outcome.error = pickle.loads(raised)
 
     def close(self) -> None:

@@ -28,74 +28,80 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx.host.processes import open_files
-from phalanx.launch.processes import job_packets
+from phalanx.launch.deadlines import WARM_IMPORT_S, WARM_START_S
 from phalanx.launch.processes.endings import end_like
 from phalanx.wire import places
+from phalanx.wire.packets import MAX_FDS, PacketSocket
 from phalanx.wire.peer import peer_of
 
-_IMPORT_S = 120.0  # in which a warm process has imported torch
-_START_S = 60.0  # in which its fork has found out whether it can go on in our place
+HANDSHAKE = "ready"
+"""First packet of a warm process; anything else is why it can't serve."""
 _OURS = """
     SIGKILL SIGSTOP SIGCONT SIGCHLD SIGTTIN SIGTTOU SIGURG SIGSEGV SIGBUS SIGFPE SIGILL SIGTRAP SIGSYS SIGABRT SIGPIPE
 """
-# What is not passed on: it ends this process, and so the job, or it belongs to this process alone.
+# Signals that are not passed on: they end this process, and so the job, or concern only this process.
 _NOT_PASSED_ON = {getattr(signal, name) for name in _OURS.split()}
 
 
 def is_asked_for(argv: Sequence[str] = ()) -> bool:
-    """Whether this may be a warm start; flags of ``phalanx run`` in `argv` are not told from those of the script."""
+    """Return whether this may be a warm start; flags of the script in `argv` are taken for flags of ``phalanx run``."""
     environ = _env.environment()
-    if _env.TRIAL_VARIABLE in environ:  # its launcher is looked into, and what it tells of itself is kept by modules
+    if _env.TRIAL_VARIABLE in environ:  # the trial inspects its launcher, whose facts are kept in modules
         return False
     return "--warm" in argv or _env.is_on(environ.get(_env.WARM_VARIABLE, ""))
 
 
 def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, is_trial: bool = False) -> list[str]:
-    """Have a warm process do what this one was started for, and end as that ends; return why none does it.
+    """Have a warm process do this one's work, and end as that ends; return the refusals if none does.
 
     Args:
         kind: "run" for a job of ``phalanx run``, "server" for the fork server of ``phalanx.spawn``.
-        words: Arguments of the command, or what a fork server is to execute.
-        passes_signals: Whether signals to this process are the other's; otherwise they are held back.
-        is_trial: Whether only to ask: an answer of "go" is then returned too.
+        words: Arguments of the command, or the program of a fork server.
+        passes_signals: Whether signals to this process are passed on; otherwise they are blocked.
+        is_trial: Whether only to ask; an answer of "go" is then returned, too.
     """
     answers = []
     for path in places.sockets():
-        if (connection := places.connect(path)) is not None:
+        if (channel := connect(path)) is not None:
             try:
-                answer = _greeted(connection, path) or _offer(connection, kind, words, is_trial)
+                answer = _greeted(channel, path) or _offer(channel, kind, words, is_trial)
                 if answer == "began":
-                    _attend(connection, passes_signals)
+                    _attend(channel, passes_signals)
                 answers.append(answer)
             finally:
-                connection.close()
+                channel.close()
     return answers
 
 
-def _greeted(connection: _socket.socket, path: str) -> str:
-    """Wait for the warm process, which may still import torch; return what is wrong with it, empty if nothing is.
+def connect(path: str) -> PacketSocket | None:
+    """Return a connection to the warm process that listens there; None if there is none of this user."""
+    end = places.connect(path)
+    return None if end is None else PacketSocket(end, marshals=True)
 
-    One that should answer and does not is stopped, or stuck: nobody is to find it again.
+
+def _greeted(channel: PacketSocket, path: str) -> str:
+    """Wait for the warm process, which may still import torch; return what is wrong with it, or nothing.
+
+    One that does not answer in time is stopped or stuck, so its socket is removed.
     """
-    deadline = time.monotonic() + _IMPORT_S
+    deadline = time.monotonic() + WARM_IMPORT_S
     while True:
         was_importing = places.is_importing(path)
-        connection.settimeout(places.READY_S)
-        handshake, _ = job_packets.receive(connection)
-        if handshake:
-            return "" if handshake == [job_packets.HANDSHAKE] else str(handshake[0])
-        if not job_packets.is_open(connection):
+        channel.end.settimeout(places.READY_S)
+        if said := channel.wait():
+            return "" if said == HANDSHAKE else str(said)
+        if not channel.is_open():
             return "has ended"
         if not was_importing or time.monotonic() > deadline:
             places.forget(path)
-            pid, _ = peer_of(connection)
+            pid, _ = peer_of(channel.end)
             if sys.stderr is not None:
                 print(f"phalanx: the warm process {pid} does not answer; it gets no more jobs", file=sys.stderr)
             return "does not answer"
 
 
-def _offer(connection: _socket.socket, kind: str, words: Sequence[str], is_trial: bool) -> str:
-    """Return "began", or "go" for a trial, or why the warm process does not take it.
+def _offer(channel: PacketSocket, kind: str, words: Sequence[str], is_trial: bool) -> str:
+    """Return "began", or "go" for a trial, or why the warm process refuses.
 
     Open files go only to the process that is to have them, once it has said that it goes on in our place: in the
     queue of one that is stuck, they would stay open. From it we keep a pidfd, by which `diagnose.jobs` finds it.
@@ -106,28 +112,28 @@ def _offer(connection: _socket.socket, kind: str, words: Sequence[str], is_trial
         return f"the current folder can't be opened: {error.strerror}"
     request = _request(kind, words, is_trial)
     numbers = request["fds"]
-    connection.settimeout(_START_S)
+    channel.end.settimeout(WARM_START_S)
     try:
-        job_packets.send(connection, request, fds=[folder])
-        answer, _ = job_packets.receive(connection)
-        if answer == ["go"] and not is_trial:
-            for i in range(0, len(numbers), job_packets.MAX_FDS):
-                job_packets.send(connection, fds=numbers[i : i + job_packets.MAX_FDS])
-            answer, _ = job_packets.receive(connection)
+        channel.send(request, [folder])
+        answer, _ = channel.take()
+        if answer == "go" and not is_trial:
+            for i in range(0, len(numbers), MAX_FDS):
+                channel.send("files", numbers[i : i + MAX_FDS])
+            answer, _ = channel.take()
     except OSError as error:
         return _untold(error)
     finally:
         os.close(folder)
-    connection.settimeout(None)
-    return str(answer[0]) if answer else "has ended, or does not answer"
+    channel.end.settimeout(None)
+    return str(answer) if answer else "has ended, or does not answer"
 
 
 def problem(kind: str, words: Sequence[str]) -> str:
-    """Return why no warm process at all can be told what this one was started for; empty if one can."""
+    """Return why this request can't be sent to any warm process; empty if it can."""
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     try:
-        job_packets.send(ours, _request(kind, words, is_trial=True))
+        PacketSocket(ours, marshals=True).send(_request(kind, words, is_trial=True))
     except OSError as error:
         return _untold(error)
     finally:
@@ -161,36 +167,36 @@ def _request(kind: str, words: Sequence[str], is_trial: bool) -> dict[str, Any]:
 
 
 def interpreter_options() -> list[object]:
-    """Return what the interpreter was started with; those of ``phalanx run`` itself do not count for ranks."""
+    """Return the options of this interpreter; those of ``phalanx run`` itself do not matter for ranks."""
     return [list(sys.flags), sys.warnoptions, sorted(map(repr, sys._xoptions.items()))]
 
 
 def _is_passed_on(fd: int) -> bool:
-    with contextlib.suppress(OSError):  # the listing's own
+    with contextlib.suppress(OSError):  # the descriptor of the listing itself
         return os.get_inheritable(fd)
     return False
 
 
-def _attend(connection: _socket.socket, passes_signals: bool) -> NoReturn:
+def _attend(channel: PacketSocket, passes_signals: bool) -> NoReturn:
     if passes_signals:
-        _pass_signals_on(connection)
+        _pass_signals_on(channel)
     else:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    answer, _ = job_packets.receive(connection)
-    end_like(os.waitstatus_to_exitcode(answer[0] if answer else signal.SIGKILL))
+    status = channel.wait()
+    end_like(os.waitstatus_to_exitcode(signal.SIGKILL if status is None else status))
 
 
-def _pass_signals_on(connection: _socket.socket) -> None:
+def _pass_signals_on(channel: PacketSocket) -> None:
     def pass_on(sig: int, _: FrameType | None) -> None:
-        job_packets.send(connection, sig)
+        channel.send(sig)
 
     def stop(sig: int, _: FrameType | None) -> None:
-        """Stop as Ctrl-Z stops a process, and the job's ranks with this one."""
-        job_packets.send(connection, sig)
+        """Stop this process and the job's ranks, as Ctrl-Z does."""
+        channel.send(sig)
         signal.signal(sig, signal.SIG_DFL)
         os.kill(os.getpid(), sig)
-        signal.signal(sig, stop)  # from here on somebody has sent SIGCONT
-        job_packets.send(connection, int(signal.SIGCONT))
+        signal.signal(sig, stop)  # somebody has sent SIGCONT by now
+        channel.send(int(signal.SIGCONT))
 
     for sig in set(range(1, signal.NSIG)) - _NOT_PASSED_ON:
         with contextlib.suppress(OSError, ValueError):  # the C library's own

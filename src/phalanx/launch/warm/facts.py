@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from phalanx import _env
 
-# Lines of proc_pid_status(5) that a process inherits.
+# Lines of proc_pid_status(5) whose values a process inherits.
 _STATUS = re.compile(
     r"^(Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp\w*|Speculation\w+|Cpus_allowed|Mems_allowed|SigIgn|THP_enabled):\t(.*)$",
     re.MULTILINE,
@@ -25,7 +25,7 @@ _IOPRIO_GET = {"x86_64": 251, "aarch64": 31}.get(platform.machine())
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_SHIFT = 1, 13
 _libc = ctypes.CDLL(None)
 
-# What shells, terminals, sessions and test runners set anew for each command, and launchers for each rank.
+# Variables that shells, terminals, sessions and test runners set for each command, and launchers for each rank.
 _OF_SESSIONS = """
     _ PWD OLDPWD SHLVL COLUMNS LINES TERM COLORTERM TERM_PROGRAM TERM_PROGRAM_VERSION TERM_SESSION_ID WINDOWID
     WINDOW STY TMUX TMUX_PANE SSH_TTY SSH_CLIENT SSH_CONNECTION SSH_AUTH_SOCK GPG_TTY DISPLAY XAUTHORITY
@@ -36,7 +36,7 @@ _READ_LATER = (_env.LAUNCH_VARIABLES | set(_OF_SESSIONS.split())) - {_env.REPLAC
 
 
 def facts_of(pid: int | str) -> dict[str, str]:
-    """Return what a process has inherited and passes on, by name; ``pid`` may be "self"."""
+    """Return the properties that a process has inherited and passes on, by name; ``pid`` may be "self"."""
     with open(f"/proc/{pid}/status") as file:
         facts: dict[str, str] = dict(_STATUS.findall(file.read()))
     for name in _FILES:
@@ -46,21 +46,21 @@ def facts_of(pid: int | str) -> dict[str, str]:
         with contextlib.suppress(OSError):
             facts[f"{name} namespace"] = os.readlink(f"/proc/{pid}/ns/{name}")
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/numa_maps") as file:
-        facts["memory policy"] = file.readline().split()[1]  # that of numactl
+        facts["memory policy"] = file.readline().split()[1]  # as numactl sets it
     root = os.stat(f"/proc/{pid}/root/")
-    number = os.getpid() if pid == "self" else int(pid)  # not 0, which the kernel answers in another way
+    number = os.getpid() if pid == "self" else int(pid)  # not 0, for which the kernel answers differently
     facts["root folder"] = f"{root.st_dev} {root.st_ino}"
     facts["nice"] = str(os.getpriority(os.PRIO_PROCESS, number))
     facts["scheduling"] = f"{os.sched_getscheduler(number)} {os.sched_getparam(number).sched_priority}"
     if _IOPRIO_GET is not None:
         priority = _libc.syscall(_IOPRIO_GET, _IOPRIO_WHO_PROCESS, number)
-        has_class = priority >> _IOPRIO_CLASS_SHIFT > 0  # the level of none depends on whether there was I/O
+        has_class = priority >> _IOPRIO_CLASS_SHIFT > 0  # without a class, the level depends on past I/O
         facts["I/O priority"] = str(priority) if has_class else ""
     return facts
 
 
 def difference(pid: int) -> str:
-    """Return the name of something that process `pid` would pass on, and we would not; empty if there is none."""
+    """Return the name of a property that this process and process `pid` would pass on differently; empty if none."""
     try:
         ours, theirs = facts_of("self"), facts_of(pid)
     except OSError as error:
@@ -69,7 +69,7 @@ def difference(pid: int) -> str:
 
 
 def changed_variable(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Return the name of a variable that differs and may count when a process starts; empty if there is none."""
+    """Return the name of a differing variable that may matter when a process starts; empty if there is none."""
     names = sorted(ours.keys() | theirs.keys())
     return next((name for name in names if name not in _READ_LATER and ours.get(name) != theirs.get(name)), "")
 
@@ -81,7 +81,7 @@ def relative_path(environ: Mapping[str, str]) -> str:
 
 
 class Watch:
-    """The files that this process was made of: the interpreter, the folders of packages, every module imported."""
+    """The files behind this process: the interpreter, the folders of packages, every imported module."""
 
     def __init__(self) -> None:
         libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -99,24 +99,24 @@ class Watch:
         self._namesakes = {folder: self._namesakes_in(folder) for folder in others}
 
     def changed(self) -> str:
-        """Return a file or folder that has changed since; empty if none has."""
+        """Return a file or folder that has changed since this process started; empty if none has."""
         for path, before in self._before.items():
             if _signature(path) != before:
                 return path
-        # In a folder of the user's own, most changes mean nothing.
+        # In the user's own folders, most changes do not matter.
         return next((path for path, before in self._namesakes.items() if self._namesakes_in(path) != before), "")
 
     def _namesakes_in(self, folder: str) -> set[str]:
-        """Return what lies there under the names of modules that were imported, from there or from elsewhere."""
+        """Return the entries of a folder that have the name of an imported module, wherever that lies."""
         with contextlib.suppress(OSError):
             return self._imported.intersection(name.partition(".")[0] for name in os.listdir(folder))
         return set()
 
 
 def _zip_of(entry: str) -> str:
-    """Return the zip file that an entry of the path is, or lies in, or may become; empty for a folder.
+    """Return the zip file that a path entry is, lies in or may become; empty for a folder.
 
-    ``zipimport`` keeps the directories of those that it has read.
+    ``zipimport`` caches the directories of the zip files that it has read.
     """
     if os.path.isdir(entry):
         return ""

@@ -25,20 +25,21 @@ from phalanx._command_line import UsageError, exit_code_of
 from phalanx._text import signal_name
 from phalanx.launch.command.plan import Plan, make_plan
 from phalanx.launch.command.run import run
-from phalanx.launch.processes import job_packets
-from phalanx.launch.processes.forker import die_with_parent
+from phalanx.launch.deadlines import WARM_STAY_S
+from phalanx.launch.processes.descendants import die_with_parent
 from phalanx.launch.processes.interpreter import show_command_line
 from phalanx.launch.processes.spare import Loaded, forget_all_but, fork_spare
 from phalanx.launch.warm import facts
 from phalanx.launch.warm.client import interpreter_options
+from phalanx.wire.packets import PacketSocket
 
-STAY_S = 600.0
-"""Seconds that a warm process stays after its last job, unless that has said something else."""
 _STREAMS = (0, 1, 2)
 
 
-def guard(connection: socket, client_pid: int, request: Mapping[str, Any], fds: Sequence[int], loaded: Loaded) -> None:
-    """Fork what the client asks for and watch over it; return in ranks only.
+def guard(
+    channel: PacketSocket, client_pid: int, request: Mapping[str, Any], fds: Sequence[int], loaded: Loaded
+) -> None:
+    """Fork what the client asks for and watch it; return only in ranks.
 
     Args:
         request: Request that `client.hand_over` has sent, with the descriptors `fds`.
@@ -51,40 +52,40 @@ def guard(connection: socket, client_pid: int, request: Mapping[str, Any], fds: 
         die_with_parent(guard_pid)
         os.close(begun)
         try:
-            place = _Place(connection, request, fds, loaded.tell, beginning)
+            place = _Place(channel, request, fds, loaded.tell, beginning)
         except Exception as error:
-            job_packets.send(connection, f"can't start the job: {error}")
+            channel.send(f"can't start the job: {error}")
             os._exit(0)
         if request["kind"] == "server":
             _be_fork_server(place, loaded)
         return _supervise(place, client_pid, loaded)
     for fd in (*fds, loaded.tell, beginning):
         os.close(fd)
-    _watch(connection, pid, begun)
+    _watch(channel, pid, begun)
 
 
-def _watch(connection: socket, pid: int, begun: int) -> NoReturn:
-    """Tell the client how process `pid` ends, and pass the client's signals on to it."""
+def _watch(channel: PacketSocket, pid: int, begun: int) -> NoReturn:
+    """Tell the client how process `pid` ends, and pass the client's signals on to that process."""
     child = os.pidfd_open(pid)
-    # Until then the client speaks to that process alone.
+    # Until the job begins, the client talks to that process, not to this one.
     if not os.read(begun, 1):
         _, status = os.waitpid(pid, 0)
-        # The client goes by the first answer that it gets.
-        job_packets.send(connection, f"has ended with {_ending(status)} before the job began")
+        # The client uses the first answer that it gets.
+        channel.send(f"has ended with {_ending(status)} before the job began")
         os._exit(0)
     poll = select.poll()
     poll.register(child, select.POLLIN)
-    poll.register(connection.fileno(), select.POLLIN)
+    poll.register(channel.fileno(), select.POLLIN)
     while True:
         ready = {fd for fd, _ in poll.poll()}
         if child in ready:
             _, status = os.waitpid(pid, 0)
-            job_packets.send(connection, status)
+            channel.send(status)
             os._exit(0)
-        message, _ = job_packets.receive(connection)
-        if not message:  # the client has gone, and the job goes with it
+        sig = channel.wait()
+        if sig is None:  # the client has gone, and the job goes with it
             os._exit(0)
-        os.kill(pid, message[0])
+        os.kill(pid, sig)
 
 
 def _ending(status: int) -> str:
@@ -93,16 +94,16 @@ def _ending(status: int) -> str:
 
 
 class _Place:
-    """The place of the client, taken by this process as far as a process can; its open files once the client agrees.
+    """Makes this process look like the client: folder, mask, environment, and its open files once the client agrees.
 
     Args:
-        fds: Descriptors that came with the request: the client's folder.
+        fds: Descriptors that came with the request: the client's current folder.
         tell: Pipe `Loaded.tell`.
-        beginning: Pipe on which the guard is told that the job begins.
+        beginning: Pipe on which the guard learns that the job begins.
     """
 
     def __init__(
-        self, connection: socket, request: Mapping[str, Any], fds: Sequence[int], tell: int, beginning: int
+        self, channel: PacketSocket, request: Mapping[str, Any], fds: Sequence[int], tell: int, beginning: int
     ) -> None:
         self.request = request
         (folder,) = fds
@@ -116,47 +117,47 @@ class _Place:
         self._above = above = max(self._numbers, default=0) + 1
         null = os.open(os.devnull, os.O_RDONLY)
         self._tell, self._beginning = _lifted(tell, above), _lifted(beginning, above)
-        lifted = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
-        connection.close()  # from here on nothing is opened
-        self._connection = socket(fileno=lifted)
-        for number in set(self._numbers).difference((*_STREAMS, null)):  # so that nothing of ours takes it
+        self._channel = PacketSocket(socket(fileno=_lifted(channel.end.detach(), above)), marshals=True)
+        # From here on nothing is opened.
+        for number in set(self._numbers).difference((*_STREAMS, null)):  # reserves these numbers
             os.dup2(null, number)
         if null not in self._numbers:
             os.close(null)
 
     def refuse(self, why: str) -> NoReturn:
-        """Tell the client that it has to be another warm process, or none."""
-        job_packets.send(self._connection, why)
+        """Tell the client to try another warm process, or none."""
+        self._channel.send(why)
         os._exit(0)
 
     def take_streams(self, stay_s: float) -> None:
-        """Tell the client that we go on in its place, and do so with its open files; end if it only asks.
+        """Tell the client that the job begins here, and take over its open files; exit if it only asks.
 
-        The client runs the job itself if it does not hear that it began: nothing may fail after that.
+        The client runs the job itself unless it hears that the job began, so nothing may fail after that.
 
         Args:
             stay_s: Seconds for which the warm process is to stay after this job.
         """
-        job_packets.send(self._connection, "go")
+        self._channel.send("go")
         if self.request["is_trial"]:
             os._exit(0)
         files: list[int] = []
         while len(files) < len(self._numbers):
-            _, fds = job_packets.receive(self._connection)
+            _, fds = self._channel.take()
             if not fds:  # the client has gone
                 os._exit(0)
             files += [_lifted(fd, self._above) for fd in fds]
-        own = os.pidfd_open(os.getpid())  # whoever asks about the client's process then finds us
-        if not job_packets.send(self._connection, "began", fds=[own]):
-            os._exit(0)
+        own = os.pidfd_open(os.getpid())  # by which whoever asks about the client's process finds this one
+        self._channel.send("began", [own])
         os.close(own)
-        self._connection.close()
+        if not self._channel.is_open():
+            os._exit(0)
+        self._channel.close()
         os.write(self._beginning, b"1")
         os.close(self._beginning)
         with contextlib.suppress(OSError):  # the warm process may have ended, or be stopped
             os.write(self._tell, struct.pack("d", stay_s))
         os.close(self._tell)
-        for number, fd in zip(self._numbers, files, strict=True):  # a stream that the client lacks stays /dev/null
+        for number, fd in zip(self._numbers, files, strict=True):  # a stream that the client lacks remains /dev/null
             os.dup2(fd, number)
             os.close(fd)
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -165,14 +166,14 @@ class _Place:
 
 
 def _lifted(fd: int, least: int) -> int:
-    """Move a descriptor to a number of at least `least`, which nobody else is to have."""
+    """Move a descriptor to a number of at least `least`, and close it on exec."""
     lifted = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, least)
     os.close(fd)
     return lifted
 
 
 def _supervise(place: _Place, client_pid: int, loaded: Loaded) -> None:
-    """Be the supervisor of a job; return in its ranks only."""
+    """Run the supervisor of a job; return only in its ranks."""
     plan = _plan(place.request, loaded)
     if isinstance(plan, str):
         place.refuse(plan)
@@ -192,7 +193,7 @@ def _supervise(place: _Place, client_pid: int, loaded: Loaded) -> None:
 
 
 def _plan(request: Mapping[str, Any], loaded: Loaded) -> Plan | str:
-    """Return what the job is to do, or why it is not for a warm process, or not for this one."""
+    """Return the plan of the job, or why no warm process, or not this one, can run it."""
     try:
         plan = make_plan(request["words"], _env.environment())
     except UsageError:
@@ -205,25 +206,24 @@ def _plan(request: Mapping[str, Any], loaded: Loaded) -> Plan | str:
         return "nothing is to be started"
     if not plan.job.preload:
         return "each rank imports torch for itself"
-    _env.update(plan.environment({}))
-    foreseen = {**plan.shared_environment(_env.environment()), **plan.job.head.settings}
-    name = facts.changed_variable(loaded.environ, foreseen)
+    _env.update(plan.variables)
+    name = facts.changed_variable(loaded.environ, {**plan.shared, **plan.job.head.settings})
     return f"was started with another {name}" if name else plan
 
 
 def _be_fork_server(place: _Place, loaded: Loaded) -> NoReturn:
-    """Run what multiprocessing has started the client with, as ``python -c`` would."""
+    """Run the program that multiprocessing gave the client, as ``python -c`` would."""
     request = place.request
     name = facts.changed_variable(loaded.environ, request["environ"])
     if request["options"] != interpreter_options():
         name = "set of interpreter options"
     if name:
         place.refuse(f"was started with another {name}")
-    place.take_streams(STAY_S)
-    _env.withdraw([_env.WARM_VARIABLE])  # it is for this process alone, and obeyed
+    place.take_streams(WARM_STAY_S)
+    _env.withdraw([_env.WARM_VARIABLE])  # meant for this process only
     forget_all_but(loaded.shared)
     sys.argv[:], sys.orig_argv[:] = ["-c"], request["words"]
-    del sys.modules["sitecustomize"]  # ours, in which we are: those of the user come now
+    del sys.modules["sitecustomize"]  # ours, which is running; the user's follow now
     site.execsitecustomize()
     if site.ENABLE_USER_SITE:
         site.execusercustomize()

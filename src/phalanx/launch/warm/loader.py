@@ -24,7 +24,7 @@ def serve_warm(loaded_before: Collection[str]) -> None:
     environ = {**_env.environment(), **settings}
     imports = Imports()
     try:
-        gc.disable()  # what an import leaves is not worth looking for
+        gc.disable()  # imports leave little garbage
         trouble = import_shared(imports, settings)
         shared = frozenset(name for name in sys.modules if not f"{name}.".startswith(f"{__package__}."))
         from phalanx.launch.processes.pages import share_pages
@@ -34,6 +34,6 @@ def serve_warm(loaded_before: Collection[str]) -> None:
         share_pages()
         gc.enable()
         server.serve()
-    except BaseException as error:  # site would go on, and run what we were started on
+    except BaseException as error:  # site would continue, and run the script that this process was started on
         print(f"the warm process failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -22,32 +22,33 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from phalanx.launch.processes import job_packets
+from phalanx.launch.deadlines import WARM_REQUEST_S, WARM_STAY_S
 from phalanx.launch.processes.ahead import Imports
 from phalanx.launch.processes.forker import has_threads_or_devices
 from phalanx.launch.processes.interpreter import Interpreter
 from phalanx.launch.processes.spare import Loaded
 from phalanx.launch.warm import facts
-from phalanx.launch.warm.guard import STAY_S, guard
+from phalanx.launch.warm.client import HANDSHAKE
+from phalanx.launch.warm.guard import guard
 from phalanx.wire import places
+from phalanx.wire.packets import PacketSocket
 from phalanx.wire.peer import peer_of
 
-_ANSWER_S = 1.0  # in which a client has to say what it wants, once it has connected
 _LOOK_S = 60.0  # between looks whether the socket is still there
 _MAX_WORDS_BYTES = 1 << 20
 
 
 class WarmServer:
-    """Owns the socket, and what it takes to fork jobs.
+    """Owns the socket, and forks jobs.
 
     Args:
-        place: Descriptors of the listening socket and of a pipe with what the imports have printed, and the socket's
-            path, as `starter.start` wrote them.
+        place: Descriptor of the listening socket, descriptor of a pipe with the output of the imports, and path of the
+            socket, as `starter.start` wrote them.
         environ: Environment with which this process has imported torch.
         imports: Modules that it has imported.
         before: Modules that Python itself had loaded at start.
-        shared: Modules that ranks are to find imported.
-        trouble: Reason that the imports failed; empty if they did not.
+        shared: Modules that ranks find imported.
+        trouble: Reason for which the imports failed; empty if they did not.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class WarmServer:
         self._number = os.stat(self._path).st_ino
         self._living: dict[int, int] = {}  # pid of each guard, by its pidfd
         self._began_s = self._last_s = time.monotonic()
-        self._stay_s = STAY_S
+        self._stay_s = WARM_STAY_S
         self._num_jobs = 0
         self._told, tell = os.pipe()
         words = _take_words(int(words_fd))
@@ -79,7 +80,7 @@ class WarmServer:
         places.announce_ready(self._path)
 
     def serve(self) -> None:
-        """Fork jobs until it is time to go; return in ranks only."""
+        """Fork jobs until it is time to end; return only in ranks."""
         while True:
             poll = select.poll()
             for fd in (self._listener.fileno(), self._told, *self._living):
@@ -92,17 +93,17 @@ class WarmServer:
             if self._told in ready:
                 self._note_job(*struct.unpack("d", os.read(self._told, 8)))
             if self._listener.fileno() in ready:
-                connection = self._accept()
-                if connection is not None and self._answer(connection):
+                channel = self._accept()
+                if channel is not None and self._answer(channel):
                     return
-            if self._is_over:  # also one that was stopped, and forgotten meanwhile
+            if self._is_over:  # or its socket was removed while it was stopped
                 self._leave()
 
     def _note_job(self, stay_s: float) -> None:
         self._stay_s = stay_s
         self._num_jobs += 1
         with contextlib.suppress(OSError):
-            os.utime(self._path)  # clients ask the one first that has been used last
+            os.utime(self._path)  # clients try the most recently used one first
 
     @property
     def _left_s(self) -> float:
@@ -110,49 +111,49 @@ class WarmServer:
 
     @property
     def _is_over(self) -> bool:
-        """Whether nobody has needed this process for long enough, or nobody can find it any more."""
+        """Whether this process has been idle for long enough, or its socket is gone."""
         try:
             found = os.stat(self._path).st_ino == self._number
         except OSError:
             found = False
         return not self._living and (not found or self._left_s == 0)
 
-    def _accept(self) -> _socket.socket | None:
+    def _accept(self) -> PacketSocket | None:
         fd, _ = self._listener._accept()  # type: ignore[attr-defined]
         connection = _socket.socket(fileno=fd)
         if peer_of(connection)[1] == os.geteuid():
-            connection.settimeout(_ANSWER_S)
-            return connection
+            connection.settimeout(WARM_REQUEST_S)
+            return PacketSocket(connection, marshals=True)
         connection.close()
         return None
 
-    def _answer(self, connection: _socket.socket) -> bool:
-        """Do what a client asks for; return true in ranks only."""
-        job_packets.send(connection, job_packets.HANDSHAKE)
-        message, fds = job_packets.receive(connection)
-        request = message[0] if message and isinstance(message[0], dict) else {}
+    def _answer(self, channel: PacketSocket) -> bool:
+        """Serve one request; return True only in ranks."""
+        channel.send(HANDSHAKE)
+        packet, fds = channel.take()
+        request = packet if isinstance(packet, dict) else {}
         kind = request.get("kind")
         if kind == "stop":
-            job_packets.send(connection, self._description())
+            channel.send(self._description())
             self._leave()
         if kind == "list":
-            job_packets.send(connection, self._description())
+            channel.send(self._description())
         elif kind in ("run", "server"):
-            pid, _ = peer_of(connection)
+            pid, _ = peer_of(channel.end)
             refusal = self._refusal(request, pid)
             if refusal:
-                job_packets.send(connection, refusal)
+                channel.send(refusal)
             if self._is_stale:
                 self._leave()
-            if not refusal and self._fork(connection, pid, request, fds):
+            if not refusal and self._fork(channel, pid, request, fds):
                 return True
         for fd in fds:
             os.close(fd)
-        connection.close()
+        channel.close()
         return False
 
     def _refusal(self, request: Mapping[str, Any], pid: int) -> str:
-        """Return why the client's process is not to be forked from this one; empty if it may be."""
+        """Return why the client's job must not be forked from this process; empty if it may be."""
         changed = self._watch.changed()
         self._is_stale = bool(changed)
         if changed:
@@ -162,13 +163,13 @@ class WarmServer:
         different = facts.difference(pid) if pid else "pid namespace"
         return f"was started with another {different}" if different else ""
 
-    def _fork(self, connection: _socket.socket, pid: int, request: Mapping[str, Any], fds: list[int]) -> bool:
+    def _fork(self, channel: PacketSocket, pid: int, request: Mapping[str, Any], fds: list[int]) -> bool:
         child = os.fork()
         if child == 0:
-            connection.settimeout(None)
+            channel.end.settimeout(None)
             for fd in (self._listener.detach(), self._told, *self._living):
                 os.close(fd)
-            guard(connection, pid, request, fds, self._loaded)
+            guard(channel, pid, request, fds, self._loaded)
             return True
         self._living[os.pidfd_open(child)] = child
         return False
@@ -191,16 +192,16 @@ class WarmServer:
         os._exit(0)
 
     def _end(self, trouble: str) -> NoReturn:
-        """Tell those who wait already that there is no warm start."""
+        """Tell clients that wait already that there is no warm start, and end."""
         self._listener.settimeout(0)
         with contextlib.suppress(OSError):
-            while (connection := self._accept()) is not None:
-                job_packets.send(connection, trouble)
+            while (channel := self._accept()) is not None:
+                channel.send(trouble)
         self._leave()
 
 
 def _take_words(fd: int) -> bytes:
-    """Return what the imports have printed; what comes after that goes nowhere."""
+    """Return what the imports have printed, and send later output to /dev/null."""
     os.set_blocking(fd, False)
     words = b""
     with contextlib.suppress(BlockingIOError):

@@ -17,19 +17,19 @@ from typing import Any, NoReturn
 from phalanx import _env
 from phalanx.host.descriptors import take_streams
 from phalanx.host.processes import command_of, open_files
-from phalanx.launch.processes import job_packets
-from phalanx.launch.processes.forker import SETTINGS_VARIABLE, die_with_parent
+from phalanx.launch.deadlines import WARM_REPLY_S
+from phalanx.launch.processes.descendants import die_with_parent
+from phalanx.launch.processes.forker import SETTINGS_VARIABLE
 from phalanx.launch.processes.forker_client import with_hook
 from phalanx.launch.warm import client, facts
 from phalanx.wire import places
 from phalanx.wire.peer import peer_of
 
-_MAX_PROCESSES = 4  # of one user; the least recently used goes
-_NAME = "phalanx-warm"  # what a warm process runs, for ps; there is no such script
+_MAX_PROCESSES = 4  # of one user; the least recently used one is ended
+_NAME = "phalanx-warm"  # shown by ps as its script; there is no such script
 _PIPE_BYTES = 1 << 20
-_REPLY_S = 0.5  # of one that still imports torch, which is not to be expected
 NOT_WARM = "no warm start"
-"""How the reasons begin for which a job starts cold."""
+"""Beginning of each message that says why a job starts cold."""
 
 
 def run_warm(
@@ -40,13 +40,13 @@ def run_warm(
     *,
     passes_signals: bool = True,
 ) -> str:
-    """Have a warm process do what this one was started for, and end as that ends; return why none does it.
+    """Have a warm process do this one's work, and end as that ends; return why none does.
 
     Args:
         kind: Argument of `client.hand_over`.
         words: Argument of `client.hand_over`.
-        environ: Environment of a process that has to be started.
-        settings: Variables that are set while it imports torch.
+        environ: Environment for a warm process, if one has to be started.
+        settings: Variables to set while it imports torch.
         passes_signals: Argument of `client.hand_over`.
     """
     if problem := _problem(kind, words, environ):
@@ -55,27 +55,27 @@ def run_warm(
         known: set[str] = set()
         new = ""
         while True:
-            with _locked():  # so that of several that come at once, one starts a process, and the others wait for it
+            with _locked():  # of several clients at once, one starts a process and the others wait for it
                 if known.issuperset(places.sockets()):
                     new = start(environ, settings)
                 known |= set(places.sockets())
             answers = client.hand_over(kind, words, passes_signals=passes_signals)
             if new:
-                stop(new)  # it would not serve the next such job either
+                stop(new)  # it would refuse the next such job, too
                 return f"{NOT_WARM}: the new process {answers[0] if answers else 'has ended'}"
     except OSError as error:
         return f"{NOT_WARM}: {_no_place(error)}"
 
 
 def stand_for_server() -> str:
-    """Have a warm process be the fork server that multiprocessing has started; return why none is."""
-    os.setpgid(0, 0)  # not of the group with which the process that spawns may be killed
-    die_with_parent(os.getppid())  # and the server ends with us
+    """Have a warm process act as the fork server that multiprocessing has started; return why none does."""
+    os.setpgid(0, 0)  # outside the group with which the spawning process may be killed
+    die_with_parent(os.getppid())  # and the server ends with this process
     return run_warm("server", sys.orig_argv, _env.environment(), passes_signals=False)
 
 
 def start_in_words(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return, as a phrase, whether a warm process would be used."""
+    """Return a phrase that says whether a warm process would be used."""
     problem = _problem(kind, words, environ)
     if not problem:
         try:
@@ -95,9 +95,9 @@ def _no_place(error: OSError) -> str:
 
 
 def _problem(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return why no warm process can serve, also none that would be started; empty if one can."""
+    """Return why no warm process, not even a new one, can serve; empty if one can."""
     if _env.TRIAL_VARIABLE in environ:
-        return "it is a trial of phalanx check or phalanx tune"  # import torch obeys it, so later jobs would be in it
+        return "it is a trial of phalanx check or phalanx tune"  # later jobs would join it, through torch
     if kind == "server" and _has_own_options():
         return "this interpreter was started with options of its own"
     if entry := facts.relative_path(environ):
@@ -106,7 +106,7 @@ def _problem(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str
 
 
 def _has_own_options() -> bool:
-    """Whether this interpreter's settings are others than those that a warm process has from the environment."""
+    """Return whether this interpreter's options differ from those that the environment alone gives."""
     if sys.orig_argv[1:2] == ["-c"]:
         return False
     program = f"from {client.__name__} import interpreter_options; print(interpreter_options())"
@@ -125,7 +125,7 @@ def _locked() -> Iterator[None]:
 
 
 def start(environ: Mapping[str, str], settings: Mapping[str, str]) -> str:
-    """Start a warm process and return its socket; whoever connects to that waits until it has imported torch.
+    """Start a warm process and return its socket; clients that connect wait until it has imported torch.
 
     Raises:
         OSError: There is no place for its socket.
@@ -134,7 +134,7 @@ def start(environ: Mapping[str, str], settings: Mapping[str, str]) -> str:
         stop(path)
     path, listener = places.make_socket()
     words, output = os.pipe()
-    os.set_blocking(output, False)  # an import that prints more goes on, and the rest is lost
+    os.set_blocking(output, False)  # if an import prints more than fits, the rest is dropped
     with contextlib.suppress(OSError):
         fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     child = os.fork()
@@ -155,7 +155,7 @@ def _execute(
     output: int,
     path: str,
 ) -> NoReturn:
-    """Become the warm process: nobody's child, in a session of its own, with nothing of ours open."""
+    """Become the warm process: a daemon in a session of its own, without our open files."""
     try:
         os.setsid()
         if os.fork():
@@ -176,14 +176,14 @@ def _execute(
 
 
 def describe(path: str) -> dict[str, Any] | None:
-    """Return what a warm process tells of itself, or its pid and "state" if it does not; None if there is none."""
+    """Return a warm process's description, or its pid and "state" if it does not answer; None if there is none."""
     return _ask(path, "list")
 
 
 def stop(path: str) -> int | None:
     """End a warm process and return its pid, 0 if that is unknown; None if there is none.
 
-    One that does not answer, such as one that still imports torch, is killed.
+    A process that does not answer, such as one that still imports torch, is killed.
     """
     found = _ask(path, "stop")
     if found is None:
@@ -198,18 +198,17 @@ def stop(path: str) -> int | None:
 
 def _ask(path: str, what: str) -> dict[str, Any] | None:
     is_importing = places.is_importing(path)
-    connection = places.connect(path)
-    if connection is None:
+    channel = client.connect(path)
+    if channel is None:
         return None
-    connection.settimeout(_REPLY_S if is_importing else places.READY_S)
-    handshake, _ = job_packets.receive(connection)
-    answer: list[Any] = []
-    if handshake == [job_packets.HANDSHAKE]:
-        job_packets.send(connection, {"kind": what})
-        answer, _ = job_packets.receive(connection)
-    pid, _ = peer_of(connection)
-    has_ended = not answer and not job_packets.is_open(connection)
-    connection.close()
+    channel.end.settimeout(WARM_REPLY_S if is_importing else places.READY_S)
+    answer: dict[str, Any] | None = None
+    if channel.wait() == client.HANDSHAKE:
+        channel.send({"kind": what})
+        answer = channel.wait()
+    pid, _ = peer_of(channel.end)
+    has_ended = answer is None and not channel.is_open()
+    channel.close()
     if has_ended:
         return None
-    return answer[0] if answer else {"pid": pid, "state": "still importing" if is_importing else "does not answer"}
+    return answer or {"pid": pid, "state": "still importing" if is_importing else "does not answer"}

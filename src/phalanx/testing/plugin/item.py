@@ -7,7 +7,7 @@ Fixtures that ask for ``rank`` are left out of the parent's setup and computed o
 
 A fork copies one thread, so CUDA, a default process group and whatever else can't be forked is refused in words;
 `run_ranks` with its fork server is the way for those. If pytest is killed, the kernel ends its ranks, and a shell that
-waits for that (`launch.processes.guard`) ends what these have started.
+waits for that (`launch.spawn.cleaner`) ends what these have started.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from phalanx import _env
 from phalanx.host.proc_stat import children_of
-from phalanx.launch.processes.forker import adopt_orphans, adopts_orphans, reap
+from phalanx.launch.deadlines import CHILDREN_S
+from phalanx.launch.processes.descendants import adopt_orphans, adopts_orphans, reap
 
 _SCRIPT = f"""
 while read -r line; do last=$line; done
@@ -29,14 +30,13 @@ for pid in $last; do
     done
 done 2> /dev/null
 """
-_CHILDREN_S = 5.0  # for killed processes to end
 
 
-class Guard:
-    """The guard of this process. It starts with the first ranks, and ends with this process.
+class Cleaner:
+    """The cleaner of this process. It starts with the first ranks, and ends with this process.
 
     Attributes:
-        pid: Process id of the guard; None: there is none yet.
+        pid: Process id of the cleaner; None: there is none yet.
     """
 
     def __init__(self) -> None:
@@ -47,18 +47,18 @@ class Guard:
 
     @property
     def fd(self) -> int:
-        """Descriptor by which the guard sees that this process lives; -1: none."""
+        """Descriptor by which the cleaner sees that this process is alive; -1: none."""
         return self._pipe
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Have the process groups of these ranks killed if this process is, and none else."""
+        """Have the process groups of these ranks, and no others, killed if this process is killed."""
         if self._owner != os.getpid():
             self._start()
-        with contextlib.suppress(OSError):  # somebody has killed the guard
+        with contextlib.suppress(OSError):  # somebody has killed the cleaner
             os.write(self._pipe, f"{' '.join(map(str, pids))}\n".encode())
 
     def let_go(self) -> None:
-        """Give up, in a forked rank, what keeps the guard waiting."""
+        """Close, in a forked rank, the pipe that keeps the cleaner waiting."""
         if self._pipe >= 0 and self._owner != os.getpid():
             os.close(self._pipe)
             self._pipe = -1
@@ -74,15 +74,15 @@ class Guard:
         finally:
             os.close(theirs)
         self.pid, self._owner = self._process.pid, os.getpid()
-        self._process.returncode = 0  # it is not to be waited for, nor warned of
+        self._process.returncode = 0  # nobody waits for it, and Python need not warn
 
 
-guard = Guard()
-"""That of this process."""
+cleaner = Cleaner()
+"""The cleaner of this process."""
 
 
 class Orphans:
-    """What ranks, forked from now on, will have left behind when they have ended, in whichever session it is.
+    """Processes that ranks, forked from now on, leave behind, whatever their session.
 
     This process adopts it meanwhile, and so adopts what others below it leave behind, which it lets live. A child of
     another thread is in that thread's list, and taken for none.
@@ -95,7 +95,7 @@ class Orphans:
         adopt_orphans(True)
 
     def end(self, ranks: Sequence[int]) -> None:
-        """Kill it, and all below it, and reap it; again: nothing happens.
+        """Kill and reap them with all their descendants. Idempotent.
 
         Args:
             ranks: Process ids of the ranks, which have been waited for.
@@ -104,8 +104,8 @@ class Orphans:
             return
         self._is_over = True
         marks = [f"{_env.PROCESS_VARIABLE}={pid}".encode() for pid in ranks]
-        deadline = time.monotonic() + _CHILDREN_S
-        known = {*self._before, *ranks, *([] if guard.pid is None else [guard.pid])}
+        deadline = time.monotonic() + CHILDREN_S
+        known = {*self._before, *ranks, *([] if cleaner.pid is None else [cleaner.pid])}
         while (pids := set(children_of(os.getpid())) - known) and time.monotonic() < deadline:
             for pid in pids:
                 if not _is_of_ranks(pid, marks):
@@ -118,15 +118,15 @@ class Orphans:
 
 
 def _is_of_ranks(pid: int, marks: Sequence[bytes]) -> bool:
-    """Whether a process that has been adopted comes from a rank: by what it had, or its forebear, when it started."""
+    """Return whether an adopted process comes from a rank, by the environment with which it or its ancestor started."""
     own = Path(f"/proc/{pid}")
     try:
         environ = (own / "environ").read_bytes()
-        if not environ:  # it has ended, or has none
+        if not environ:  # it has ended, or its environment is empty
             return True
         is_fork = environ == Path("/proc/self/environ").read_bytes()
         return is_fork or any(mark in environ.split(b"\0") for mark in marks)
     except ProcessLookupError:
         return True
-    except OSError:  # of another user
+    except OSError:  # it belongs to another user
         return False
