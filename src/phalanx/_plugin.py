@@ -119,10 +119,12 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx._errors import require_linux
 
     require_linux()
+    from phalanx._torch import shield
+    from phalanx._torch.dynamo import postpone_import
     from phalanx.backend.groups import create_group
-    from phalanx.launch.rank import watch_torch
     from phalanx.rendezvous.solo import wants_others
 
-    watch_torch()
+    shield.watch()  # not `launch.rank.watch_torch`: other launchers' ranks may lack what the record of Gloo needs
+    postpone_import()
     wants_others()  # also in a store of its own
     return create_group(options, backend_options, **named)

@@ -45,7 +45,7 @@ class Plan:
 
     Attributes:
         settings: Flags that it came from.
-        nproc_origin: Where the number of ranks comes from.
+        nproc_origin: Origin of the number of ranks.
         is_dry: Whether only to show the plan.
         is_warm: Whether to fork the job from a process that has torch imported already.
         variables: Variables that flags ask for; the ranks inherit them.
