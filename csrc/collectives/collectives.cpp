@@ -1,4 +1,4 @@
-// All collectives except all_reduce: what each stages for its peers, and what it makes of theirs.
+// All collectives except all_reduce: what each stages for its peers, and what it does with theirs.
 #include "collectives/collectives.h"
 
 #include <algorithm>

@@ -14,7 +14,7 @@
 
 namespace phalanx {
 
-/// What one call brings along: who waits, and for how long at most.
+/// The context of one call: who waits, and for how long at most.
 struct Context {
   Hooks* hooks;
   double timeout_s = 0;  // 0: the group's
@@ -43,7 +43,7 @@ class Collectives {
   bool records = true;         // false where each call is a step of a larger one, which is recorded itself
   bool compares_calls = true;  // false only to measure what the comparison costs; the same on every rank
   std::uint32_t seq() const { return seq_; }
-  /// How long the last collective waited until every rank had come.
+  /// How long the last collective waited for the arrival of all ranks.
   double arrival_wait_s() const { return arrival_wait_s_; }
 
   void join(const Context& context) { barrier(context, Op::kJoin); }
@@ -80,13 +80,13 @@ class Collectives {
   /// Whose data a rank needs: everyone's, the root's, or everyone's on the root only.
   enum class Flow { kEverybody, kFromRoot, kToRoot };
 
-  /// What every rank stages for its peers: `num` blocks of `bytes`, whose elements have `item_bytes`.
+  /// The blocks that every rank stages for its peers: `num` of `bytes`, whose elements have `item_bytes`.
   struct Blocks {
     std::size_t num, bytes, item_bytes;
     std::size_t total() const { return num * bytes; }
   };
 
-  // What a collective that only moves data gives to each rank and takes from each, itself among them.
+  // The data that a collective that only moves data gives to each rank and takes from each, itself included.
   void clear_moves();
   void give(int r, const void* data, std::size_t bytes) { gives_[r] = {static_cast<const std::byte*>(data), bytes}; }
   void take(int r, void* data, std::size_t bytes) { takes_[r] = {static_cast<std::byte*>(data), bytes}; }

@@ -1,9 +1,9 @@
 // The algorithm that collectives share: every rank stages its blocks, meets the others, and consumes theirs.
 //
 // 1. Each rank writes what it calls (operation, dtype, count, root, reduce operation) into its line of the control
-//    block and waits for everybody's line. The comparison is the mismatch check; it costs nothing, since the data is in the
-//    cache line that the rank waits for anyway. Afterwards, every rank is known to have left the previous collective.
-//    See arrival.cpp.
+//    block and waits for everybody's line. The comparison is the mismatch check; it costs nothing, since the data is
+//    in the cache line that the rank waits for anyway. Afterwards, every rank is known to have left the previous
+//    collective. See arrival.cpp.
 // 2. By size:
 //     inline    up to 48 bytes: the data travels in the line that peers wait for;
 //     one-shot  up to kStageBytes: data is staged before the ranks meet and read right after, one synchronisation in all;

@@ -1,4 +1,4 @@
-// An operation in flight: whether it is done, whether it failed, and whom to tell.
+// An operation in flight: whether it is done, whether it failed, and who is notified.
 #pragma once
 
 #include <atomic>

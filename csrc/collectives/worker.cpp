@@ -96,7 +96,7 @@ void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
     }
     if (const auto cause = control_.ended_by()) throw Failure(*cause);
     control_.require_usable(op);
-    if (turn_.num_given() != num_given) {  // the others get on
+    if (turn_.num_given() != num_given) {  // the others make progress
       num_given = turn_.num_given();
       deadline = Clock::now() + from_seconds(limit_s);
     }
@@ -107,7 +107,7 @@ void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
   }
 }
 
-/// What waited while the group ended fails with what ended it: the caller made no mistake.
+/// An operation that waited while the group ended fails with the group's failure: its caller made no mistake.
 void Worker::run_queued(const std::function<void(Hooks&)>& body, Hooks& hooks) {
   try {
     body(hooks);
@@ -213,7 +213,7 @@ void Worker::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-/// Take the operation that is next from the queue; none if there is none, or another than `wanted`.
+/// Take the next operation from the queue; null if there is none, or if it is not `wanted`.
 std::shared_ptr<CollectiveWork> Worker::take_next(const CollectiveWork* wanted) {
   std::lock_guard lock(mutex_);
   if (queue_.empty() || (wanted != nullptr && queue_.front().get() != wanted)) return nullptr;

@@ -62,9 +62,9 @@ class Worker {
   bool wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, double timeout_s);
   /// True if no operation is queued or running.
   bool idle() const { return num_pending_.load(std::memory_order_acquire) == 0; }
-  /// True if this thread is inside a collective, or waits for one: asked by a signal handler that interrupted it.
+  /// True if this thread is inside a collective or waits for one: for a signal handler that interrupted it.
   bool interrupted() const;
-  /// What a signal handler is told that calls `op`, or waits for one, while the thread is inside a collective.
+  /// The failure of a signal handler that calls `op`, or waits for one, while the thread is inside a collective.
   Failure inside_another(FailureKind kind, Op op, std::string site) const;
   /// Wait until idle, at most `timeout_s`.
   bool drain(double timeout_s);

@@ -22,10 +22,10 @@ inline const char* op_name(Op op) {
 /// What all ranks of a collective must agree on; travels in the Line that peers wait for.
 struct Call {
   Op op = Op::kNone;
-  std::uint8_t dtype = 0;      // index into the names that the Python side has
+  std::uint8_t dtype = 0;      // index into Python's list of names
   std::uint8_t reduce_op = 0;  // 0: none, else ReduceOp + 1
   std::uint8_t flags = 0;      // bit 0: split sizes given by each rank
-  std::uint64_t count = 0;     // elements a rank (a block)
+  std::uint64_t count = 0;     // elements per rank (in a block)
   std::int32_t root = -1;      // rank in the group, -1: none
 
   static constexpr int kCountBits = 48;  // of detail(); root + 1 above

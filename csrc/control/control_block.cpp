@@ -28,8 +28,8 @@ Offsets offsets_of(std::size_t n) {
   return o;
 }
 
-// Groups of this process: a rank that waits in one group says so in the control blocks of all, so a peer that waits for it
-// elsewhere can tell its user. Leaked: native threads run while the process destroys what is static.
+// Groups of this process: a rank that waits in one group says so in the control blocks of all, so that a peer that
+// waits for it elsewhere can tell its user. Leaked: native threads still run while the process destroys its statics.
 struct ControlBlocks {
   std::mutex mutex;
   std::set<ControlBlock*> all;
@@ -84,7 +84,7 @@ ControlBlock::ControlBlock(std::shared_ptr<Segment> segment, std::uint64_t offse
   segment_->bring_near(offset_ + o.stages + static_cast<std::size_t>(config_.rank) * stages, stages, header_->node);
   Member& self = members_[config_.rank];
   describe_self(self);
-  header_->attached.fetch_add(1, std::memory_order_relaxed);  // a count, nothing is published by it
+  header_->attached.fetch_add(1, std::memory_order_relaxed);  // a mere count: it publishes nothing
   self.state.store(MemberState::kJoined, std::memory_order_release);  // pairs with watch_of()
   std::lock_guard lock(g_control_blocks.mutex);
   g_control_blocks.all.insert(this);
@@ -98,7 +98,7 @@ ControlBlock::~ControlBlock() {
   if (forked()) return;  // a forked child is no rank: it only unmaps
   depart("");
   const std::size_t bytes = header_->region_bytes;
-  // ACQ_REL: the last to leave comes after everybody else's last access.
+  // ACQ_REL orders the release by the last rank to leave after every other rank's last access.
   if (header_->attached.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   const std::uint64_t mailbox = header_->mailbox.load(std::memory_order_acquire);
   if (mailbox != 0 && mailbox != kNoMemory)
@@ -111,7 +111,7 @@ ControlBlock::~ControlBlock() {
 
 bool ControlBlock::forked() const { return g_forks.load(std::memory_order_relaxed) != made_after_forks_; }
 
-/// The watch of rank `r`; none while it has not joined, and none of this rank.
+/// The watch of rank `r`; null if it has not joined yet, and for this rank itself.
 const PeerWatch* ControlBlock::watch_of(int r) {
   // ACQUIRE makes the identity readable; pairs with the constructor's store.
   const Member& member = members_[r];
@@ -199,7 +199,7 @@ void ControlBlock::depart(const std::string& why) {
     std::lock_guard lock(ended_mutex_);  // after what ended the group, if anything did
     ended_.store(true, std::memory_order_release);
   }
-  if (members_[rank()].state.load(std::memory_order_relaxed) == MemberState::kFell) return;  // that has been said
+  if (members_[rank()].state.load(std::memory_order_relaxed) == MemberState::kFell) return;  // the peers know already
   if (!why.empty()) members_[rank()].why.write(why);
   // RELEASE publishes the text; pairs with is_dead().
   members_[rank()].state.store(why.empty() ? MemberState::kDeparted : MemberState::kFell, std::memory_order_release);

@@ -36,15 +36,15 @@ struct GroupConfig {
   int rank = 0;
   int size = 1;
   std::string name;               // as the user knows it
-  std::vector<int> global_ranks;  // in messages a rank goes by its number in the world
+  std::vector<int> global_ranks;  // messages name ranks by their numbers in the world
   double timeout_s = 1800;
   double stall_s = 10;
   double spin_us = 50;
-  /// Told of a long wait, and how long it has lasted; in the thread that waits. What it throws ends the wait.
+  /// Called in the waiting thread to report a long wait and how long it has lasted. An exception ends the wait.
   std::function<void(const Failure& missing, double waited_s)> on_stall;
 };
 
-/// One operation's wait: what is awaited, since when, until when.
+/// The wait of one operation: for what, since when, until when.
 struct Wait {
   Call call;
   std::uint32_t seq = 0;  // 0: point-to-point
@@ -56,13 +56,13 @@ struct Wait {
   double timeout_s = 0;
   std::chrono::nanoseconds patience{0};  // before it sleeps: spinning, or yielding where a peer may need this CPU
   Clock::time_point start{}, next_look{}, next_report{};
-  Clock::duration left_out{};      // of the deadline: the time in debuggers, and while this process was stopped
-  Clock::time_point held_until{};  // the last look that found a rank in one
-  bool told_of_debugger = false;   // in a stall report, of which one is enough
+  Clock::duration left_out{};      // of the deadline: time in debuggers, and while this process was stopped
+  Clock::time_point held_until{};  // the last look that found a rank in a debugger
+  bool told_of_debugger = false;   // the stall report has named the debugger: once is enough
   bool announced = false;
-  std::vector<Waiter> circle;        // in which this rank waits, at the last look before the group ended
+  std::vector<Waiter> circle;        // that this rank waits in, at the last look before the group ended
   Recorded recorded;                 // in this rank's black box, until the operation ends
-  std::function<Awaited()> awaited;  // the message without which this rank can do no other; none: there are others
+  std::function<Awaited()> awaited;  // the one message in flight, if this rank can do nothing else meanwhile
 };
 
 class ControlBlock {
@@ -118,7 +118,7 @@ class ControlBlock {
     sleep(wait, done, missing);
   }
 
-  /// Set the deadline of later operations that bring none.
+  /// Set the deadline of later operations that name none.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
   double timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
 
@@ -160,28 +160,28 @@ class ControlBlock {
   void require_in_order(Wait& wait) {
     if (header_->group_failure.load(std::memory_order_acquire) != 0) come_late(wait);
   }
-  /// Throw in a forked child. Comes before any lock: a thread that the child does not have may hold it there for ever.
+  /// Throw in a forked child. Called before any lock, which a thread that the child lacks may hold there for ever.
   void require_own_process(Op op) const;
-  /// What ended the group, for operations that were queued before it did; none if it was left in order.
+  /// The failure that ended the group, for operations queued before; null if the group was left in order.
   std::shared_ptr<const Failure> ended_by();
 
-  /// Throw what each rank called, and the sizes that contradict each other where the calls are alike. Gives late ranks a
-  /// moment to say where they are.
+  /// Throw the failure that says what each rank called, and which sizes contradict each other if the calls are alike.
+  /// Late ranks get a moment to say where they are.
   [[noreturn]] void mismatch(Wait& wait, std::optional<SizeDispute> sizes = {});
-  /// True if rank `r` has called something else than this rank as number `seq`.
+  /// True if rank `r` made another call than this rank as number `seq`.
   bool call_differs(int r, std::uint32_t seq) {
     const Line &theirs = line(r, seq), &mine = line(rank(), seq);
     return theirs.seq.load(std::memory_order_acquire) == seq &&
            (theirs.what != mine.what || theirs.detail != mine.detail);
   }
   int global(int r) const { return config_.global_ranks[r]; }
-  /// The collective that waits, "all_reduce #42 of group 'world' at train.py:31"; for the thread that is in it.
+  /// The waiting collective, "all_reduce #42 of group 'world' at train.py:31"; for the thread that is in it.
   const std::string& collective() const { return collective_; }
   /// A failure of this rank, which is at fault unless others are named.
   Failure failure(FailureKind kind, Op op, std::string site) const;
   Failure failure(FailureKind kind, const Wait& wait) const;
 
-  /// How people count: the join of the group comes before the first collective.
+  /// The number that people see: the join of the group counts as none.
   static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
 
  private:

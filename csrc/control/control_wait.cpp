@@ -26,7 +26,7 @@ Wait ControlBlock::begin(const Call& call, std::uint32_t seq, Hooks& hooks, doub
   wait.hooks = &hooks;
   wait.bell = &bell;
   wait.timeout_s = timeout_s > 0 ? timeout_s : timeout_s_.load(std::memory_order_relaxed);
-  // Ranks that yield hand the CPU round: each gets it once the others on it have had their turn.
+  // Ranks that yield pass the CPU around: each gets it once the others on it have had their turn.
   const double patience_us = spins_ ? config_.spin_us : config_.spin_us * config_.size;
   wait.patience = std::chrono::nanoseconds(static_cast<std::int64_t>(patience_us * 1e3));
   require_in_order(wait);
@@ -43,9 +43,9 @@ Recorded ControlBlock::recorded(EventKind kind, const Call& call, std::uint64_t 
   return Recorded(kind, code, name, seq, call.count);
 }
 
-/// A peer has ended the group: a call that comes later must fail too, though all data may lie there.
+/// A peer has ended the group: a later call must fail too, even if all of its data is there.
 void ControlBlock::come_late(Wait& wait) {
-  // After a mismatch the call goes on as far as its own comparison, which adds this rank's row to the table.
+  // After a mismatch the call continues to its own comparison, which adds this rank's row to the table.
   const FailureKind kind = GroupFailure::unpack(header_->group_failure.load(std::memory_order_acquire)).kind;
   if ((kind == FailureKind::kCallsDiffer || kind == FailureKind::kSizesDiffer) && wait.seq != 0) return;
   throw end(*find_group_failure(wait, [](int) { return false; }));
@@ -67,7 +67,7 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
     if (done()) break;  // a peer may finish its part and leave while we look
     if (failure) throw end(std::move(*failure));
     wait.next_look = Clock::now() + kLook;
-    watch.begin();  // a look has its own account of time
+    watch.begin();  // a look accounts for its own time
   }
   if (!wait.announced) return;
   wait.announced = false;
@@ -75,7 +75,7 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
   say_everywhere("");
 }
 
-/// Run what Python may handle signals in. A handler that raises ends the group: this rank will not come back here.
+/// Run `body`, in which Python may handle signals. A handler that raises ends the group: this rank does not come back.
 template <class Body>
 void ControlBlock::handle_signals(const Wait& wait, Body&& body) {
   try {
@@ -113,8 +113,8 @@ std::optional<Failure> ControlBlock::look_up(Wait& wait, const MissingFn& missin
   return std::nullopt;
 }
 
-/// Leave the time out in which a debugger holds a rank, of this group or of another: whoever waits for it is held up, and
-/// so is whoever waits for them.
+/// Exclude the time in which a debugger holds a rank, of this group or of another: whoever waits for that rank is held
+/// up, and so are those who wait for them.
 void ControlBlock::stop_clock(Wait& wait) {
   if (!segment_->is_held()) {
     wait.held_until = {};
@@ -130,9 +130,9 @@ void ControlBlock::stop_clock(Wait& wait) {
   wait.held_until = now;
 }
 
-/// Tell who does not come: soon, and then ever more seldom, for what has been said stays on the screen.
+/// Report the missing ranks: soon, then less and less often, because earlier reports stay on the screen.
 void ControlBlock::report_stall(Wait& wait, const MissingFn& missing) {
-  wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));  // as report_due_s() of _wording.py
+  wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));  // like report_due_s() in wording.py
   wait.has_reported = true;
   const Failure late = timed_out(wait, missing);
   if (config_.on_stall && !late.ranks.empty())

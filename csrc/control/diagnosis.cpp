@@ -79,7 +79,7 @@ std::optional<Failure> ControlBlock::is_dead(int r, const Wait& wait) {
   return found;
 }
 
-/// What a peer has met, as this rank's own failure.
+/// The failure that a peer has met, as this rank's own.
 std::optional<Failure> ControlBlock::find_group_failure(const Wait& wait, const MissingFn& missing) {
   const std::uint64_t packed = header_->group_failure.load(std::memory_order_acquire);
   if (packed == 0) return std::nullopt;
@@ -122,9 +122,9 @@ Failure ControlBlock::timed_out(const Wait& wait, const MissingFn& missing) {
   return late;
 }
 
-/// The ranks from this one to itself, each of which waits for a message of the next and can do nothing else meanwhile;
-/// none if there is no such circle. What ranks say of themselves may be old, as of a stopped one: so no edge counts
-/// whose message is on its way.
+/// The circle of ranks from this one back to itself, each waiting for a message of the next and unable to do anything
+/// else meanwhile; empty if there is none. A rank's statement may be old, for example if it is stopped, so an edge
+/// does not count if its message is on its way.
 std::vector<Waiter> ControlBlock::circle() {
   std::vector<Waiter> found;
   for (int r = rank(); static_cast<int>(found.size()) < config_.size;) {
@@ -141,7 +141,7 @@ std::vector<Waiter> ControlBlock::circle() {
   return {};
 }
 
-/// True if `src` has sent a fragment that `dst` has not taken, or that can't be learned.
+/// True if `src` has sent a fragment that `dst` has not taken, or if that can't be known.
 bool ControlBlock::is_on_its_way(int src, int dst) {
   const std::uint64_t at = channel(src, dst).load(std::memory_order_acquire);
   if (at == 0 || at == kNoMemory) return false;
@@ -149,7 +149,7 @@ bool ControlBlock::is_on_its_way(int src, int dst) {
     const Mapping mapping = segment_->map(at, align_up(sizeof(Channel), kPage));
     const auto* channel = reinterpret_cast<const Channel*>(mapping.data());
     const std::uint64_t num_taken = channel->num_taken.load(std::memory_order_acquire);
-    // ACQUIRE like the receiver's, though nothing is read but the number.
+    // ACQUIRE like the receiver's, though only the number is read.
     return channel->records[num_taken % Channel::kRecords].number.load(std::memory_order_acquire) == num_taken + 1;
   } catch (const std::exception&) {  // no address space left: nothing is known
     return true;
@@ -176,7 +176,7 @@ void ControlBlock::mismatch(Wait& wait, std::optional<SizeDispute> sizes) {
   throw end(std::move(found));
 }
 
-/// What each rank has called as number `seq`, and where, as far as it has said so.
+/// What each rank called as number `seq`, and where, as far as it has said so.
 std::vector<MadeCall> ControlBlock::calls_made(std::uint32_t seq) {
   std::vector<MadeCall> calls;
   for (int r = 0; r < config_.size; ++r) {

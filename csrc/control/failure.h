@@ -39,7 +39,7 @@ enum class FailureKind : std::uint32_t {
   kSystem,          // a rank was denied what it needs: a thread, a mapping
 };
 
-/// A failure as the control block tells it to the peers: its kind, who is at fault and who says so, as ranks in the group.
+/// A failure as peers read it in the control block: its kind, the culprit and the reporter, as ranks in the group.
 struct GroupFailure {
   FailureKind kind;
   int subject, reporter;
@@ -66,7 +66,7 @@ inline const char* kind_name(FailureKind kind) {
   return kNames[static_cast<std::size_t>(kind)];
 }
 
-/// Where a rank stands that others wait for. Ranks in failures go by their number in the world.
+/// The state of a rank that others wait for. Failures name ranks by their numbers in the world.
 struct Standing {
   int rank = -1;
   int pid = 0;
@@ -85,14 +85,14 @@ struct Waiter {
 /// What a rank called: a row of a mismatch's table.
 struct MadeCall {
   int rank = -1;
-  Call call{};  // of no operation: it has not called yet
+  Call call{};  // no operation: it has not called yet
   std::string site;
   int root = -1;  // in the world
   std::optional<std::int64_t> tag;
-  std::optional<std::uint64_t> size_bytes;  // in place of the count, where only they are known
+  std::optional<std::uint64_t> size_bytes;  // where only they are known, not the count
 };
 
-/// Two sizes that contradict each other: what `rank` sends to `other`, or what their lists say of the block of `of`.
+/// Two sizes that contradict each other: what `rank` sends to `other`, or what their lists say about the block of `of`.
 struct SizeDispute {
   int rank = -1;
   std::uint64_t count = 0;
@@ -107,13 +107,13 @@ class Failure : public std::exception {
   const char* what() const noexcept override { return kind_name(kind); }
 
   FailureKind kind = FailureKind::kNone;
-  int rank = -1;  // that met it
+  int rank = -1;  // the rank that met the failure
   std::string group;
   std::string op;         // "all_reduce"
   std::uint64_t seq = 0;  // number of the collective in its group, from 1; 0 for point-to-point
   std::string site;       // "train.py:31"
   std::vector<int> ranks;  // at fault: missing, dead or in disagreement
-  int by = -1;             // who ended the group, where this rank only follows
+  int by = -1;             // who ended the group, if this rank only follows
   int pid = 0;             // of the dead rank
   int exit_code = -1;      // of the dead rank, -1 when unknown
   int signal = 0;          // that killed it, 0 when none or unknown
@@ -122,9 +122,9 @@ class Failure : public std::exception {
   std::vector<MadeCall> calls;
   std::optional<SizeDispute> sizes;
   double timeout_s = 0;
-  std::uint64_t size_bytes = 0;  // of memory that there was not
+  std::uint64_t size_bytes = 0;  // of the memory that was missing
   int error = 0;                 // errno
-  std::string detail;            // what has no structure: the system's words, the reason given to abort()
+  std::string detail;            // free text: the system's message, the reason given to abort()
   std::shared_ptr<const Failure> cause;
 };
 

@@ -9,15 +9,15 @@
 
 namespace phalanx {
 
-/// XXH3's 128 bits, low half first. Not cryptographic: it is of ranks that mean no harm to each other.
+/// XXH3's 128 bits, low half first. Not cryptographic: ranks mean no harm to each other.
 using Digest = std::array<std::uint64_t, 2>;
 
 using Bytes = std::span<const std::byte>;
 
-/// XXH3 takes shorter messages by other ways, which nobody needs here.
+/// XXH3 hashes shorter messages in other ways, which are not needed here.
 constexpr std::size_t kLeastDigestBytes = 241;
 
-/// The digest of each piece, at least `kLeastDigestBytes` long, computed by up to `num_threads` threads, this one of them.
+/// The digest of each piece, which has at least `kLeastDigestBytes`, by up to `num_threads` threads including this one.
 std::vector<Digest> digests(std::span<const Bytes> pieces, int num_threads);
 
 }  // namespace phalanx

@@ -62,7 +62,7 @@ struct Awaited {
 /// kFell: departed because of an error, which `why` then tells.
 enum class MemberState : std::uint32_t { kAbsent = 0, kJoined, kDeparted, kFell };
 
-/// Who a rank is and where it stands. Identity is written once, before `state` is released.
+/// A rank's identity and state. The identity is written once, before `state` is released.
 struct alignas(kCacheLine) Member {
   std::atomic<MemberState> state;
   std::int32_t pid;
@@ -87,7 +87,7 @@ struct alignas(kCacheLine) Line {
 };
 static_assert(sizeof(Line) == kCacheLine);
 
-/// How far a rank is within chunked collectives; both only grow, over the life of the group. And where it runs.
+/// A rank's progress in chunked collectives, in counters that only grow over the life of the group, and its CPU.
 struct Progress {
   alignas(kCacheLine) std::atomic<std::uint64_t> staged;    // chunks published in the mailbox
   alignas(kCacheLine) std::atomic<std::uint64_t> consumed;  // chunks read from every peer (all_reduce: reduced)
@@ -112,7 +112,7 @@ struct GroupHeader {
 };
 inline constexpr std::uint64_t kNoMemory = ~std::uint64_t{0};
 
-/// What a record of a Channel holds: one fragment of a message.
+/// The head of a record of a Channel: one fragment of a message.
 struct Fragment {
   std::uint64_t message_bytes;
   std::int64_t tag;

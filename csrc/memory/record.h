@@ -108,7 +108,7 @@ class Recorder {
   std::unordered_map<std::string, std::uint32_t, Hash, std::equal_to<>> numbers_;
 };
 
-/// None: nothing is recorded. Leaked on purpose: threads may write while the process ends.
+/// Null if nothing is recorded. Leaked on purpose: threads may write while the process ends.
 extern std::atomic<Recorder*> g_recorder;
 
 /// The site of the call that this thread is in, as a text of the recorder.

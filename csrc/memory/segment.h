@@ -65,7 +65,7 @@ class Mapping {
   std::size_t bytes_ = 0;
 };
 
-/// The NUMA node on which this thread runs, whose memory it is given first; 0 where the system does not tell.
+/// The NUMA node on which this thread runs and gets memory; 0 where the system does not tell.
 std::uint32_t current_node() noexcept;
 
 /// The segment: sealed against shrinking, allocated before use (a shortage is std::bad_alloc, never a SIGBUS), without
@@ -83,14 +83,14 @@ class Segment {
 
   /// Reserve `bytes` of zeroed memory and return their offset. Callable from every process that maps the segment.
   std::uint64_t allocate(std::size_t bytes);
-  /// Replace the pages of a range that nobody has used yet, unless this thread runs on `node`, whose memory they are of:
-  /// whoever writes them is to find them near. Throws std::bad_alloc if there are none.
+  /// Replace the pages of a range that nobody has used yet by pages of this thread's NUMA node, unless that is `node`,
+  /// where they lie. Throws std::bad_alloc if there are none.
   void bring_near(std::uint64_t offset, std::size_t bytes, std::uint32_t node);
   /// Give the memory behind a range back to the system; its offsets are not used again.
   void free(std::uint64_t offset, std::size_t bytes) noexcept;
   Mapping map(std::uint64_t offset, std::size_t bytes) const { return Mapping(fd_.get(), offset, bytes); }
 
-  /// Show the processes of the segment that a debugger holds this rank, until it is let go or its process ends.
+  /// Show the other processes that a debugger holds this rank, until it lets go or the process ends.
   void hold(int rank);
   void let_go();
   /// True while a debugger holds a rank of another process.

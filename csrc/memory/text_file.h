@@ -26,7 +26,7 @@ inline std::string read_text(const std::string& path) {
   return text;
 }
 
-/// The number behind `name` at the beginning of a line, or the first number for an empty name; nothing if it is not there.
+/// The number behind `name` at the beginning of a line, or the first number for an empty name; nothing if it is missing.
 inline std::optional<std::uint64_t> number_in(const std::string& text, std::string_view name = {}) {
   if (text.empty()) return {};
   std::size_t at = 0;

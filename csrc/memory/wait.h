@@ -33,7 +33,7 @@ inline bool has_sleepers(const Bell& bell) noexcept {
   return bell.sleepers.load(std::memory_order_relaxed) != 0;
 }
 
-/// What a waiting thread knows and does about the world outside: signals, call sites.
+/// Callbacks of a waiting thread: for signals and call sites.
 class Hooks {
  public:
   virtual ~Hooks() = default;
@@ -43,8 +43,8 @@ class Hooks {
   virtual std::string site() { return {}; }
 };
 
-/// Tells of a thread that sleeps for milliseconds at a time how long its process was stopped meanwhile, as by Ctrl-Z.
-/// Those that it waits for were stopped with it, so that time is nobody's delay.
+/// Measures, for a thread that sleeps for milliseconds at a time, how long its process was stopped meanwhile, as by
+/// Ctrl-Z. Those that it waits for were stopped with it, so nobody is late by that time.
 class StopWatch {
  public:
   void begin() { since_ = Clock::now(); }

@@ -66,7 +66,7 @@ int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag
     }
     wait(request, hooks, 0);
   } catch (const Failure& failure) {
-    // Whoever made the progress that found a message of the wrong size or dtype could not know where this call is.
+    // The thread whose progress found a message of the wrong size or dtype could not know the line of this call.
     if (failure.kind != FailureKind::kMessageDiffers || !failure.site.empty()) throw;
     Failure located = failure;
     located.site = hooks.site();
@@ -77,7 +77,7 @@ int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag
 
 /// Begin a message, as far as that goes without waiting; under the lock.
 void PointToPoint::enqueue(const std::shared_ptr<Request>& request) {
-  if (stopping_) control_.require_usable(request->op_);  // left meanwhile
+  if (stopping_) control_.require_usable(request->op_);  // the group was left meanwhile
   try {
     if (request->op_ == Op::kSend) {
       outgoing_[request->peer_].queue.push_back(request);
@@ -187,7 +187,7 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
   return done();
 }
 
-/// Make progress until `done`. What is missing is the request's peer, or anybody.
+/// Make progress until `done`; the missing rank is the request's peer, or any.
 template <class Done>
 void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done) {
   const int peer = request.peer_;
@@ -237,7 +237,7 @@ void PointToPoint::run_background() {
     num_vain_looks = pending() ? 0 : num_vain_looks + 1;
     if (stopping_ || num_waiters_ > 0 || num_vain_looks > 0) continue;
     try {
-      // The oldest request speaks for all: its peer's death or its deadline is what ends the wait.
+      // The oldest request stands for all: its peer's death or its deadline ends the wait.
       std::shared_ptr<Request> oldest = posted_.empty() ? nullptr : posted_.begin()->second;
       for (const Outgoing& out : outgoing_)
         if (!out.queue.empty()) oldest = out.queue.front();

@@ -43,7 +43,7 @@ std::optional<Headroom> headroom_of(const Limit& limit) {
   const auto used = number_in(read_text(limit.used));
   if (!used) return {};
   Headroom room{limit.bytes, limit.bytes - std::min(*used, limit.bytes)};
-  if (room.left < limit.bytes / 4)  // near enough to ask how much of that is cache
+  if (room.left < limit.bytes / 4)  // near the limit: ask how much of the usage is cache
     room.left += std::min(number_in(read_text(limit.stat), limit.cache + " ").value_or(0), *used);
   return room;
 }
@@ -68,7 +68,7 @@ class BlockPool {
     if (!keeps_) return nullptr;
     if (!has_thread_) start_thread();
     if (const std::size_t growth = blocks_.growth(bytes)) {
-      if (growth >= budget_) look();  // all that grows looks at the limits itself, often enough
+      if (growth >= budget_) look();  // every growth looks at the limits often enough
       if (!keeps_) return nullptr;
       budget_ -= std::min(growth, budget_);
     }
@@ -131,14 +131,14 @@ class BlockPool {
       pthread_detach(thread);
       has_thread_ = true;
     } else {
-      keeps_ = false;  // nobody would give it back
+      keeps_ = false;  // without the thread nobody would give memory back
       why_ = "no thread can be had";
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     window_began_ = Clock::now();
   }
 
-  /// What is done while this process itself does nothing: other ranks may need the room.
+  /// Watch the limits while this process is idle: other ranks may need the memory.
   void watch() {
     std::unique_lock lock(mutex_);
     while (keeps_) {
@@ -190,7 +190,7 @@ void release(void* block) noexcept {
 bool start_block_pool(std::uint64_t reach, bool huge_pages, std::vector<Limit> limits) {
   if (g_pool) return true;
   g_pool = new BlockPool(reach, huge_pages, std::move(limits));
-  // torch's library of allocators: what it allocates, it frees.
+  // torch's library of allocators frees what it allocates.
   const std::array<Replacement, 2> replacements{
       {{"free", reinterpret_cast<void*>(&release)}, {"posix_memalign", reinterpret_cast<void*>(&allocate)}}};
   if (!interpose("libc10.so", replacements)) {

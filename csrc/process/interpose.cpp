@@ -17,10 +17,10 @@
 namespace phalanx {
 namespace {
 
-/// A pointer through which the library calls, and what is to stand there.
+/// A pointer through which the library calls, and the function to store there.
 using Slot = std::pair<void**, void*>;
 
-/// What the dynamic section of a library tells, as far as it matters here. Source: elf(5).
+/// The parts of a library's dynamic section that matter here. Source: elf(5).
 struct Dynamic {
   const char* names = nullptr;
   const ElfW(Sym)* symbols = nullptr;
@@ -35,7 +35,7 @@ struct Dynamic {
 
  private:
   void read(const ElfW(Dyn)* entry, ElfW(Addr) base) {
-    // glibc has made addresses of the offsets, where the section may be written.
+    // glibc has turned the offsets into addresses if the section is writable.
     const auto at = [base](ElfW(Addr) value) { return value < base ? base + value : value; };
     for (; entry->d_tag != DT_NULL; ++entry) {
       switch (entry->d_tag) {

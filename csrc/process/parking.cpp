@@ -15,7 +15,7 @@ namespace {
 // Set before anything calls the function below, and never again.
 int (*g_is_finalizing)() = nullptr;
 
-/// In the place of pthread_exit(), which CPython calls where it ends a thread.
+/// Replaces pthread_exit(), which CPython calls to end a thread.
 [[noreturn]] void park(void* result) {
   if (!g_is_finalizing()) pthread_exit(result);
   for (;;) pause();

@@ -17,7 +17,7 @@ constexpr int kSignals = 65;  // the kernel's, from 1 on
 std::array<struct sigaction, kSignals> g_before;
 volatile pid_t g_owner = 0, g_self = 0;
 
-/// Do what the process did about a signal before it was shielded.
+/// Handle a signal as the process did before it was shielded.
 void pass_on(int sig, siginfo_t* info, void* context) {
   const struct sigaction& before = g_before[sig];
   if (before.sa_flags & SA_SIGINFO) return before.sa_sigaction(sig, info, context);

@@ -9,8 +9,8 @@ namespace phalanx {
 
 /// From now on this process obeys these signals from `owner` and from itself alone; from anybody once `owner` has ended.
 ///
-/// What it does about a signal that it obeys is what it did before this call. What it forks obeys everybody, as before.
-/// A terminal is neither. Throws std::system_error.
+/// A signal that it obeys has the effect that it had before this call. Its forked children obey everybody, as before.
+/// A terminal counts as neither sender. Throws std::system_error.
 void obey_only(pid_t owner, const std::vector<int>& signals);
 
 }  // namespace phalanx

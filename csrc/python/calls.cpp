@@ -64,7 +64,7 @@ Op find_op(const std::string& name) {
 
 bool reduces(Op op) { return op == Op::kAllReduce || op == Op::kReduce || op == Op::kReduceScatter; }
 
-/// How many blocks a rank gives and gets.
+/// The number of blocks that a rank gives and gets.
 std::pair<std::size_t, std::size_t> num_blocks(Op op, std::size_t size, bool on_root) {
   switch (op) {
     case Op::kBarrier: return {0, 0};
@@ -126,8 +126,8 @@ bool are_apart(Side& ins, Side& outs, std::size_t rank) {
   return !overlap(outs.ranges, ins.ranges);
 }
 
-/// Run a blocking collective on tensors that need no closer look; false, before anything has happened, if one does, or if the
-/// call is not the plain one. Then whoever calls this has a longer way, which also knows what to say of mistakes.
+/// Run a blocking collective of plain tensors. Returns false, having done nothing, if a tensor needs a closer look or the
+/// call is unusual: then the caller takes the longer way, which also explains mistakes.
 bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle outputs, int root, int kernel, int code,
                Timeout timeout) {
   const Op op = kind.op;

@@ -111,14 +111,14 @@ inline void* pointer(Address address) { return reinterpret_cast<void*>(address);
 inline std::span<const void* const> inputs(const Addresses& a) { return {reinterpret_cast<const void* const*>(a.data()), a.size()}; }
 inline std::span<void* const> outputs(const Addresses& a) { return {reinterpret_cast<void* const*>(a.data()), a.size()}; }
 
-/// What the core's clocks can count, whatever Python gives: their 64 bits of nanoseconds overflow after 292 years, this
-/// is 30. Not a number is nothing.
+/// A time that the core's clocks can count: at most 30 years, as their 64 bits of nanoseconds overflow after 292. NaN
+/// becomes 0.
 inline double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
 
 /// Where an asynchronous call was made; none for one that blocks.
 using Site = std::optional<std::string>;
 
-/// How torch gives it; zero or less stands for the group's.
+/// torch's form of a timeout; zero or less stands for the group's.
 using Timeout = std::chrono::duration<double>;
 
 /// Run `body`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.

@@ -95,9 +95,9 @@ nb::dict facts_of(const Failure& failure) {
 /// The Python exception for a failure of the core; the GIL is held.
 nb::object to_python(const Failure& failure) { return (*g_make_error)(facts_of(failure)); }
 
-/// Has Python print who does not come. A native thread that asks for the GIL while the interpreter ends never gets it, so
-/// the last report of one comes before close(), which the interpreter calls first. A thread of Python's needs no lock, and
-/// may not have it: it handles signals while it prints.
+/// Has Python print the missing ranks. A native thread that asks for the GIL while the interpreter ends never gets it, so
+/// its last report comes before close(), which the interpreter calls first. A thread of Python's needs no lock and must
+/// not hold it: it handles signals while it prints.
 class StallReports {
  public:
   void operator()(const Failure& missing, double waited_s) {

@@ -31,8 +31,8 @@ struct Memory {
 };
 using Memories = std::pmr::vector<Memory>;
 
-/// Look for torch's functions: `types` are the classes of which a tensor may be, others answer for themselves; `strided` is
-/// the layout that it must have. Until then, and if torch offers no such functions, no tensor is plain.
+/// Look for torch's functions. `types` are the classes that a plain tensor may have; `strided` is the layout that it must
+/// have. Until then, and if torch offers no such functions, no tensor is plain.
 void set_tensor_types(PyObject* const* types, std::size_t num_types, PyObject* strided);
 
 /// Append the memory of a tensor, or of each in a list or tuple; false if any of them needs a closer look than this: it is
