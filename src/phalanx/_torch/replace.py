@@ -23,12 +23,14 @@ costs.
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
 from phalanx import _env, _torch
 
 _GLOO = "gloo"
+_log = logging.getLogger("phalanx")
 _origins: list[str] = []
 _said: set[str] = set()
 
@@ -81,6 +83,7 @@ def begin(who: str) -> None:
     if not dist.is_available() or not dist.is_gloo_available():
         say_once(f"{who}: this torch is built without Gloo, so there is nothing to replace")
         return
+    _note_direct_uses(dist.ProcessGroupGloo)
     if _torch.version() >= (2, 14):
         _AsPlugin.install()
     else:
@@ -131,3 +134,16 @@ def _make(options: Any, backend_options: Any) -> Any:
     except ImportError as error:
         say_once(f"can't be loaded, so Gloo goes on itself: {error}")
         return None
+
+
+def _note_direct_uses(gloo: Any) -> None:
+    """Log it, at debug level, if a program makes a `ProcessGroupGloo` by name, which stays what it is."""
+    made = gloo.__init__
+
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        maker = str(sys._getframe(1).f_globals.get("__name__"))
+        if _log.isEnabledFor(logging.DEBUG) and maker.partition(".")[0] != "phalanx":
+            _log.debug("%s makes a ProcessGroupGloo by name, which stays Gloo", maker)
+        made(self, *args, **named)
+
+    gloo.__init__ = __init__

@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,21 +46,6 @@ __all__ = ["PhalanxGroup"]
 
 GLOO = "gloo"
 
-
-@dataclass(frozen=True)
-class DisplayedBackend:
-    """The backend that programs see, whatever the group is.
-
-    Attributes:
-        name: Name of the backend, ``gloo`` where phalanx stands in the place of Gloo.
-        devices: Types of devices whose tensors it takes; those of a GPU go to Gloo itself.
-    """
-
-    name: str = "phalanx"
-    devices: tuple[str, ...] = ("cpu",)
-
-
-_ITSELF = DisplayedBackend()
 
 _core.configure(call_site, shown_file, from_core, report_core_stall)
 
@@ -144,9 +127,17 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
     pids = parent.pids if isinstance(parent, PhalanxGroup) else met_in(options.store) if is_world else {}
     name = "default" if is_world else options.group_id
     others = {device: backend for device, backend in devices.items() if backend != own}
-    displayed = DisplayedBackend(own, tuple(device for device, backend in devices.items() if backend == own))
     group = build_group(
-        options.store, options.group_rank, size, name, global_ranks, options.timeout, given, displayed, pids
+        options.store,
+        options.group_rank,
+        size,
+        name,
+        global_ranks,
+        options.timeout,
+        given,
+        displayed=own,
+        devices=[device for device, backend in devices.items() if backend == own],
+        pids=pids,
     )
     if others:
         _add_devices(group, others, options, None if given else backend_options)
@@ -161,10 +152,18 @@ def build_group(
     global_ranks: list[int],
     timeout: timedelta,
     options: GroupOptions | None = None,
-    displayed: DisplayedBackend = _ITSELF,
-    pids: Mapping[int, int] = MappingProxyType({}),
+    *,
+    displayed: str,
+    devices: Sequence[str],
+    pids: Mapping[int, int],
 ) -> PhalanxGroup:
-    """Join the group and return it, with a backend registered for its devices."""
+    """Join the group and return it, with a backend registered for its devices.
+
+    Args:
+        displayed: Name of the backend that programs see: ``gloo`` where phalanx stands in the place of Gloo.
+        devices: Types of devices whose tensors the group takes; those of a GPU go to Gloo itself.
+        pids: Processes of this host that the group's ranks are known to be, by rank in the world.
+    """
     _begin()
     writer.begin(global_ranks[rank], size)
     core, segment, store, pids = join_group(
@@ -175,16 +174,16 @@ def build_group(
         global_ranks,
         timeout.total_seconds(),
         options,
-        is_in_place=displayed.name == GLOO,
+        is_in_place=displayed == GLOO,
         pids=pids,
     )
     operations = Operations(core, segment, name, Ranks(rank, size, global_ranks), timeout)
-    operations.title = displayed.name
-    build = functools.partial(build_group, displayed=displayed, pids=pids)
+    operations.title = displayed
+    build = functools.partial(build_group, displayed=displayed, devices=devices, pids=pids)
     group = PhalanxGroup(store, operations, global_ranks, build)
     group.pids = pids
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock would overflow
-    kind = ProcessGroup.BackendType.GLOO if displayed.name == GLOO else ProcessGroup.BackendType.CUSTOM
+    kind = ProcessGroup.BackendType.GLOO if displayed == GLOO else ProcessGroup.BackendType.CUSTOM
     if HAS_PYTHON_BACKENDS:
         # The debug wrapper refers only to the C++ half, and without its Python half the backend has no operations.
         group.backend = _backend(operations, store, global_ranks)
@@ -202,9 +201,9 @@ def build_group(
         store.set(f"connected/{rank}", "")
         store.wait([f"connected/{r}" for r in range(size)], limit)
     _torch.set_default_backend(group, kind)
-    for device in displayed.devices:
+    for device in devices:
         _torch.register_backend(group, torch.device(device), kind, backend)
-    group.other_devices |= {*displayed.devices} - {"cpu"}
+    group.other_devices |= {*devices} - {"cpu"}
     keep(group)
     return group
 
