@@ -13,7 +13,7 @@ import site
 import sys
 import sysconfig
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from multiprocessing import forkserver
 from multiprocessing import util as multiprocessing_util
 from typing import Any
@@ -145,23 +145,10 @@ class Nobody:
 def _note_imports(folder: str) -> None:
     """Tell the parent which modules only this process has imported, so that the server imports them, too."""
     if names := installed_modules(imported_by_server):
-        with contextlib.suppress(OSError):
-            append_line(os.path.join(folder, "imported"), json.dumps(names))
-
-
-def append_line(path: str, line: str) -> None:
-    """Append a line to a file atomically."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.write(fd, f"{line}\n".encode())
-    finally:
-        os.close(fd)
+        path, line = os.path.join(folder, "imported"), f"{json.dumps(names)}\n".encode()
+        with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+            file.write(line)  # in one call, so that lines of other children stay whole
 
 
 imported_by_server: set[str] = set()
 """Modules that the server had imported before this process was forked."""
-
-
-def note_imported_by_server(names: Iterable[str]) -> None:
-    """Note modules that the parent need not hear about."""
-    imported_by_server.update(names)

@@ -22,7 +22,7 @@ from phalanx.host.processes import open_files
 from phalanx.launch.processes.ahead import Imports
 from phalanx.launch.processes.pages import share_pages
 from phalanx.launch.processes.reaper import fork_server
-from phalanx.testing.fast_child import note_imported_by_server
+from phalanx.testing.fast_child import imported_by_server
 
 _DEVICES = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/render")  # CUDA, ROCm and oneAPI keep these open
 
@@ -75,7 +75,7 @@ class _Server:
             self._readers.setdefault(variable, set()).update(modules)
         if _has_touched_device():
             self._give_up("", "a package talks to the GPU when it is imported")
-        note_imported_by_server(sys.modules)
+        imported_by_server.update(sys.modules)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()  # or each child would print it again
