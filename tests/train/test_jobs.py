@@ -106,7 +106,7 @@ def wait_until_ready(folder):
 
 
 @pytest.mark.slow
-def test_a_reaper_holds_nobodys_socket_so_that_each_end_is_noticed_at_once(tmp_path):
+def test_a_reaper_holds_nobodys_socket_so_that_each_end_is_noticed_at_once(cold_jobs, tmp_path):
     held = {}
 
     def send(job, line):
