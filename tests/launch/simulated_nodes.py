@@ -12,6 +12,7 @@ import random
 
 from phalanx.failure.ending import Ending
 from phalanx.failure.last_words import LastWords
+from phalanx.launch.nodes.agent import attempt_in
 from phalanx.launch.nodes.agreement import Agreement
 from phalanx.launch.nodes.causes import OTHER_SIDE
 from phalanx.launch.nodes.views import Cause, Node, Rules
@@ -71,7 +72,8 @@ class SimNode:
         self.agreement = Agreement(self.node, world.rules, self, is_root=is_root, now_s=self.now_s)
         self.training = self.started = None  # the view in which its ranks train; in which they have not ended
         self.told = None
-        self.orders = []
+        self.signals = []
+        self.attempt = None  # of the ranks that were started last
         world.at(world.now_s + world.random.random() * TICK_S, self.tick, True)
 
     @property
@@ -83,18 +85,20 @@ class SimNode:
     def hand(self, peer, view, is_started):
         self.links[peer].send(("view", view, is_started, self.agreement.job_age_s))
 
-    def order(self, what):
-        self.orders.append(what)
-        if "start" in what:
-            assert self.training is None
-            self.training = self.started = self.agreement.view.key
-            self.world.trains(self)
-        elif "stop" in what:
+    def start(self, view, port):
+        assert self.training is None
+        self.attempt = attempt_in(view, self.node.id, port)
+        self.training = self.started = view.key
+        self.world.trains(self)
+
+    def signal(self, what):
+        self.signals.append(what)
+        if what == "stop":
             self.training = None
             self.world.after(self.world.random.random() * STOP_S, self.ended, "stopped", self.started)
-        elif "watch" in what:
+        elif what == "watch":
             self.world.after(self.world.random.random(), self.whole)
-        elif "reserve" in what:
+        elif what == "reserve":
             self.world.after(0.01, self.reserved, self.agreement.view.key)
 
     # what happens

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from phalanx.launch.environment import Attempt
 from phalanx.launch.nodes.joint_attempts import _changes
+from phalanx.launch.nodes.messages import Start
 from tests.launch.jobs import LIMIT_S
 from tests.launch.test_nodes import nodes
 
@@ -73,7 +75,7 @@ def test_ctrl_c_on_one_node_ends_the_job_and_the_other_says_so(nodes, tmp_path, 
     ],
 )
 def test_a_change_of_the_nodes_is_told_from_where_this_one_stands(num_nodes, num_before, was_away, said):
-    order = {"start": {"num_nodes": num_nodes}, "resized": []}
+    order = Start(Attempt(world_size=num_nodes, num_local_ranks=1, num_nodes=num_nodes, master_port=1))
     assert _changes(order, num_before, "", None, was_away=was_away) == said
 
 

@@ -17,14 +17,12 @@ def sizes(world):
     training = [node for node in world.living() if node.training]
     views = {node.training for node in training}
     assert len(views) == 1
-    attempts = [[order["start"] for order in node.orders if "start" in order][-1] for node in training]
-    numbers = [attempt["num_local_ranks"] for attempt in sorted(attempts, key=lambda it: it["node_rank"])]
+    attempts = [node.attempt for node in training]
+    numbers = [attempt.num_local_ranks for attempt in sorted(attempts, key=lambda it: it.node_rank)]
     for attempt in attempts:
-        node_rank = attempt["node_rank"]
-        assert (attempt["world_size"], attempt["num_nodes"]) == (sum(numbers), len(numbers))
-        assert attempt["first_rank"] == sum(numbers[:node_rank])
-    told = zip(training, attempts, strict=True)
-    return {node.name: attempt["num_local_ranks"] for node, attempt in told}
+        assert (attempt.world_size, attempt.num_nodes) == (sum(numbers), len(numbers))
+        assert attempt.first_rank == sum(numbers[: attempt.node_rank])
+    return {node.name: node.attempt.num_local_ranks for node in training}
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def test_ranks_come_back_after_a_snapshot_without_counting_as_a_failure(three):
     assert sizes(three) == ALL
     view = three.nodes["b"].agreement.view
     assert (view.attempt, view.restarts) == (2, 1)
-    assert sum({"watch": True} in node.orders for node in three.living()) == 1
+    assert sum("watch" in node.signals for node in three.living()) == 1
 
 
 def test_ranks_wait_for_a_snapshot_as_long_as_it_takes_and_nodes_do_not(three):

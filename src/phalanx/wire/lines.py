@@ -6,7 +6,6 @@ import json
 import math
 import socket
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from phalanx.wire.messages import as_facts, parse_json
@@ -15,7 +14,7 @@ _MOST_BYTES = 1 << 20
 _AHEAD_BYTES = 1 << 16
 
 
-def as_line(message: Mapping[str, Any]) -> bytes:
+def as_line(message: Any) -> bytes:
     return json.dumps(as_facts(message)).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""A job on several nodes: an agent on each agrees with the others on who trains, and tells its supervisor what to do.
+"""A job on several nodes: an agent on each agrees with the others on who trains, and gives its supervisor orders.
 
-Start with `agreement`, rules alone without socket or clock, then `agent`. Nothing here starts a process of a rank.
+Start with `agreement`, which has the rules and neither socket nor clock, then `agent`. Nothing here starts a rank.
 """

@@ -1,12 +1,12 @@
-"""The agent of a node: it agrees with the other nodes, and has its supervisor start and stop ranks.
+"""The agent of a node: it agrees with the agents of other nodes, and orders its supervisor to start and stop ranks.
 
-A process of its own with one thread and without torch: whatever the supervisor does, the other nodes hear from this
-one. It dies with it. ``--master-port`` is where nodes look for the job; ranks meet on a port that the node of rank 0
-holds for that attempt. Questions of ``phalanx why`` go the same way (`questions`).
+The agent is a process of its own with one thread and without torch, so its heartbeats continue whatever the supervisor
+does. It dies with the supervisor. Agents meet at ``--master-port``; ranks meet on a port that the node of rank 0
+reserves for each attempt. Questions of ``phalanx why`` take the same connections (`questions`).
 
 TORCHELASTIC_RESTART_COUNT counts every attempt, as on one node. Failures and lost nodes count against
-``--max-restarts``, new nodes do not. A node that joins waits until a snapshot is whole, since the others would lose
-their steps otherwise.
+``--max-restarts``; new nodes do not. A node that joins waits for the next snapshot, since the others would lose steps
+otherwise.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from phalanx._env import host_name
 from phalanx._text import named
 from phalanx.host.ports import open_listener
 from phalanx.launch.command.flag_values import YES
 from phalanx.launch.deadlines import ANSWERS_S, JOIN_S, LEAVE_S, NAME_S
+from phalanx.launch.environment import Attempt
+from phalanx.launch.nodes import messages
 from phalanx.launch.nodes.agreement import Agreement
 from phalanx.launch.nodes.causes import OTHER_SIDE, with_own_kind
 from phalanx.launch.nodes.clocks import Clocks
 from phalanx.launch.nodes.handshake import Handshake
 from phalanx.launch.nodes.links import Links, is_local
-from phalanx.launch.nodes.messages import read_state, read_view
 from phalanx.launch.nodes.questions import Questions
-from phalanx.launch.nodes.views import Cause, Node, Place, Rules, State
+from phalanx.launch.nodes.views import Cause, Node, Place, Rules, State, View
 from phalanx.launch.replicas.holders import told_of
-from phalanx.wire.messages import read_value
+from phalanx.wire.messages import as_facts, read_value, understand
 from phalanx.wire.packets import PacketSocket
 
-_BEATS = 4  # in the time after which a silent node is lost
+_BEATS = 4  # heartbeats in the silence after which a node is lost
 _LAST_CALL_S = 3.0
 _SILENCE_S = 2.0
 _NAME_PAUSE_S = 1.0
-_TOLD_AFTER_S = 2.0  # what this node waits for
+_TOLD_AFTER_S = 2.0  # before a line says what this node is waiting for
 _PEER_AGAIN_S = 0.5
 _ASK_S = 1.0
-_TURN_S = 5.0  # for the host before this one in the list of meeting places to come up
+_TURN_S = 5.0  # for each earlier host in the list of meeting places to come up
 
 
-# Not with -m, which would let a json.py in the current folder take the library's place.
+# Not with -m, which would let a json.py in the current folder shadow the standard library's.
 RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.nodes.agent import main; main()"
 
 
 class _Refused(Exception):
-    """A node of the job does not take this one."""
+    """A node of the job has refused this one."""
 
 
 class Agent:
-    """Links, agreement and supervisor, tied together.
+    """The connection between links, agreement and supervisor.
 
     Args:
         channel: Channel to the supervisor.
-        job: Settings of the job, as `agent_client` passes them.
     """
 
-    def __init__(self, channel: PacketSocket, job: dict[str, Any]) -> None:
+    def __init__(self, channel: PacketSocket, job: messages.Settings) -> None:
         self._channel, self._job = channel, job
-        config = self._conf = job["rdzv_conf"]
-        self._turn: int | None = None  # which of the meeting places is this node's
-        self._is_static = job["rdzv_backend"] == "static"
+        config = job.rdzv_conf
+        self._turn: int | None = None  # index of this host in the list of meeting places
+        self._is_static = job.rdzv_backend == "static"
         self._join_s = float(config.get("timeout", NAME_S) if self._is_static else config.get("join_timeout", JOIN_S))
-        self._meeting_places = [_place(text) for text in job["rdzv_endpoint"].split(",")]
+        self._meeting_places = [_place(text) for text in job.rdzv_endpoint.split(",")]
         self._rules = _rules(job)
         self._handshake = Handshake(job, self._rules)
         self._selector = selectors.DefaultSelector()
@@ -81,46 +81,48 @@ class Agent:
         self._told: State | None = None
         self._told_s = self._dialed_s = 0.0
         self._joining_s = time.monotonic()
-        self._times: dict[str, tuple[float, float]] = {}  # when each peer's last was sent, by its clock, and came
+        self._times: dict[
+            str, tuple[float, float]
+        ] = {}  # when each peer sent its last heartbeat, by its clock, and when it arrived
         self._clocks = Clocks()
-        self._nodes: dict[str, Node] = {}  # that are linked
-        self._signs: dict[str, dict[str, Any]] = {}  # by host: how this node has noticed that it lost it, and when
-        self._num_ranks: dict[str, int] = {}  # of each node, in the newest attempt in which this one has taken part
+        self._nodes: dict[str, Node] = {}  # linked nodes by id
+        self._signs: dict[str, messages.LossSign] = {}  # of lost nodes, by host
+        self._num_ranks: dict[str, int] = {}  # of each node, in the latest attempt of this one
         self._waits_for = ("", 0.0, False)
-        self._seen: dict[str, Node] = {}  # nodes of the job while this one was none of them
-        self._num_starts = job.get("num_starts", 0)  # more than 0: this agent has begun anew
+        self._seen: dict[str, Node] = {}  # members of the job while this node was not one
+        self._num_starts = job.num_starts
         self._is_running = self._is_leaving = False
-        self._is_next = True  # as the supervisor knows it
-        name = json.dumps([job["run_id"], job["rdzv_endpoint"], job["rdzv_backend"]])
+        self._is_next = True  # to leave, as the supervisor was told last
+        name = json.dumps([job.run_id, job.rdzv_endpoint, job.rdzv_backend])
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._is_root = False
 
     @property
     def waited_s(self) -> float:
-        """How long this node has waited for others, or for a name to have an address."""
+        """Seconds for which this node has waited for others, or for a name to resolve."""
         return time.monotonic() - self._joining_s
 
-    # ------------------------------------------------------------ the way in
+    # ------------------------------------------------------------ joining
 
     def _enter(self) -> None:
-        """Listen, and lead if this is where nodes look for the job.
+        """Listen, and lead if this is the meeting place.
 
         Raises:
             OSError: The port is taken, or the name of the endpoint does not resolve.
         """
         here = self._await_name()
-        if self._is_static and self._job["node_rank"] == 0:
+        if self._is_static and self._job.node_rank == 0:
             here = 0
-        self._turn = None if self._is_static and here == 0 != self._job["node_rank"] else here
+        self._turn = None if self._is_static and here == 0 != self._job.node_rank else here
         self._endpoint = self._meeting_places[here or 0]
         is_here, may_lead = here is not None, self._turn == 0
-        asked = str(self._job["rdzv_conf"].get("is_host", "")).lower()
+        asked = str(self._job.rdzv_conf.get("is_host", "")).lower()
         if asked:
             may_lead = asked in YES
         has_port = may_lead or not is_here or (self._turn is not None and not asked)
-        may_lead = may_lead and not self._job.get("joins")
+        may_lead = may_lead and not self._job.joins
         port = self._endpoint[1]
-        # Where several nodes share a host, one of them has the port; elsewhere it is where a lost node is looked for.
+        # Of several nodes on one host, one gets the port. On other hosts a restarted node is looked for at that port.
         try:
             listener = open_listener(port if has_port else 0)
             self._is_root = may_lead
@@ -129,16 +131,16 @@ class Agent:
                 raise OSError(error.errno, f"port {port} of this host: {error.strerror}") from None
             listener = open_listener(0)
         is_at_place = self._turn is not None and listener.getsockname()[1] == port
-        address = self._job["local_addr"] or (self._endpoint[0] if is_at_place else "")
+        address = self._job.local_addr or (self._endpoint[0] if is_at_place else "")
         self._me = Node(
             os.urandom(8).hex(),
             host_name(),
             address,
             listener.getsockname()[1],
-            self._job["num_local_ranks"],
-            self._job["node_rank"] if self._is_static else -1,
-            self._job["host_label"],
-            self._job["replica_port"],
+            self._job.num_local_ranks,
+            self._job.node_rank if self._is_static else -1,
+            self._job.host_label,
+            self._job.replica_port,
         )
         self._agreement = Agreement(self._me, self._rules, self, is_root=self._is_root, now_s=time.monotonic())
         if address:
@@ -151,12 +153,12 @@ class Agent:
         self._links.introduce(self._me, self._handshake.told)
 
     def _await_name(self) -> int | None:
-        """Return which of the meeting places is on this host, once one of their names has an address.
+        """Return the index of the meeting place on this host, once one of the names resolves; None: there is none.
 
         Raises:
-            TimeoutError: It has none at the limit.
+            TimeoutError: No name resolved within the limit.
         """
-        deadline = time.monotonic() + float(self._job["rdzv_conf"].get("timeout", self._join_s))
+        deadline = time.monotonic() + float(self._job.rdzv_conf.get("timeout", self._join_s))
         is_told, why = False, ""
         while True:
             found: list[bool] = []
@@ -173,7 +175,8 @@ class Agent:
             if time.monotonic() >= deadline:
                 raise TimeoutError(why)
             if not is_told:
-                self._channel.send({"unresolved": why})
+                given = "--master-addr (or --rdzv-endpoint)" if self._is_static else "--rdzv-endpoint"
+                self._send(messages.Waiting(f"{why}: waiting for it. Correct {given}, or add it to DNS or /etc/hosts"))
                 is_told = True
             time.sleep(_NAME_PAUSE_S)
 
@@ -185,14 +188,15 @@ class Agent:
         Raises:
             OSError: The nodes did not meet.
         """
-        if self._job["drain_file"] or self._job["drain_url"]:  # before nodes meet, which may take its time
+        if self._job.drain_file or self._job.drain_url:  # before the nodes meet, which may take a while
             from phalanx.launch.nodes.notices import Notices
 
+            left = "was there before this job: it is no notice until it is touched"
             Notices(
-                self._job["drain_file"],
-                self._job["drain_url"],
-                lambda why: self._channel.send({"drain": why}),
-                lambda file: self._channel.send({"leftover": file}),
+                self._job.drain_file,
+                self._job.drain_url,
+                lambda why: self._send(messages.Drain(why)),
+                lambda file: self._send(messages.Say(f"{file} {left}")),
             )
         self._enter()
         self._selector.register(self._channel.fileno(), selectors.EVENT_READ, self._hear_supervisor)
@@ -212,10 +216,10 @@ class Agent:
             self._say_what_is_missing()
             if self._is_leaving and self._is_next != self._agreement.is_next_to_leave:
                 self._is_next = not self._is_next
-                self._channel.send({"next_to_leave": self._is_next})
+                self._send(messages.NextToLeave(self._is_next))
             if self._is_leaving and self._agreement.all_leave:
                 self._is_leaving = False
-                self._channel.send({"all_leave": True})
+                self._send(messages.Signal("all leave"))
         if self._agreement.result is None:
             self._leave(self._agreement.out, waits=False)
             return
@@ -225,25 +229,25 @@ class Agent:
         self._leave(cause)
 
     def _begin_anew(self, why: str) -> None:
-        """Have the ranks stopped, and become the agent of a node that joins the other side of this job."""
-        self._channel.send({"joins": why})
+        """Have the ranks stopped, and start over as an agent that joins the other side of this job."""
+        self._send(messages.Join(why))
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline and (self._agreement.others_stay or self._is_running):
             self._links.wait(self._rules.silence_s / (2 * _BEATS))
             self._links.lose_silent()
             self._beat(is_forced=True)
-        job = {**self._job, "joins": True, "num_starts": self._num_starts, "local_addr": self._me.address}
-        os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, sys.argv[1], json.dumps(job)])
+        job = dataclasses.replace(self._job, joins=True, num_starts=self._num_starts, local_addr=self._me.address)
+        os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, sys.argv[1], json.dumps(as_facts(job))])
 
     def _leave(self, cause: Cause | None, *, waits: bool = True) -> None:
-        """End when the others know how the job has ended, too.
+        """Leave once the others know how the job has ended.
 
         Args:
-            waits: Whether the job ends; otherwise the others go on.
+            waits: Whether the job ends; otherwise the others continue.
         """
         deadline = time.monotonic() + LEAVE_S
         self._beat(is_forced=True)
-        self._channel.send({"finish": cause})
+        self._send(messages.Finish(cause))
         while waits and self._agreement.others_stay and time.monotonic() < deadline:
             self._links.wait(self._rules.silence_s / (2 * _BEATS))
             self._links.lose_silent()
@@ -251,8 +255,9 @@ class Agent:
         self._links.flush(LEAVE_S)
 
     def _take_turn(self) -> None:
-        """Begin the job at this meeting place if nobody is at those before it. If somebody was, the older job stays."""
-        if self._agreement.view is not None or not self._turn or "joins" in self._job or "is_host" in self._conf:
+        """Begin the job at this meeting place if no agent answers at the earlier ones."""
+        job = self._job
+        if self._agreement.view is not None or not self._turn or job.joins or "is_host" in job.rdzv_conf:
             return
         now_s, before = time.monotonic(), self._meeting_places[: self._turn]
         if any(peer.place in before for peer in self._links.nodes):
@@ -275,16 +280,15 @@ class Agent:
                     self._links.dial(place)
 
     def _beat(self, *, is_forced: bool = False) -> None:
-        """Tell all what changes, and a few times in the time after which silence counts."""
+        """Send heartbeats to all nodes: when the state changes, and several times before silence would count."""
         now_s, state = time.monotonic(), self._agreement.state
         is_due = now_s - self._told_s >= self._rules.silence_s / _BEATS
         if is_forced or is_due or state != self._told:
             self._told, self._told_s = state, now_s
             age_s, times = self._agreement.job_age_s, self._times
 
-            def make(peer: str) -> dict[str, Any]:
-                echo_s, came_s = times.get(peer, (0.0, 0.0))
-                return {"state": state, "at": now_s, "echo": echo_s, "came": came_s, "age": age_s}
+            def make(peer: str) -> messages.Heartbeat:
+                return messages.Heartbeat(state, now_s, *times.get(peer, (0.0, 0.0)), age_s)
 
             self._links.tell_all(make)
 
@@ -297,7 +301,7 @@ class Agent:
             self._waits_for = what, since_s, True
             left_s = self._join_s - (now_s - self._joining_s)
             is_limited = not (self._agreement.is_under_way or self._agreement.trains)
-            self._channel.send({"waiting": what, "left_s": left_s if is_limited else None})
+            self._send(messages.Waiting(what, left_s if is_limited else None))
         if self._agreement.is_under_way or self._agreement.trains:
             self._joining_s = now_s
         elif now_s - self._joining_s >= self._join_s:
@@ -306,33 +310,34 @@ class Agent:
     def _hear_supervisor(self) -> None:
         for packet in self._channel.receive():
             self._answered_s = time.monotonic()
-            if "reserved" in packet:
-                self._agreement.reserved(packet["reserved"])
-            elif "interrupted" in packet:
-                self._agreement.interrupt()
-            elif "leave" in packet:
-                self._agreement.leave()
-                self._is_leaving = True
-            elif "ask_for" in packet:
-                self._agreement.ask_for(packet["ask_for"])
-            elif "whole" in packet:
-                self._agreement.snapshot_is_whole()
-            elif packet.get("number") == self._num_starts:
-                self._is_running = False
-                self._agreement.ranks_ended(packet["ended"], with_own_kind(read_value(packet["cause"], Cause | None)))
+            match messages.read_packet(packet):
+                case messages.Reserved(port):
+                    self._agreement.reserved(port)
+                case messages.Signal("interrupted"):
+                    self._agreement.interrupt()
+                case messages.Signal("leave"):
+                    self._agreement.leave()
+                    self._is_leaving = True
+                case messages.AskFor(num_ranks):
+                    self._agreement.ask_for(num_ranks)
+                case messages.Signal("snapshot"):
+                    self._agreement.snapshot_is_whole()
+                case messages.Ended(how, number, cause) if number == self._num_starts:
+                    self._is_running = False
+                    self._agreement.ranks_ended(how, with_own_kind(cause))
         if not self._channel.alive:
             os._exit(1)
 
     def _ask_supervisor(self) -> None:
-        """End if the supervisor does not answer: somebody has stopped it, and the others are to go on without."""
+        """Exit if the supervisor does not answer: it was stopped, and the others are to continue without it."""
         now_s = time.monotonic()
         if now_s - self._asked_s >= _ASK_S:
             if self._asked_s - self._answered_s >= ANSWERS_S:
                 os._exit(1)
             self._asked_s = now_s
-            self._channel.send({"ping": True, "clocks": self._clocks.told(now_s)})
+            self._send(messages.Ping(self._clocks.told(now_s)))
 
-    # ------------------------------------------------------------ what the links tell
+    # ------------------------------------------------------------ LinkOwner
 
     def linked(self, node: Node) -> None:
         self._nodes[node.id] = node
@@ -341,27 +346,25 @@ class Agent:
 
     def unlinked(self, peer: str, *, has_ended: bool, since_s: float) -> None:
         gone, now_s = self._nodes.pop(peer), time.monotonic()
-        how, num_ranks = "refused" if has_ended else "silent", self._num_ranks.get(peer, gone.num_ranks)
-        self._signs[gone.host] = {"how": how, "since_s": since_s, "noticed_s": now_s, "num_ranks": num_ranks}
+        num_ranks = self._num_ranks.get(peer, gone.num_ranks)
+        self._signs[gone.host] = messages.LossSign("refused" if has_ended else "silent", since_s, now_s, num_ranks)
         self._times.pop(peer, None)
-        self._agreement.unlinked(peer, has_ended=has_ended, now_s=time.monotonic())
+        self._agreement.unlinked(peer, has_ended=has_ended, now_s=now_s)
 
     def received(self, peer: str, message: dict[str, Any]) -> None:
         if "state" in message:
-            state, now_s = read_state(message["state"]), time.monotonic()
-            at_s, echo_s, came_s = (float(message[name]) for name in ("at", "echo", "came"))
+            beat, now_s = read_value(message, messages.Heartbeat), time.monotonic()
             if peer not in self._times:
-                self._told = None  # it does not count this node's answers before one tells that we have heard from it
-            if echo_s and peer in self._nodes:
-                self._clocks.heard(self._nodes[peer].host, echo_s, came_s, at_s, now_s)
-            self._times[peer] = at_s, now_s
-            self._agreement.heard(peer, state, min(echo_s, now_s), float(message["age"]))
+                self._told = None  # the peer counts this node's answers only once one echoes its own heartbeat
+            if beat.echo and peer in self._nodes:
+                self._clocks.heard(self._nodes[peer].host, beat.echo, beat.came, beat.at, now_s)
+            self._times[peer] = beat.at, now_s
+            self._agreement.heard(peer, beat.state, min(beat.echo, now_s), beat.age)
         elif "view" in message:
-            is_started, age_s = message["is_started"] is True, float(message["age"])
-            view = read_view(message["view"])
-            if any(node.id == self._me.id and node.num_ranks > self._me.num_ranks for node in view.members):
+            new = read_value(message, messages.NewView)
+            if any(node.id == self._me.id and node.num_ranks > self._me.num_ranks for node in new.view.members):
                 raise ValueError("more ranks than this node has")
-            self._agreement.handed(view, is_started=is_started, age_s=age_s)
+            self._agreement.handed(new.view, is_started=new.is_started, age_s=new.age)
         else:
             self._questions.received(peer, message)
 
@@ -372,49 +375,68 @@ class Agent:
     def problem_with(self, handshake: dict[str, Any]) -> str:
         why = self._handshake.problem_with(handshake)
         for what in [] if why else self._handshake.differences(handshake):
-            self._channel.send({"waiting": what})
+            self._send(messages.Waiting(what))
         return why
 
-    # ------------------------------------------------------------ what the agreement orders
+    # ------------------------------------------------------------ Acts
 
-    def hand(self, peer: str, view: Any, is_started: bool) -> None:
-        self._links.tell(peer, {"view": view, "is_started": is_started, "age": self._agreement.job_age_s})
+    def hand(self, peer: str, view: View, is_started: bool) -> None:
+        self._links.tell(peer, messages.NewView(view, is_started, self._agreement.job_age_s))
 
-    def order(self, what: dict[str, Any]) -> None:
-        if "start" in what:
-            if what["cause"] is not None and self._num_starts:
-                sign = self._signs.get(what["cause"].ending.host)
-                self._channel.send({"restart": what["cause"], "number": what["restarts"], "sign": sign})
-            self._num_starts += 1
-            self._is_running = True
-            epoch = {**what["start"]["epoch"], "name": self._name}
-            attempt = {**what["start"], "role": self._job["role"], "run_id": self._job["run_id"], "epoch": epoch}
-            view = self._agreement.view
-            assert view is not None
-            holders = told_of(view.members, self._me, self._job["num_replicas"])
-            ranks = range(attempt["first_rank"], attempt["first_rank"] + attempt["num_local_ranks"])
-            self._say_whose_place(view.members, ranks)
-            before, self._num_ranks = self._num_ranks, {node.id: node.num_ranks for node in view.members}
-            resized = [
-                {"host": node.host, "before": before[node.id], "now": node.num_ranks}
-                for node in view.members
-                if node.id != self._me.id and before.get(node.id, node.num_ranks) != node.num_ranks
-            ]
-            order = {"start": attempt, "number": self._num_starts, "replicas": holders, "resized": resized}
-            order["restarts"] = what["restarts"]
-            self._channel.send(order)
-        else:
-            self._channel.send(what)
+    def start(self, view: View, port: int) -> None:
+        if view.cause is not None and self._num_starts:
+            self._send(messages.Restart(view.cause, view.restarts, self._signs.get(view.cause.ending.host)))
+        self._num_starts += 1
+        self._is_running = True
+        attempt = attempt_in(view, self._me.id, port)
+        attempt = dataclasses.replace(
+            attempt,
+            role=self._job.role,
+            run_id=self._job.run_id,
+            max_restarts=self._rules.max_restarts,
+            epoch={**(attempt.epoch or {}), "name": self._name},
+        )
+        self._say_whose_place(view.members, range(attempt.first_rank, attempt.first_rank + attempt.num_local_ranks))
+        before, self._num_ranks = self._num_ranks, {node.id: node.num_ranks for node in view.members}
+        resized = tuple(
+            messages.Resized(node.host, before[node.id], node.num_ranks)
+            for node in view.members
+            if node.id != self._me.id and before.get(node.id, node.num_ranks) != node.num_ranks
+        )
+        holders = told_of(view.members, self._me, self._job.num_replicas)
+        self._send(messages.Start(attempt, self._num_starts, view.restarts, holders, resized))
+
+    def signal(self, what: Literal["stop", "reserve", "watch"]) -> None:
+        self._send(messages.Signal(what))
+
+    def _send(self, message: Any) -> None:
+        self._channel.send(messages.as_packet(message))
 
     def _say_whose_place(self, members: Sequence[Node], numbers: Sequence[int]) -> None:
-        """Say it if this node was a spare until now."""
+        """Say whose place this node takes, if it was a spare until now."""
         ids = [node.id for node in members]
         gone = [node.host for node in self._seen.values() if node.id not in ids]
         new = [one for one in ids if one not in self._seen]
         self._seen.clear()
         if len(gone) >= len(new) and self._me.id in new:
             place = f"this spare takes the place of {gone[new.index(self._me.id)]}"
-            self._channel.send({"waiting": f"{place}, with {named('rank', [*numbers])}"})
+            self._send(messages.Waiting(f"{place}, with {named('rank', [*numbers])}"))
+
+
+def attempt_in(view: View, member: str, port: int) -> Attempt:
+    """Return the attempt of a view as one of its members sees it; rank 0 serves the store on `port`."""
+    number = view.ids.index(member)
+    return Attempt(
+        world_size=view.first_rank(len(view.members)),
+        num_local_ranks=view.members[number].num_ranks,
+        first_rank=view.first_rank(number),
+        node_rank=number,
+        num_nodes=len(view.members),
+        master_addr=view.members[0].address,
+        master_port=port,
+        restart_count=view.attempt,
+        epoch={"job": view.job, "attempt": list(view.key)},
+    )
 
 
 def _place(text: str) -> Place:
@@ -422,34 +444,34 @@ def _place(text: str) -> Place:
     return host.strip("[]"), int(port)
 
 
-def _rules(job: dict[str, Any]) -> Rules:
-    config = job["rdzv_conf"]
+def _rules(job: messages.Settings) -> Rules:
+    config = job.rdzv_conf
     silence_s = _SILENCE_S
     if "keep_alive_interval" in config or "keep_alive_max_attempt" in config:
         silence_s = float(config.get("keep_alive_interval", 5)) * float(config.get("keep_alive_max_attempt", 3))
     return Rules(
-        min_nodes=job["min_nodes"],
-        max_nodes=job["max_nodes"],
-        max_restarts=job["max_restarts"],
+        min_nodes=job.min_nodes,
+        max_nodes=job.max_nodes,
+        max_restarts=job.max_restarts,
         silence_s=max(silence_s, 0.1),
         last_call_s=float(config.get("last_call_timeout", _LAST_CALL_S)),
-        has_positions=job["rdzv_backend"] == "static",
-        spares=job["spares"],
-        preempted_s=job["grace_s"],
+        has_positions=job.rdzv_backend == "static",
+        spares=job.spares,
+        preempted_s=job.grace_s,
     )
 
 
 def main() -> None:
     channel = PacketSocket(socket.socket(fileno=int(sys.argv[1])))
     try:
-        agent = Agent(channel, json.loads(sys.argv[2]))
+        agent = Agent(channel, understand(sys.argv[2], messages.Settings))
         agent.run()
     except _Refused as error:
-        channel.send({"give_up": str(error), "is_refused": True})
+        channel.send(messages.as_packet(messages.GiveUp(str(error), is_refused=True)))
     except TimeoutError as error:
-        channel.send({"give_up": str(error), "after_s": agent.waited_s})
+        channel.send(messages.as_packet(messages.GiveUp(str(error), after_s=agent.waited_s)))
     except Exception as error:
-        channel.send({"give_up": f"{type(error).__name__}: {error}"})
+        channel.send(messages.as_packet(messages.GiveUp(f"{type(error).__name__}: {error}")))
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(0)

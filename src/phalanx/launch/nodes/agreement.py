@@ -1,39 +1,39 @@
 """The agreement on which nodes train together: what one node knows of the others, and what it does next.
 
-Nothing in here waits, reads a clock or owns a socket, so ``tests/launch/simulated_nodes.py`` plays thousands of
-accidents in a second. `links` carries what nodes tell each other, `agent` obeys what is ordered.
+Nothing in this module waits, reads a clock or owns a socket, so ``tests/launch/simulated_nodes.py`` plays thousands of
+accidents in a second. `links` carries the messages between nodes, and `agent` carries out what this module decides.
 
-Every node tells every other its `State`, when it changes and twice a second; what comes last counts, so nothing has to
-be repeated or acknowledged. What they agree on is a `View`: who takes part in one attempt, in which order and with how
-many ranks, and why the attempt before it failed. A view has a leader. It chooses the next one when an attempt has
-ended, and no node is special: if it is lost, the first that lives in the order of the view comes next.
+Every node sends its `State` to every other, when it changes and twice a second. The latest counts, so nothing has to be
+resent or acknowledged. Nodes agree on a `View`: who takes part in one attempt, in which order and with how many ranks,
+and why the previous attempt failed. A view has a leader, which chooses the next view when the attempt has ended. No
+node is special: if the leader is lost, the first living node in the order of the view succeeds it.
 
 Two sides of a cut network never both train, because
 
-- a leader needs votes, and they are counted so that two nodes never have enough: see `election`;
-- a view starts once all its nodes have accepted it, and once they have shown it to everybody they can reach; until it
-  is known to have started, the views that it follows have to agree as well (joint consensus);
-- a node's right to train lasts as long as the answers of the others are fresh.
+- a leader needs votes, and two nodes never have enough at the same time: see `election`;
+- a view starts once all its nodes have accepted it and have sent it to every node they can reach; until it is known to
+  have started, the views before it have to agree as well (joint consensus);
+- a node may train only as long as the answers of the others are fresh.
 
 **Raft with three differences.** (1) There is no log: the newest view is all the state there is, and only a leader's
-proposal that all its members have accepted starts. (2) A port that refuses connections is a death that the kernel of
-the other host vouches for (the end of a connection is none: firewalls reset them), so its vote may be counted by the
-first living node of the view's order; otherwise no two hosts could lose one. (3) Half of the votes are enough with the
-view's leader among them. A node that is not in a new view but can be reached has to know of it before it starts;
-otherwise the death of its members could be counted against the old view.
+proposal that all its members have accepted starts. (2) If a port refuses connections, the kernel of that host confirms
+that the node is dead (the end of a connection does not: firewalls reset them). The first living node in the order of
+the view may then count its vote; otherwise two hosts could not survive the loss of one. (3) Half of the votes are
+enough with the view's leader among them. A node that is not in a new view but can be reached has to know of it before
+it starts; otherwise the death of its members could be counted against the old view.
 
-**Two nodes.** The one that did not lead can't go on when the other loses its power, nor when that comes back as a new
-process: the leader's half of the votes may have let it go on alone, take in a third and die, and neither node could
-know. A disk that all share could witness that nobody has, and the launcher knows none; so both wait, and say that a
-person has to decide. A process that is started anew where nodes look for the job, and reaches nobody, can't know of
-the others and begins a job of its own. `checkpoint.disk.claim` fences what the two write; when they meet, the younger
-one gives way.
+**Two nodes.** If the leader of two nodes loses power, the other can't continue, not even when the leader's host comes
+back as a new process: with its half of the votes the leader may have continued alone, admitted a third node and died,
+and neither node could know. A shared disk could prove that this did not happen, but the launcher knows of none. So both
+wait, and say that a person has to decide. A process that is restarted at the meeting place and reaches nobody can't
+know of the others, and begins a job of its own. `checkpoint.disk.claim` fences what the two jobs write; when they meet,
+the younger one gives way.
 
-**How it is checked.** ``model/agreement.pml`` is explored for every order of events within its bounds
-(model/README.md). It found that a link's answers counted from the moment of the link: a handshake longer than 0.1 of
-the time of silence let a vote count after it had been given to another. In the simulation, each rule has a variant
-without it that must let two sides train within a thousand seeds. Two rules have no such variant (one vote in a term; a
-start without acceptance): they follow from the others in all that it plays.
+**Verification.** A model checker explores every order of events in ``model/agreement.pml`` within its bounds
+(model/README.md). It found a bug: answers counted as fresh from the moment of the link, so a handshake longer than 0.1
+of the silence limit let a vote count after it had been given to another. The simulation runs without each rule in turn,
+and two sides must then train within a thousand seeds. Two rules have no such variant (one vote in a term; no start
+without acceptance), because in the simulation they follow from the others.
 
 **Why not torch's agent.** A subclass of `SimpleElasticAgent` came first: the host of its store could not be lost, and
 a loss cost 14 to 48 s, since torch's agents wait for nodes that may still come.
@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 from phalanx.launch.nodes import waiting
 from phalanx.launch.nodes.attempt_watch import AttemptWatch
@@ -64,29 +64,32 @@ _MAX_PLACES = 1000
 
 
 class Acts(Protocol):
-    """What an agreement does to the world."""
+    """Actions of an agreement."""
 
     def hand(self, peer: str, view: View, is_started: bool) -> None:
         """Send a view to a peer."""
 
-    def order(self, what: dict[str, Any]) -> None:
-        """Have the supervisor "start" or "stop" its ranks, "reserve" a port or "watch" for their next snapshot."""
+    def start(self, view: View, port: int) -> None:
+        """Have this node's ranks started in a view, where they meet rank 0 on `port`."""
+
+    def signal(self, what: Literal["stop", "reserve", "watch"]) -> None:
+        """Have the ranks stopped, a port reserved for rank 0, or the ranks' next snapshot watched for."""
 
 
 class Agreement:
-    """One node's part.
+    """One node's part in the agreement.
 
     Args:
         me: This node.
         rules: Rules of the job, the same on all nodes.
-        acts: Receiver of views to send and of orders.
-        is_root: Whether this node is where the others look for the job; it leads first.
+        acts: Implementation of the actions.
+        is_root: Whether this node is at the meeting place, so that it leads first.
         now_s: Time on any clock that only grows.
 
     Attributes:
         view: The newest view that this node knows.
-        result: End of the job; None: it goes on.
-        out: Failure for which this node leaves the job, which goes on; None: it stays.
+        result: End of the job; None: it has not ended.
+        out: Failure for which this node leaves the job, which continues without it; None: it stays.
     """
 
     def __init__(self, me: Node, rules: Rules, acts: Acts, *, is_root: bool, now_s: float) -> None:
@@ -98,7 +101,7 @@ class Agreement:
         self._now_s = self._born_s = self._job_born_s = now_s
         self._election = Election(me.id, rules.silence_s, is_root=is_root, now_s=now_s)
         self._peers = self._election.peers
-        self._strangers: dict[str, Peer] = {}  # linked nodes of another job that began as this one did
+        self._strangers: dict[str, Peer] = {}  # linked nodes of another side of this job
         self._has_started = False  # whether the view is known to have started
         self._running: Key = NO_VIEW
         self._enough_since_s: float | None = None
@@ -108,30 +111,33 @@ class Agreement:
         self._trained_in: Key = NO_VIEW
 
     def _new_attempt(self) -> AttemptWatch:
-        return AttemptWatch(self.view, self.me.id, self._rules, self._election, self._acts.order)
+        def watch() -> None:
+            self._acts.signal("watch")
+
+        return AttemptWatch(self.view, self.me.id, self._rules, self._election, watch)
 
     # ------------------------------------------------------------ what happens
 
     def linked(self, node: Node, now_s: float) -> None:
-        """Take in that a node can be talked to."""
+        """Add a peer: a link to a node is up."""
         self._strangers.pop(node.id, None)
         self._election.linked(node, now_s)
 
     def unlinked(self, peer: str, *, has_ended: bool, now_s: float) -> None:
-        """Take in that a node can't be talked to any more.
+        """Remove a peer: the link to a node is down.
 
         Args:
-            has_ended: Whether its process has ended, as its system says; otherwise it was silent.
+            has_ended: Whether the node's kernel reports that its process has ended; otherwise it was silent.
         """
         if self._strangers.pop(peer, None) is None:
             self._election.unlinked(peer, has_ended=has_ended, now_s=now_s)
 
     def heard(self, peer: str, state: State, echo_s: float, age_s: float = 0.0) -> None:
-        """Take in what a node says of itself.
+        """Handle the state of a node.
 
         Args:
-            echo_s: Time at which we sent what it had heard last from us.
-            age_s: Time for which its job has lasted.
+            echo_s: Time at which this node sent the newest heartbeat that the peer has received.
+            age_s: Seconds for which the peer's job has lasted.
         """
         if self.view is not None and state.job not in ("", self.view.job):
             self._meet_stranger(peer, state, age_s)
@@ -143,14 +149,14 @@ class Agreement:
         self._attempt.hear(peer, state)
 
     def _meet_stranger(self, peer: str, state: State, age_s: float) -> None:
-        """Of two jobs that began as one and the same, let the younger give way, whatever its views are."""
+        """Handle the state of a node of another side of this job: the younger side gives way."""
         if peer in self._peers:
             self._strangers[peer] = self._peers.pop(peer)
         if age_s > self.job_age_s and state.result is None and self.result is None:
             self.result = Result(other_side(self._strangers[peer].node.host))
 
     def handed(self, view: View, *, is_started: bool, age_s: float = 0.0) -> None:
-        """Take in a view that another node knows, of a job that has lasted for `age_s`."""
+        """Handle a view from another node, whose job has lasted for `age_s`."""
         if self.view is not None and view.job != self.view.job:
             return
         if self.view is None:
@@ -166,7 +172,7 @@ class Agreement:
         self._has_started |= is_started and view.key == self._key
 
     def _judge(self, cause: Cause | None) -> None:
-        """Leave the job if a failure after which this node has too few ranks was the cause."""
+        """Leave the job if the cause is a failure of this node's that leaves it with too few ranks."""
         failure = self._attempt.failure
         if failure is None or cause is None or failure.num_ranks != 0:
             return
@@ -174,7 +180,7 @@ class Agreement:
             self.out = failure
 
     def ranks_ended(self, how: str, cause: Cause | None) -> None:
-        """Take in how this node's ranks ended: "succeeded", "failed", "stopped", or unsaved and "interrupted"."""
+        """Handle the end of this node's ranks: "succeeded", "failed", "stopped", or "interrupted" without saving."""
         self._is_interrupted = how == "interrupted"
         if self._ranks == "running" and self._trained_in == self._key and not self._is_interrupted:
             self._attempt.is_done = how == "succeeded"
@@ -182,30 +188,30 @@ class Agreement:
         self._ranks = "idle"
 
     def snapshot_is_whole(self) -> None:
-        """Take in that the ranks have just taken a snapshot, after "watch" was ordered."""
+        """Handle a new snapshot of the ranks, after "watch"."""
         self._attempt.has_snapshot = True
 
     def interrupt(self) -> None:
-        """Take in that Ctrl-C has stopped this node, which ends the job."""
+        """Handle Ctrl-C on this node, which ends the job."""
         self._is_interrupted = True
         if self.view is not None and self.is_member:
             self._attempt.failure = interruption_of(self.view, self.view.ids.index(self.me.id))
 
     def leave(self) -> None:
-        """Take in that this node is to be gone soon."""
+        """Announce that this node is about to leave."""
         self._is_leaving = True
 
     def ask_for(self, num_ranks: int) -> None:
-        """Take in that this node would go on with more ranks: from the next snapshot, or as the attempt ends anyway."""
+        """Ask for more ranks on this node, after the next snapshot or when the attempt ends for another reason."""
         if self._ranks != "idle" and self._trained_in == self._key:
             self._attempt.num_asked = num_ranks
 
     def reserved(self, port: int) -> None:
-        """Take in which port the supervisor holds for rank 0."""
+        """Set the port that the supervisor holds for rank 0."""
         self._attempt.port = port
 
     def lead_first(self, now_s: float, *, may: bool) -> None:
-        """Take in whether this node may begin the job; it does if nobody has."""
+        """Set whether this node may begin the job; it does if nobody has."""
         if may and not self._is_root:
             self._born_s = now_s
         self._is_root = may
@@ -247,31 +253,31 @@ class Agreement:
 
     @property
     def job_age_s(self) -> float:
-        """The time for which the job has lasted: since its first view was proposed."""
+        """Seconds since the first view of the job was proposed."""
         return self._now_s - self._job_born_s if self.view is not None else 0.0
 
     @property
     def trains(self) -> bool:
-        """Whether this node's ranks run."""
+        """Whether this node's ranks are running."""
         return self._ranks == "running"
 
     @property
     def all_leave(self) -> bool:
-        """Whether nobody would be left to go on if this node goes: neither another node of the view nor a spare."""
+        """Whether no other node, spares included, would continue the job if this node left."""
         return all(peer.state.is_leaving for peer in self._peers.values())
 
     @property
     def is_next_to_leave(self) -> bool:
-        """Whether no node before this one in the view has said that it is leaving.
+        """Whether no earlier node of the view is about to leave.
 
-        Nodes leave one after the other, each in an attempt of its own: one may keep the replica of another's part.
+        Nodes leave one at a time, with an attempt in between, because one may hold the replica of another's part.
         """
         before = self.view.ids[: self.view.ids.index(self.me.id)] if self.view is not None and self.is_member else ()
         return not any(self._attempt.known[node].is_leaving for node in before if node in self._attempt.known)
 
     @property
     def others_stay(self) -> bool:
-        """Whether a node can be talked to that does not know yet how the job has ended."""
+        """Whether a linked node does not know yet how the job has ended."""
         return any(peer.state.result is None for peer in self._peers.values())
 
     @property
@@ -279,9 +285,9 @@ class Agreement:
         return self.view is not None and self.me.id in self.view.ids
 
     def wanted(self, now_s: float) -> set[Place]:
-        """Return where this node is to connect to.
+        """Return the places to which this node is to connect.
 
-        Of two nodes of a view the later one does; the earlier one too, when that has not come to pass.
+        Of two nodes of a view, the later one connects; after a while, the earlier one does, too.
         """
         if self.view is None:
             return set()
@@ -295,12 +301,12 @@ class Agreement:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the job trains, here or on other nodes."""
+        """Whether the job is training, on this node or on others."""
         leading = self._election.leading
         return (leading.state.running if leading is not None else self._running) != NO_VIEW
 
     def waits_for(self) -> str:
-        """Return what this node waits for, for people; empty: for nothing."""
+        """Return a message about what this node is waiting for; empty: nothing."""
         if (self.is_under_way and self.is_member) or self.result is not None:
             return ""
         view, rules, leading = self.view, self._rules, self._election.leading
@@ -322,12 +328,12 @@ class Agreement:
         return missing and f"{loss}{missing}"
 
     def _bases(self) -> tuple[Group, ...]:
-        """Return the groups of the views that may have started last, as far as this node can know."""
+        """Return the groups of the views that may have started last, as far as this node knows."""
         if self.view is None:
             return (Group(self.me.id, (self.me.id,)),)
         if self._has_started:
             return (self.view.group,)
-        is_ours = self.view.leader == self.me.id  # and then we know that it has not started, and will not
+        is_ours = self.view.leader == self.me.id  # then this node knows that it has not started, and won't
         return self.view.bases if is_ours else tuple(dict.fromkeys((*self.view.bases, self.view.group)))
 
     def _is_in_office(self) -> bool:
@@ -349,7 +355,7 @@ class Agreement:
     # ------------------------------------------------------------ what follows
 
     def decide(self, now_s: float) -> None:
-        """Do what follows from all that has happened."""
+        """Act on everything that has happened."""
         self._now_s = self._election.now_s = now_s
         while True:
             before = (self.state, self.view, self._ranks, self._attempt.has_asked_for_port)
@@ -366,7 +372,7 @@ class Agreement:
                 return
 
     def _hand_on(self) -> None:
-        for peer in [*self._peers.values()]:  # who can't be reached any more leaves them
+        for peer in [*self._peers.values()]:  # sending may drop a peer
             key, handed_s = peer.handed
             is_due = key != self._key or self._now_s - handed_s >= SETTLE_S
             if self.view is not None and peer.state.key < self._key and is_due:
@@ -376,7 +382,7 @@ class Agreement:
     def _reserve(self) -> None:
         if self.view is not None and self.view.ids[0] == self.me.id and not self._attempt.has_asked_for_port:
             self._attempt.has_asked_for_port = True
-            self._acts.order({"reserve": True})
+            self._acts.signal("reserve")
 
     # ------------------------------------------------------------ leading
 
@@ -400,7 +406,7 @@ class Agreement:
         return [it.node for it in others if self._election.follows(it.node.id) and not it.state.is_leaving]
 
     def _is_coming(self, view: View) -> bool:
-        """Whether a view that we have proposed is being accepted, and nobody of it is lost."""
+        """Whether this node's proposal is being accepted, and none of its nodes is lost."""
         is_ours = view.leader == self.me.id and not self._has_started
         return is_ours and all(self._election.is_with_us(node) for node in view.ids)
 
@@ -413,7 +419,7 @@ class Agreement:
         )
 
     def _propose(self) -> None:
-        """Choose the view of the next attempt, or end the job, if that can be said."""
+        """Choose the view of the next attempt or end the job, once that can be decided."""
         voters = self._idle_voters()
         if not voters:
             return
@@ -439,9 +445,9 @@ class Agreement:
         self.handed(view, is_started=False)
 
     def _idle_voters(self) -> list[Node]:
-        """Return this node and all that have voted for it; empty while others may still vote, or ranks run."""
+        """Return this node and those that have voted for it; empty while votes may still come or ranks are running."""
         old = self.view.ids if self.view is not None else ()
-        # A spare that has not voted yet is waited for, too: the world is to stay as large as it was.
+        # Spares that have not voted yet are waited for, too, so that the world keeps its size.
         awaited = [node for node in self._peers if self._rules.spares or node in old]
         if self._election.awaits_votes and not all(map(self._election.follows, awaited)):
             return []
@@ -450,7 +456,7 @@ class Agreement:
         return [self.me, *(peer.node for peer in peers)] if is_idle else []
 
     def _next_members(self, voters: Sequence[Node], cause: Cause | None) -> tuple[Node, ...]:
-        """Return who takes part in the attempt after one that ended for `cause`; empty while more are waited for."""
+        """Return the members of the attempt that follows `cause`; empty while this node waits for more."""
         rules, old = self._rules, self.view.ids if self.view is not None else ()
         told = {self.me.id: self.state, **{name: peer.state for name, peer in self._peers.items()}}
         sized = [dataclasses.replace(node, num_ranks=num_ranks_after(cause, told[node.id])) for node in voters]
@@ -487,12 +493,8 @@ class Agreement:
         if may_train and self._trained_in != view.key and self._ranks == "idle":
             self._ranks, self._trained_in = "running", view.key
             first = view.ids[0]
-            attempt = view.place_of(self.me.id) | {
-                "master_port": self._attempt.port if first == self.me.id else self._peers[first].state.port,
-                "max_restarts": self._rules.max_restarts,
-            }
-            self._acts.order({"start": attempt, "cause": view.cause, "restarts": view.restarts})
+            self._acts.start(view, self._attempt.port if first == self.me.id else self._peers[first].state.port)
         elif not may_train and self._ranks == "running":
             self._ranks = "stopping"
             self._attempt.has_left = leader is not None and leader.running == view.key
-            self._acts.order({"stop": True})
+            self._acts.signal("stop")

@@ -1,9 +1,8 @@
-"""One attempt as a node sees it: what its nodes have told, why it failed, and when its leader ends it."""
+"""One attempt as a node sees it: what its nodes have reported, why it failed, and when its leader ends it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from phalanx.launch.deadlines import CAUSE_S
 from phalanx.launch.nodes.causes import cause_of_end, is_interruption
@@ -12,29 +11,27 @@ from phalanx.launch.nodes.views import Cause, Rules, State, View
 
 
 class AttemptWatch:
-    """What a node knows of the attempt of one view.
+    """The attempt of one view, as far as this node knows.
 
     Args:
-        view: View of the attempt; None: there is none yet, so that nothing is known.
+        view: View of the attempt; None: there is no view yet.
         me: Id of this node.
-        order: Function to call with ``{"watch": True}`` once news of the ranks' next snapshot are wanted.
+        watch: Function to call once, to hear of the ranks' next snapshot.
 
     Attributes:
-        known: Last message of each other node in this view, kept even if that node has been lost since.
-        is_done: Whether this node's ranks have come to their end.
-        has_left: Whether this node has stopped its ranks, because it could not reach all others.
+        known: Latest state of each other node in this view, kept after the node is lost.
+        is_done: Whether this node's ranks have succeeded.
+        has_left: Whether this node has stopped its ranks because it could not reach all other nodes.
         failure: Failure of one of this node's ranks.
-        num_asked: Number of ranks that this node would have in the next attempt; 0: as many as now.
+        num_asked: Number of ranks that this node asks for in the next attempt; 0: as many as now.
         port: Port that this node holds for rank 0; 0: none.
-        has_asked_for_port: Whether it has been asked for.
-        has_snapshot: Whether the ranks have taken a snapshot since news of it were wanted.
-        cause: Reason for which this node, as leader, has ended the attempt.
+        has_asked_for_port: Whether the supervisor has been asked for a port.
+        has_snapshot: Whether the ranks have taken a snapshot since `watch` was called.
+        cause: As leader, the reason for ending the attempt.
     """
 
-    def __init__(
-        self, view: View | None, me: str, rules: Rules, election: Election, order: Callable[[dict[str, Any]], None]
-    ) -> None:
-        self._view, self._me, self._rules, self._election, self._order = view, me, rules, election, order
+    def __init__(self, view: View | None, me: str, rules: Rules, election: Election, watch: Callable[[], None]) -> None:
+        self._view, self._me, self._rules, self._election, self._watch = view, me, rules, election, watch
         self.known: dict[str, State] = {}
         self.is_done: bool = False
         self.has_left: bool = False
@@ -46,10 +43,10 @@ class AttemptWatch:
         self.cause: Cause | None = None
         self._is_watched = False
         self._failed_since_s: float | None = None
-        self._room_since_s: float | None = None  # since when there are newcomers, and room for them
+        self._room_since_s: float | None = None  # since when there have been newcomers, and room for them
 
     def hear(self, peer: str, state: State) -> None:
-        """Take in what a node says, if it is of this attempt."""
+        """Record the state of a node, if it belongs to this attempt."""
         if self._view is not None and state.key == self._view.key:
             self.known[peer] = state
 
@@ -60,33 +57,33 @@ class AttemptWatch:
 
     @property
     def all_are_done(self) -> bool:
-        """Whether the ranks of all nodes have come to their end."""
+        """Whether the ranks of all nodes have succeeded."""
         told = self._told
         return self._view is not None and all(node in told and told[node].is_done for node in self._view.ids)
 
     @property
     def gone(self) -> set[str]:
-        """Ids of the nodes that have left as they had said."""
+        """Ids of the nodes that have left after announcing it."""
         leaving = (node for node, state in self.known.items() if state.is_leaving)
         ids = self._view.ids if self._view is not None else ()
         return {node for node in leaving if node in ids and not self._election.is_with_us(node)}
 
     @property
     def cause_of_end(self) -> Cause | None:
-        """Why the attempt has ended, or has to; None: it did not fail."""
+        """The cause for which the attempt has ended or must end; None: it did not fail."""
         interruption = next((it.failure for it in self._told.values() if is_interruption(it.failure)), None)
         if self.cause is not None or self._view is None:
             if self.cause is not None and self.cause.ending.preempted:
                 return self.cause
-            return interruption or self.cause  # that one ends the job, whatever failed before
+            return interruption or self.cause  # an interruption ends the job, whatever failed before
         return cause_of_end(self._view, self._told, self.gone, self._election.why_lost)
 
     def is_to_end(self, now_s: float, *, is_idle: bool, has_newcomers: bool) -> bool:
-        """Return whether the leader ends the attempt: it can't go on, or could with more nodes or ranks.
+        """Return whether the leader ends the attempt: it can't continue, or it could continue with more nodes or ranks.
 
         Args:
-            is_idle: Whether none of this node's ranks run.
-            has_newcomers: Whether there are nodes that would take part in the next attempt.
+            is_idle: Whether none of this node's ranks is running.
+            has_newcomers: Whether there are new nodes for the next attempt.
         """
         cause = self.cause_of_end
         if cause is not None and (patience_s := self._patience_s(cause, is_idle=is_idle)):
@@ -100,12 +97,12 @@ class AttemptWatch:
         return True
 
     def _patience_s(self, cause: Cause, *, is_idle: bool) -> float:
-        """Return how long it goes on after a failure: until its cause shows or all preempted ranks have ended."""
+        """Return how long the attempt may continue after a failure: for its cause to appear, or for ranks to save."""
         if cause.ending.preempted:
             ids, peers = self._view.ids if self._view is not None else (), self._election.peers
             are_idle = is_idle and all(peers[node].state.is_idle for node in ids if node in peers)
             return 0.0 if are_idle else self._rules.preempted_s
-        if is_interruption(cause):  # its ranks may save, together with all others
+        if is_interruption(cause):  # its ranks may be saving, together with all others
             told = (
                 [is_idle]
                 if self.failure == cause
@@ -115,9 +112,9 @@ class AttemptWatch:
         return CAUSE_S if cause.ending.is_victim else 0.0
 
     def _may_grow(self, now_s: float, *, has_newcomers: bool) -> bool:
-        """Return whether the attempt can end now to go on with more nodes, or with more ranks on one.
+        """Return whether to end the attempt now, to continue with more nodes or with more ranks on one.
 
-        That is when a snapshot is whole. New nodes do not wait for ever for one that does not come.
+        Ranks are restarted only after a snapshot. New nodes stop waiting for one after `Rules.join_s`.
         """
         members = self._view.members if self._view is not None else ()
         has_room = len(members) < self._rules.max_nodes and has_newcomers
@@ -134,6 +131,6 @@ class AttemptWatch:
             return False
         if not self._is_watched:
             self._is_watched, self.has_snapshot = True, False
-            self._order({"watch": True})
+            self._watch()
         is_late = self._room_since_s is not None and now_s - self._room_since_s >= self._rules.join_s
         return self.has_snapshot or is_late

@@ -1,4 +1,4 @@
-"""Why an attempt ended, as nodes tell each other: the ending of a rank, or of a node, and what follows from it."""
+"""Causes of failed attempts, as nodes tell each other: the ending of a rank or the loss of a node."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from phalanx.failure.last_words import LastWords
 from phalanx.launch.nodes.views import Cause, State, View
 
 NODE_LOST = "NodeLost"
-"""Kind of a cause that is no rank's."""
+"""Kind of a cause that is the loss of a node."""
 OTHER_SIDE = "OtherSide"
-"""Kind of a cause that ends a job which is the lesser side of another: its nodes join that."""
+"""Kind of a cause that ends the younger of two sides of a job, so that its nodes can join the older one."""
 INTERRUPTED = "Interrupted"
 """Kind of a cause that ends a job: Ctrl-C on one of its nodes."""
 
 
 def cause_of(end: Ending, **what_follows: Any) -> Cause:
-    """Return what other nodes need to name `end` as the cause.
+    """Return the cause that other nodes are told of an ending.
 
     Args:
-        what_follows: `Cause.num_ranks` and `Cause.is_free`, where they are known.
+        what_follows: `Cause.num_ranks` and `Cause.is_free`, if known.
     """
     host, code = end.host or host_name(), end.exitcode or 1  # it has failed
     return Cause(ending=dataclasses.replace(end.for_others(ROWS), host=host, exitcode=code), **what_follows)
 
 
 def ending_of(cause: Cause) -> Ending:
-    """Return the ending that a cause tells of, on whichever node, as this host reports it."""
+    """Return the ending in a cause, without the host name if it is this host."""
     end = cause.ending
     return dataclasses.replace(end, host="" if end.host == host_name() else end.host)
 
 
 def with_own_kind(cause: Cause | None) -> Cause | None:
-    """Return a cause with our own kind where a rank was refused because another side of the job has its folder."""
+    """Return the cause with kind `OTHER_SIDE` if a rank failed because another side of the job owns its folder."""
     if cause is None or cause.kind.rpartition(".")[2] != OTHER_SIDE:
         return cause
     words = dataclasses.replace(cause.ending.last_words, kind=OTHER_SIDE)
@@ -46,12 +46,12 @@ def with_own_kind(cause: Cause | None) -> Cause | None:
 
 
 def other_side(host: str) -> Cause:
-    """Return the cause that another side of this job, in which `host` takes part, is older and goes on."""
+    """Return the cause that an older side of this job, with `host` in it, continues."""
     return _of_a_node(OTHER_SIDE, f"another side of this job is older, and {host} takes part in it", host)
 
 
 def loss_of(view: View, node_rank: int, how: str, *, is_victim: bool = False) -> Cause:
-    """Return the cause that a node of a view was lost."""
+    """Return the cause for the loss of a node of a view."""
     node, first = view.members[node_rank], view.first_rank(node_rank)
     ranks = named("rank", range(first, first + node.num_ranks))
     message = f"node {view.name_of(node_rank)} ({ranks}) was lost: {how}"
@@ -59,7 +59,7 @@ def loss_of(view: View, node_rank: int, how: str, *, is_victim: bool = False) ->
 
 
 def interruption_of(view: View, node_rank: int) -> Cause:
-    """Return the cause that Ctrl-C on a node of a view ends the job."""
+    """Return the cause for Ctrl-C on a node of a view."""
     node, first = view.members[node_rank], view.first_rank(node_rank)
     ranks = named("rank", range(first, first + node.num_ranks))
     message = f"node {view.name_of(node_rank)} ({ranks}) was stopped by Ctrl-C, which ends the job"
@@ -67,7 +67,7 @@ def interruption_of(view: View, node_rank: int) -> Cause:
 
 
 def is_interruption(cause: Cause | None) -> bool:
-    """Return whether a cause is Ctrl-C on a node."""
+    """Return whether the cause is Ctrl-C on a node."""
     return cause is not None and cause.kind == INTERRUPTED
 
 
@@ -79,12 +79,12 @@ def _of_a_node(kind: str, message: str, host: str, rank: int = -1, *, is_victim:
 def cause_of_end(
     view: View, known: Mapping[str, State], gone: set[str], why_lost: Callable[[str], str]
 ) -> Cause | None:
-    """Return why an attempt failed, of all that nodes tell; None if it did not.
+    """Return the cause of an attempt's failure from everything that its nodes report; None if it did not fail.
 
     Args:
-        known: Last state that each node of the view told.
-        gone: Ids of the nodes that have left as they had said.
-        why_lost: Function that says how the node of an id was lost; empty: it was not.
+        known: Latest state of each node of the view.
+        gone: Ids of the nodes that have left after announcing it.
+        why_lost: Function that returns how the node with an id was lost; empty: it was not.
     """
     causes = [state.failure for state in known.values() if state.failure is not None]
     for number, node in enumerate(view.members):
@@ -92,12 +92,12 @@ def cause_of_end(
             continue
         if how := why_lost(node.id):
             causes.append(loss_of(view, number, how))
-        elif known.get(node.id, State()).has_left:  # because of another, who may show
+        elif known.get(node.id, State()).has_left:  # another node is the cause, and may still be found
             causes.append(loss_of(view, number, "it could not reach the others for a while", is_victim=True))
-    if gone:  # whoever fell victim did so to those
+    if gone:  # victims were killed by the departed nodes
         causes = [cause for cause in causes if not cause.ending.is_victim]
     preempted = next((cause for cause in causes if cause.ending.preempted), None)
-    if preempted is not None:  # asked for: whatever came of it is no failure
+    if preempted is not None:  # a preemption is asked for, so its consequences are no failures
         return preempted
     if (interruption := next(filter(is_interruption, causes), None)) is not None:
         return interruption
@@ -105,7 +105,7 @@ def cause_of_end(
 
 
 def num_ranks_after(cause: Cause | None, state: State) -> int:
-    """Return the number of ranks of a node after an attempt that ended for `cause`; 0: it takes no part."""
+    """Return the number of ranks of a node in the attempt that follows `cause`; 0: the node takes no part."""
     failure = state.failure
     if failure is not None and failure == cause and failure.num_ranks >= 0:
         return failure.num_ranks

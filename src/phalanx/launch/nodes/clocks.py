@@ -1,9 +1,9 @@
-"""The offsets of other hosts' clocks from this one's, from heartbeats that are sent anyway.
+"""Offsets of other hosts' clocks, measured with the heartbeats.
 
-Each tells when the last one of the other side was sent and came: four times, two by each clock, as NTP has them. Half
-of what the way there and back took is the largest error, on a local network some 0.1 ms, where collectives bound the
-error only to two steps. The best measurement ages by 100 ppm. The supervisor writes what is known beside the boxes of
-each attempt.
+Each heartbeat says when the last one of the other side was sent and when it arrived. That gives four times, two by
+each clock, as in NTP. The error is at most half the round trip, some 0.1 ms on a local network; collectives bound it
+only to two steps. A measurement loses 100 ppm of its accuracy with time. The supervisor writes the offsets beside the
+black boxes of each attempt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-_DRIFT = 1e-4  # of two clocks against each other, at most
+_DRIFT = 1e-4  # the fastest at which two clocks diverge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,22 +25,22 @@ class _Measured:
 
 
 class Clocks:
-    """The best that is known of each host's monotonic clock."""
+    """The best measurement of each host's monotonic clock."""
 
     def __init__(self) -> None:
         self._best: dict[str, _Measured] = {}
 
     def heard(self, host: str, sent_s: float, came_s: float, answered_s: float, now_s: float) -> None:
-        """Take in an answer.
+        """Measure with a heartbeat that answers one of ours.
 
         Args:
-            sent_s: Time at which this host sent what is answered, by its own clock.
-            came_s: Time at which that came, by the other's.
-            answered_s: Time at which the answer was sent, by the other's.
-            now_s: Time at which it came, by this one's.
+            sent_s: Time at which this host sent its heartbeat, by its own clock.
+            came_s: Time at which it arrived, by the other clock.
+            answered_s: Time at which the answer was sent, by the other clock.
+            now_s: Time at which the answer arrived, by this host's clock.
         """
         within_s = ((now_s - sent_s) - (answered_s - came_s)) / 2
-        if not (0 <= within_s < math.inf):  # nobody's clock goes backwards
+        if not (0 <= within_s < math.inf):  # made up: monotonic clocks do not go backwards
             return
         measured = _Measured((came_s - sent_s + answered_s - now_s) / 2, within_s, now_s)
         best = self._best.get(host)
@@ -48,5 +48,5 @@ class Clocks:
             self._best[host] = measured
 
     def told(self, now_s: float) -> dict[str, tuple[float, float]]:
-        """Return, for each host, the seconds by which its clock is ahead, and how wrong that can be."""
+        """Return, for each host, the seconds by which its clock is ahead, and the largest error of that."""
         return {host: (best.ahead_s, best.error_s(now_s)) for host, best in self._best.items()}

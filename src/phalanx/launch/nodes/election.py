@@ -1,13 +1,12 @@
-"""The choice of a leader as one node sees it: whom it reaches, which answers count, and whom it follows.
+"""Leader election as one node sees it: which nodes it reaches, which answers count, and which leader it follows.
 
 - A leader needs the votes of more than half of a group of nodes, or of half of them with the group's leader, and a
   node gives one vote in a term.
-- A vote lasts as long as its giver's answers are fresh, which is shorter than the time after which the others call it
-  lost. Over a new link only an echo over that link is fresh, so a node that hears from another for the first time
-  answers at once.
-- A node is dead when its kernel refuses connections to its port. The first living node in the order may then count its
-  vote, but only while the dead node's last answer is younger than 0.9 of the time of silence: after that it may have
-  voted for others.
+- A vote expires when the voter's answers are no longer fresh, which is before the other nodes consider the voter lost.
+  Over a new link only an echo over that link counts as fresh, so a node answers the first heartbeat of another at once.
+- A node is dead when its kernel refuses connections to its port. The first living node in the order may then count the
+  dead node's vote, but only if the last answer is younger than 0.9 of the silence limit: later, the dead node may have
+  voted for another.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import math
 from phalanx.launch.nodes.views import NO_VIEW, Group, Key, Node, State, View
 
 SETTLE_S = 1.0
-"""For nodes that are linked to vote; between terms of one that gets no votes; to be dialed."""
-_FRESH = 0.9  # of the time after which a silent node is lost
+"""For linked nodes to vote; between two terms of a candidate without votes; for another node to connect first."""
+_FRESH = 0.9  # fraction of the silence after which a node is lost
 
 
 @dataclasses.dataclass
@@ -27,12 +26,12 @@ class Peer:
     """A linked node.
 
     Attributes:
-        echo_s: Time at which we sent the newest message that it has acknowledged over this link.
-        handed: Key of the newest view that it was sent, and when.
+        echo_s: Time at which this node sent the newest heartbeat that the peer has acknowledged over this link.
+        handed: Key of the newest view that was sent to the peer, and when.
     """
 
     node: Node
-    echo_s: float = -math.inf  # it may not have heard from us yet
+    echo_s: float = -math.inf  # none has been acknowledged yet
     state: State = dataclasses.field(default_factory=State)
     handed: tuple[Key, float] = (NO_VIEW, 0.0)
 
@@ -43,15 +42,15 @@ class Election:
     Args:
         me: Id of this node.
         silence_s: Seconds of silence after which a node is lost.
-        is_root: Whether this node is where the others look for the job; it leads first.
+        is_root: Whether this node is at the meeting place, so that it leads first.
         now_s: Time on any clock that only grows.
 
     Attributes:
-        peers: Linked nodes of this job by id, in the order in which they came.
-        dead: Ids of nodes whose system has said that they have ended.
+        peers: Linked nodes of this job by id, in the order in which they connected.
+        dead: Ids of nodes whose kernel reports that they have ended.
         term: Term in which this node has voted.
-        leader: Id of the node that it follows; empty: none.
-        now_s: Time at which freshness is judged.
+        leader: Id of the node that this node follows; empty: none.
+        now_s: Time against which freshness is measured.
     """
 
     def __init__(self, me: str, silence_s: float, *, is_root: bool, now_s: float) -> None:
@@ -67,24 +66,24 @@ class Election:
     # ------------------------------------------------------------ links
 
     def linked(self, node: Node, now_s: float) -> None:
-        """Take in that a node can be talked to."""
+        """Add a peer: a link to a node is up."""
         self.peers[node.id] = Peer(node)
         self.dead.discard(node.id)
         self._quiet_since_s = now_s
 
     def unlinked(self, peer: str, *, has_ended: bool, now_s: float) -> None:
-        """Take in that a node can't be talked to any more, since its process has ended or since it was silent."""
+        """Remove a peer, because its process has ended or because it was silent."""
         gone = self.peers.pop(peer)
         if has_ended and self._is_fresh(gone, now_s):
             self.dead.add(peer)
 
     def is_dialed(self, now_s: float) -> bool:
-        """Whether a node may still connect to this one by itself."""
+        """Whether another node may still connect to this one first."""
         return now_s - self._quiet_since_s < SETTLE_S
 
     @property
     def awaits_votes(self) -> bool:
-        """Whether nodes may still vote that have not."""
+        """Whether nodes that have not voted may still do so."""
         return self.now_s - max(self._raised_s, self._quiet_since_s) < SETTLE_S
 
     def _is_fresh(self, peer: Peer, now_s: float) -> bool:
@@ -105,23 +104,23 @@ class Election:
 
     @property
     def leads(self) -> bool:
-        """Whether this node is one that would lead."""
+        """Whether this node is the leader or a candidate."""
         return self.leader == self._me
 
     @property
     def leading(self) -> Peer | None:
-        """The node that this one follows, if that is another and linked."""
+        """The peer that this node follows; None: it follows none, or one that is not linked."""
         return self.peers.get(self.leader)
 
     def follows(self, node: str) -> bool:
-        """Whether a node has voted for this one, and can't have voted for another since."""
+        """Whether a node has voted for this one and can't have voted for another since."""
         if not self.is_with_us(node) or node == self._me:
             return node == self._me
         state = self.peers[node].state
         return state.leader == self._me and state.term == self.term
 
     def has_quorum(self, group: Group) -> bool:
-        """Whether this node has enough votes of a group."""
+        """Whether this node has enough votes in a group."""
         votes = {node for node in group.ids if self.follows(node)}
         before = []
         for node in group.succession:
@@ -133,7 +132,7 @@ class Election:
         return 2 * len(votes) > len(group.ids) or (2 * len(votes) == len(group.ids) and group.leader in votes)
 
     def _holder(self, key: Key) -> Peer | None:
-        """Return the node that says it is in office; of several, the one with the newest term."""
+        """Return the peer that claims to be in office; of several, the one with the newest term."""
         holders = [
             peer
             for peer in self.peers.values()
@@ -142,7 +141,7 @@ class Election:
         return max(holders, key=lambda peer: peer.state.term, default=None)
 
     def _preferred(self, view: View | None, holder: Peer | None, *, is_root: bool) -> str:
-        """Return who should lead, as seen from here; empty: unknown."""
+        """Return the node that should lead, as far as this node can tell; empty: unknown."""
         if holder is not None:
             return holder.node.id
         if view is None:
@@ -154,15 +153,15 @@ class Election:
         return ""
 
     def choose(self, view: View | None, *, is_root: bool, is_in_office: bool) -> bool:
-        """Lead, follow or go on as before; return whether the view that is to be trained in has to be said anew.
+        """Lead, follow or continue as before; return whether the choice of a view to train in starts over.
 
         Args:
             view: Newest view that this node knows.
-            is_root: Whether this node may lead when there is none.
-            is_in_office: Whether it leads with enough votes.
+            is_root: Whether this node may lead if there is no view yet.
+            is_in_office: Whether this node leads with enough votes.
         """
         others = [peer.state.term for peer in self.peers.values() if peer.state.leader != self._me]
-        newest = max(others, default=-1)  # of those who can't vote for this node in a term that is no newer
+        newest = max(others, default=-1)  # peers in this term can vote for this node only in a newer one
         holder = self._holder(view.key if view is not None else NO_VIEW)
         if is_in_office:
             if holder is not None and holder.state.term > self.term:
@@ -183,7 +182,7 @@ class Election:
         return True
 
     def _vote(self, peer: Peer) -> bool:
-        """Follow a node that leads in a newer term; return whether it does."""
+        """Follow a peer if it leads in a newer term; return whether it does."""
         if peer.state.leader != peer.node.id or peer.state.term <= self.term:
             return False
         self.term, self.leader = peer.state.term, peer.node.id

@@ -1,8 +1,8 @@
-"""The handshake of two nodes: facts about their jobs, and whether they can belong to the same one.
+"""The handshake of two nodes: what each sends about its job, and whether both belong to the same one.
 
-Each node dials all places of the list; the first that is a host's own gives it a turn. A node whose turn comes later
-waits 5 s for each place before it. If two begin all the same, they are two jobs, and the younger yields. A scheduler's
-list is cut to four places, because each of N nodes connects to every one.
+Each node connects to all meeting places of the list. A node on the host of a place may begin the job, but waits 5 s for
+each place that precedes its own in the list. If two nodes begin anyway, there are two jobs, and the younger one gives
+way. A scheduler's list is cut to four places, because each of N nodes connects to every one.
 
 Scripts that differ between nodes are reported, not refused: a script on a shared folder is edited while a job runs,
 and a host that comes back then must be let in.
@@ -19,36 +19,37 @@ from typing import Any
 
 import phalanx
 from phalanx._env import host_name
+from phalanx.launch.nodes.messages import Settings
 from phalanx.launch.nodes.views import Rules
 
 _PROTOCOL = 3
 
 
 class Handshake:
-    """This node's handshake, to which those of others are compared.
+    """This node's handshake, and its comparison with those of others.
 
     Args:
-        job: Settings of the job, as `agent_client` has them.
+        job: Settings of the job.
 
     Attributes:
-        told: Facts that this node sends.
+        told: Contents of this node's handshake.
     """
 
-    def __init__(self, job: Mapping[str, Any], rules: Rules) -> None:
+    def __init__(self, job: Settings, rules: Rules) -> None:
         self.told: dict[str, Any] = {
             "phalanx": phalanx.__version__,
             "protocol": _PROTOCOL,
-            "job": job["run_id"],
+            "job": job.run_id,
             "nodes": [rules.min_nodes, rules.max_nodes, rules.spares],
-            "backend": job["rdzv_backend"],
+            "backend": job.rdzv_backend,
             "silence_s": rules.silence_s,
-            "script": job["script"],
-            "max_restarts": job["max_restarts"],
+            "script": job.script,
+            "max_restarts": job.max_restarts,
         }
-        self._differ: set[str] = set()  # hosts with other settings
+        self._differ: set[str] = set()  # hosts whose differences have been reported
 
     def problem_with(self, handshake: Mapping[str, Any]) -> str:
-        """Return why whoever sends this handshake is no node of this job; empty: it is."""
+        """Return why the sender of a handshake is not a node of this job; empty: it is one."""
         here, ours = host_name(), self.told
         if handshake.get("job") != ours["job"]:
             return f"{here} runs another job at this place: its --rdzv-id is {ours['job']!r}"
@@ -76,7 +77,7 @@ class Handshake:
         return ""
 
     def differences(self, handshake: Mapping[str, Any]) -> list[str]:
-        """Return what another node of this job does otherwise, once for each host: that may be meant."""
+        """Return how another node of this job differs, once for each host; this is allowed, and may be intended."""
         node = handshake.get("node")
         host = str(node.get("host", ""))[:300] if isinstance(node, dict) else ""
         if host in self._differ:
@@ -103,13 +104,13 @@ class Handshake:
 
 
 def _version(handshake: Mapping[str, Any]) -> str:
-    """Return the version in a handshake, with that of the protocol: two builds of one version may differ in it."""
+    """Return the versions of the package and of the protocol; two builds of one version may differ in the latter."""
     version, protocol = (str(handshake.get(name))[:40] for name in ("phalanx", "protocol"))
     return f"phalanx {version} (protocol {protocol})"
 
 
 def _flags_of_nodes(told: Any) -> str:
-    """Return the flags with which a node was started that sends these numbers in its handshake."""
+    """Return the flags of a node that sends these numbers in its handshake."""
     if not (isinstance(told, list) and len(told) == 3 and all(type(number) is int for number in told)):
         return "another --nnodes"
     least, most, spares = told
@@ -118,7 +119,7 @@ def _flags_of_nodes(told: Any) -> str:
 
 
 def script_of(command: tuple[str, ...]) -> dict[str, str]:
-    """Return what this node runs in a form that nodes can compare, and that gives no argument away."""
+    """Return the identity of a command in a form that nodes can compare without revealing its arguments."""
     is_python = command[0] == sys.executable and len(command) > 1
     is_module = is_python and command[1] == "-m"
     path, digest = command[1 if is_python and not is_module else 0], hashlib.sha256()

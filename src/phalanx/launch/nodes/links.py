@@ -1,11 +1,10 @@
 """Connections between the agents of a job: plain TCP, lines of JSON, one thread.
 
-Each connection begins with a handshake of both ends, which says which job and which node each is. Both send a line at
-least twice a second; a node that has sent nothing for a while is lost. Only `wait` waits.
+Each connection begins with a handshake, in which both ends name their job and node. Both send a line at least twice a
+second; a node that has been silent for a while is lost. Only `Links.wait` blocks.
 
-The end of a connection says nothing about the node, since a firewall can reset connections, too. It is made anew, and
-nobody hears of it. A node is dead when its kernel refuses connections to its port, or when another agent answers
-there.
+The end of a connection says nothing about the node, since a firewall may have reset it. `Links` reconnects without
+telling its owner. A node is dead when its kernel refuses connections to its port, or when another agent answers there.
 """
 
 from __future__ import annotations
@@ -19,37 +18,37 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from phalanx.launch.nodes.messages import read_node
 from phalanx.launch.nodes.views import Node, Place
 from phalanx.wire.lines import as_line, read_line
+from phalanx.wire.messages import read_value
 
-_INTERACTIVE = 6  # priority of packets that do not wait behind the bulk of others
-_MOST_BYTES = 1 << 22  # of one line, or waiting to be sent
-_MOST_STRANGERS = 64  # connections without a handshake
+_INTERACTIVE = 6  # priority of packets, ahead of bulk traffic
+_MOST_BYTES = 1 << 22  # in one line, or waiting to be sent
+_MOST_STRANGERS = 64  # connections that have not completed the handshake
 _BUFFER_BYTES = 1 << 18
 
 
 class LinkOwner(Protocol):
-    """Who is told what happens on the links."""
+    """Receiver of what happens on the links."""
 
     def linked(self, node: Node) -> None:
-        """A node has greeted."""
+        """Handle a completed handshake with a new node."""
 
     def unlinked(self, peer: str, *, has_ended: bool, since_s: float) -> None:
-        """A node is gone: its system has refused us, or it has been silent. The first sign of it came at `since_s`."""
+        """Handle the loss of a node: its kernel refused a connection, or it has been silent since `since_s`."""
 
     def received(self, peer: str, message: dict[str, Any]) -> None:
-        """A node has sent something.
+        """Handle a message of a node.
 
         Raises:
-            ValueError: Nobody of ours would send that; the connection is closed.
+            ValueError: No agent would send this; the connection is closed.
         """
 
     def refused(self, why: str) -> None:
-        """A node does not want us."""
+        """Handle the rejection of our handshake by a peer."""
 
     def problem_with(self, handshake: dict[str, Any]) -> str:
-        """Return why whoever sends this handshake is no node of this job; empty: it is."""
+        """Return why the sender of a handshake is not a node of this job; empty: it is one."""
 
 
 class _Link:
@@ -57,42 +56,42 @@ class _Link:
 
     def __init__(self, end: socket.socket, now_s: float, dialed: Place | None = None) -> None:
         self.socket = end
-        self.dialed = dialed  # where we have connected to; None: it was accepted
+        self.dialed = dialed  # the place that was dialed; None: the connection was accepted
         self.is_connecting = dialed is not None
-        self.peer = ""  # the node's id, once it has greeted
+        self.peer = ""  # the node's id, after the handshake
         self.heard_s = now_s
         self.came = bytearray()
         self.goes = bytearray()
 
 
 class _Peer:
-    """A node that has greeted, over whichever connections.
+    """A node that has completed the handshake, and the connection to it.
 
     Attributes:
-        link: The connection that is used; None: it has ended, and another is being made.
+        link: Connection in use; None: it has ended, and another is being made.
     """
 
     def __init__(self, node: Node, link: _Link) -> None:
         self.node = node
         self.link: _Link | None = link
         self.heard_s = link.heard_s
-        self.dialed_s = 0.0  # since its connection has ended
+        self.dialed_s = 0.0  # last attempt to reconnect
         self.ended_s = 0.0
 
 
 _RESOLVE_AGAIN_S = 5.0
-_DIAL_AGAIN_S = 0.02  # a process that is ending may still take a connection
+_DIAL_AGAIN_S = 0.02  # a dying process may still accept a connection
 
 
 class Links:
     """All connections of one agent.
 
     Args:
-        selector: Selector of the loop; others may register with it, too, with a function as data.
-        silence_s: Seconds after which a silent node is lost.
+        selector: Selector of the agent's loop; others may register with it, too, with a function as data.
+        silence_s: Seconds of silence after which a node is lost.
 
     Attributes:
-        own: Places at which this agent itself was found to listen.
+        own: Places that turned out to be this agent's own.
     """
 
     def __init__(self, selector: selectors.BaseSelector, owner: LinkOwner, silence_s: float) -> None:
@@ -106,14 +105,14 @@ class Links:
         self.own: set[Place] = set()
 
     def introduce(self, me: Node, handshake: Mapping[str, Any]) -> None:
-        """Say who this node is; before that nothing is sent, and what comes is read later."""
+        """Set the handshake; until then nothing is sent, and what arrives is read later."""
         self._me, self._handshake = me, {**handshake, "node": me}
         for link in [*self._links]:
             if not link.is_connecting:
                 self._greet(link)
 
     def listen(self, listener: socket.socket) -> None:
-        """Take connections from a socket that listens."""
+        """Accept connections from a listening socket."""
         listener.setblocking(False)
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -147,7 +146,7 @@ class Links:
             self._queue(link, as_line(self._handshake))
 
     def dial(self, place: Place) -> str:
-        """Connect to an agent, unless that is under way; return what is wrong with its name, if anything."""
+        """Connect to an agent, unless a connection is under way; return what is wrong with its name, if anything."""
         if place in self.own or any(link.dialed == place for link in self._links):
             return ""
         address, why = self._names.find(place)
@@ -161,29 +160,29 @@ class Links:
             self._add(_Link(end, time.monotonic(), place))
         else:
             end.close()
-        if result == errno.ECONNREFUSED:  # at once, as on this host
+        if result == errno.ECONNREFUSED:  # immediate on the same host
             self._bury(place)
         return ""
 
     def own_address(self) -> str:
-        """Return the address of this host at one of its connections; empty: there is none."""
+        """Return this host's address on one of its connections; empty: there is none."""
         addresses = (_plain(link.socket.getsockname()[0]) for link in self._links if not link.is_connecting)
         return next(addresses, "")
 
     @property
     def nodes(self) -> list[Node]:
-        """All nodes that have greeted and are not lost."""
+        """All nodes that have completed the handshake and are not lost."""
         return [peer.node for peer in self._peers.values()]
 
     # ------------------------------------------------------------ talking
 
-    def tell(self, peer: str, message: Mapping[str, Any]) -> None:
-        """Send a message to a linked node; while its connection is made anew, it is lost."""
+    def tell(self, peer: str, message: Any) -> None:
+        """Send a message to a linked node; it is dropped while the node is being reconnected."""
         if (it := self._peers.get(peer)) is not None and it.link is not None:
             self._queue(it.link, as_line(message))
 
-    def tell_all(self, make: Callable[[str], Mapping[str, Any]]) -> None:
-        """Send every linked node the message that is made for it."""
+    def tell_all(self, make: Callable[[str], Any]) -> None:
+        """Send each linked node the message that `make` returns for its id."""
         for peer in [*self._peers]:
             self.tell(peer, make(peer))
 
@@ -245,7 +244,7 @@ class Links:
             del link.came[: end + 1]
             try:
                 self._take(link, read_line(line))
-            except (ValueError, TypeError, KeyError, OverflowError):  # not one of ours
+            except (ValueError, TypeError, KeyError, OverflowError):  # not from an agent
                 self._close(link)
         if len(link.came) > _MOST_BYTES:
             self._close(link)
@@ -257,24 +256,24 @@ class Links:
             return
         if "refused" in message:
             self._close(link)
-            if link.dialed is not None:  # whoever comes to us has nothing to refuse
+            if link.dialed is not None:  # only the dialed end may refuse
                 self._owner.refused(str(message["refused"])[:500])
             return
         assert self._me is not None
-        node = read_node(message.get("node"))
+        node: Node = read_value(message.get("node"), Node)
         if node.id == self._me.id:
             if link.dialed is not None:
                 self.own.add(link.dialed)
             self._close(link)
         elif why := self._owner.problem_with(message):
-            if link.dialed is None:  # whom we have dialed will tell us what is wrong
+            if link.dialed is None:  # the dialed end reports the problem
                 self._queue(link, as_line({"refused": why}))
                 self._close(link)
         else:
             self._greeted(link, node)
 
     def _greeted(self, link: _Link, node: Node) -> None:
-        """Use a connection with a node, unless there is one; of two, both ends keep that which the lesser id made."""
+        """Use a connection to a node. Of two connections, both ends keep the one that the lower id dialed."""
         assert self._me is not None
         if link.dialed is not None:
             self._bury(link.dialed, but=node.id)
@@ -305,14 +304,14 @@ class Links:
                 self.redial()
 
     def _bury(self, place: Place | None, but: str = "") -> None:
-        """Take the nodes that were at a place for dead: nobody is there any more, or another."""
+        """Report the nodes at a place as dead: nobody listens there any more, or another agent does."""
         for peer in [peer for peer in self._peers.values() if peer.node.place == place and peer.node.id != but]:
             if peer.link is None:
                 del self._peers[peer.node.id]
                 self._owner.unlinked(peer.node.id, has_ended=True, since_s=peer.ended_s)
 
     def redial(self) -> None:
-        """Connect anew to nodes whose connection has ended."""
+        """Reconnect to nodes whose connection has ended."""
         now_s = time.monotonic()
         for peer in [*self._peers.values()]:
             if peer.link is None and now_s - peer.dialed_s >= _DIAL_AGAIN_S:
@@ -320,16 +319,16 @@ class Links:
                 self.dial(peer.node.place)
 
     def wait(self, timeout_s: float) -> None:
-        """Do what there is to do; if nothing, wait for it."""
+        """Serve what is ready; wait for at most `timeout_s` if nothing is."""
         if any(peer.link is None for peer in self._peers.values()):
             timeout_s = min(timeout_s, _DIAL_AGAIN_S)
         for key, _ in self._selector.select(timeout_s):
             now = self._selector.get_map().get(key.fd)
-            if now is not None and now.data is key.data:  # nobody has closed it meanwhile
+            if now is not None and now.data is key.data:  # not closed by an earlier one in this round
                 key.data()
 
     def lose_silent(self) -> None:
-        """Lose the nodes that have been silent; after `wait`, which takes what has come meanwhile."""
+        """Drop the nodes that have been silent. Call `wait` first, which reads what has arrived."""
         now_s = time.monotonic()
         for peer in [peer for peer in self._peers.values() if now_s - peer.heard_s >= self._silence_s]:
             del self._peers[peer.node.id]
@@ -341,21 +340,21 @@ class Links:
             self._close(link)
 
     def flush(self, limit_s: float) -> None:
-        """Wait until all has been sent, or the limit."""
+        """Wait until everything has been sent, or until the limit."""
         ends_s = time.monotonic() + limit_s
         while any(link.goes for link in self._links if link.peer) and time.monotonic() < ends_s:
             self.wait(0.05)
 
 
 class _Names:
-    """Addresses of hosts. Threads ask for them, since DNS may take seconds."""
+    """Addresses of hosts, looked up by threads, since DNS may take seconds."""
 
     def __init__(self) -> None:
         self._found: dict[Place, tuple[float, tuple[Any, Any] | None, str]] = {}
         self._asking: set[Place] = set()
 
     def find(self, place: Place) -> tuple[tuple[Any, Any] | None, str]:
-        """Return family and address of a place, as far as it is known, and what is wrong."""
+        """Return family and address of a place, or None while unknown, and what is wrong with its name."""
         asked_s, address, why = self._found.get(place, (-_RESOLVE_AGAIN_S, None, ""))
         if time.monotonic() - asked_s >= _RESOLVE_AGAIN_S and place not in self._asking:
             self._asking.add(place)
@@ -375,7 +374,7 @@ class _Names:
 
 
 def is_local(host: str) -> bool:
-    """Whether a name or an address is one of this host.
+    """Return whether a name or an address belongs to this host.
 
     Raises:
         OSError: The name does not resolve.

@@ -1,45 +1,270 @@
-"""Messages between agents, as lines of JSON. Whatever comes from another host is checked before it is believed."""
+"""Messages between agents, and between an agent and its supervisor: each is checked before it is believed.
+
+Agents send each other lines of JSON. A supervisor and its agent send packets ``{kind: facts}``; each kind is a
+dataclass of this module, and `read_packet` returns an object of it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from phalanx.launch.nodes.views import Node, State, View
+from phalanx.launch.environment import Attempt
+from phalanx.launch.job import Job
+from phalanx.launch.nodes.views import Cause, State, View
 from phalanx.wire.messages import read_value, require
 
-_T = TypeVar("_T")
-_MOST_NODES = 10_000
+_OF_STATE = {field.name for field in dataclasses.fields(State)}
 
-_OF_STATE = {field.name for field in dataclasses.fields(State)}  # each is told, also one that has a default
-
-
-def read_node(told: Any) -> Node:
-    """Return the node that a message tells of.
-
-    Raises:
-        ValueError: It tells of none.
-    """
-    node: Node = read_value(told, Node)
-    return node
+# ---------------------------------------------------------------- between agents
 
 
-def read_view(told: Any) -> View:
-    """Return the view that a message tells of.
+def read_state(value: Any) -> State:
+    """Return the state of a node, which must have every field, also those with a default.
 
     Raises:
-        ValueError: It tells of none.
+        ValueError: It is not a state.
     """
-    view: View = read_value(told, View)
-    return view
-
-
-def read_state(told: Any) -> State:
-    """Return what a node tells of itself.
-
-    Raises:
-        ValueError: It tells nothing.
-    """
-    require(isinstance(told, dict) and told.keys() >= _OF_STATE, "the state of a node", told)
-    state: State = read_value(told, State)
+    require(isinstance(value, dict) and value.keys() >= _OF_STATE, "the state of a node", value)
+    state: State = read_value(value, State)
     return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Heartbeat:
+    """The state of a node and the times from which the receiver learns the offset of its clock.
+
+    Attributes:
+        at: Time of sending, by the sender's clock.
+        echo: Time at which the receiver sent the last heartbeat that the sender has, by the receiver's clock; 0: none.
+        came: Time at which that one arrived, by the sender's clock.
+        age: Seconds for which the sender's job has lasted.
+    """
+
+    state: Annotated[Any, read_state]
+    at: float
+    echo: float
+    came: float
+    age: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NewView:
+    """A view that the receiver does not know yet, of a job that has lasted for `age` seconds."""
+
+    view: View
+    is_started: bool
+    age: float
+
+
+# ---------------------------------------------------------------- between a supervisor and its agent
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """A message without facts.
+
+    An agent sends "stop" to have the ranks stopped, "reserve" to have a port held for rank 0, "watch" to hear of the
+    ranks' next snapshot, and "all leave" if no other node stays. A supervisor sends "snapshot" if the ranks have taken
+    one or never take any, "leave" if this node is about to leave the job, "interrupted" if Ctrl-C has stopped it, and
+    "pong" in answer to `Ping`.
+    """
+
+    what: Literal["stop", "reserve", "watch", "all leave", "snapshot", "leave", "interrupted", "pong"]
+
+
+# ---------------------------------------------------------------- from the supervisor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of an agent: those of its `Job`, and its own.
+
+    Attributes:
+        script: Identity of the script, as `handshake.script_of` returns it.
+        replica_port: Port on which this node takes replicas of snapshots; 0: it takes none.
+        joins: Whether this agent has left one side of the job to join the other.
+        num_starts: Starts of the ranks so far; more than 0 only where the agent has begun anew.
+    """
+
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_conf: dict[str, Any]
+    run_id: str
+    role: str
+    min_nodes: int
+    max_nodes: int
+    node_rank: int
+    local_addr: str
+    host_label: str
+    num_replicas: int
+    num_local_ranks: int
+    max_restarts: int
+    spares: int
+    grace_s: float
+    drain_file: str
+    drain_url: str
+    script: dict[str, str]
+    replica_port: int = 0
+    joins: bool = False
+    num_starts: int = 0
+
+
+def settings_of(job: Job, *, script: dict[str, str], replica_port: int) -> Settings:
+    names = {field.name for field in dataclasses.fields(Job)} & {field.name for field in dataclasses.fields(Settings)}
+    return Settings(script=script, replica_port=replica_port, **{name: getattr(job, name) for name in names})
+
+
+@dataclasses.dataclass(frozen=True)
+class Reserved:
+    """The supervisor holds this port for rank 0."""
+
+    port: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The ranks of a start have ended; `cause` is that of their failure."""
+
+    how: Literal["succeeded", "failed", "stopped", "interrupted"]
+    number: int
+    cause: Cause | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AskFor:
+    """This node would go on with more ranks."""
+
+    num_ranks: int
+
+
+# ---------------------------------------------------------------- from the agent
+
+
+@dataclasses.dataclass(frozen=True)
+class Resized:
+    """A node that has another number of ranks than before."""
+
+    host: str
+    before: int
+    now: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Start the ranks.
+
+    Attributes:
+        number: Number of this start on this node, which `Ended` repeats.
+        restarts: Failures of the job so far.
+        replicas: Nodes that keep this node's snapshots, as `holders.told_of` returns them.
+        resized: Other nodes whose number of ranks has changed.
+    """
+
+    attempt: Attempt
+    number: int = 0
+    restarts: int = 0
+    replicas: dict[str, Any] = dataclasses.field(default_factory=dict)
+    resized: tuple[Resized, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSign:
+    """How and when this node noticed the loss of another, by the monotonic clock of this host."""
+
+    how: Literal["refused", "silent"]
+    since_s: float
+    noticed_s: float
+    num_ranks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """An attempt has failed, and another follows.
+
+    Attributes:
+        restarts: Failures of the job so far, this one included.
+        sign: How this node noticed the failure; None: it did not.
+    """
+
+    cause: Cause
+    restarts: int
+    sign: LossSign | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Join:
+    """Stop the ranks: this node joins the other side of the job."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """The job has ended; `cause` is that of its failure."""
+
+    cause: Cause | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GiveUp:
+    """This node takes no part in the job, after waiting for `after_s` or because another node has refused it."""
+
+    why: str
+    after_s: float | None = None
+    is_refused: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """What this node waits for, and for how long at most; None: without a limit."""
+
+    what: str
+    left_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Say:
+    """Show a line."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ping:
+    """Answer with "pong"; `clocks` are the offsets of other hosts' clocks."""
+
+    clocks: dict[str, tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drain:
+    """A notice says that this host is about to be taken away."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToLeave:
+    """Whether this node is the next of those that are about to leave."""
+
+    is_next: bool
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(Signal, Reserved, Ended, AskFor),
+        *(Start, Restart, Join, Finish, GiveUp, Waiting, Say, Ping, Drain, NextToLeave),
+    )
+}
+
+
+def as_packet(message: Any) -> dict[str, Any]:
+    return {type(message).__name__: message}
+
+
+def read_packet(packet: Mapping[str, Any]) -> Any:
+    [(kind, facts)] = packet.items()
+    return read_value(facts, _KINDS[kind])

@@ -1,12 +1,11 @@
-"""Notices that this host is about to be taken away: a file that appears, or a provider's metadata service.
+"""Notices that this host is about to be preempted: a file that appears, or a provider's metadata service.
 
-Two threads ask, one for each kind, since a name or a file system may hang. Nothing depends on the wall clock.
+One thread polls for each kind, since a name lookup or a file system may hang. Nothing depends on the wall clock.
 
-**A file that was there before is no notice.** A host that was drained is started again by the same command, with the
-file of its last notice still in place; if that counted, it would leave for ever. So only a change since the start is a
-notice, and a line names what was left over. The provider's own answer counts whenever it says so, since it speaks of
-this machine. Where no other node stays, a notice becomes a SIGTERM to the ranks, because snapshots in memory go with
-the last host.
+**A file that was there before is no notice.** A drained host is started again by the same command, with the file of the
+last notice still in place; if that counted, the host would leave again each time. So only a change since the start is
+a notice, and a line names the leftover file. The provider's answer always counts, since it is about this machine. If
+no other node stays, a notice becomes a SIGTERM to the ranks, because snapshots in memory are lost with the last host.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from typing import Any
 
 LOOK_EVERY_S = 1.0
 ASK_EVERY_S = 5.0
-"""What AWS advises; Google, Azure and AWS give 30 s, 30 s and two minutes of warning."""
+"""As AWS recommends. Google, Azure and AWS give 30 s, 30 s and two minutes of warning."""
 _LIMIT_S = 2.0
 _MOST_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """Metadata service of a provider.
+    """A provider's metadata service.
 
     Attributes:
-        url: Address that is asked.
+        url: Address to query.
         headers: Headers of the request.
-        token_url: Address that gives a token for the request, by PUT; empty: it needs none.
-        is_notice: Function that tells from an answer whether this host is to go.
+        token_url: Address that returns a token for the request in answer to PUT; empty: no token is needed.
+        is_notice: Function that returns whether an answer is a notice.
     """
 
     url: str
@@ -68,14 +67,13 @@ SERVICES: Mapping[str, Service] = {
 
 
 class Notices:
-    """Watches until a notice comes, and then says so once.
+    """Watches for a notice, and reports the first one.
 
     Args:
-        file: File that appears, or that is touched; empty: none. One that is there at the beginning is left over from
-            another job, perhaps this host's last one, and would end each new one.
-        url: Address that answers 200, or a name of `SERVICES`; empty: none.
-        tell: Function that a thread calls with the notice in words.
-        tell_leftover: Function that a thread calls with the file that is no notice.
+        file: File whose appearance or change is a notice; empty: none.
+        url: Address whose answer 200 is a notice, or a key of `SERVICES`; empty: none.
+        tell: Function that a thread calls with the text of the notice.
+        tell_leftover: Function that a thread calls with the file if it was there before.
     """
 
     def __init__(self, file: str, url: str, tell: Callable[[str], None], tell_leftover: Callable[[str], None]) -> None:
@@ -83,11 +81,11 @@ class Notices:
         self._service = SERVICES.get(url) or (Service(url) if url else None)
         self._said = threading.Lock()
         self._has_looked = threading.Event()
-        # Neither waits for the other: a file system that hangs keeps no provider's warning away.
+        # Two threads, so that a file system that hangs does not hold back the provider's warning.
         for watch in filter(None, (self._watch_file if file else None, self._watch_service if url else None)):
             threading.Thread(target=watch, name="phalanx-notices", daemon=True).start()
         if file:
-            self._has_looked.wait(_LIMIT_S)  # what appears from now on is a notice, unless the file system hangs
+            self._has_looked.wait(_LIMIT_S)  # a change from now on is a notice, unless the file system hangs
 
     def _watch_file(self) -> None:
         first = _stamp_of(self._file)
@@ -110,7 +108,7 @@ class Notices:
 
 
 def _stamp_of(file: str) -> tuple[int, int] | None:
-    """Return what changes when a file is made anew or touched; None if there is none."""
+    """Return a value that changes when the file is replaced or touched; None if there is no file."""
     try:
         found = os.lstat(file)
     except OSError:
@@ -119,7 +117,7 @@ def _stamp_of(file: str) -> tuple[int, int] | None:
 
 
 def asks_to_go(service: Service) -> bool:
-    """Return whether a service says that this host is to go; one that does not answer says nothing."""
+    """Return whether a service announces the end of this host; False if it does not answer."""
     headers = dict(service.headers)
     try:
         if service.token_url:
@@ -132,7 +130,7 @@ def asks_to_go(service: Service) -> bool:
 
 def _ask(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str:
     request = urllib.request.Request(url, headers=dict(headers), method=method)
-    # Metadata is this host's own: no proxy can know it.
+    # The service is local to this host, so no proxy can reach it.
     opener: Any = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=_LIMIT_S) as answer:
         if answer.status != 200:

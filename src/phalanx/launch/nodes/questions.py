@@ -1,7 +1,7 @@
-"""Passes on the question why a job does not continue: agents hear it from a user, and from each other.
+"""Forwards the question of ``phalanx why`` to the other nodes, and answers theirs.
 
-A user's ``phalanx why`` connects to a socket of its host's agent, which asks the agents of the other nodes. Each starts
-a process that gathers the evidence about its ranks, and passes that on as it is.
+The command connects to a socket of its host's agent, which asks the agents of the other nodes. Each of them starts a
+process that gathers evidence about its ranks, and forwards the output.
 """
 
 from __future__ import annotations
@@ -14,40 +14,31 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
+from phalanx.launch.nodes.links import Links
 from phalanx.wire.lines import as_line
 from phalanx.wire.peer import peer_of
 
 ANSWER_S = 3.0
-"""Within which the other nodes answer."""
+"""For the other nodes to answer."""
 _MOST_BYTES = 1 << 20
 _MOST_AT_ONCE = 8
 _GATHER = "phalanx.diagnose.why.other_hosts"
 
 
-class Wire(Protocol):
-    """What carries questions and answers."""
-
-    def tell(self, peer: str, message: dict[str, Any]) -> None:
-        """Send a message to one node."""
-
-    def tell_all(self, make: Any) -> None:
-        """Send every node the message that is made for it."""
-
-
 def socket_of(supervisor_pid: int) -> str:
-    """Return the address at which the agent of a supervisor hears questions: no file, seen on this host alone."""
+    """Return the abstract socket address at which the agent of a supervisor takes questions."""
     return f"\0phalanx-why-{supervisor_pid}"
 
 
 def is_trusted(peer: socket.socket) -> bool:
-    """Whether the process at the other end is this user's, or root's."""
+    """Return whether the process at the other end belongs to this user or to root."""
     return peer_of(peer)[1] in (0, os.geteuid())
 
 
 class _Look:
-    """A look at this node's ranks that is under way for another node."""
+    """The process that gathers evidence for another node."""
 
     def __init__(self, peer: str, number: int, supervisor_pid: int) -> None:
         self.peer, self.number = peer, number
@@ -63,20 +54,22 @@ class _Look:
 
 
 class Questions:
-    """Hears questions, passes them on and answers those of other nodes, as part of the agent's loop.
+    """Takes, forwards and answers questions, as part of the agent's loop.
 
     Args:
-        supervisor_pid: Process whose ranks are asked about.
+        supervisor_pid: Supervisor of the ranks in question.
         selector: Selector of the agent's loop.
-        wire: Links to the other nodes.
+        links: Links to the other nodes.
     """
 
-    def __init__(self, supervisor_pid: int, selector: selectors.BaseSelector, wire: Wire) -> None:
-        self._supervisor_pid, self._selector, self._wire = supervisor_pid, selector, wire
-        self._asking: dict[int, tuple[socket.socket, float, set[str]]] = {}  # users who wait, until when, for whom
+    def __init__(self, supervisor_pid: int, selector: selectors.BaseSelector, links: Links) -> None:
+        self._supervisor_pid, self._selector, self._links = supervisor_pid, selector, links
+        self._asking: dict[
+            int, tuple[socket.socket, float, set[str]]
+        ] = {}  # socket of the user, deadline, nodes that have not answered
         self._looks: list[_Look] = []
         self._num_asked = 0
-        with contextlib.suppress(OSError):  # the job goes on without it
+        with contextlib.suppress(OSError):  # the job runs without it
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._listener.bind(socket_of(supervisor_pid))
             self._listener.listen()
@@ -84,7 +77,7 @@ class Questions:
             selector.register(self._listener, selectors.EVENT_READ, self._hear)
 
     def _hear(self) -> None:
-        """Pass a user's question on."""
+        """Forward a user's question to the other nodes."""
         with contextlib.suppress(OSError):
             asking, _ = self._listener.accept()
             if not is_trusted(asking) or len(self._asking) >= _MOST_AT_ONCE:
@@ -99,10 +92,10 @@ class Questions:
                 silent.add(peer)
                 return {"asks": self._num_asked}
 
-            self._wire.tell_all(ask)
+            self._links.tell_all(ask)
 
     def received(self, peer: str, message: dict[str, Any]) -> None:
-        """Take in what another node asks or answers."""
+        """Handle a question or an answer of another node."""
         if "asks" in message and len(self._looks) < _MOST_AT_ONCE:
             with contextlib.suppress(OSError):
                 look = _Look(peer, int(message["asks"]), self._supervisor_pid)
@@ -120,8 +113,8 @@ class Questions:
                 look.said += more
                 return
             if len(look.said) < _MOST_BYTES:
-                with contextlib.suppress(ValueError):  # it has failed, and the node that asked hears nothing
-                    self._wire.tell(look.peer, {"answers": look.number, "said": json.loads(look.said)})
+                with contextlib.suppress(ValueError):  # the process has failed, and nothing is sent
+                    self._links.tell(look.peer, {"answers": look.number, "said": json.loads(look.said)})
             self._end(look)
 
     def _end(self, look: _Look) -> None:
@@ -132,7 +125,7 @@ class Questions:
         look.process.wait()
 
     def look(self) -> None:
-        """End what is complete or has taken too long."""
+        """Finish what is complete or has taken too long."""
         now_s = time.monotonic()
         for look in [look for look in self._looks if now_s > look.ends_s]:
             self._end(look)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from phalanx.failure.ending import Ending
 from phalanx.wire.messages import between, cropped, require
@@ -16,7 +16,7 @@ Place = tuple[str, int]
 """Address and port of an agent."""
 NO_VIEW: Key = (0, 0)
 MOST_RANKS = 1 << 20
-"""More than a node may have."""
+"""Exclusive upper bound for the ranks of a node."""
 _MOST_NODES = 10_000
 
 _Name = Annotated[str, cropped(300)]
@@ -31,17 +31,17 @@ def _address(told: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node as the others know it. Two are the same node if their ids are: what else is known of it may change.
+    """A node as the others know it. Nodes with the same id are the same node; the other facts may change.
 
     Attributes:
         id: Identifier of this agent's process; a node that is started again has another.
         host: Hostname, for people.
         address: Address at which the other nodes reach it.
-        port: Port on which its agent listens.
-        num_ranks: Largest number of its ranks; in a view, that of its attempt.
-        position: Number of the node, where nodes have fixed ones; else -1.
-        label: Label that it shares with nodes that may be lost together with it; empty: none.
-        replica_port: Port on which it takes replicas of snapshots; 0: it takes none.
+        port: Port on which the agent listens.
+        num_ranks: Maximum number of ranks; in a view, the number in its attempt.
+        position: Fixed number of the node; -1 where nodes have none.
+        label: Label shared by nodes that may be lost together; empty: none.
+        replica_port: Port on which the node takes replicas of snapshots; 0: it takes none.
     """
 
     id: _Name
@@ -58,7 +58,7 @@ class Node:
 
     @property
     def domain(self) -> str:
-        """What it is lost together with: nodes of the same label, or else of the same host."""
+        """Failure domain: the label, or the host if there is no label."""
         return self.label or self.host
 
     @property
@@ -68,7 +68,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Nodes whose votes count together, and who led them."""
+    """Nodes whose votes count together, and their leader."""
 
     leader: str
     ids: tuple[str, ...]
@@ -84,10 +84,9 @@ class Cause:
     """Why an attempt failed.
 
     Attributes:
-        ending: Ending of the rank that was the cause; of a node, its host and first rank, with
-            what happened as the exception.
-        num_ranks: Number of ranks that its node has in the next attempt; -1: as many as before.
-        is_free: Whether it costs no restart.
+        ending: Ending of the rank that was the cause. For a node: its host and first rank, with the event as exception.
+        num_ranks: Number of ranks that the node has in the next attempt; -1: as many as before.
+        is_free: Whether this failure costs no restart.
     """
 
     ending: Ending
@@ -109,7 +108,7 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """End of a job, with the cause of its failure; None: it has succeeded."""
+    """End of a job, with the cause of its failure; None: the job succeeded."""
 
     cause: Cause | None
 
@@ -120,11 +119,11 @@ class View:
 
     Attributes:
         members: Nodes, in the order of their ranks.
-        attempt: Attempts before it, for whatever reason they ended.
-        restarts: Failures so far.
-        cause: Failure of the attempt before it; None: it did not fail.
+        attempt: Number of earlier attempts, however they ended.
+        restarts: Number of failures so far.
+        cause: Failure of the previous attempt; None: it did not fail.
         bases: Groups of the views that may have started last.
-        places: Addresses and ports of all nodes that have taken part: there one that is started again is looked for.
+        places: Addresses and ports of all nodes that have taken part, where a restarted node is looked for.
         job: Id of the node that proposed the first view of this job.
     """
 
@@ -153,47 +152,33 @@ class View:
         return sum(node.num_ranks for node in self.members[:node_rank])
 
     def name_of(self, node_rank: int) -> str:
-        """Return a node's host for people, with the number of the node where several of this view have that host."""
+        """Return the node's host, with the number of the node if several nodes of this view share the host."""
         host = self.members[node_rank].host
         is_shared = [node.host for node in self.members].count(host) > 1
         return f"{host} #{node_rank}" if is_shared else host
 
-    def place_of(self, member: str) -> dict[str, Any]:
-        """Return what a member's ranks are told of the attempt, as `environment.Attempt` takes it."""
-        number = self.ids.index(member)
-        return {
-            "world_size": self.first_rank(len(self.members)),
-            "num_local_ranks": self.members[number].num_ranks,
-            "first_rank": self.first_rank(number),
-            "node_rank": number,
-            "num_nodes": len(self.members),
-            "master_addr": self.members[0].address,
-            "restart_count": self.attempt,
-            "epoch": {"job": self.job, "attempt": list(self.key)},
-        }
-
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a node tells the others, again and again; what comes last counts.
+    """What a node sends to all others, repeatedly; the latest counts.
 
     Attributes:
-        term: The term in which it has voted.
-        leader: Node that it follows; itself: it would lead.
+        term: Term in which the node has voted.
+        leader: Node that it follows; its own id: it is a candidate or the leader.
         in_office: Whether it leads with enough votes.
-        key: The view that it has accepted.
-        is_settled: Whether it is linked to all nodes of it, and all that it is linked to know it.
-        is_idle: Whether none of its ranks run.
-        has_left: Whether it has stopped its ranks in this view, because it could not reach all others.
-        is_leaving: Whether it will be gone soon, and nothing is wrong with that.
-        is_done: Whether its ranks have come to their end in this view.
+        key: Newest view that it has accepted.
+        is_settled: Whether it is linked to all nodes of that view, and every linked voter knows the view.
+        is_idle: Whether none of its ranks is running.
+        has_left: Whether it has stopped its ranks in this view because it could not reach all other nodes.
+        is_leaving: Whether it is about to leave the job on purpose.
+        is_done: Whether its ranks have succeeded in this view.
         failure: Failure of one of its ranks in this view.
-        running: View in which its nodes are to train, if it is the leader.
-        port: Port that the first node of this view holds for rank 0; 0: not yet.
-        result: End of the job; None: it has not ended.
+        running: As leader, the view whose nodes are to train.
+        port: As first node of the view, the port that it holds for rank 0; 0: none yet.
+        result: End of the job; None: the job has not ended.
         job: Job of its view.
-        num_ranks: Number of its ranks in the next attempt, unless a failure of its own says another.
-        cause: Reason for which it, as leader, has ended this view's attempt.
+        num_ranks: Number of its ranks in the next attempt, unless its own failure says otherwise.
+        cause: As leader, the reason for ending this view's attempt.
     """
 
     term: int = -1
@@ -216,15 +201,15 @@ class State:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the job's flags ask for.
+    """Rules of a job, as its flags set them.
 
     Attributes:
         silence_s: Seconds of silence after which a node is lost.
-        last_call_s: Seconds to wait for more nodes when the fewest are there, at the job's start.
-        join_s: Seconds that new nodes wait for the ranks to take a snapshot, before all start again without.
+        last_call_s: Seconds to wait for more nodes once the minimum is there, at the start of the job.
+        join_s: Seconds that new nodes wait for the next snapshot; after that, all ranks restart without it.
         has_positions: Whether nodes have fixed numbers.
-        spares: Number of nodes beyond the largest that are to wait.
-        preempted_s: Seconds for all ranks to end, once some have ended because they were preempted.
+        spares: Number of nodes beyond the maximum that wait as spares.
+        preempted_s: Seconds for all ranks to end once some have been preempted.
     """
 
     min_nodes: int
@@ -239,10 +224,10 @@ class Rules:
 
 
 def seat(old: Sequence[str], present: Sequence[Node], rules: Rules) -> list[Node]:
-    """Return the nodes of the next view in order: who was there keeps its place, newcomers fill the gaps.
+    """Return the nodes of the next view in order: old nodes keep their places, and newcomers fill the gaps.
 
     Args:
-        old: Ids of the nodes of the last view.
+        old: Ids of the nodes of the previous view.
         present: Nodes that can take part.
     """
     if rules.has_positions:

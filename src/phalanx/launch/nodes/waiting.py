@@ -1,4 +1,4 @@
-"""Words for what a node waits for."""
+"""Messages about what a node is waiting for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.launch.nodes.views import Node, Rules, View
 
 
 def why_not_in(view: View, rules: Rules, me: Node) -> str:
-    """Return why a node has no part in a job that trains; empty: it gets one."""
+    """Return why a node does not take part in a running job; empty: it is about to."""
     if len(view.members) < rules.max_nodes:
         return ""
     if rules.has_positions:
@@ -21,7 +21,7 @@ def why_not_in(view: View, rules: Rules, me: Node) -> str:
 
 
 def missing(nodes: Sequence[Node], rules: Rules) -> str:
-    """Return what `nodes`, which are here, lack for a beginning; empty: nothing that is known."""
+    """Return what is missing before `nodes` can start the job; empty: nothing that is known."""
     here = ", ".join(node.host for node in nodes)
     if rules.has_positions:
         positions = [node.position for node in nodes]
@@ -37,11 +37,11 @@ def missing(nodes: Sequence[Node], rules: Rules) -> str:
 
 
 def why_no_majority(view: View, reached: Collection[str], here: Sequence[Node]) -> str:
-    """Return which nodes of a view are waited for; empty if all are here.
+    """Return which nodes of a view are being waited for; empty if all are here.
 
     Args:
-        reached: Ids of the nodes of the view that are with this one.
-        here: Nodes that are linked, and this one.
+        reached: Ids of the nodes of the view that this node can reach.
+        here: Linked nodes, and this one.
     """
     lost = [node.host for node in view.members if node.id not in reached]
     left = [node.host for node in view.members if node.id in reached]

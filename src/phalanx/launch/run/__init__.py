@@ -1,5 +1,5 @@
-"""A job on this node: one attempt after another, each with its ranks, until none is left to make.
+"""A job on this node: one attempt after another, until it succeeds or may not be restarted.
 
-Start with `supervisor`, one attempt from start to end, then `attempts`. Only the standard library is imported: nothing
-that breaks torch can break it.
+Start with `supervisor`, which runs one attempt, then `attempts`. Only the standard library is imported, so nothing that
+breaks torch can break the launcher.
 """

@@ -1,17 +1,17 @@
-"""One attempt after another on one node: the port of each, what ends it, and whether another follows.
+"""Attempts on one node, one after another: the port of each, what ends it, and whether another follows.
 
-**Ports.** The supervisor binds rank 0's port without listening and holds it as long as the attempt lasts. Rank 0 can
-listen on it (both sides have SO_REUSEADDR), and the kernel gives it to nobody else. Each attempt has a new store, on a
-new port unless one was named, so an address of an earlier attempt can't be read.
+**Ports.** The supervisor binds rank 0's port without listening, and holds it as long as the attempt lasts. Rank 0 can
+listen on it (both sides set SO_REUSEADDR), and the kernel gives it to nobody else. Each attempt has a new store, on a
+new port unless the user named one, so no rank can read an address of an earlier attempt.
 
-**A mistake of the script is not tried again.** That is an exception that every rank raised at the same line within 10
-s, with no snapshot and no sign of training. The ranks get half a second to raise what the first one has raised. A sign
-of training is a Trainer's step, a checkpoint of a rank, or more than 32 collectives in one group, which is more than
-comparing models and sending their weights takes. Ranks note it in the launcher's memory when they save and when they
+**A mistake in the script is not retried.** It is an exception that every rank raised at the same line within 10 s, with
+no snapshot and no sign of training. Once one rank has raised it, the others get half a second to do the same. Signs of
+training are a Trainer's step, a checkpoint, or more than 32 collectives in one group, which is more than comparing
+models and broadcasting their weights takes. Ranks note them in the launcher's memory when they save and when they
 leave.
 
-TORCHELASTIC_RESTART_COUNT counts every restart, because ranks tell the snapshots of one attempt from those of another
-by it.
+TORCHELASTIC_RESTART_COUNT counts every restart, because ranks use it to tell the snapshots of one attempt from those of
+another.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from phalanx.launch.run.supervisor import Supervisor
 
 
 def run_on_this_node(ranks: Supervisor, job: Job) -> Ending | None:
-    """Start the ranks until they succeed or may not be started again; return the last cause, None if all went well.
+    """Start the ranks until they succeed or may not be restarted; return the cause of the failure, None on success.
 
     Raises:
-        SystemExit: The port was taken meanwhile; that has been said.
+        SystemExit: Another process has taken the port; the console says so.
     """
     policy = RestartPolicy(job, ranks.snapshots_fd)
     size = policy.size
@@ -75,7 +75,7 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Ending | None:
             for step in steps:
                 ranks.say(step)
             return culprit
-        say_failure(ranks, culprit)
+        ranks.say(brief_report(culprit))
         ranks.recovery.lost_rank(culprit, ranks.ends)
         if count_oom_kills() > num_oom_kills:
             give_up_memory(ranks)
@@ -84,14 +84,14 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Ending | None:
 
 
 def words_of_used_restarts(job: Job, num_restarts: int) -> str:
-    """Return that a job ends because its restarts are used; nothing if there are some left, or it had none."""
+    """Return the message that all restarts are used; empty if some are left, or if the job had none."""
     if not job.max_restarts or num_restarts < job.max_restarts:
         return ""
     return f"{num_restarts} of {job.max_restarts} restarts are used; raise --max-restarts"
 
 
 def give_up_memory(ranks: Supervisor) -> None:
-    """Have the next attempt take no snapshots and keep no freed memory: the kernel has killed for want of it."""
+    """Have later attempts take no snapshots and keep no freed memory, because the kernel ran out of memory."""
     ranks.dismiss_survivors()
     forbid(ranks.snapshots_fd)
     ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
@@ -101,17 +101,12 @@ def give_up_memory(ranks: Supervisor) -> None:
     )
 
 
-def say_failure(ranks: Supervisor, culprit: Ending) -> None:
-    """Say what failed, before the ranks are started again."""
-    ranks.say(brief_report(culprit))
-
-
 class RestartPolicy:
-    """Follows the failures of a job on one node, and chooses the end.
+    """Decides what follows each failure of a job on one node.
 
     Attributes:
-        size: Number of ranks of the present attempt.
-        is_regrowing: Whether the present attempt is being ended only to start MAX ranks.
+        size: Number of ranks of the current attempt.
+        is_regrowing: Whether the current attempt is being ended only to start MAX ranks.
         is_over: Whether there is no further attempt.
     """
 
@@ -121,17 +116,17 @@ class RestartPolicy:
         self.size = LocalSize(job, snapshots_fd)
         self.is_regrowing: bool = False
         self.is_over: bool = False
-        self._num_restarts = 0  # those that count
+        self._num_restarts = 0  # those that count against --max-restarts
 
     @property
     def may_restart(self) -> bool:
-        """Whether a failure of the present attempt may be followed by another attempt."""
+        """Whether another attempt may follow a failure of the current one."""
         return self.size.is_trial or self._num_restarts < self._job.max_restarts
 
     def is_time_to_regrow(self, lived_s: float) -> bool:
-        """Whether MAX ranks are to be started now.
+        """Return whether to restart with MAX ranks now.
 
-        If so, the ranks can know it when they are told to end, and need not ask for another job.
+        If so, this is announced to the ranks, which then need not ask the scheduler for another job.
         """
         self.is_regrowing = self.size.is_time_to_regrow(lived_s)
         if self.is_regrowing:
@@ -139,21 +134,21 @@ class RestartPolicy:
         return self.is_regrowing
 
     def regrow(self) -> str:
-        """Choose MAX ranks after an attempt that was ended for it; return what is to be said."""
+        """Choose MAX ranks after an attempt that was ended for that; return the message."""
         self.is_regrowing = False
         return self.size.regrow()
 
     def after_failure(self, culprit: Ending, *, lived_s: float, ends: Sequence[Ending] = ()) -> list[str]:
-        """Choose what follows the failed attempt; return the lines to be said.
+        """Decide what follows a failed attempt; return the lines to print.
 
         Args:
             ends: Ends of all ranks, if none of them has noted progress.
         """
         job, size = self._job, self.size
-        before, has_progress, is_trial = size.num_ranks, size.has_progress, size.is_trial
+        before, has_progress, is_free = size.num_ranks, size.has_progress, size.is_free
         self.is_regrowing = False
         why = size.after_failure(culprit, lived_s=lived_s)
-        if is_trial and not has_progress:  # we began it, so it costs none of the restarts
+        if is_free:  # the launcher started it, so it costs no restart
             return [why]
         if self._num_restarts == job.max_restarts:
             self.is_over = True
@@ -172,7 +167,7 @@ class RestartPolicy:
 
 
 def _common_mistake(ends: Sequence[Ending]) -> str:
-    """Return the exception, with its line, that every rank raised before it trained; nothing if they differ."""
+    """Return the exception and line that every rank raised before it trained; empty if they differ."""
     found = set()
     for end in ends:
         words = end.last_words
@@ -190,10 +185,10 @@ def _common_mistake(ends: Sequence[Ending]) -> str:
 def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:
     with contextlib.suppress(OSError):
         return ReservedPort(job.master_port)
-    ranks.dismiss_survivors()  # one that was rank 0 may still listen
+    ranks.dismiss_survivors()  # the former rank 0 may still be listening
     try:
         return ReservedPort(job.master_port)
-    except OSError:  # somebody has taken it since
+    except OSError:  # another process has taken it since
         problem = port_problem(job.master_port) or f"port {job.master_port} is taken"
         ranks.say(f"{problem}; {port_advice(job.max_nodes)}")
         raise SystemExit(1) from None

@@ -1,22 +1,22 @@
-"""The number of ranks with which a node takes part in each attempt.
+"""The number of ranks on a node in each attempt.
 
-With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't come back, and takes them back.
-What counts is progress: a newer snapshot, whole on every rank of the node, in the supervisor's memory.
+With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't be restarted, and adds them again
+later. The criterion is progress: a newer snapshot in the supervisor's memory, complete on every rank of the node.
 
-- **Shrinking.** An attempt that fails within 10 s and without progress is followed by one with a rank fewer. At MIN
+- **Shrinking.** After an attempt that fails within 10 s and without progress, the next one has one rank fewer. At MIN
   the job ends, because the same start would fail again.
-- **Growing.** An attempt with fewer ranks that made progress is followed by MAX. After ``--regrow-after`` seconds, at
-  the moment when the next snapshot is whole, the supervisor ends the ranks as at the end of a job and starts MAX: no
-  more than the step under way is lost. A job without snapshots, or in which a rank has already finished, is left
-  alone.
-- **Not the job's fault.** That restart was our idea, so neither it nor the way back counts against ``--max-restarts``;
-  each time that MAX makes no progress, the wait doubles.
-- **Threads** and CPUs are divided anew. If the number of threads changes, so does the forker, because torch sized its
-  pools when it was imported: such a restart takes one more import of torch.
+- **Growing.** After the failure of an attempt that made progress with fewer ranks, the next one has MAX. After
+  ``--regrow-after`` seconds the supervisor waits for the next complete snapshot, ends the ranks as at the end of a job
+  and starts MAX; at most the step under way is lost. A job without snapshots, or in which a rank has already finished,
+  keeps its size.
+- **No cost.** That restart was the launcher's idea, so neither it nor the way back counts against ``--max-restarts``.
+  Each time that MAX makes no progress, the wait doubles.
+- **Threads** and CPUs are divided again. If the number of threads changes, the forker is replaced, because torch sizes
+  its pools at import: such a restart takes one more import of torch.
 
-On several nodes, each applies these rules for itself, see `nodes.joint_attempts`. Progress is then a snapshot with a
-newer attempt than any image that was here before. A newer step will not do: a snapshot of the previous attempt may
-reach its replica only now, and would count for an attempt that made none.
+On several nodes, each node applies these rules for itself, see `nodes.joint_attempts`. Progress is then a snapshot of a
+newer attempt than any that was here before. A newer step is not enough: a snapshot of the previous attempt may reach
+its replica only now, and would count for an attempt that made no progress.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ from phalanx.launch.nodes.views import Cause
 class LocalSize:
     """Chooses the number of ranks on this node for each attempt.
 
-    An attempt that fails at once and without progress is followed by one with a rank fewer. One that made progress with
-    fewer than MAX is followed by one with MAX; if that makes none, the number before is good enough for a while.
-
     Attributes:
-        num_ranks: Number of ranks of the present attempt; 0: there is none, since MIN ranks have failed, too.
+        num_ranks: Number of ranks of the current attempt; 0: there is none, because MIN ranks failed, too.
         num_ended: Number of attempts that have ended.
+        is_trial: Whether the launcher tries MAX ranks in the current attempt, so that its failure costs no restart.
     """
 
     def __init__(self, job: Job, snapshots_fd: int) -> None:
@@ -48,21 +46,21 @@ class LocalSize:
         self._fd = snapshots_fd
         self.num_ranks: int = job.num_local_ranks
         self.num_ended: int = 0
-        self._proven = 0  # ranks that made progress before we went back to MAX; 0: we did not
-        self._is_trial = False  # of MAX ranks, by our own choice
+        self._proven = 0  # ranks that made progress before MAX was tried again; 0: it was not
+        self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # also of others: what is copied only now is no progress
-        self._steps_seen: dict[bytes, int] | None = None  # since the wait was over
+        self._attempt_before = newest_attempt(self._fd)  # replicas included: one that is copied only now is no progress
+        self._steps_seen: dict[bytes, int] | None = None  # at the last look after the wait
 
     @property
     def has_progress(self) -> bool:
-        """Whether a snapshot of the present attempt is whole."""
+        """Whether a snapshot of the current attempt is complete."""
         return any(head.attempt > self._attempt_before for head in _heads_that_count(self._fd))
 
     @property
-    def is_trial(self) -> bool:
-        """Whether the present attempt has MAX ranks by our own choice, so that its failure costs no restart."""
-        return self._is_trial
+    def is_free(self) -> bool:
+        """Whether a failure now costs no restart."""
+        return self.is_trial and not self.has_progress
 
     @property
     def may_regrow(self) -> bool:
@@ -70,7 +68,7 @@ class LocalSize:
 
     @property
     def note(self) -> str:
-        """Ranks and threads of the present attempt, in words."""
+        """Description of the ranks and threads of the current attempt."""
         return self._job.divide(self.num_ranks).note
 
     @property
@@ -78,14 +76,14 @@ class LocalSize:
         return f"{self._job.min_local_ranks} to {self._job.num_local_ranks}"
 
     def is_time_to_regrow(self, lived_s: float) -> bool:
-        """Whether the wait is over and a snapshot has just been taken, so that next to nothing is lost."""
+        """Return whether the wait is over and a snapshot has just been taken, so that little is lost."""
         if lived_s < self._wait_s:
             return False
         seen, self._steps_seen = self._steps_seen, newest_steps(self._fd)
         return seen is not None and is_ahead(self._steps_seen, seen)
 
     def regrow(self) -> str:
-        """Choose MAX ranks after an attempt that was ended for it; return what is to be said."""
+        """Choose MAX ranks after an attempt that was ended for that; return the message."""
         before = self.num_ranks
         self._begin(self._job.num_local_ranks, proven=before, is_trial=True)
         return (
@@ -94,13 +92,13 @@ class LocalSize:
         )
 
     def after_failure(self, culprit: Ending, *, lived_s: float) -> str:
-        """Choose the number after a failure of this node's; return why it changes, nothing if it does not."""
+        """Choose the number of ranks after a failure on this node; return why it changes, empty if it does not."""
         least, most, before = self._job.min_local_ranks, self._job.num_local_ranks, self.num_ranks
         has_progress = self.has_progress
         failed = f"{culprit.name} failed {'again ' if self.num_ended else ''}before any progress"
         if has_progress and before == most:
             self._proven, self._wait_s = 0, self._job.regrow_after_s
-        elif self._is_trial:
+        elif self.is_trial:
             self._wait_s *= 2
             self._begin(self._proven)
             return f"{failed}: going back to {self.note}; {most} again after {self._wait_s:g} s"
@@ -120,8 +118,8 @@ class LocalSize:
         return f"{failed}: going on with {counted(self.num_ranks, 'rank')} of {self.bounds}"
 
     def go_on(self, num_ranks: int) -> None:
-        """Take in that another attempt has begun for a reason that is not this node's."""
-        is_trial, proven = self._is_trial, self._proven
+        """Begin an attempt that another node caused: reset what counts within an attempt."""
+        is_trial, proven = self.is_trial, self._proven
         if self.has_progress and self.num_ranks == self._job.num_local_ranks:
             is_trial, proven, self._wait_s = False, 0, self._job.regrow_after_s
         self._begin(num_ranks, proven=proven, is_trial=is_trial)
@@ -129,21 +127,21 @@ class LocalSize:
     def _begin(self, num_ranks: int, *, proven: int = 0, is_trial: bool = False) -> None:
         self.num_ranks = num_ranks
         self.num_ended += 1
-        self._is_trial, self._proven = is_trial, proven
+        self.is_trial, self._proven = is_trial, proven
         self._attempt_before, self._steps_seen = newest_attempt(self._fd), None
 
 
 class SharedSize:
-    """The number of ranks of a node among several: what it offers to the others, and what they have agreed on.
+    """The number of ranks of one node among several: its offer to the others, and what they agreed on.
 
-    Only the node with the rank that was the cause of a failure changes its number, and the nodes agree on the cause
-    after each has told of its own failure. So a node tells with it what it would do about it.
+    Only the node whose rank was the cause of a failure changes its number. Nodes agree on the cause after each has
+    reported its own failure, so the report says what the node would do if that is the cause.
     """
 
     def __init__(self, job: Job, snapshots_fd: int) -> None:
         self._most = job.num_local_ranks
         self._now = LocalSize(job, snapshots_fd)
-        self._blamed: tuple[Ending, LocalSize, str] | None = None  # what follows if this node's failure is the cause
+        self._blamed: tuple[Ending, LocalSize, str] | None = None  # if this node's failure is the cause
         self._has_begun = False
         self._has_asked = False  # for MAX ranks
 
@@ -152,10 +150,10 @@ class SharedSize:
         return self._now.is_trial
 
     def after_failure(self, culprit: Ending, *, lived_s: float, may_leave: bool) -> dict[str, Any]:
-        """Return what is told with a failure: the number of ranks if it is the cause, and whether it costs a restart.
+        """Return `Cause.num_ranks` and `Cause.is_free` for the report of a failure; empty for a victim.
 
         Args:
-            may_leave: Whether this node may leave the job; if not, the job ends anyway.
+            may_leave: Whether this node may leave the job; if not, the job ends.
         """
         if culprit.is_victim or culprit.preempted:
             return {}
@@ -164,13 +162,13 @@ class SharedSize:
         if not then.num_ranks and not may_leave:
             return {}
         self._blamed = culprit, then, why
-        return {"num_ranks": then.num_ranks, "is_free": self._now.is_trial and not self._now.has_progress}
+        return {"num_ranks": then.num_ranks, "is_free": self._now.is_free}
 
     def begin(self, num_ranks: int, cause: Cause | None) -> str:
-        """Take in the number of ranks for the next attempt; return why it is another one, nothing if it is not.
+        """Begin an attempt with the agreed number of ranks; return why the number changes, empty if it does not.
 
         Args:
-            cause: Cause of the failure of the attempt before; None: it did not fail.
+            cause: Cause of the previous attempt's failure; None: it did not fail.
         """
         blamed, self._blamed = self._blamed if self._is_blamed_for(cause) else None, None
         has_begun, self._has_begun, self._has_asked = self._has_begun, True, False
@@ -192,7 +190,7 @@ class SharedSize:
         return f"going on with {self._now.note}, before {counted(before, 'rank')}"
 
     def why_it_leaves(self, cause: Cause) -> str:
-        """Return why this node leaves the job, if it does because of `cause`; nothing if it does not."""
+        """Return why this node leaves the job because of `cause`; empty if it does not."""
         return self._blamed[2] if self._blamed and not cause.num_ranks and self._is_blamed_for(cause) else ""
 
     def _is_blamed_for(self, cause: Cause | None) -> bool:
@@ -202,26 +200,26 @@ class SharedSize:
         return (culprit.rank, culprit.pid) == cause.of_process
 
     def is_to_be_asked_for(self, lived_s: float) -> int:
-        """Return MAX once, when the wait with fewer ranks is over and a snapshot has just been taken; else 0."""
+        """Return MAX once, when the wait is over and a snapshot has just been taken; else 0."""
         if self._has_asked or not self._now.may_regrow or not self._now.is_time_to_regrow(lived_s):
             return 0
         self._has_asked = True
         return self._most
 
     def wanted_after(self, culprit: Ending | None) -> int:
-        """Return MAX where an attempt with fewer made progress and another node has ended it; 0: as many as now.
+        """Return MAX if this node made progress with fewer ranks and another node ended the attempt; else 0.
 
-        All ranks start again anyway, so trying MAX costs nothing.
+        All ranks restart anyway, so trying MAX costs nothing.
 
         Args:
-            culprit: Rank of this node that failed; None: none has.
+            culprit: Rank of this node that failed; None: none did.
         """
         is_mine = culprit is not None and not culprit.is_victim
         return 0 if is_mine or self._now.num_ranks == self._most or not self._now.has_progress else self._most
 
 
 def newest_steps(fd: int) -> dict[bytes, int]:
-    """Return the newest step of which there is a whole snapshot that counts, for each folder of checkpoints."""
+    """Return the newest step with a complete snapshot that counts, for each checkpoint folder."""
     newest: dict[bytes, int] = {}
     for head in _heads_that_count(fd):
         newest[head.folder] = max(head.step, newest.get(head.folder, 0))
@@ -229,9 +227,10 @@ def newest_steps(fd: int) -> dict[bytes, int]:
 
 
 def _heads_that_count(fd: int) -> list[Head]:
-    """Return the heads of whole snapshots.
+    """Return the heads of complete snapshots that count.
 
-    One of which other hosts have other parts counts when this host's part is on another host, if it is to be there.
+    If hosts hold different parts of a snapshot, it counts once this host's part is replicated, where replicas are
+    wanted.
     """
     copied, wants_copies = last_copied(fd), wanted_replicas(fd)
     newest_copied = (copied.attempt, copied.step) if copied is not None else (-1, -1)

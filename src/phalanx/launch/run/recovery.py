@@ -1,17 +1,17 @@
-"""The recovery after a loss or a planned restart: one line with the time of each phase.
+"""Measures the recovery after a loss or a planned restart, and prints one line with the time of each phase.
 
-The line of a loss is also kept beside the black boxes.
+The line of a loss is also saved beside the black boxes.
 
-Its marks are on one host's clock: the first sign, when the loss was known here, the end of the last rank, the start of
+All times are on this host's clock: the first sign, when the loss was known here, the end of the last rank, the start of
 the next attempt, and, from the box of the host's first rank, the begin and end of ``checkpoint.load`` and of the first
-step. One rank is enough, since a step needs all of them. Times of other hosts are never compared: each launcher tells
-its own. For a node, the sign is the end of its connection, or the last that was heard of it.
+step. One rank is enough, since a step needs all of them. Times of different hosts are never compared: each launcher
+reports its own. For a node, the first sign is the end of its connection, or the last message from it.
 
 The ranks contribute one phase and one note in ``checkpoint.load``. The supervisor looks 20 times a second for a minute
-after a restart, then once a second, and not at all once the line is printed. The box of the previous attempt, which
-tells how many steps are repeated, is read only when a step has ended: before that, the cores belong to the starting
-ranks. If a rank has done more than 8,192 events between two looks, its first step is lost, and the phase is called
-``first collective seen``.
+after a restart, then once a second, and stops once the line is printed. The box of the previous attempt, which tells
+how many steps are repeated, is read only when a step has ended: before that, the starting ranks need the cores. If a
+rank records more than 8,192 events between two looks, its first step is lost, and the phase is called ``first
+collective seen``.
 """
 
 from __future__ import annotations
@@ -19,69 +19,68 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from phalanx.failure.ending import Ending
 from phalanx.failure.losses import Loss, folder_of, save_loss, words_of
+from phalanx.launch.nodes.messages import LossSign
 from phalanx.record.beginning import Before, Beginning, is_numbered, num_repeated, read_before
 from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
 
 _PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # between two looks
 _SOON_S = 60.0  # after the start
-_RAISED_S = 0.5  # within which an error that ended a step or a collective is noted, or ends its rank
+_RAISED_S = 0.5  # for the error that ended a step or a collective to be recorded, or to end its rank
 
 
 class Recovery:
-    """Follows each loss of a job until the first step behind it.
+    """Follows each loss of a job until the first step after it.
 
     Args:
         run: Folder of the run.
-        say: Function to call once with how the job has gone on after a loss.
+        say: Function that prints the line.
         agrees: Whether nodes have to agree before ranks are started.
     """
 
     def __init__(self, run: Path, say: Callable[[str], None], *, agrees: bool) -> None:
         self._run, self._say, self._agrees = run, say, agrees
-        self._attempt = self._ended = -1  # the present one, and that which the loss ended
+        self._attempt = self._ended = -1  # the current one, and the one that the loss ended
         self._began_s = self._told_s = 0.0
-        self._loss: Loss | None = None  # after which no step has been done yet
-        self._is_planned = False  # the end of the attempt, so that nothing was lost
-        self._marks: dict[str, float] = {}  # when each of its phases ended, in their order
+        self._loss: Loss | None = None  # no step has completed since
+        self._is_planned = False  # whether the attempt was ended on purpose
+        self._marks: dict[str, float] = {}  # the end of each phase, in order
         self._first_rank = -1  # of this host, in that attempt
         self._before: Before | None = None
         self._tail: Tail | None = None
         self._seen = Beginning()
         self._next_s = 0.0
 
-    # ------------------------------------------------------------ what the supervisor tells
+    # ------------------------------------------------------------ events of the supervisor
 
     def told_to_end(self) -> None:
-        """Take in that the ranks have just been told to end."""
+        """Record that the ranks have just been told to end."""
         self._told_s = self._told_s or time.monotonic()
 
     def lost_rank(self, culprit: Ending, ends: Sequence[Ending]) -> None:
-        """Take in why the attempt has ended whose ranks on this host ended so, and that there will be another."""
+        """Record why an attempt failed, before the next one starts."""
         self._lost(Loss(ending=culprit), ends)
 
-    def lost_node(self, lost: Ending, sign: Mapping[str, Any] | None, ends: Sequence[Ending]) -> None:
-        """Take in the loss of a node, with the sign that this node had of it, if any."""
+    def lost_node(self, lost: Ending, sign: LossSign | None, ends: Sequence[Ending]) -> None:
+        """Record the loss of a node, and how this node noticed it, if it did."""
         loss = Loss(ending=lost, node_sign="left")
-        if sign is None or sign["noticed_s"] < self._began_s:  # this node has had no trouble with it
+        if sign is None or sign.noticed_s < self._began_s:  # this node did not notice it in this attempt
             self._lost(loss, ends)
             return
-        since_s, noticed_s = float(sign["since_s"]), float(sign["noticed_s"])
-        silent_s = noticed_s - since_s if sign["how"] == "silent" else 0.0
-        loss = dataclasses.replace(loss, node_sign=sign["how"], silent_s=silent_s, num_ranks=sign["num_ranks"])
-        self._lost(loss, ends, since_s=since_s, noticed_s=noticed_s)
+        silent_s = sign.noticed_s - sign.since_s if sign.how == "silent" else 0.0
+        loss = dataclasses.replace(loss, node_sign=sign.how, silent_s=silent_s, num_ranks=sign.num_ranks)
+        self._lost(loss, ends, since_s=sign.since_s, noticed_s=sign.noticed_s)
 
     def planned(self, ends: Sequence[Ending]) -> None:
-        """Take in that the attempt whose ranks on this host ended so was ended only to begin another."""
+        """Record that an attempt was ended on purpose, before the next one starts."""
         self._lost(None, ends)
 
     def _lost(self, loss: Loss | None, ends: Sequence[Ending], *, since_s: float = 0.0, noticed_s: float = 0.0) -> None:
-        """Take in why an attempt ended; `loss` is None where nothing was lost."""
+        """Record the end of an attempt; `loss` is None for a planned restart."""
         failed_s = [end.when_s for end in ends if end.failed]
         now_s = time.monotonic()
         first_s = min(filter(None, (since_s, self._told_s, *failed_s)), default=now_s)
@@ -96,7 +95,7 @@ class Recovery:
         self._save()
 
     def begin(self, places: Sequence[tuple[int, int]]) -> None:
-        """Take in that ranks are about to be started.
+        """Record that the ranks of the next attempt are about to be started.
 
         Args:
             places: Open file and offset of each rank's box; the files stay the caller's.
@@ -109,20 +108,20 @@ class Recovery:
                 self._mark("agreed", self._began_s)
             self._tail, self._seen = Tail(*places[0]), Beginning(int(self._began_s * 1e9))
 
-    # ------------------------------------------------------------ what the ranks record
+    # ------------------------------------------------------------ records of the ranks
 
     def within(self, timeout_s: float | None) -> float | None:
-        """Return how long the supervisor may wait if nothing else ends its wait before `timeout_s`."""
+        """Return the supervisor's timeout, shortened to the next look."""
         if self._tail is None:
             return timeout_s
         pause_s = max(0.0, self._next_s - time.monotonic())
         return pause_s if timeout_s is None else min(timeout_s, pause_s)
 
     def look(self, *, ends: Sequence[Ending] | None = None) -> None:
-        """Take in what the first rank has recorded; say how the job went on once its first step is done.
+        """Read what the first rank has recorded; print the line once its first step is done.
 
         Args:
-            ends: Ends of the ranks of this attempt; None: they run.
+            ends: Ends of the ranks of this attempt; None: they are running.
         """
         now_s = time.monotonic()
         if self._tail is None or (now_s < self._next_s and ends is None):
@@ -130,7 +129,7 @@ class Recovery:
         self._next_s = now_s + (_PAUSE_S if now_s - self._began_s < _SOON_S else _LATER_PAUSE_S)
         try:
             box = self._tail.read()
-        except (OSError, ValueError):  # a script that writes where it should not
+        except (OSError, ValueError):  # the script has overwritten it
             self._tail = None
             return
         if box is not None:
@@ -141,7 +140,7 @@ class Recovery:
         seen = self._seen
         if self._loss is None or not seen.has_ended_any:
             return
-        if self._before is None:  # only now: while ranks start, the cores are theirs
+        if self._before is None:  # not earlier: while ranks start, they need the cores
             self._before = read_before(self._box_before())
         first = seen.first(self._before)
         if first is None or self._may_have_failed(first, ends):
@@ -166,7 +165,7 @@ class Recovery:
         self._loss = self._tail = None
 
     def _may_have_failed(self, first: Event, ends: Sequence[Ending] | None) -> bool:
-        """Return whether the first step or collective has ended with an error, or may have: that is no progress."""
+        """Return whether the first step or collective ended with an error, or may have: then it is no progress."""
         known = self._seen.has_failed(first)
         if known is not None:
             return known
@@ -182,7 +181,7 @@ class Recovery:
     # ------------------------------------------------------------ marks
 
     def _mark(self, phase: str, when_s: float) -> None:
-        """Note when a phase ended: not before the one that precedes it."""
+        """Record the end of a phase, not before the end of the previous one."""
         self._marks[phase] = max(when_s, *self._marks.values())
 
     def _save(self) -> None:
@@ -193,5 +192,5 @@ class Recovery:
         self._loss = dataclasses.replace(self._loss, phases_s=phases_s)
         if self._is_planned:  # nothing was lost
             return
-        with contextlib.suppress(OSError):  # a full disk: the line is on the screen
+        with contextlib.suppress(OSError):  # for example a full disk; the line is on the screen
             save_loss(self._loss, self._run, self._ended)

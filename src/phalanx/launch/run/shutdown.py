@@ -1,18 +1,18 @@
-"""Ends the ranks of an attempt: when, by which signal, after which time by SIGKILL, and who is kept.
+"""Ends the ranks of an attempt: when, with which signal, when SIGKILL follows, and which processes are kept.
 
-**Who is told to end.** The supervisor signals ranks, and not what they have started: torch takes the death of a
-loader's worker for a failure of the rank, which then saves nothing, and a logger's process is needed until the rank
-has said its last. SIGKILL goes to whole groups. With ``--no-python`` every signal does, because a wrapper may pass
-nothing on. How workers survive a signal that somebody else sends to every process is explained in
+**Who gets the signal.** The supervisor signals ranks, and not the processes they have started: torch treats the death
+of a loader's worker as a failure of the rank, which then saves nothing, and a logger's process is needed until the rank
+has ended. SIGKILL goes to whole process groups. With ``--no-python`` every signal does, because a wrapper may forward
+nothing. How workers survive a signal that is sent to every process from outside is explained in
 `phalanx._torch.shield`.
 
 **Preemption.** A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). The supervisor
-gives the others their time, restarts nothing, and exits with 75 itself.
+gives the others their grace period, restarts nothing, and exits with 75 itself.
 
 **The reader is gone.** If the reader of the output ends (``phalanx run train.py | head``, a killed ``tee``), the job
-ends as by a signal: SIGTERM to the ranks, their grace period, exit code 141. Continuing unseen would surprise whoever
-closed the output, and killing at once would lose what a Trainer can save. After Ctrl-C, which ends the reader too, it
-changes nothing.
+ends as after a signal: SIGTERM to the ranks, their grace period, exit code 141. Continuing unseen would surprise the
+user who closed the output, and an immediate kill would lose what a Trainer can save. After Ctrl-C, which ends the
+reader, too, this changes nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from phalanx.launch.screen.ranks import Rank
 
 
 class Shutdown:
-    """Ends ranks once one of them has failed, or when it is asked to.
+    """Ends ranks once one of them has failed, or on request.
 
     Args:
-        ranks: Ranks of the present attempt; the list is its owner's, who changes it.
+        ranks: Ranks of the current attempt; the supervisor changes this list.
         on_end: Function to call before ranks are told to end.
 
     Attributes:
-        by: Signal that ranks are being ended with; None: they are not.
+        by: Signal with which ranks are being ended; None: they are not.
         has_failure: Whether a rank of this attempt has failed.
     """
 
@@ -59,14 +59,14 @@ class Shutdown:
         self.by: int | None = None
         self._first_failure_s: float | None = None
         self._may_keep = False
-        self._stopping: list[Rank] = []  # told to leave their groups
-        self._late_at_s: float | None = None  # when it is to be said who has not ended
+        self._stopping: list[Rank] = []  # ranks told to leave their groups
+        self._late_at_s: float | None = None  # when to report which ranks have not ended
 
     def begin(self, *, may_keep: bool) -> None:
         """Begin another attempt.
 
         Args:
-            may_keep: Whether there may be another one after it, for which processes can be kept.
+            may_keep: Whether another attempt may follow it, for which processes can be kept.
         """
         self.by = self._first_failure_s = None
         self._may_keep = may_keep
@@ -76,12 +76,12 @@ class Shutdown:
         return self._first_failure_s is not None
 
     def note_failure(self, when_s: float) -> None:
-        """Take in that a rank has failed; what the first failure asks for counts from its time."""
+        """Record that a rank has failed; deadlines count from the first failure."""
         if self._first_failure_s is None:
             self._first_failure_s = when_s
 
     def judge(self) -> None:
-        """End the others once the cause of a failure is known, or has had time enough to show."""
+        """End the other ranks once the cause of a failure is known, or has had enough time to appear."""
         if self._first_failure_s is None or self.by is not None:
             return
         culprit = find_culprit([end for rank in self._ranks if (end := rank.end or rank.pause)])
@@ -89,13 +89,13 @@ class Shutdown:
         running = [rank for rank in self._ranks if rank.is_running]
         if culprit.is_victim:
             awaited = bool(running)
-        else:  # it names no reason, and another is just dying of one
+        else:  # it gave no reason, and another rank has printed one and is dying
             silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.said_why for rank in running)
         give_up_s = self._first_failure_s + CAUSE_S
-        if self._job.max_restarts and culprit.raised and not awaited:  # the others may do the same: see attempts
+        if self._job.max_restarts and culprit.raised and not awaited:  # the others may raise the same: see attempts
             awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
-        if culprit.preempted or culprit.ended_for_restart:  # and so will the others
+        if culprit.preempted or culprit.ended_for_restart:  # the others will follow
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
             self._events.deadline = give_up_s
@@ -103,10 +103,10 @@ class Shutdown:
             self.stop(keeps=True)
 
     def stop(self, *, keeps: bool = False) -> None:
-        """End the ranks, unless they are being ended.
+        """End the ranks, unless they are already being ended.
 
         Args:
-            keeps: Whether processes are kept for the next attempt, if they can be.
+            keeps: Whether to keep processes for the next attempt, if possible.
         """
         if self.by is not None:
             return
@@ -121,12 +121,12 @@ class Shutdown:
             self._events.deadline = time.monotonic() + min(STOP_S, self._job.grace_s)
 
     def kill(self) -> None:
-        """End the ranks at once: they may not do another step."""
+        """Kill the ranks: they may not do another step."""
         if any(rank.end is None for rank in self._ranks) and self.by != signal.SIGKILL:
             self.end(signal.SIGKILL)
 
     def end(self, sig: int, ranks: Sequence[Rank] | None = None) -> None:
-        """Tell ranks, by default all that live, to end; SIGKILL follows after the grace period."""
+        """Signal ranks, by default all living ones; SIGKILL follows after the grace period."""
         self._on_end()
         living = [rank for rank in self._ranks if rank.end is None] if ranks is None else ranks
         for rank in living:
@@ -141,18 +141,18 @@ class Shutdown:
         self._forkers.end(sig, [rank.pid for rank in living if rank.pid])
 
     def catch_up(self, pid: int) -> None:
-        """End a rank that has been forked after the others were told to."""
+        """End a rank that was forked after the others were told to end."""
         if self.by is not None:
             self._forkers.end(self.by, [pid])
 
     def refuse(self, rank: Rank) -> None:
-        """End a rank that was to be kept and can't be."""
+        """End a rank that was to be kept but can't be."""
         if rank in self._stopping:
             self._stopping.remove(rank)
             self._forkers.end(signal.SIGTERM, [rank.pid])
 
     def postpone(self, stopped_s: float) -> None:
-        """Give the ranks the time back in which they were stopped."""
+        """Move all deadlines by the time for which the ranks were stopped."""
         if self._events.deadline is not None:
             self._events.deadline += stopped_s
         if self._late_at_s is not None:
@@ -161,7 +161,7 @@ class Shutdown:
             self._first_failure_s += stopped_s
 
     def keep_deadline(self) -> None:
-        """Go on to the next, harder means once the ranks have had their time."""
+        """Escalate once the deadline has passed."""
         if self.by is None or not self._events.is_late:
             return
         running = [rank for rank in self._ranks if rank.is_running]
@@ -170,7 +170,7 @@ class Shutdown:
             why = f"no collective or snapshot within {STOP_S:g} s, so {they} started anew"
             self._say(f"{named('rank', late)} can't be kept: {why} (phalanx explain rank-not-kept)")
             self.end(signal.SIGTERM, running)
-        elif self._stopping:  # those that were only told to end have their time
+        elif self._stopping:  # the grace period of the ranks that were not asked to stop
             self._stopping, self._events.deadline = [], time.monotonic() + self._job.grace_s
         elif self.by == signal.SIGKILL:
             self._forkers.kill()
@@ -179,14 +179,14 @@ class Shutdown:
             self.end(signal.SIGKILL, running or None)
 
     def within(self, timeout_s: float | None) -> float | None:
-        """Return how long the supervisor may wait if nothing else ends its wait before `timeout_s`."""
+        """Return the supervisor's timeout, shortened to the next report."""
         if self._late_at_s is None:
             return timeout_s
         left_s = max(0.0, self._late_at_s - time.monotonic())
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
     def say_who_is_late(self) -> None:
-        """Say once which ranks have not ended although they have had some time."""
+        """Report once which ranks have not ended after some time."""
         if self._late_at_s is None or time.monotonic() < self._late_at_s:
             return
         self._late_at_s = None
@@ -200,12 +200,12 @@ class Shutdown:
         self._say(f"{who} {has} not ended within {LATE_S:g} s of {signal_name(self.by)}{then}")
 
     def repeat_lost_interrupts(self) -> None:
-        """Send SIGINT again to ranks that have printed that they ignored its exception: an import may swallow it."""
+        """Send SIGINT again to ranks that printed and ignored its KeyboardInterrupt, as an import may do."""
         if self.by == signal.SIGINT:
             lost = [rank.pid for rank in self._ranks if rank.end is None and rank.stderr.lost_interrupt()]
             if lost:
                 self._forkers.end(signal.SIGINT, lost)
 
     def has_ended(self) -> None:
-        """Take in that all ranks that were told to end have ended."""
+        """Record that all ranks that were told to end have ended."""
         self.by = self._events.deadline = None

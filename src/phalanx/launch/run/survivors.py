@@ -1,18 +1,18 @@
-"""Ranks whose processes outlive the failure of another rank: told to stop, awaited, and given a new place.
+"""Ranks whose processes survive the failure of another rank: told to stop, awaited, and given a new rank.
 
-A rank that has asked for it (`phalanx.resilient`, or a Trainer) holds a connection to the supervisor. When an attempt
-is over, it is told to stop, and a thread of it aborts every process group. Its present or next collective raises, the
-stack unwinds, all groups are destroyed, and the rank reports that it waits; to the supervisor that is an end with
-`LastWords` like any other. The next attempt sends it its environment and forks the other ranks. On several nodes the
-order "stop" does the same, and the agreement knows nothing of it. `phalanx.session.survival` is the side of the rank.
+A rank that asks to be kept (`phalanx.resilient`, or a Trainer) connects to the supervisor. When an attempt is over, it
+is told to stop, and one of its threads aborts every process group. Its current or next collective raises, the stack
+unwinds, all groups are destroyed, and the rank reports that it is waiting; the supervisor treats that as an end with
+`LastWords` like any other. The next attempt sends it a new environment, and forks the other ranks. On several nodes the
+agent's "stop" does the same, and the agreement knows nothing of it. The rank's side is `phalanx.session.survival`.
 
-- **Who does not stop** within 2 s, by coming to a collective, is ended and forked anew. No signal interrupts it: an
-  exception in the middle of a loader or of native code leaves a state that nobody has thought of.
+- **A rank that does not stop** within 2 s, at a collective, is ended and forked again. No signal interrupts it: an
+  exception in the middle of a loader or of native code would leave an undefined state.
 - **Forkers.** A kept process is the child of the forker that forked it. The standby forks the others; the relieved
   forker stays until its last rank has ended.
-- **Boxes and logs.** The streams stay, and go into the folder of the new attempt from there on. The box is saved and
-  its pages are freed rather than truncated: the mapping of a kept rank must not lose its pages.
-- **Fallbacks,** each reported in a line: another number of local ranks, a kernel that killed for want of memory, a
+- **Boxes and logs.** The streams stay open, and continue in the folder of the new attempt. The box is saved, and its
+  pages are freed rather than truncated, because a kept rank still maps them.
+- **Fallbacks,** each reported in a line: another number of local ranks, a kill by the kernel for want of memory, a
   process that can't be kept.
 """
 
@@ -31,16 +31,16 @@ from phalanx.wire.places import make_path
 
 
 class Survivors:
-    """The connections of the ranks that have asked to be kept.
+    """Connections of the ranks that have asked to be kept.
 
     Args:
-        is_on: Whether any may be kept.
-        on_wait: Function to call with the pid of a process that has left its groups, and waits.
-        on_refusal: Function to call with the pid of a process that can't be kept after all, and with the reason; empty:
-            it is done.
+        is_on: Whether ranks may be kept.
+        on_wait: Function to call with the pid of a process that has left its groups and is waiting.
+        on_refusal: Function to call with the pid of a process that can't be kept, and with the reason; empty: it has
+            disconnected.
 
     Attributes:
-        path: Socket at which ranks ask; empty: none is kept, or there is no place for a socket.
+        path: Socket to which ranks connect; empty: none is kept, or no socket could be made.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class Survivors:
         return pid in self._connections
 
     def stop(self, pid: int) -> None:
-        """Have a process leave its groups, and wait."""
+        """Tell a process to leave its groups and wait."""
         self._connections[pid].send({"stop": True})
 
     def place(self, pid: int, environ: Mapping[str, str]) -> None:
-        """Make a process that waits a rank of the next attempt."""
+        """Make a waiting process a rank of the next attempt."""
         self._connections[pid].send({"environ": environ})
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         pid, user = peer_of(connection)
-        if pid in self._connections:  # it may have left that one, of which we are only about to hear
+        if pid in self._connections:  # it may have closed the old one, which has not been read yet
             self._hear(pid)
         if user != os.geteuid() or pid in self._connections:
             connection.close()
