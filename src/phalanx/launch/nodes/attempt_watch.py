@@ -27,7 +27,7 @@ class AttemptWatch:
         port: Port that this node holds for rank 0; 0: none.
         has_asked_for_port: Whether the supervisor has been asked for a port.
         has_snapshot: Whether the ranks have taken a snapshot since `watch` was called.
-        cause: As leader, the reason for ending the attempt.
+        cause: Reason for ending the attempt, if this node leads.
     """
 
     def __init__(self, view: View | None, me: str, rules: Rules, election: Election, watch: Callable[[], None]) -> None:

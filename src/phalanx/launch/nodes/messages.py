@@ -85,7 +85,7 @@ class Settings:
         script: Identity of the script, as `handshake.script_of` returns it.
         replica_port: Port on which this node takes replicas of snapshots; 0: it takes none.
         joins: Whether this agent has left one side of the job to join the other.
-        num_starts: Starts of the ranks so far; more than 0 only where the agent has begun anew.
+        num_starts: Number of starts of the ranks so far; more than 0 only if the agent has started over.
     """
 
     rdzv_backend: str

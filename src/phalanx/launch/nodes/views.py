@@ -173,12 +173,12 @@ class State:
         is_leaving: Whether it is about to leave the job on purpose.
         is_done: Whether its ranks have succeeded in this view.
         failure: Failure of one of its ranks in this view.
-        running: As leader, the view whose nodes are to train.
-        port: As first node of the view, the port that it holds for rank 0; 0: none yet.
+        running: View whose nodes are to train, if this node leads.
+        port: Port that it holds for rank 0, if it is the first node of the view; 0: none yet.
         result: End of the job; None: the job has not ended.
         job: Job of its view.
         num_ranks: Number of its ranks in the next attempt, unless its own failure says otherwise.
-        cause: As leader, the reason for ending this view's attempt.
+        cause: Reason for ending this view's attempt, if this node leads.
     """
 
     term: int = -1
