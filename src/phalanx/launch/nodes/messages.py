@@ -185,7 +185,7 @@ class Restart:
 
     Attributes:
         restarts: Failures of the job so far, this one included.
-        sign: How this node noticed the failure; None: it did not.
+        sign: Sign by which this node noticed the failure; None: it did not notice it.
     """
 
     cause: Cause
