@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import phalanx
 from phalanx.wire.messages import (
     LOCAL,
     GarbledError,
@@ -21,6 +24,30 @@ from phalanx.wire.messages import (
     read_value,
     understand,
 )
+
+PACKAGE = Path(phalanx.__file__).parent
+OWN = "passed by the process that starts this one"
+CHILD = "written by a process that this one has started"
+FOREIGN = "the form of another program"
+KEPT = "a file whose numbers may be NaN, checked by its own digest or key by key"
+PARSERS = {
+    "wire/messages.py": "the reader",
+    "wire/packets.py": "between a supervisor and its own processes",
+    **dict.fromkeys(
+        ("host/block_pool.py", "launch/nodes/agent.py", "launch/processes/forker.py", "launch/replicas/replicator.py",
+         "launch/warm/loader.py", "doctor/torch_side.py"), OWN,
+    ),
+    **dict.fromkeys(
+        ("doctor/engines.py", "doctor/exercise.py", "launch/nodes/questions.py", "testing/fast_ranks.py",
+         "testing/fast_server.py"), CHILD,
+    ),
+    **dict.fromkeys(("diagnose/stacks.py", "launch/nodes/notices.py"), FOREIGN),
+    **dict.fromkeys(
+        ("checkpoint/ckpt.py", "checkpoint/disk/folder.py", "checkpoint/state/image.py", "train/report/metrics.py",
+         "train/resume/identity.py"), KEPT,
+    ),
+}  # fmt: skip
+"""Files that parse JSON, and the reason of each that does not ask the reader."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,3 +117,13 @@ def test_anything_is_a_value_of_the_form_or_is_refused(told):
 def test_what_is_no_json_of_numbers_that_can_be_computed_with_is_refused(text):
     with pytest.raises(GarbledError):
         understand(text, Port)
+
+
+def test_whoever_reads_what_others_say_asks_the_one_reader():
+    readers = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("loads", "load") and ast.unparse(node.value) == "json"
+    }
+    assert readers == {*PARSERS}

@@ -71,6 +71,7 @@ WITHOUT = {
     ),
     "phalanx.DistributedDataParallel.divide_averaging": "the Trainer calls it; a division is not public",
     "phalanx.GroupOptions.over": "the backend calls it when it makes a group",
+    "phalanx.testing.Ending.for_others": "the launcher calls it for what it tells other processes",
     "phalanx.Trainer.stop": "a callback calls it while fit runs; guides/train_well.md shows it",
     "phalanx.ZeroRedundancyOptimizer.join_hook": "torch's Join calls it",
 }

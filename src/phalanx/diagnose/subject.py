@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from phalanx.failure.ends import load_reason
 from phalanx.host.processes import command_of
 from phalanx.record.run_folder import logs_beside, logs_of, name_of
 from phalanx.wire.files import open_regular
+from phalanx.wire.messages import parse_json
 
 _BEGINS_S = 1.0
 _TAIL_BYTES = 256 << 10
@@ -148,7 +148,7 @@ def _launch_of_run(folder: Path) -> Path | None:
     with contextlib.suppress(OSError), open_regular(folder / "metrics.jsonl") as file:
         for line in _lines_backwards(file):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                if b'"start"' in line and (told := json.loads(line))["kind"] == "start":
+                if b'"start"' in line and (told := parse_json(line))["kind"] == "start":
                     logs, host = str(told["origin"]["logs"]), str(told["origin"]["hosts"])
                     break
     if not logs:

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx import _env
-from phalanx.wire.files import write_whole
+from phalanx.wire.files import read_json, write_whole
+from phalanx.wire.messages import read_value, understand
 
 WARM_UP_STEPS = 3
 """Number of steps before a rank first reports: they allocate memory and choose kernels."""
@@ -83,7 +84,7 @@ def begin() -> None:
     global _current
     text = _env.environment().get(_env.TRIAL_VARIABLE)
     if text and _current is None:
-        _current = Trial(**json.loads(text))
+        _current = Trial(**understand(text, dict))
         _current.watch()
 
 
@@ -236,8 +237,7 @@ class Trial:
                 now = os.stat(asked)
                 if (now.st_ino, now.st_mtime_ns) != last:  # many ranks wait while one job is measured
                     last = now.st_ino, now.st_mtime_ns
-                    with open(asked) as file:
-                        turn = Turn(**json.load(file))
+                    turn = read_value(read_json(asked), Turn)
                     return turn if turn.serial == serial else None
             return None
 

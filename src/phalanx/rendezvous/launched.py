@@ -27,7 +27,7 @@ from typing import Any
 
 from phalanx.failure.ending import Ending
 from phalanx.host.proc_stat import stat_fields
-from phalanx.wire.messages import GarbledError, as_facts, read_value, understand
+from phalanx.wire.messages import GarbledError, as_facts, parse_json, read_value, understand
 
 MEMORY_NAME = "phalanx-notes"
 """Name of the memory in which the notes lie, as ``/proc/PID/fd`` shows it."""
@@ -127,7 +127,7 @@ class Launch:
 
     def _read(self) -> list[Any]:
         with contextlib.suppress(OSError, ValueError), open(self.notes) as file:
-            return [json.loads(line) for line in file.read().splitlines()]
+            return _notes_in(file.read())
         return []
 
 
@@ -184,7 +184,7 @@ def read_started(path: str) -> Started | None:
         OSError: They can't be read.
     """
     with open(path) as file:
-        notes = [json.loads(line) for line in file.read().splitlines()]
+        notes = _notes_in(file.read())
     attempt = [facts for kind, facts in notes if kind == "attempt"]
     if not attempt:
         return None
@@ -269,14 +269,18 @@ class Notes:
     def _ranks(self, kind: str) -> set[int]:
         """Return the ranks that have left a note of this kind."""
         size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
-        notes = map(json.loads, os.pread(self._fd, size, 0).splitlines() if size else ())
-        return {facts[0] for noted, facts in notes if noted == kind}
+        return {facts[0] for noted, facts in _notes_in(os.pread(self._fd, size, 0)) if noted == kind}
 
     def close(self) -> None:
         """Free the memory. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _notes_in(text: str | bytes) -> list[tuple[str, Any]]:
+    """Return the notes, each with its kind; how the facts of a kind look is said where they are written."""
+    return [(kind, facts) for kind, facts in map(parse_json, text.splitlines())]
 
 
 def _line(kind: str, facts: object) -> bytes:

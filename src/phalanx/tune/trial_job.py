@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 from phalanx import _env
 from phalanx.launch import rank_trial
 from phalanx.launch.processes.descendants import die_with_parent
+from phalanx.wire.files import read_json
 
 _TAIL_BYTES = 64 << 10  # scripts print hundreds of megabytes, which take seconds to read
 
@@ -104,8 +104,7 @@ class TrialJob:
             return []
         told = []
         for rank in range(self._num_ranks):
-            with open(rank_trial.told_file(self.room, serial, rank)) as file:
-                told.append(json.load(file))
+            told.append(read_json(rank_trial.told_file(self.room, serial, rank)))
         return told
 
     def ask_to_end(self) -> None:

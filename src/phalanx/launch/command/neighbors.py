@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from phalanx import _env
 from phalanx._text import counted, joined
 from phalanx.host.cpus import Share, read_machine
+from phalanx.wire.messages import understand
 from phalanx.wire.places import make_folder
 
 RUN, SPAWN, TUNE = "phalanx run", "phalanx.spawn", "phalanx tune"
@@ -119,8 +120,7 @@ def _claims_in(folder: str) -> dict[int, Claim]:
             try:
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two readers are not owners
             except OSError:
-                told = json.loads(file.read())
-                claims[int(pid)] = Claim(**told | {"cpus": tuple(told["cpus"])})
+                claims[int(pid)] = understand(file.read(), Claim)
             else:
                 os.unlink(file.name)
     return claims
