@@ -166,7 +166,7 @@ class AgentClient:
     def await_end(self) -> None:
         """Wait until the other nodes know that the job has ended: an earlier exit would count as a loss."""
         deadline = time.monotonic() + self._job.grace_s
-        while time.monotonic() < deadline and self._channel.alive and not self._ranks.is_killing:
+        while time.monotonic() < deadline and self._channel.alive and self._ranks.shutdown.by != signal.SIGKILL:
             if any(isinstance(order, (messages.Finish, messages.GiveUp)) for order in self._pending):
                 return
             self._ranks.wait(_LOOK_S)
@@ -178,7 +178,7 @@ class AgentClient:
             Whether to end the attempt on this node, because the node leaves.
         """
         if time.monotonic() - self._heard_s >= AGENT_S:
-            self._ranks.kill_attempt()  # the agent was stopped, and the other nodes may be continuing without this one
+            self._ranks.shutdown.kill()  # the agent was stopped, and the other nodes may be continuing without this one
         if num_ranks := self._size.is_to_be_asked_for(time.monotonic() - self._ranks.began_s):
             self._send(messages.AskFor(num_ranks))
         if self._steps is None:
@@ -222,7 +222,7 @@ class AgentClient:
             self._obey(messages.read_packet(packet))
         if not self._channel.alive:
             self._ranks.events.unwatch(self._channel.fileno())
-            self._ranks.kill_attempt()  # for the other nodes this one is dead, and they continue
+            self._ranks.shutdown.kill()  # for the other nodes this one is dead, and they continue
 
     def _obey(self, order: Any) -> None:
         match order:
@@ -260,7 +260,7 @@ class AgentClient:
     def _stop(self) -> None:
         self._stopped = True
         if self._running:
-            self._ranks.stop_attempt(keeps=True)
+            self._ranks.shutdown.stop(keeps=True)
         for start in [order for order in self._pending if isinstance(order, messages.Start)]:
             self._pending.remove(start)
             self._send(messages.Ended("stopped", start.number))

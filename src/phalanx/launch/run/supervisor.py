@@ -1,29 +1,29 @@
-"""Starts the ranks, watches them and obeys signals; `console` shows what they print, `shutdown` ends them.
+"""Starts the ranks, watches them and handles signals; `console` shows their output, `shutdown` ends them.
 
-``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. It forks the forker at once and, while torch is being
-imported there, is ready for output and signals within 0.1 s. The loop (see `events`) wakes for output, for a signal,
-for news of a rank from the forker, or for the end of a grace period.
+``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. The supervisor forks the forker at once and, while
+that imports torch, is ready for output and signals within 0.1 s. Its loop (see `events`) wakes for output, for a
+signal, for a message of the forker about a rank, or at the end of a grace period.
 
 **Why supervisor and forker are two processes.** The supervisor handles signals, owns the terminal and imports nothing
-heavy. The forker has torch in memory, and no handlers, no threads and no output, so its forks are as clean as new
-processes. `reaper` says who ends what when one of them is killed.
+heavy. The forker has torch in memory but no handlers, threads or output, so its forks are as clean as new processes.
+`reaper` explains which process ends which when one of them is killed.
 
-**Signals to everybody.** A service manager, or Slurm without cgroups, sends its signal to every process of a job. So
-the forker, and the agent where there are several nodes, keep blocked what the supervisor obeys, also across the
-execution of the script's interpreter, and each rank unblocks it after the fork. Once all ranks have ended, which the
-kernel knows before the forker tells, the outcome is decided: a signal that arrives then only keeps the ranks from
-being started again, and the supervisor blocks all signals until it has ended. Handlers would not do: Python gives them
-up while the interpreter ends. SIGUSR1 and SIGUSR2 are passed on to the ranks; torchrun dies of them.
+**Signals to every process.** A service manager, or Slurm without cgroups, sends its signal to every process of a job.
+So the forker, and on several nodes the agent, block the signals that the supervisor handles, also across the exec of
+the script's interpreter, and each rank unblocks them after the fork. Once all ranks have ended, which the kernel knows
+before the forker reports it, the outcome is decided: a later signal only prevents a restart of the ranks. From then on
+until it exits, the supervisor blocks all signals; handlers would not be enough, since Python drops them while the
+interpreter shuts down. SIGUSR1 and SIGUSR2 are forwarded to the ranks; torchrun dies of them.
 
-**A lost Ctrl-C.** Python prints a KeyboardInterrupt that is raised in a callback, of an import for instance, and
-continues. The supervisor recognises that on the rank's stderr, does not show it, and sends SIGINT again. While the
+**A lost Ctrl-C.** If a KeyboardInterrupt is raised in a callback, for instance during an import, Python prints it and
+continues. The supervisor recognises the message on the rank's stderr, hides it, and sends SIGINT again. While the
 command itself is imported, SIGINT has its default action.
 
-**Ctrl-Z.** The launcher stops its ranks with SIGSTOP, groups and all, and then itself as its shell expects. On SIGCONT
-(``fg``, ``bg``, ``kill -CONT``) they go on, and its own deadlines move by the time in which it was stopped. With a
-warm start the shell stops the client. On several nodes Ctrl-Z only prints that it does nothing, since the others would
-take the node for lost. Ranks leave the stopped time out of the waits of collectives within a host; torch's store,
-waits across hosts and `monitored_barrier` count it.
+**Ctrl-Z.** The launcher stops the process groups of its ranks with SIGSTOP, and then itself as its shell expects. On
+SIGCONT (``fg``, ``bg``, ``kill -CONT``) all continue, and the launcher's deadlines move by the time for which it was
+stopped. With a warm start the shell stops the client. On several nodes Ctrl-Z only prints that it does nothing, since
+the others would consider the node lost. Waits of collectives within a host do not count the stopped time; torch's
+store, waits across hosts and `monitored_barrier` do.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _HARMLESS = (*_ONLY_FORWARDED, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
-_LOOK_S = 0.2  # between questions whether the attempt is to end
+_LOOK_S = 0.2  # between two calls of `until`
 
 
 class Supervisor:
@@ -78,30 +78,30 @@ class Supervisor:
         self._job = job
         self._folder = folder
         self._spare = spare
-        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # whom a shell has started
-        self.memory = job.memory  # what the ranks of the next attempt do about freed memory
+        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # started by the shell
+        self.memory = job.memory  # policy of the next attempt for freed memory
         self.events = EventLoop(self._say_log_problem)
         self._console = Console(job, folder, self.events, self._is_ending, self._lose_reader)
         self._ranks: list[Rank] = []
         self._num_attempts = 0
-        self.received: int | None = None  # the one that ends the job
-        self.drain: Callable[[], None] | None = None  # what the first SIGTERM asks for instead of the end of the job
-        self.announce_interrupt: Callable[[], None] | None = None  # to the other nodes
-        self.cause_before: Ending | None = None  # of a failure that came before it
-        self.clocks: Mapping[str, Sequence[float]] = {}  # of other hosts, as `clocks.Clocks.told` has them
+        self.received: int | None = None  # signal that ends the job
+        self.drain: Callable[[], None] | None = None  # called on the first SIGTERM, which then ends no job
+        self.announce_interrupt: Callable[[], None] | None = None  # called on Ctrl-C, to tell the other nodes
+        self.cause_before: Ending | None = None  # failure that preceded the signal
+        self.clocks: Mapping[str, Sequence[float]] = {}  # as `clocks.Clocks.told` returns them
         self._stopped_at_s: float | None = None
-        self._late: int | None = None  # one that came when all ranks had ended
+        self._late: int | None = None  # signal received after all ranks had exited
         self.began_s = 0.0  # when the ranks of this attempt were started
-        self._refusals: set[str] = set()  # said in this attempt
+        self._refusals: set[str] = set()  # reported in this attempt
         self._said_log_problem = False
         self.recovery = Recovery(Path(folder.path), self.say, agrees=job.max_nodes > 1)
 
     def __enter__(self) -> Supervisor:
-        adopt_orphans()  # of a forker that is killed
+        adopt_orphans()  # those of a killed forker
         self._descriptors = raise_descriptor_limit()
         self.events.catch((*self._job.signals, *_HARMLESS))
-        self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # of ranks, for those that come after them
-        self._boxes = BoxMemory(self._job.num_local_ranks)  # in which ranks record what they do
+        self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # of ranks, for the next attempt
+        self._boxes = BoxMemory(self._job.num_local_ranks)  # where ranks record what they do
         self._notes = Notes()
         self._note_attempt(self._job.num_local_ranks if self._job.max_nodes == 1 else 0)
         shown = next((screen for screen in (self._console.out, self._console.err) if screen.is_terminal), Screen(0))
@@ -112,7 +112,7 @@ class Supervisor:
             self._job, self._folder, self.events, self._console.err, self._descriptors,
             on_start=self._rank_started, on_end=self._rank_ended, on_loss=self._lose_ranks,
         )  # fmt: skip
-        self._shutdown = Shutdown(
+        self.shutdown = Shutdown(
             self._job, self._ranks, self.events, self._forkers, self._survivors,
             say=self.say, on_end=self.recovery.told_to_end,
         )  # fmt: skip
@@ -121,12 +121,12 @@ class Supervisor:
         return self
 
     def _shared_environment(self, num_ranks: int) -> dict[str, str]:
-        """Return what the ranks have in common; torch is imported with their number of threads."""
+        """Return the variables that all ranks share; torch is imported with their number of threads."""
         environ = shared_environment(_env.environment(), self._job.divide(num_ranks).shares[0])
         environ[_env.COMMAND_VARIABLE] = self._job.typed
         environ[_env.RECORD_VARIABLE] = self._boxes.path
         environ |= self._keyboard.environment()
-        if not self._job.max_restarts:  # nobody would read them
+        if not self._job.max_restarts:  # no attempt would read snapshots
             return environ
         return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self.snapshots_fd}"}
 
@@ -134,19 +134,19 @@ class Supervisor:
         self._notes.note_attempt("phalanx run", self._job.typed, os.path.abspath(self._folder.path), world_size)
 
     def note_state(self, state: str, left_s: float | None = None) -> None:
-        """Tell whoever asks about the job what it does while none of its ranks runs here, and for how long at most."""
+        """Record, for ``phalanx why``, what the job does while no rank runs here, and for how long at most."""
         self._notes.note_state(state, left_s)
 
     @property
     def keep_list(self) -> list[int]:
-        """Children of this process that are nobody's rank."""
+        """Children of this process that are not ranks, and are kept when ranks are reaped."""
         return self._forkers.keep_list
 
     def _wants_standby(self) -> bool:
-        return self._shutdown.by is None and self._forkers.prepare_standby([rank.folder for rank in self._ranks])
+        return self.shutdown.by is None and self._forkers.prepare_standby([rank.folder for rank in self._ranks])
 
     def __exit__(self, *_: object) -> None:
-        self.events.hold_signals()  # until this process has ended, none may change its exit code
+        self.events.hold_signals()  # none may change the exit code from now on
         self._forkers.close()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
@@ -162,22 +162,17 @@ class Supervisor:
 
     @property
     def was_preempted(self) -> bool:
-        """Whether every rank of the last attempt has saved because it was asked to end, and can go on."""
+        """Whether every rank of the last attempt was preempted: asked to end, saved and able to resume."""
         return bool(self._ranks) and all(rank.end is not None and rank.end.preempted for rank in self._ranks)
-
-    @property
-    def is_killing(self) -> bool:
-        """Whether the ranks are being killed: a second signal asked for it, or a deadline has passed."""
-        return self._shutdown.by == signal.SIGKILL
 
     def run_attempt(
         self, attempt: Attempt, until: Callable[[], bool] | None = None, *, may_keep: bool = False
     ) -> Ending | None:
-        """Start the group once and return the cause of its failure; None if every rank ended with 0 or was told to end.
+        """Run the ranks once; return the cause of their failure, None if every rank exited with 0 or was told to end.
 
         Args:
-            until: Asked every now and then while all ranks run; true: they are ended although none has failed.
-            may_keep: Whether there may be another attempt, for which processes can be kept.
+            until: Function called regularly while all ranks run; if it returns True, the attempt is ended.
+            may_keep: Whether another attempt may follow, for which processes can be kept.
         """
         if self._late is not None:
             self.received = self._late
@@ -185,7 +180,7 @@ class Supervisor:
         if self.received is not None:
             return None
         self._await_ends()
-        self._shutdown.begin(may_keep=may_keep)
+        self.shutdown.begin(may_keep=may_keep)
         self.began_s = time.monotonic()
         self._forker_failure: Ending | None = None
         self._refusals.clear()
@@ -196,7 +191,7 @@ class Supervisor:
         return self._forker_failure or find_culprit(self.ends)
 
     def _start_attempt(self, attempt: Attempt, *, may_keep: bool) -> bool:
-        """Give kept processes their new places, and fork the other ranks; return whether we were not told to end."""
+        """Give kept processes their new ranks, and fork the others; return False if told to end meanwhile."""
         environ = self._shared_environment(attempt.num_local_ranks)
         if not self._forkers.serves(environ) or attempt.num_local_ranks != len(self._ranks):
             self.dismiss_survivors()
@@ -206,8 +201,10 @@ class Supervisor:
         kept = self._open_ranks(attempt)
         self.recovery.begin(self._boxes.places(len(self._ranks)))
         self._await_forker()
-        if self.received is not None or self._shutdown.by is not None:
-            self._drop_unstarted()
+        if self.received is not None or self.shutdown.by is not None:
+            for rank in (rank for rank in self._ranks if not rank.pid):
+                rank.asked_to_end = rank.was_killed = True
+                rank.record_end(signal.SIGKILL, is_reported=False)
             return False
         self._notes.clear()
         self._note_attempt(attempt.world_size)
@@ -218,32 +215,26 @@ class Supervisor:
             environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
             environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if may_keep else ""
             if not all(output.has_room(_env.environment().get("COLUMNS", "")) for output in rank.outputs):
-                environ["COLUMNS"] = ""  # of our screen; the rank's terminal tells what the prefix leaves
+                environ["COLUMNS"] = ""  # the width of our screen, which the prefix narrows
             if rank in kept:
                 self._notes.note_start(rank.rank, rank.pid)
                 self._survivors.place(rank.pid, environ)
             else:
                 self._start_rank(rank, local_rank, environ, shares[local_rank])
-            self.wait(0)  # the forker tells of each start: with hundreds, what nobody reads would block it, and us
+            self.wait(0)  # read the forker's report of the start: hundreds of unread ones would block both processes
         return True
 
     def _await_forker(self) -> None:
-        """Return when ranks can be forked, or need not be: another node may have ended the attempt."""
+        """Wait until ranks can be forked, or until the attempt is ended, as another node may do."""
         said_at_s: float | None = time.monotonic() + IMPORT_S
-        while self.received is None and self._shutdown.by is None and not self._forkers.is_ready:
+        while self.received is None and self.shutdown.by is None and not self._forkers.is_ready:
             self.wait(None if said_at_s is None else max(0.0, said_at_s - time.monotonic()))
             if said_at_s is not None and time.monotonic() >= said_at_s:
                 said_at_s = None
                 self.say(f"no rank can start yet: process {self._forkers.pid} is still importing torch, or is stopped")
 
-    def _drop_unstarted(self) -> None:
-        for rank in self._ranks:
-            if not rank.pid:
-                rank.asked_to_end = rank.was_killed = True
-                rank.record_end(signal.SIGKILL, is_reported=False)
-
     def _watch_attempt(self, until: Callable[[], bool] | None) -> None:
-        """Return when every rank has ended, or waits for the next attempt."""
+        """Wait until every rank has ended, or is waiting for the next attempt."""
         stragglers = StragglerWatch(self._boxes.places(len(self._ranks)), self._say_straggler)
         while any(rank.is_running for rank in self._ranks):
             looks = until or self._console.is_holding(self._ranks) or self._wants_standby()
@@ -252,51 +243,51 @@ class Supervisor:
             stragglers.look()
             self.recovery.look()
             self._console.release_late(self._ranks)
-            self._shutdown.judge()
-            self._shutdown.repeat_lost_interrupts()
-            if until and self._shutdown.by is None and all(rank.is_running for rank in self._ranks) and until():
-                self.stop_attempt()
-            self._shutdown.keep_deadline()
+            self.shutdown.judge()
+            self.shutdown.repeat_lost_interrupts()
+            if until and self.shutdown.by is None and all(rank.is_running for rank in self._ranks) and until():
+                self.shutdown.stop()
+            self.shutdown.keep_deadline()
         self.events.deadline = None
         self._console.end_attempt()
         self.recovery.look(ends=self.ends)
         self._save_boxes()
 
     def dismiss_survivors(self) -> None:
-        """End the processes that wait for the next attempt: it can't have them."""
+        """End the processes that are waiting for the next attempt."""
         if any(rank.is_kept for rank in self._ranks):
-            self._shutdown.end(signal.SIGTERM)
+            self.shutdown.end(signal.SIGTERM)
             self._await_ends()
 
     def _await_ends(self) -> None:
-        """Return when every process has ended that was told to end between two attempts."""
+        """Wait until every process has ended that was told to end between two attempts."""
         while any(rank.is_running for rank in self._ranks):
             self.wait()
-            self._shutdown.keep_deadline()
-        self._shutdown.has_ended()
+            self.shutdown.keep_deadline()
+        self.shutdown.has_ended()
 
     @property
     def ends(self) -> list[Ending]:
-        """How the ranks of the last attempt have ended."""
+        """Endings of the ranks of the last attempt."""
         return [end for rank in self._ranks if (end := rank.end or rank.pause)]
 
     @property
     def has_progress(self) -> bool:
-        """Whether a rank of the last attempt has noted that it has come far."""
+        """Whether a rank of the last attempt has noted a sign of training."""
         return self._notes.has_progress
 
     @property
     def have_trained_solo(self) -> bool:
-        """Whether several ranks have trained in the last attempt, each without meeting any other."""
+        """Whether several ranks trained in the last attempt, all without a process group."""
         return self._notes.num_solo == len(self._ranks) > 1
 
     @property
     def have_trained_apart(self) -> bool:
-        """Whether several ranks have trained in a group in the last attempt, and exchanged nothing meanwhile."""
+        """Whether several ranks trained in a group in the last attempt without any communication."""
         return self._notes.num_apart == len(self._ranks) > 1
 
     def _save_boxes(self) -> None:
-        """Keep what the ranks of this attempt have recorded, and make room for those of the next."""
+        """Save the black boxes of this attempt, and free them for the next."""
         folder = Path(self._folder.path, "blackbox", f"attempt_{self._num_attempts - 1}")
         ends = [dataclasses.replace(end, ended_by_us=self._has_obeyed(end)) for end in self.ends]
         try:
@@ -307,19 +298,19 @@ class Supervisor:
             self._say_log_problem(error.strerror or str(error))
 
     def _has_obeyed(self, end: Ending) -> bool:
-        """Whether a rank ended because it was told to, and not by a SIGKILL that is none of ours."""
-        by_another = end.exitcode == -signal.SIGKILL and self._shutdown.by != signal.SIGKILL
+        """Return whether a rank ended because it was told to, and not by somebody else's SIGKILL."""
+        by_another = end.exitcode == -signal.SIGKILL and self.shutdown.by != signal.SIGKILL
         return end.ended_by_us and (not by_another or self._forker_failure is not None)
 
     def keep_reason(self, reason: str) -> None:
-        """Keep what ends this run, if it is no rank, for whoever asks when it has ended."""
+        """Save the reason for the end of this run if it is not the failure of a rank."""
         try:
             save_reason(f"phalanx run {reason}", Path(self._folder.path, "blackbox"))
         except OSError as error:
             self._say_log_problem(error.strerror or str(error))
 
     def _open_ranks(self, attempt: Attempt) -> list[Rank]:
-        """Make the ranks of an attempt; return those whose processes are those of the attempt before."""
+        """Make the ranks of an attempt; return those that keep their processes."""
         before = [*self._ranks]
         numbers_before = {rank.pid: rank.rank for rank in before}
         self._ranks.clear()
@@ -358,10 +349,10 @@ class Supervisor:
     # ------------------------------------------------------------ events
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Take in what has happened, signals too; return after the first news, `timeout_s` or at the deadline."""
-        self.events.wait(self._shutdown.within(timeout_s))
+        """Handle events and signals; return after the first, after `timeout_s` or at the deadline."""
+        self.events.wait(self.shutdown.within(timeout_s))
         self._obey_signals()
-        self._shutdown.say_who_is_late()
+        self.shutdown.say_who_is_late()
 
     def _say_log_problem(self, problem: str) -> None:
         if not self._said_log_problem:
@@ -372,24 +363,24 @@ class Supervisor:
         rank = next(rank for rank in self._ranks if rank.rank == number)
         rank.pid = pid
         self._notes.note_start(number, pid)
-        self._shutdown.catch_up(pid)
+        self.shutdown.catch_up(pid)
 
     def _rank_ended(self, pid: int, status: int) -> None:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
-        has_failure = self._shutdown.has_failure or not rank.asked_to_end
+        has_failure = self.shutdown.has_failure or not rank.asked_to_end
         end = rank.record_end(status, is_reported=self.received is None and has_failure)
         self._notes.note_end(end)
         if end.failed:
-            self._shutdown.note_failure(end.when_s)
+            self.shutdown.note_failure(end.when_s)
 
     def _rank_waits(self, pid: int) -> None:
-        """A process has left its groups because another rank has failed, and can be kept."""
+        """Handle a process that has left its groups after another rank's failure, and can be kept."""
         rank = next((rank for rank in self._ranks if rank.pid == pid and rank.is_running), None)
         if rank is None:
             return
         pause = rank.record_pause()
         if pause.failed:
-            self._shutdown.note_failure(pause.when_s)
+            self.shutdown.note_failure(pause.when_s)
 
     def _rank_refuses(self, pid: int, why: str) -> None:
         rank = next((rank for rank in self._ranks if rank.pid == pid and rank.is_running), None)
@@ -398,10 +389,10 @@ class Supervisor:
         if why and why not in self._refusals:
             self._refusals.add(why)
             self.say(f"rank {rank.rank} can't be kept: {why}")
-        self._shutdown.refuse(rank)
+        self.shutdown.refuse(rank)
 
     def _lose_ranks(self, serving: Serving) -> None:
-        """A forker has gone, and its ranks with it."""
+        """Handle the end of a forker, with which its ranks have ended."""
         is_current = self._forkers.is_current(serving)
         living = [
             rank
@@ -422,18 +413,6 @@ class Supervisor:
                 when_s=time.monotonic(),
             )
 
-    def stop_attempt(self, *, keeps: bool = False) -> None:
-        """End the ranks although none of them failed.
-
-        Args:
-            keeps: Whether processes are kept for the next attempt, if they can be.
-        """
-        self._shutdown.stop(keeps=keeps)
-
-    def kill_attempt(self) -> None:
-        """End the ranks at once: they may not do another step."""
-        self._shutdown.kill()
-
     # ------------------------------------------------------------ signals
 
     def _obey_signals(self) -> None:
@@ -446,16 +425,16 @@ class Supervisor:
             elif sig == signal.SIGWINCH:
                 for output in (output for rank in self._ranks for output in rank.outputs):
                     output.resize()
-            elif sig in _ONLY_FORWARDED:  # to ranks alone: what they have started would mostly die of it
+            elif sig in _ONLY_FORWARDED:  # only to ranks: most processes that they have started would die of it
                 self._forkers.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.is_running])
             elif sig == signal.SIGTERM and self.drain is not None:
                 drain, self.drain = self.drain, None
                 drain()
-            elif self.received not in (None, signal.SIGPIPE):  # asked a second time: at once
+            elif self.received not in (None, signal.SIGPIPE):  # the second request kills at once
                 self._say_kill(sig)
-                self._shutdown.end(signal.SIGKILL)
+                self.shutdown.end(signal.SIGKILL)
             elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):
-                self._late = sig  # the outcome is decided, unless ranks are to be started again
+                self._late = sig  # the outcome is decided, unless the ranks are about to be restarted
             else:
                 self.received = sig
                 self.cause_before = find_culprit([rank.end for rank in self._ranks if rank.end])
@@ -470,27 +449,27 @@ class Supervisor:
                         self.announce_interrupt()
                     for rank in self._ranks:
                         rank.stderr.hide_interrupts()
-                self._shutdown.end(signal.SIGTERM if sig == signal.SIGPIPE else sig)
+                self.shutdown.end(signal.SIGTERM if sig == signal.SIGPIPE else sig)
 
     def _stop_all(self) -> None:
-        """Stop the ranks, and then this process, until somebody sends SIGCONT: Ctrl-Z, and ``fg`` or ``bg``."""
+        """Stop the ranks and then this process until SIGCONT: Ctrl-Z, then ``fg`` or ``bg``."""
         if self._job.max_nodes > 1:
             self.say("Ctrl-Z does nothing: the other nodes would take this one for lost")
             return
         if self._stopped_at_s is None:
             self._stopped_at_s = time.monotonic()
             self._signal_all(signal.SIGSTOP)
-        if self._spare is None:  # else the client of a warm start is what the shell stops
+        if self._spare is None:  # with a warm start, the shell stops the client
             self.events.stop_process()
             self._continue_all()
 
     def _continue_all(self) -> None:
-        """Let the ranks go on that were stopped with this process, with as much time as they had left."""
+        """Continue the ranks that were stopped with this process, with as much time as they had left."""
         if self._stopped_at_s is None:
             return
         stopped_s, self._stopped_at_s = time.monotonic() - self._stopped_at_s, None
         self.began_s += stopped_s
-        self._shutdown.postpone(stopped_s)
+        self.shutdown.postpone(stopped_s)
         self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, sig: int) -> None:
@@ -499,7 +478,7 @@ class Supervisor:
 
     def _say_kill(self, sig: int) -> None:
         living = [rank for rank in self._ranks if rank.end is None]
-        if living and self._shutdown.by != signal.SIGKILL:
+        if living and self.shutdown.by != signal.SIGKILL:
             has_saved = any(was_preempted(rank.folder) for rank in self._ranks)
             saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
             saved = next(filter(None, (words_of_checkpoints(rank.folder) for rank in self._ranks)), saved)
@@ -507,12 +486,12 @@ class Supervisor:
             self.say(f"{signal_name(sig)}{again}: killing {counted(len(living), 'rank')} at once; {saved}")
 
     def _lose_reader(self) -> None:
-        """End as on a signal, so that ranks can save. Where one has come, it has ended our reader, too: Ctrl-C does."""
+        """End as on SIGPIPE, so that ranks can save; not after a signal, since Ctrl-C ends the reader, too."""
         if not self._is_ending():
             self.events.note(signal.SIGPIPE)
 
     def _is_ending(self) -> bool:
-        """Whether we have been told to end: then output that nobody reads must not hold us up."""
+        """Whether this process was told to end: then it must not wait for a reader of its output."""
         return self.received is not None or any(sig not in _HARMLESS for sig in self.events.signals)
 
     # ------------------------------------------------------------ words
@@ -522,9 +501,9 @@ class Supervisor:
         self._notes.note_straggler(text)
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's, on the screen and in its log."""
+        """Write a line on the screen and in the launcher's log."""
         self._console.say(text)
 
     def say_last(self, text: str) -> None:
-        """Write the last words of the job, as they are."""
+        """Write the final report of the job as it is."""
         self._console.say_last(text)
