@@ -34,7 +34,7 @@ PARSERS = {
     "wire/messages.py": "the reader",
     "wire/packets.py": "between a supervisor and its own processes",
     **dict.fromkeys(
-        ("host/block_pool.py", "launch/nodes/agent.py", "launch/processes/forker.py", "launch/replicas/replicator.py",
+        ("host/block_pool.py", "launch/processes/forker.py", "launch/replicas/replicator.py",
          "launch/warm/loader.py", "doctor/torch_side.py"), OWN,
     ),
     **dict.fromkeys(

@@ -115,8 +115,9 @@ def is_rank() -> bool:
     """Whether a launcher of ours has made this very process a rank.
 
     What a rank starts has its variables, but not its pid: a data loader's worker, or a rank of a torchrun in there.
+    Asked while torch is imported, so of a copy: a read would count as one by torch.
     """
-    return os.environ.get(PROCESS_VARIABLE) == str(os.getpid())
+    return environment().get(PROCESS_VARIABLE) == str(os.getpid())
 
 
 def host_name() -> str:

@@ -21,9 +21,11 @@ from phalanx._settings import read_settings
 from phalanx.backend.hosts.joining import _hello
 from phalanx.backend.hosts.meeting import Meeting
 from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
+from phalanx.failure.ending import Ending
 from phalanx.rendezvous import server
 from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.launched import Launch
+from phalanx.wire.messages import as_facts
 from phalanx.wire.store import JsonStore
 from tests.ports import free_port
 
@@ -211,7 +213,7 @@ def test_a_rank_that_is_no_member_may_end_while_a_group_is_made(run_ranks):
 
 def test_only_where_the_launcher_said_are_the_ranks_known_by_number(monkeypatch, tmp_path):
     launch = Launch("phalanx run", str(tmp_path / "notes"), 0, 2, "127.0.0.1", 4321)
-    launch._note("ended", (1, 77, 0, None, "exited with code 0"))
+    launch._note("ended", as_facts(Ending(rank=1, pid=77, exitcode=0)))
     monkeypatch.setenv(_env.LAUNCH_VARIABLE, launch.to_text())
     monkeypatch.setenv(_env.PROCESS_VARIABLE, str(os.getpid()))
     for url, is_known in (("tcp://127.0.0.1:4321", True), ("tcp://127.0.0.1:4322", False), ("file:///meet", False)):

@@ -94,7 +94,9 @@ class Launch:
 
     def ended(self) -> list[Ending]:
         """Return the ranks that have ended; none if the notes can't be read."""
-        return [read_value(facts, Ending) for kind, facts in self._read() if kind == "ended"]
+        with contextlib.suppress(GarbledError):
+            return [read_value(facts, Ending) for kind, facts in self._read() if kind == "ended"]
+        return []
 
     def note_wait(self, rank: int, where: str) -> None:
         """Note that this process waits, as `rank`, for a rank 0 to open the store; a negative rank: no longer."""
@@ -121,7 +123,7 @@ class Launch:
         """Return the socket that `note_lender` noted last for a process; empty if it never did."""
         return next((facts[1] for kind, facts in reversed(self._read()) if kind == "lends" and facts[0] == pid), "")
 
-    def _note(self, kind: str, facts: tuple[Any, ...]) -> None:
+    def _note(self, kind: str, facts: object) -> None:
         with contextlib.suppress(OSError), open(self.notes, "ab", buffering=0) as file:
             file.write(_line(kind, facts))
 
