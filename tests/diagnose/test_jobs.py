@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -18,7 +20,7 @@ from phalanx.diagnose.jobs import NO_JOB, NO_RANK, Job, find_job, find_jobs
 from phalanx.failure.ending import Ending
 from phalanx.host.processes import process_of, processes_of
 from phalanx.record.box import box_of_process
-from phalanx.rendezvous.launched import Launch, Notes, read_started
+from phalanx.rendezvous.launched import Launch, Notes, Started, read_started
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 
@@ -201,6 +203,16 @@ def test_a_process_whose_name_has_parentheses_is_read(tmp_path):
         assert (found.parent, found.state in "SRD") == (os.getpid(), True)
         process.kill()
     assert process_of(process.pid) is None
+
+
+@pytest.mark.parametrize("kind", ["attempt", "started", "ended", "state", "straggler"])
+@pytest.mark.parametrize("facts", [None, [], {}, {"rank": 0}, [0], "x", [[]]])
+def test_notes_of_another_version_are_those_of_a_job_or_refused(tmp_path, kind, facts):
+    path = tmp_path / "notes"
+    good = ["attempt", ["phalanx run", "phalanx run x.py", "", 2]]
+    path.write_text("".join(json.dumps(note) + "\n" for note in (good, [kind, facts])))
+    with contextlib.suppress(ValueError):
+        assert isinstance(read_started(str(path)), Started)
 
 
 def test_a_job_whose_ranks_have_noted_something_is_found():

@@ -23,6 +23,7 @@ import json
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx.failure.ending import Ending
@@ -184,9 +185,17 @@ def read_started(path: str) -> Started | None:
 
     Raises:
         OSError: They can't be read.
+        ValueError: A launcher of this version does not write such notes.
     """
     with open(path) as file:
         notes = _notes_in(file.read())
+    try:
+        return _started(notes)
+    except (LookupError, TypeError):
+        raise ValueError("notes of another version") from None
+
+
+def _started(notes: Sequence[tuple[str, Any]]) -> Started | None:
     attempt = [facts for kind, facts in notes if kind == "attempt"]
     if not attempt:
         return None
