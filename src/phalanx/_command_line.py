@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         return 2
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        print(message, end="", file=file)  # argparse's own ignores that the reader has gone
+        print(message, end="", file=file)  # argparse's own hides that the reader has gone
 
 
 def whole_number(text: str) -> int:

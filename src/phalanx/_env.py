@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-TYPE_CHECKING = False  # typing is not imported for its own, nor datetime, where a command only passes a job on
+TYPE_CHECKING = False  # a command that only passes a job on imports neither typing, for its own constant, nor datetime
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
@@ -53,15 +53,15 @@ RECORD_VARIABLE = "PHALANX_RECORD"
 LAUNCH_VARIABLE = "PHALANX_LAUNCH"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: the facts of the launch, see `rendezvous.launched`."""
 MEMORY_VARIABLE = "PHALANX_MEMORY"
-"""What `phalanx.spawn` reads of the flags of ``phalanx run``: whether ranks keep the memory that they free."""
+"""The one flag of ``phalanx run`` that `phalanx.spawn` reads, too: whether ranks keep the memory that they free."""
 EPOCH_VARIABLE = "PHALANX_EPOCH"
 """Set by ``phalanx run`` for its ranks: which attempt of which job they are, see `checkpoint.disk.claim`."""
 REPLACE_VARIABLE = "PHALANX_REPLACE"
-"""What phalanx stands in the place of, see `_torch.replace`: ``gloo``; empty: nothing."""
+"""Backend that phalanx replaces, see `_torch.replace`: ``gloo``; empty: none."""
 MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
-"""What somebody sets who takes it for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
+"""Name easily mistaken for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
 OBEYED_BY_RANKS = (REPLACE_VARIABLE, MISTAKEN_FOR_REPLACE)
-"""What ``import torch`` obeys, which a rank's script may still set: so not what imports torch for ranks to come."""
+"""Obeyed at ``import torch``; a rank's script may still set them, so they are unset where torch is imported ahead."""
 ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they are to do about freed memory."""
 COMMAND_VARIABLE = "PHALANX_COMMAND"
@@ -79,9 +79,9 @@ PROCESS_VARIABLE = "PHALANX_PROCESS"
 WARM_VARIABLE = "PHALANX_WARM"
 """Asks ``phalanx run``, `phalanx.spawn` and `phalanx.testing` to start ranks from a warm process, see `launch.warm`."""
 WARM_SERVER_VARIABLE = "PHALANX_WARM_SERVER"
-"""Set for a warm process alone: where it serves."""
+"""Set only for a warm process: where it serves."""
 FAST_RANKS_VARIABLE = "PHALANX_FAST_RANKS"
-"""Set for the server of `phalanx.testing.fast_ranks` alone: the folder in which it is asked and answers."""
+"""Set only for the server of `phalanx.testing.fast_ranks`: the folder of its requests and answers."""
 PREEMPTED_CODE = 75
 """Exit code of a rank that saved its state after it was preempted: EX_TEMPFAIL, try again later."""
 _OF_LAUNCHES = frozenset(
@@ -107,15 +107,15 @@ def environment() -> dict[str, str]:
 
 
 def raw() -> Mapping[bytes, bytes]:
-    """Return this process's environment, as it is now and will be, in bytes: to be compared, which is quick."""
+    """Return a live view of this process's environment in bytes, for quick comparisons."""
     return os.environ._data  # type: ignore[attr-defined]
 
 
 def is_rank() -> bool:
-    """Whether a launcher of ours has made this very process a rank.
+    """Whether one of our launchers made this very process a rank.
 
-    What a rank starts has its variables, but not its pid: a data loader's worker, or a rank of a torchrun in there.
-    Asked while torch is imported, so of a copy: a read would count as one by torch.
+    A process that a rank starts, such as a data loader's worker or torchrun's rank, has its variables, but not its pid.
+    It reads a copy of the environment: while torch is imported, a direct read would count as one by torch.
     """
     return environment().get(PROCESS_VARIABLE) == str(os.getpid())
 
@@ -133,15 +133,15 @@ def is_on(word: str) -> bool:
 
 
 def is_off(word: str) -> bool:
-    """Return whether a switch's value leaves it off. What is neither is no value of a switch."""
+    """Return whether a switch's value leaves it off. A word that is neither on nor off is not a switch's value."""
     return word.lower() in ("", "0", "false", "no", "off")
 
 
 def replaces_gloo(word: str) -> bool:
-    """Return whether a value of PHALANX_REPLACE asks for phalanx in the place of Gloo.
+    """Return whether a value of PHALANX_REPLACE asks for phalanx in place of Gloo.
 
     Raises:
-        ValueError: It is another word.
+        ValueError: The value is another word.
     """
     if word not in ("", "gloo"):
         raise ValueError(f"must be gloo, or empty{did_you_mean(word, ['gloo'])}")
@@ -174,12 +174,12 @@ def take(name: str) -> str:
 
 
 def watch_reads(note: Callable[[str, str | None], None]) -> Callable[[], None]:
-    """Have `note` told each variable that Python code reads, and its value, None if there is none.
+    """Call `note` with each variable that Python code reads, and its value, None if there is none.
 
-    A copy of the whole environment reads nothing.
+    Copying the whole environment reads nothing.
 
     Returns:
-        Function that ends it.
+        Function that ends the watch.
     """
     environ: Any = os.environ
     encode, decode = environ.encodekey, environ.decodekey
@@ -259,11 +259,11 @@ def unknown_argument(
 ) -> TypeError:
     """Return the error for a keyword argument that `call` does not take.
 
-    All that it takes are told where nothing better is known, and only if they are few.
+    The message lists all arguments only if there is no better hint and they are few.
 
     Args:
         meant: Correct name, if `name` is another word for it rather than a misspelling.
-        right: Code to write instead, if that is no argument of this call.
+        right: Code to write instead, if that is not an argument of this call.
     """
     known = list(known)
     meant = meant or ("" if right else nearest(name, known, cutoff=_GOOD_GUESS))

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-_LONG_S = 1e9  # longer is nonsense, and told as it is
+_LONG_S = 1e9  # longer is nonsense, and shown in seconds
 
 
 def plural(number: int, noun: str) -> str:
@@ -89,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 def measured(seconds: float) -> str:
-    """Return a time span of which three digits are of interest: ``12.3 us``, ``1.23 ms``, ``1.23 s``."""
+    """Return a time span with three significant digits: ``12.3 us``, ``1.23 ms``, ``1.23 s``."""
     if not seconds > 0:
         return "0 s"
     if seconds >= 120:
@@ -107,12 +107,12 @@ def signal_name(number: int) -> str:
 
 
 def shortened(text: str, max_chars: int = 60) -> str:
-    """Return text that fits into a line with others."""
+    """Return text cut to `max_chars`, to fit into a line with others."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 def ending_of(path: str, max_chars: int) -> str:
-    """Return the end of a path that is too long, from a slash on if there is one."""
+    """Return the end of a path that is too long, starting at a slash if possible."""
     if len(path) <= max_chars:
         return path
     end = path[len(path) - max(max_chars - 3, 1) :]
@@ -120,12 +120,12 @@ def ending_of(path: str, max_chars: int) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's class and words, for the middle of a line."""
+    """Return an error's class and message, for the middle of a line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def filled(pieces: Sequence[str], width: int) -> list[str]:
-    """Return lines of pieces with semicolons between them, each as full as it can be and no piece cut."""
+    """Return pieces joined by semicolons into lines, each as full as possible and no piece cut."""
     lines: list[str] = []
     for piece in pieces:
         if lines and len(lines[-1]) + len(piece) + 2 <= width:
@@ -142,21 +142,21 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def complain(words: str) -> None:
-    """Print a message to standard error, broken between words if that is a terminal; to nobody if that is full."""
+    """Print a message to standard error, broken between words on a terminal; drop it if writing fails."""
     try:
         print("\n".join(broken(words.splitlines(), sys.stderr)), file=sys.stderr)
     except BrokenPipeError:
-        raise  # whose exit code is a command's own
+        raise  # a command has its own exit code for it
     except OSError:
         pass
 
 
 def broken(lines: Iterable[str], screen: TextIO | None = None, hang: int | None = None) -> list[str]:
-    """Return lines with those that are longer than the terminal broken between words; as they are if there is none.
+    """Return lines with those wider than the terminal broken between words; unchanged if there is no terminal.
 
     Args:
         screen: Stream to which they are printed; None: standard output.
-        hang: Column at which what is broken off goes on; None: two behind the line's own indent.
+        hang: Column at which continued lines begin; None: two to the right of the line's own indent.
     """
     screen = screen or sys.stdout
     if screen is None or not screen.isatty():

@@ -228,7 +228,7 @@ def launch(jobs, made, folder, nodes, *, endpoint=None, num_hosts=None, flags=()
 
 
 PHASES = (
-    r"phalanx run: going on after [\d.]+ s "
+    r"phalanx run: resuming after [\d.]+ s "
     r"\(noticed [\d.]+, ended [\d.]+, agreed [\d.]+, (?:started [\d.]+, )?first collective (?:seen )?[\d.]+\)\n"
 )
 

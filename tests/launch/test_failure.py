@@ -92,7 +92,7 @@ def test_ranks_killed_at_once_are_all_named_and_how_a_training_goes_on(tmp_path)
     last = done.stderr[done.stderr.index("phalanx run: rank 1 (pid ") :]
     assert "\n  rank 0: killed by SIGKILL\n" in last
     saved = "the newest checkpoint on disk is that of step 40"
-    assert f"\n  to go on, start it again: {saved}; --max-restarts N does so by itself\n" in last
+    assert f"\n  to resume, start it again: {saved}; --max-restarts N does so automatically\n" in last
 
 
 def test_a_crash_in_native_code_shows_the_line_of_python(tmp_path):

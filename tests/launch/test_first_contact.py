@@ -317,7 +317,7 @@ def test_ranks_of_a_launcher_are_not_told_to_start_what_it_starts(run_ranks, cap
     said = capfd.readouterr().err
     for whom in (r"rank 0 to listen at \S+ \(connection refused\)", r"rank 2 at \S+"):
         assert re.search(
-            rf"rank 1: .* has waited \d s for {whom}\. {launcher} is starting all ranks; phalanx why tells", said
+            rf"rank 1: .* has waited \d s for {whom}\. {launcher} is starting all ranks; phalanx why shows", said
         ), said
     assert "Start rank 0" not in said
     assert "start those" not in said

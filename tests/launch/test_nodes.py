@@ -287,7 +287,7 @@ def test_a_node_that_is_to_go_leaves_after_a_snapshot_and_the_others_go_on(nodes
     assert [words[4] for words in begun] == ["memory", "memory"], out
     assert "nodes of the job: 1, before 2" in err
     assert "restart 1" not in err  # it costs none
-    assert re.search(r"going on from step \d+ after [\d.]+ s \(ended ", err), err
+    assert re.search(r"resuming from step \d+ after [\d.]+ s \(ended ", err), err
     err = goes.communicate(timeout=LIMIT_S)[1]
     assert goes.returncode == 75, err
     assert "this node has left the job; exit code 75" in err

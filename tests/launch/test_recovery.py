@@ -49,7 +49,7 @@ with phalanx.init():
 
 
 def lines_of_recovery(done):
-    return re.findall(r"^phalanx run: (going on .*)$", done.stderr, re.M)
+    return re.findall(r"^phalanx run: (resuming .*)$", done.stderr, re.M)
 
 
 def the_loss(folder):
@@ -72,14 +72,14 @@ def test_a_killed_rank_is_told_with_its_phases_on_the_screen_in_why_and_in_the_r
     assert line == words_of(loss)
     number = r"\d+\.\d\d?"
     phases = rf"\(noticed {number}, ended {number}, started {number}, loaded {number}, first step {number}\)"
-    assert re.fullmatch(rf"going on at step 41 after {number} s {phases}; (19|20) steps repeated", line)
+    assert re.fullmatch(rf"resuming at step 41 after {number} s {phases}; (19|20) steps repeated", line)
     said = [line for line in done.stderr.splitlines() if line.startswith("phalanx run: ")]
     assert (run / "launch.log").read_text().splitlines() == said
     assert any("restart 1 of 1" in one for one in said)
     why = subprocess.run(
         [sys.executable, "-m", "phalanx", "why", str(run)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert f"rank 1, killed by SIGKILL; {line.replace('going on', 'went on')}\n" in why.stdout
+    assert f"rank 1, killed by SIGKILL; {line.replace('resuming', 'went on')}\n" in why.stdout
     text = " ".join(Page((tmp_path / "run" / "report.html").read_text()).text.split())
     assert "Lost ranks From the first sign of a lost rank" in text
     assert re.search(r"rank 1 killed by SIGKILL .* at step 41 (19|20) steps repeated", text)
@@ -96,7 +96,7 @@ def test_of_a_loop_by_hand_the_pieces_that_are_known_are_told(tmp_path, has_mode
     assert [*loss.phases_s] == ["noticed", "ended", "started", "loaded", last]
     assert loss.num_repeated == (3 if has_model else None)
     [line] = lines_of_recovery(done)
-    assert line.startswith("going on from step 30 after ")
+    assert line.startswith("resuming from step 30 after ")
     assert line.endswith("; 3 steps repeated" if has_model else ")")
 
 
@@ -113,7 +113,7 @@ def test_a_job_that_finds_nothing_to_load_is_said_to_begin_anew(tmp_path):
     done = run_job(tmp_path, source, "--max-restarts", "1")
     assert done.returncode == 0, done.stderr
     [line] = lines_of_recovery(done)
-    assert line.startswith("going on from the beginning after ")
+    assert line.startswith("resuming from the beginning after ")
 
 
 def test_a_collective_that_fails_is_no_progress(tmp_path):

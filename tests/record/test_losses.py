@@ -73,17 +73,17 @@ def test_what_is_kept_can_not_control_a_terminal(tmp_path):
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (KILLED, "going on at step 812 after 0.41 s (noticed 0.05, ended 0.10, started 0.14, loaded 0.06, first step "
+        (KILLED, "resuming at step 812 after 0.41 s (noticed 0.05, ended 0.10, started 0.14, loaded 0.06, first step "
          "0.06); 1 step repeated"),
-        (dataclasses.replace(KILLED, step=None, num_repeated=0), "going on from step 811 after 0.41 s (noticed 0.05, "
+        (dataclasses.replace(KILLED, step=None, num_repeated=0), "resuming from step 811 after 0.41 s (noticed 0.05, "
          "ended 0.10, started 0.14, loaded 0.06, first step 0.06); no step repeated"),
         (dataclasses.replace(NODE, phases_s={"noticed": 12.04, "first collective": 0.5}),
-         "going on after 12.5 s (noticed 12.0, first collective 0.50)"),
+         "resuming after 12.5 s (noticed 12.0, first collective 0.50)"),
         (dataclasses.replace(NODE, phases_s={"noticed": 12.04, "first collective": 0.5}, loaded_step=0),
-         "going on from the beginning after 12.5 s (noticed 12.0, first collective 0.50)"),
-        (NODE, "no step is known after it"),
+         "resuming from the beginning after 12.5 s (noticed 12.0, first collective 0.50)"),
+        (NODE, "no step has completed since"),
         (dataclasses.replace(NODE, phases_s={"noticed": 0.0, "ended": 1.5}, step=None),
-         "no step is known after it (noticed 0.00 s, ended 1.50 s)"),
+         "no step has completed since (noticed 0.00 s, ended 1.50 s)"),
     ],
 )  # fmt: skip
 def test_a_recovery_in_words(loss, words):

@@ -17,8 +17,8 @@
       + UnsupportedLayout (NotImplementedError)  ... with a tensor of a layout that it can't take
       + OtherDevice                              ... with tensors of another device (backend/calls/memory.py)
 
-``tests/test_error_tree.py`` holds that the tree is true. Exceptions by which modules of one room signal to each other,
-and that never reach a user, are not in it.
+``tests/test_error_tree.py`` checks the tree. It leaves out exceptions by which modules of one package signal to each
+other and that never reach a user.
 
 Every message names the rank, the operation and what to do. Errors carry these facts as attributes and can be pickled,
 because they cross processes. Start with `facts`, which says how they travel.
@@ -119,11 +119,11 @@ def require_linux(what: str = "the phalanx backend", instead: str = _INSTEAD) ->
 
 _ADDRESS = re.compile(r"\s*\(phalanx explain ([a-z0-9-]+)\)")
 _ASKED = "\nphalanx why: "
-"""Begin of the last line of an error whose rank has asked why it waits; see `backend.failures.answer`."""
+"""Start of the last line of an error whose rank has asked why it waits; see `backend.failures.answer`."""
 
 
 def address(entry: str) -> str:
-    """Return what a message ends with to say where it is explained."""
+    """Return the end of a message that says where it is explained."""
     return f" (phalanx explain {entry})"
 
 
@@ -359,7 +359,7 @@ _handed_over: collections.deque[PhalanxError] = collections.deque(maxlen=16)
 
 
 def hand_over(error: BaseException) -> BaseException:
-    """Return `error`, to be raised into native code that passes only its text on; `origins` finds it again."""
+    """Return `error`, to be raised into native code that passes on only its text; `origins` finds it again."""
     if isinstance(error, PhalanxError):
         # A copy: the traceback of the original holds frames, and frames hold the group.
         _handed_over.append(_rebuild(type(error), str(error), error.__dict__.copy()))
@@ -391,7 +391,7 @@ class UnsupportedLayout(ArgumentError, NotImplementedError):
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the innermost line outside torch and phalanx: the user's own, and not one of ours."""
+    """Warn at the innermost line outside torch and phalanx: the user's own, not one of ours."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "phalanx"):
         frame, level = frame.f_back, level + 1

@@ -24,7 +24,7 @@ class Facts:
         """Return the object that `to_facts` was called on; the facts may have travelled as JSON.
 
         Raises:
-            ValueError: `to_facts` would not return this; the sender may have sent anything.
+            ValueError: `to_facts` never returns these facts; a sender may send anything.
         """
         try:
             value: Self = read_value(facts, cls)
@@ -48,7 +48,7 @@ class Peer(Facts):
 
 @dataclass(frozen=True, kw_only=True)
 class Standing(Peer):
-    """What a rank is doing that others are waiting for.
+    """State of a rank that others are waiting for.
 
     Attributes:
         has_joined: Whether it has joined the group.

@@ -4,10 +4,10 @@ Whoever sees a rank end makes an `Ending`; the report, the notes for waiting ran
 between nodes hold or write that object, so a death has the same facts and the same words everywhere. What travels is
 `Ending.for_others`, whose traceback is short.
 
-`find_culprit` picks the ending that was the cause of the others. The first rank to fail is often a victim: a peer's
-death closes its sockets before the peer is seen to end. So victims count last, a signal counts before an exit code,
-then time: one order for ``phalanx run``, `phalanx.spawn` and `run_ranks`. If only victims have failed, the others have
-up to 3 s to end or to say why before they are ended.
+`find_culprit` picks the ending that caused the others. The first rank to fail is often a victim: a peer's
+death closes its sockets before the peer is seen to end. So victims come last, signals before exit codes,
+and then earlier ends before later ones: one order for ``phalanx run``, `phalanx.spawn` and `run_ranks`. If only victims
+have failed, the other ranks get up to 3 s to end or to say why before they are told to end.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from phalanx.failure.victims import is_victim
 from phalanx.record.run_folder import LAUNCH_LOG
 from phalanx.wire.messages import LOCAL, between
 
-_MAX_PLAIN_LINES = 5  # of what a rank that raised nothing wrote last: it stands on the screen, too
+_MAX_PLAIN_LINES = 5  # of the last output of a rank that raised nothing: the screen shows it, too
 _ERROR_FILE = "error.json"
-_MOST_LINE, _MOST_KIND, _MOST_MESSAGE = 300, 200, 1000  # characters that others are told
+_MOST_LINE, _MOST_KIND, _MOST_MESSAGE = 300, 200, 1000  # characters sent to other processes
 _MOST_RANKS = _MOST_PIDS = 1 << 31
 _MOST_CODE, _MOST_SIGNAL = 255, 64
 
@@ -45,13 +45,13 @@ class Ending:
         pid: Process id of the rank.
         exitcode: Exit code of the rank, or minus the number of the signal that ended it; None while it lives.
         value: Result of the function, if it returned.
-        error: Exception that the rank raised, or None; under ``phalanx run`` its `last_words` have what is known of it.
-        last_words: Exception that ended the rank, or what it wrote last; after a hang, the stacks of all threads.
-        hung: Whether the rank was killed because it had not ended at the time limit.
+        error: Exception that the rank raised, or None; under ``phalanx run``, `last_words` have what is known of it.
+        last_words: Exception that ended the rank, or its last output; after a hang, the stacks of all threads.
+        hung: Whether the rank was killed because it had not ended by the time limit.
         ended_by_us: Whether the rank was told to end, so that it is not the cause.
         killed_by_another: Whether a SIGKILL that was not ours ended it after it was told to end.
-        preempted: Whether it was asked to end, has saved its state, and can go on from there.
-        ended_for_restart: Whether it has ended for a planned restart, maybe before its own launcher was told of it.
+        preempted: Whether it was asked to end and has saved its state, so that it can resume.
+        ended_for_restart: Whether it ended for a planned restart, perhaps before its own launcher was told of it.
         skipped: Whether the rank skipped the test or expected its failure, so that it is not the cause.
         folder: Folder of its logs.
         host: Host on which it ran; empty: this one.
@@ -81,7 +81,7 @@ class Ending:
 
     @property
     def ok(self) -> bool:
-        """Whether the function, or the script, came to its end."""
+        """Whether the function, or the script, ran to completion."""
         return self.exitcode == 0 and self.error is None and not self.hung
 
     @property
@@ -117,19 +117,19 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would report: 128 plus the signal, if one ended the rank."""
+        """Exit code as a shell reports it: 128 plus the signal, if one ended the rank."""
         code = self.exitcode or 0
         return 128 - code if code < 0 else code
 
     @property
     def raised(self) -> str:
-        """Class of the exception that ended it; empty if none did. One that it has caught and printed did not."""
+        """Class of the exception that ended the rank; empty if none did, even if it caught and printed one."""
         by_exception = self.last_words.is_told or self.exitcode in (1, -signal.SIGABRT)
         return self.last_words.name if by_exception else ""
 
     @property
     def is_victim(self) -> bool:
-        """Whether the rank raised because a peer was gone, or only suffers from what another rank did."""
+        """Whether the rank raised because a peer was gone, or only suffers from the failure of another rank."""
         return bool(self.raised) and is_victim(self.last_words)
 
     @property
@@ -139,21 +139,21 @@ class Ending:
 
     @property
     def exit_words(self) -> str:
-        """Words for how its process ended, such as "exited with code 1 (ValueError: no)", of one that returned too."""
+        """Words for how its process ended, such as "exited with code 1 (ValueError: no)", even if the rank returned."""
         code = self.exitcode or 0
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return f"{how} ({self.last_words.summary})" if self.raised and self.last_words.kind else how
 
     def for_others(self, num_rows: int = 0) -> Ending:
-        """Return what another process is told: plain data, short enough for a packet.
+        """Return a copy to tell other processes: plain data, short enough for a packet.
 
         Args:
-            num_rows: Rows of the screen that the traceback may take; 0: it is left out.
+            num_rows: Rows of the screen that the traceback may take; 0: no traceback.
         """
         words = self.last_words
         brief = dataclasses.replace(
             words,
-            # Also short where JSON writes twelve bytes for a character.
+            # Short enough even where JSON takes twelve bytes for a character.
             kind=words.kind[:_MOST_KIND],
             message=words.message[:_MOST_MESSAGE],
             lines=tuple(line[:_MOST_LINE] for line in fold(words.lines, num_rows)) if num_rows else (),
@@ -163,10 +163,10 @@ class Ending:
         return dataclasses.replace(self, value=None, error=None, last_words=brief)
 
     def describe(self, *, message: bool = False) -> str:
-        """Return which rank ended how, in words.
+        """Return words for which rank ended how.
 
         Args:
-            message: Whether the first line of the exception's message takes the place of the exit code.
+            message: Whether to give the first line of the exception's message in place of the exit code.
         """
         where = f" on {self.host}" if self.host else ""
         return f"{self.name} (pid {self.pid}{where}) {self._how(message=message)}"
@@ -233,10 +233,10 @@ RankError.__module__ = "phalanx"  # where users import it from
 
 
 def find_culprit(outcomes: Iterable[Ending]) -> Ending | None:
-    """Return the rank whose end was the cause.
+    """Return the ending that caused the others; None if no rank failed.
 
-    A hang and a victim come last, a signal before an exit code, a rank that ended the group before those that only
-    heard of it; then counts time.
+    Hangs and victims come last, signals before exit codes, the rank that ended the group before those that only heard
+    of it, and then earlier ends before later ones.
     """
     return min((outcome for outcome in outcomes if outcome.failed), key=_order, default=None)
 
@@ -248,25 +248,25 @@ def _order(outcome: Ending) -> tuple[object, ...]:
 
 
 def alike(one: LastWords, other: LastWords) -> bool:
-    """Whether two ranks have met the same: by the facts; what has no structure is compared without its numbers."""
+    """Whether two ranks failed alike, judging by the facts; unstructured text is compared without its numbers."""
     return bool(one.kind) and _gist(one) == _gist(other)
 
 
 def _gist(words: LastWords) -> tuple[object, ...]:
-    """Return what ranks have in common that fail alike."""
+    """Return what ranks that fail alike have in common."""
     failure = words.failure
     if failure is None:
         return words.name, re.sub(r"\d+", "N", words.message)
-    if failure.calls or failure.sizes is not None:  # each tells it from its own call
+    if failure.calls or failure.sizes is not None:  # each rank describes it from its own call
         return words.name, failure.group
     return words.name, failure.kind, failure.group, failure.ranks, re.sub(r"\d+", "N", failure.detail)
 
 
-# ---------------------------------------------------------------- where the last words are
+# ---------------------------------------------------------------- reading and writing last words
 
 
 def read_stderr(tail: bytes) -> LastWords:
-    """Return the exception that a rank has printed, if it has, else its last lines."""
+    """Return the exception that a rank printed; if it printed none, its last lines."""
     text = STYLE.sub("", tail.decode(errors="replace"))
     lines = [line.rstrip() for line in text.splitlines()]
     block = find_last_block(lines)
@@ -277,7 +277,7 @@ def read_stderr(tail: bytes) -> LastWords:
 
 
 def last_words_in(folder: str, pid: int, stderr_tail: bytes) -> LastWords:
-    """Return what a rank of ``phalanx run`` said last: by itself in its folder, else what its stderr shows."""
+    """Return the last words of a rank of ``phalanx run``: those in its folder, else those on its stderr."""
     return words_file.read(os.path.join(folder, _ERROR_FILE), pid) or read_stderr(stderr_tail)
 
 

@@ -1,4 +1,4 @@
-"""The endings of the ranks of an attempt, kept beside their black boxes: by then nobody else knows."""
+"""Saves how the ranks of an attempt ended beside their black boxes, for readers that come after the launcher."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def save_ends(ends: Iterable[Ending], folder: Path) -> None:
 
 
 def load_ends(folder: Path) -> dict[int, Ending]:
-    """Return how ranks ended, by their numbers; nothing if that was not saved, or can't be read."""
+    """Return the ending of each rank, by rank; empty if they were not saved, or can't be read."""
     with contextlib.suppress(OSError, ValueError):
         return {end.rank: end for end in read_value(read_json(folder / _NAME), list[Ending])}
     return {}
@@ -41,14 +41,14 @@ def save_reason(reason: str, folder: Path) -> None:
         folder: Folder of the attempts' boxes.
 
     Raises:
-        OSError: It can't be written.
+        OSError: The folder or the file can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _REASON).write_text(f"{reason}\n")
 
 
 def load_reason(folder: Path) -> str:
-    """Return what `save_reason` has written; empty if nothing."""
+    """Return the reason that `save_reason` wrote; empty if it wrote none."""
     with contextlib.suppress(OSError), open_regular(folder / _REASON) as file:
         return printable(file.read(_MOST_BYTES).decode(errors="replace").strip())
     return ""

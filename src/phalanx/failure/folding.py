@@ -15,7 +15,7 @@ _FRAME = re.compile(r'^(\s*)File "([^"]+)", line (\d+)(,? in .*)?$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+.*\(most recent call first\):$")
 _CALLBACK = re.compile(r"^  (\S.*)\(\d+\): \S+$")  # a frame as pybind11 writes it, under "At:"
 _CARETS = re.compile(r"^\s*[\^~]+\s*$")
-_COMMAND = "<string>"  # of python -c, or generated
+_COMMAND = "<string>"  # code of python -c, or generated code
 
 
 def num_rows(line: str) -> int:
@@ -49,20 +49,20 @@ def _own_thread(lines: Sequence[str]) -> list[str]:
 
 
 def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
-    """Return the lines without frames of libraries, headlines and blank lines, and the note of what is missing."""
+    """Return the lines without library frames, headings and blank lines, and a note of how many frames were folded."""
     shown: list[str] = []
     owners: dict[str, int] = {}
     last_other: list[str] = []
     num_own = num_cpp = 0
     paths = {found[2] for line in lines if (found := _FRAME.match(line))}
     is_command = all(map(owner_of, paths))  # else the user's frames are in files
-    depth = -1  # of the frame whose source follows
+    depth = -1  # indent of the frame whose source follows
     is_own = has_carets = True
     for line in lines:
         if found := _FRAME.match(line):
             depth, owner = len(found[1]), owner_of(found[2])
             is_own = not owner or (is_command and found[2] == _COMMAND)
-            has_carets = found[4] is None  # those of a SyntaxError say where it is
+            has_carets = found[4] is None  # a SyntaxError's carets show where it is
             where = f'{found[1]}File "{short_path(found[2])}", line {found[3]}{found[4] or ""}'
             if is_own:
                 num_own += 1
@@ -87,10 +87,10 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
 
 
 def short_path(path: str) -> str:
-    """Return the path from here if it is below."""
+    """Return the path relative to the current folder if it lies inside it."""
     try:
         return path.removeprefix(os.path.join(os.getcwd(), ""))
-    except FileNotFoundError:  # the folder that we are in has gone
+    except FileNotFoundError:  # the current folder has been removed
         return path
 
 

@@ -25,7 +25,7 @@ _OUT_OF_MEMORY = (
     "workers"
 )
 _KILLED = "it was killed from outside: by a person, a job's limit, or a container's memory limit"
-_ADVISED = re.compile("it made fewer calls: |another rank ran out of data earlier: ")  # by the error itself
+_ADVISED = re.compile("it made fewer calls: |another rank ran out of data earlier: ")  # the error itself advises
 _OF_A_CHILD = re.compile(r"^\S*ProcessExitedException: .* with exit code 1$|worker \(pid.*exited unexpectedly", re.M)
 _NO_GUARD = r"before the\s+current process has finished its bootstrapping phase"
 _LOG_BYTES = 2**16
@@ -47,9 +47,9 @@ class Hint:
 
     Attributes:
         kind: Pattern of the exception's class, without its module.
-        text: Pattern to be found in the traceback and its message.
-        advice: May have {python}, for the interpreter's path.
-        seen: The release in which the message was seen: look there first if a newer one says it otherwise.
+        text: Pattern to find in the traceback and its message.
+        advice: Advice, in which {python} stands for the interpreter's path.
+        seen: Release in which the message was seen, to compare with a newer one that words it differently.
         entry: Name of the explanation; empty if there is none.
     """
 
@@ -61,7 +61,7 @@ class Hint:
 
 
 _HINTS = (
-    # ---- GPUs that are not there
+    # ---- missing GPUs
     Hint(
         "ValueError", r"device_ids and output_device arguments only work with",
         "on a CPU leave device_ids and output_device out: DistributedDataParallel(model)", "torch 2.15",
@@ -94,7 +94,7 @@ _HINTS = (
         "which is the CPU where there is no GPU",
         "torch 2.15", "no-gpu",
     ),
-    # ---- places and groups
+    # ---- ranks and groups
     Hint(
         "ValueError", r"world size cannot be 0",
         "leave rank and world_size out: init_process_group() takes them from phalanx run", "torch 2.15", "world-size",
@@ -159,22 +159,22 @@ _HINTS = (
     Hint(r"\w+", r"No space left on device", "the disk or /dev/shm is full", "Linux", "disk-full"),
     Hint(
         r"(|SystemExit)", r"unrecognized arguments: --local[-_]rank",
-        "the script wants no --local-rank: leave --no-use-env out", "Python 3.11", "usage",
+        "the script does not accept --local-rank: leave out --no-use-env", "Python 3.11", "usage",
     ),
     Hint(
         "ImportError", r"^ImportError(?!.*pip install)",
-        "the package is there but not whole: try it alone with {python} -c 'import ...'", "Python 3.11",
+        "the package is installed but incomplete: import it alone with {python} -c 'import ...'", "Python 3.11",
     ),
 )  # fmt: skip
 
 
 def hint_for(end: Ending, ends: Sequence[Ending] = (), *, num_oom_kills: int = 0, command: Sequence[str] = ()) -> str:
-    """Return what to do about it in one line; empty when nothing is known to help.
+    """Return what to do about a failure, in one line; empty if nothing is known to help.
 
     Args:
         end: End of the rank that was the cause.
         ends: Ends of all ranks.
-        num_oom_kills: Number of processes that the kernel has killed for want of memory since the job began.
+        num_oom_kills: Number of processes that the OOM killer has killed since the job began.
         command: Command of a rank: the interpreter and its script, or any program.
     """
     code = end.exitcode or 0
@@ -201,7 +201,7 @@ def hint_for(end: Ending, ends: Sequence[Ending] = (), *, num_oom_kills: int = 0
 
 
 def explanation_for(end: Ending) -> str:
-    """Return the short address of what explains the end of a rank; empty if its message has it, or nothing does."""
+    """Return the short address of the explanation of a rank's end; empty if its message has it, or there is none."""
     entry = _entry_for(end)
     return address(entry) if entry else ""
 
@@ -223,7 +223,7 @@ def _entry_for(end: Ending) -> str:
 
 def _said(end: Ending) -> str:
     lines = [*end.last_words.lines, end.last_words.summary]
-    if end.folder and _OF_A_CHILD.search("\n".join(lines)):  # whose own words are in the log alone
+    if end.folder and _OF_A_CHILD.search("\n".join(lines)):  # only the log has the child's own words
         with contextlib.suppress(OSError), open(end.log, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_BYTES))
             lines += re.findall(_NO_GUARD, log.read().decode(errors="replace"))[:1]

@@ -1,13 +1,13 @@
-"""The last words of a rank that an exception ends: facts, in the file that torch's launchers name for it.
+"""A rank's last words: the facts of the exception that ends it, in the file that torch's launchers name for it.
 
 A rank knows best what ended it. So a hook before `sys.excepthook`, set when a phalanx group is made or `phalanx.init`
 is called, writes ``error.json`` in the format of torch's ``@record``, which torchrun can read, with class, message,
-the user's line, ``is_victim`` and the `Failure` beside it. Whatever was raised in the handling of a victim's error is
-a victim's, and so is the `RuntimeError` that native code makes of an error in a future's callback.
+the user's line, ``is_victim`` and the `Failure` beside it. An exception raised while a victim's error was
+handled is a victim's, too, and so is the `RuntimeError` into which native code turns an error in a future's callback.
 
 The launcher trusts nothing in the file unchecked: it must be whole, not too large, of the expected form and of the
-rank's own process. Of a rank that has left none (a foreign program, a crash, another excepthook, `sys.exit`), the
-traceback on stderr is read, and texts of other engines tell a victim (`victims`).
+rank's own process. If a rank has left no file (a foreign program, a crash, another excepthook, `sys.exit`), the
+traceback on its stderr is read, and the wording of other engines' errors identifies victims (`victims`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _MAX_LINE, _MAX_MESSAGE = 500, 20_000  # characters
 _KIND = re.compile(r"[A-Za-z_][\w.<>]{0,199}")
 _SITE = re.compile(r'^\s*(?:\| )?File "(.+)", line (\d+)')
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+?)(?:\.py)?(?:/|$)")
-_STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/|^<(?!stdin>|ipython-input)")  # or generated, as by dataclasses
+_STANDARD_LIBRARY = re.compile(
+    r"/lib/python3\.\d+/|^<(?!stdin>|ipython-input)"
+)  # or generated code, such as that of dataclasses
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
@@ -76,7 +78,7 @@ class LastWords:
 
     @property
     def name(self) -> str:
-        """The class alone."""
+        """Class without its module."""
         return class_name(self.kind)
 
     @property
@@ -86,7 +88,7 @@ class LastWords:
 
     @property
     def note(self) -> str:
-        """The exception in one line, for the black box, with the line of the user's that raised it."""
+        """The exception in one line, for the black box, with the user's line that raised it."""
         return f"{self.summary}, raised at {self.site}" if self.site else self.summary
 
     def record(self, rank: int, pid: int, message: str = "") -> dict[str, Any]:
@@ -177,7 +179,7 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
 
 
 def forget_rank() -> None:
-    """Take off the hook by which torch puts a group's rank before a traceback: the next group puts on its own."""
+    """Remove the hook by which torch puts a group's rank before a traceback: the next group installs its own."""
     hook: Any = sys.excepthook
     while getattr(hook, "__name__", "") == "_distributed_excepthook" and "old_hook" in hook.__code__.co_freevars:
         hook = hook.__closure__[hook.__code__.co_freevars.index("old_hook")].cell_contents
@@ -185,7 +187,7 @@ def forget_rank() -> None:
 
 
 def tell(error: BaseException) -> None:
-    """Write the facts of an exception for the launcher as if it had ended this process, which goes on."""
+    """Write the facts of an exception for the launcher as if it had ended this process, which continues."""
     with contextlib.suppress(Exception):  # as in the hook
         _tell(error)
 
@@ -225,11 +227,11 @@ def _name_of(kind: type[BaseException]) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the message of an exception, also of one that can't say it."""
+    """Return the message of an exception, even if its ``__str__`` fails."""
     try:
         return str(error)
     except Exception:
-        return "<exception str() failed>"  # as a traceback says
+        return "<exception str() failed>"  # as in a traceback
 
 
 def _first_line(text: str) -> str:
@@ -259,7 +261,7 @@ _FORM = {"pid": int, "message": {"extraInfo": {"py_callstack": str}}, "exception
 def read(path: str, pid: int) -> LastWords | None:
     """Return the last words of the process `pid`; None if it left none, or not in the form of `LastWords.record`.
 
-    The file of another process, such as a child of the rank, does not count.
+    The file of another process, such as a child of the rank, is ignored.
     """
     try:
         told = read_value(read_json(path), _FORM)

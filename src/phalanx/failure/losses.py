@@ -1,8 +1,8 @@
-"""Losses of ranks and hosts, and how their jobs went on: kept beside the boxes of the attempts that they ended.
+"""Losses of ranks and hosts, and how jobs resumed: saved beside the black boxes of the attempts that they ended.
 
-Each launcher keeps those that it saw, as soon as it knows of one and again with its phases, so that a loss after which
-no step was done is known as well. They are merged when a Trainer's report is written: two are the same if they are of
-the same rank or node, at times that clocks of hosts may differ by.
+Each launcher saves the losses that it saw: once when it learns of one, and again with the phases of the recovery, so
+that a loss after which no step completed is on record as well. A Trainer's report merges them: two records are of one
+loss if they name the same rank or node, at times no further apart than the clocks of hosts may be.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _END_OF_TIME_S = 253_402_300_800.0  # the year 10000, which no calendar can show
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A loss that ended an attempt, and how long it took until the ranks had done a step again.
+    """A loss that ended an attempt, and how long it took until the ranks completed a step again.
 
     Attributes:
-        ending: Ending of the rank that was lost; of a node, its host and first rank alone.
-        num_ranks: Number of ranks of a node.
+        ending: Ending of the lost rank; for a node, only its host and first rank.
+        num_ranks: Number of ranks of the lost node.
         node_sign: Sign by which the loss of a node was noticed; empty: a rank was lost.
-        silent_s: Seconds of silence of a node.
+        silent_s: Seconds for which the node was silent.
         at_s: Time of day of the first sign, in seconds since 1970.
-        phases_s: Seconds of each phase by its name, in their order. What lies between two phases is part of the later.
-        step: First step that was done again, by its number in the run; None: the ranks do not record such numbers.
-        loaded_step: Step of the checkpoint that was loaded; 0: there was none, so all begins anew; None: unknown.
+        phases_s: Seconds of each phase by name, in order. Time between two phases belongs to the later one.
+        step: Number in the run of the first step that was done again; None: the ranks record no such numbers.
+        loaded_step: Step of the checkpoint that was loaded; 0: there was none, and training starts over; None: unknown.
         num_repeated: Number of steps that were done twice; None: unknown.
     """
 
@@ -57,7 +57,7 @@ class Loss:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job is known to have gone on."""
+        """Whether the job is known to have resumed."""
         return any(name.startswith("first ") for name in self.phases_s)
 
     def as_document(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def sign_of(loss: Loss) -> str:
 
 
 def place_of(loss: Loss, number: str = "") -> str:
-    """Return where the job went on, in words; `number` is the format of the step."""
+    """Return where the job resumed, in words; `number` is the format of the step."""
     if loss.step is not None:
         return f"at step {loss.step:{number}}"
     if loss.loaded_step is None:
@@ -111,21 +111,19 @@ def repeated(loss: Loss) -> str:
     return f"{counted(loss.num_repeated, 'step') if loss.num_repeated else 'no step'} repeated"
 
 
-def words_of(loss: Loss, goes_on: str = "going on") -> str:
-    """Return how a job has gone on after a loss, or how far it has come.
+def words_of(loss: Loss, verb: str = "resuming") -> str:
+    """Return how a job resumed after a loss, or how far it got.
 
     Args:
-        goes_on: Verb of the sentence, since the job may have ended by then.
+        verb: Verb of the sentence: by the time of reading, the job may have ended.
     """
     phases = [f"{name} {_seconds(value)}" for name, value in loss.phases_s.items()]
     if not loss.is_over:
         lasted = ", ".join(f"{phase} s" for phase in phases)
-        return f"no step is known after it{f' ({lasted})' * bool(lasted)}"
+        return f"no step has completed since{f' ({lasted})' * bool(lasted)}"
     took = ", ".join(phases)
     where, again = place_of(loss), repeated(loss)
-    return (
-        f"{goes_on} {where}{' ' * bool(where)}after {_seconds(loss.total_s)} s ({took}){f'; {again}' if again else ''}"
-    )
+    return f"{verb} {where}{' ' * bool(where)}after {_seconds(loss.total_s)} s ({took}){f'; {again}' if again else ''}"
 
 
 def _seconds(value: float) -> str:
@@ -136,12 +134,12 @@ def _seconds(value: float) -> str:
 
 
 def folder_of(run: Path, attempt: int) -> Path:
-    """Return the folder in which a run keeps what is known of an attempt's end."""
+    """Return the folder in which a run keeps the records of an attempt's end."""
     return run / _FOLDER / f"attempt_{attempt}"
 
 
 def save_loss(loss: Loss, run: Path, attempt: int) -> None:
-    """Keep the loss that ended an attempt, in place of what was known of it before.
+    """Save the loss that ended an attempt, replacing an earlier record of it.
 
     Raises:
         OSError: The folder or the file can't be written.
@@ -153,7 +151,7 @@ def save_loss(loss: Loss, run: Path, attempt: int) -> None:
 
 
 def load_losses(run: Path) -> list[Loss]:
-    """Return the losses of a run in their order, without those that can't be read."""
+    """Return the losses of a run in order, without those that can't be read."""
     found = []
     for path in run.glob(f"{_FOLDER}/attempt_*/{_NAME}"):
         with contextlib.suppress(OSError, ValueError):

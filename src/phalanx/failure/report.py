@@ -1,7 +1,7 @@
 """Reports of a failure: the last screen of ``phalanx run``, and the error that `phalanx.spawn` raises.
 
 People read the last 24 rows of 80 columns, so the report fits them: the cause, the user's frames, the message, a line
-for all ranks that ended alike, the log, the hint. When it is too much, outer frames go first, then the middle of the
+for all ranks that ended alike, the log, the hint. If space runs out, outer frames go first, then the middle of the
 message; its last line often says what to do.
 """
 
@@ -29,7 +29,7 @@ def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: st
     """Return the last words of a job that failed: the cause, then what became of the others, on one screen.
 
     Args:
-        resume: Words for how a training goes on; empty: none.
+        resume: Words for how to resume the training; empty: none.
     """
     where = f"{culprit.host}:" if culprit.host else ""
     others = [shortened(line, _OTHERS_ROWS * COLUMNS - 2) for line in _others(culprit, outcomes)]
@@ -46,11 +46,11 @@ def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: st
 
 
 def words_of_resuming(culprit: Ending, outcomes: Sequence[Ending]) -> str:
-    """Return how a Trainer goes on after a rank was killed, in a job without restarts; empty if no Trainer has run."""
+    """Return how to resume a job without restarts after a rank was killed; empty if no Trainer has run."""
     if culprit.signal != signal.SIGKILL:
         return ""
     saved = next(filter(None, (words_of_checkpoints(outcome.folder) for outcome in outcomes)), "")
-    return f"to go on, start it again: {saved}; --max-restarts N does so by itself" if saved else ""
+    return f"to resume, start it again: {saved}; --max-restarts N does so automatically" if saved else ""
 
 
 def brief_report(culprit: Ending) -> str:
@@ -59,7 +59,7 @@ def brief_report(culprit: Ending) -> str:
 
 
 def _others(culprit: Ending, outcomes: Sequence[Ending]) -> list[str]:
-    """Return what became of the other ranks but for those that hung, a line for all that ended alike."""
+    """Return what became of the other ranks except those that hung, with one line for all that ended alike."""
     groups: dict[str, list[int]] = {}
     for outcome in outcomes:
         if outcome.rank != culprit.rank and not outcome.ok and not outcome.hung:
@@ -89,7 +89,7 @@ def _in_brief(outcome: Ending, culprit: Ending) -> str:
 
 
 def first_true_failure(outcomes: Sequence[Ending], timeout_s: float = 0.0, *, max_rows: int = _MAX_ROWS) -> RankError:
-    """Return the error that names the cause and, in a line for all that ended alike, what became of the others.
+    """Return the error that names the cause and what became of the others, with one line for all that ended alike.
 
     Args:
         outcomes: Outcomes of all ranks, at least one of which has failed.
@@ -119,7 +119,7 @@ def heads(culprit: Ending, outcomes: Sequence[Ending], timeout_s: float) -> list
 
 
 def headline(culprit: Ending) -> str:
-    """Return who ended how; after an exception also where in the user's code, and that line if it says nothing else."""
+    """Return which rank ended how; after an exception also where, with the source line if it has no message."""
     words = culprit.last_words
     path, _, number = words.site.rpartition(":")
     if culprit.error is None or not path or owner_of(path):
@@ -139,11 +139,11 @@ def _source_at(lines: Sequence[str], path: str, number: str) -> str:
 
 
 def folded(culprit: Ending, max_rows: int) -> list[str]:
-    """Return the user's frames and the message, but for its first line, which the headline has."""
+    """Return the user's frames and the message without its first line, which the headline has."""
     block = find_last_block(culprit.last_words.lines)
     if block is None:
         return []
     shown = fold(block.lines, max_rows)
     heads = [n for n, line in enumerate(shown) if line.startswith(f"{block.kind}:") or line == block.kind]
-    number = heads[-1] if heads else 0  # of several in a chain the last was raised
+    number = heads[-1] if heads else 0  # the last exception of a chain ended the rank
     return [*shown[:number], *(f"  {line}" for line in shown[number + 1 :])]

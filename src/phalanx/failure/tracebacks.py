@@ -1,7 +1,7 @@
-"""Tracebacks in what a rank prints: where they begin and end, and which of them the screen shows.
+"""Finds the tracebacks in a rank's output, and decides which of them the screen shows.
 
-A rank's last words belong in the report of the job's failure, where they stand once, folded, with a hint. So a
-traceback is kept off the screen until it is known whether it ends the rank. The logs have all of them.
+A rank's last words belong in the report of the job's failure, which shows them once, folded, with a hint. So a
+traceback is kept off the screen until it is known whether it ends the rank. The logs have every traceback.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from phalanx.failure.last_words import LastWords, class_name
 from phalanx.failure.victims import is_victim
 
 HOLD_S: Final = 5.0
-"""From a traceback on stderr to the end of the rank; if the rank goes on after it, the traceback is shown."""
+"""Seconds for which a traceback is held back; if the rank is still running by then, it is shown."""
 
 HOLD_LAST_S: Final = 30.0
-"""The same where torch's excepthook has printed it: the process is dying; only background threads still run."""
+"""The same for one that torch's excepthook printed: the process is dying; only background threads still run."""
 
 STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line
@@ -47,15 +47,15 @@ _BEGINNING = re.compile(
     rb"^(?:\[rank\d+\]: )?(?:" + b"|".join(re.escape(words) for words in _FIRST_WORDS) + rb")", re.MULTILINE
 )
 _BEGINNING_OR_IGNORED = re.compile(_BEGINNING.pattern + rb"|^Exception ignored ", re.MULTILINE)
-_MAX_HELD_BYTES = 1 << 20  # no traceback is that long: what only looks like one is given on, and takes no memory
+_MAX_HELD_BYTES = 1 << 20  # no traceback is that long: what only looks like one is forwarded
 
 
-# ---------------------------------------------------------------- where they are
+# ---------------------------------------------------------------- finding them
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The lines ``[start, end)`` in which a process says why it ends; what torch put before each is no part of them."""
+    """The lines ``[start, end)`` in which a process says why it ends, without torch's prefix."""
 
     start: int
     end: int
@@ -65,7 +65,7 @@ class Block:
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether Ctrl-C ended it: Python calls that a fatal error while it starts."""
+        """Whether Ctrl-C ended the process; while Python starts, it calls that a fatal error."""
         last = next((line for line in reversed(self.lines) if line), "")
         return "KeyboardInterrupt" in (class_name(self.kind), last)
 
@@ -73,8 +73,8 @@ class Block:
 def find_last_block(raw: Sequence[str]) -> Block | None:
     """Return the last words among the lines that a process has written: a crash, else its last exception.
 
-    An exception that was raised while another was handled has that one with it. What did not end the process, such as
-    the exception of a thread, counts only if nothing else is there.
+    A chained exception comes with the whole chain. An exception that did not end the process, such as a thread's,
+    counts only if there is no other.
     """
     lines = [TORCH_PREFIX.sub("", line) for line in raw]
     if (crash := _last_crash(lines)) is not None:
@@ -95,11 +95,11 @@ def find_last_block(raw: Sequence[str]) -> Block | None:
 
 
 def _end_of(raw: Sequence[str], start: int) -> int:
-    """Return where the lines end that belong together: behind torch's prefix, else before a blank line."""
+    """Return the end of the lines that belong together: those with torch's prefix, else those before a blank line."""
     if TORCH_PREFIX.match(raw[start]) is None:
         return next((number for number in range(start, len(raw)) if not raw[number]), len(raw))
     end = start
-    for number in range(start, len(raw)):  # torch leaves blank lines without it
+    for number in range(start, len(raw)):  # torch puts no prefix before blank lines
         if TORCH_PREFIX.match(raw[number]):
             end = number + 1
         elif raw[number]:
@@ -122,7 +122,7 @@ def _last_crash(lines: Sequence[str]) -> Block | None:
         return None
     start = crashes[-1]
     stacks = [line for line in lines[start:] if not line.startswith("Extension modules: ")]
-    # An exception that native code did not catch comes before.
+    # The report of an uncaught C++ exception comes before the crash.
     for number in range(start, -1, -1):
         if (thrown := _TERMINATED.match(lines[number])) and number + 1 < len(lines):
             what = _WHAT.match(lines[number + 1])
@@ -132,7 +132,7 @@ def _last_crash(lines: Sequence[str]) -> Block | None:
 
 
 def _last_syntax_error(lines: Sequence[str]) -> Block | None:
-    """Return the error in the script itself: Python prints it without a headline."""
+    """Return the syntax error of the script itself, which Python prints without a heading."""
     for number in range(len(lines) - 1, -1, -1):
         found = EXCEPTION.match(lines[number])
         if found and found[1] in ("SyntaxError", "IndentationError", "TabError"):
@@ -142,7 +142,7 @@ def _last_syntax_error(lines: Sequence[str]) -> Block | None:
     return None
 
 
-# ---------------------------------------------------------------- which are shown
+# ---------------------------------------------------------------- showing them
 
 
 class Stream(Protocol):
@@ -151,16 +151,16 @@ class Stream(Protocol):
 
 
 class HeldTracebacks:
-    """Gives on to `stream` what a rank prints, at once; from the beginning of a traceback on it holds all for a while.
+    """Forwards a rank's output to `stream` at once, but holds it back for a while from the start of a traceback.
 
     Attributes:
-        hides_interrupts: Drop those of KeyboardInterrupt too, for after Ctrl-C: every rank has one.
+        hides_interrupts: Whether to drop those of KeyboardInterrupt, too: after Ctrl-C, every rank prints one.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.hides_interrupts = False
-        self._pending = b""  # of a line that a traceback may begin with
+        self._pending = b""  # incomplete line that a traceback may begin with
         self._held = bytearray()
         self._since_s = 0.0
         self._at_line_start = True
@@ -173,7 +173,7 @@ class HeldTracebacks:
     def feed(self, data: bytes) -> None:
         if self._held:
             self._held += data
-            if len(self._held) > _MAX_HELD_BYTES or b"\r" in data.replace(b"\r\n", b""):  # a progress bar goes on
+            if len(self._held) > _MAX_HELD_BYTES or b"\r" in data.replace(b"\r\n", b""):  # a progress bar is moving
                 self.release()
             return
         data, self._pending = self._pending + data, b""
@@ -205,7 +205,7 @@ class HeldTracebacks:
 
     def _without_cpp_frames(self, data: bytes) -> bytes:
         kept = []
-        for line in re.findall(rb"[^\n]*\n|[^\n]+", data):  # a \r ends no line: more may follow it
+        for line in re.findall(rb"[^\n]*\n|[^\n]+", data):  # a \r does not end a line: more may follow
             if not line.endswith(b"\n") and len(line) < _MAX_HELD_BYTES:
                 self._pending = line + self._pending
                 self._at_line_start = True
@@ -219,20 +219,20 @@ class HeldTracebacks:
         return b"".join(kept)
 
     def release_late(self) -> None:
-        """Give on what is held if the rank has gone on after it."""
+        """Forward held output if the rank has kept running."""
         limit_s = HOLD_LAST_S if _WHOLE_PREFIX.match(self._held) else HOLD_S
         if self._held and time.monotonic() - self._since_s >= limit_s:
             self.release()
 
     def release(self) -> None:
-        """Give on what is held: of a victim's traceback one line."""
-        self._give_on(drops_last_words=False)
+        """Forward held output, with a victim's traceback cut to one line."""
+        self._forward(drops_last_words=False)
 
     def settle(self) -> None:
-        """Give on what is held but for the last words: the rank has ended, and the report has them."""
-        self._give_on(drops_last_words=True)
+        """Forward held output except the last words: the rank has ended, and the report has them."""
+        self._forward(drops_last_words=True)
 
-    def _give_on(self, *, drops_last_words: bool) -> None:
+    def _forward(self, *, drops_last_words: bool) -> None:
         lines = bytes(self._held).splitlines(keepends=True)
         self._held.clear()
         texts = [STYLE.sub("", line.decode(errors="replace")).rstrip("\r\n") for line in lines]
@@ -254,12 +254,12 @@ class HeldTracebacks:
             self._pass(b"".join(lines))
 
     def finish(self) -> None:
-        """Give on what is held: nothing more will come."""
+        """Forward held output: nothing more will come."""
         self.release()
         pending, self._pending = self._pending, b""
         self._is_in_backtrace = False
         self._pass(pending)
-        if self._pending:  # the piece of a C++ frame
+        if self._pending:  # part of a C++ frame
             self._stream.feed(self._pending)
         self._pending = b""
         self._at_line_start = True

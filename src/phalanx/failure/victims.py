@@ -1,7 +1,7 @@
-"""Recognises the errors of a victim: a rank that failed because a peer had gone, or did not come.
+"""Recognises the errors of a victim: a rank that failed because a peer had left, or did not come.
 
-Errors of phalanx say so by an attribute. This module decides for all others: by class, where a rank has left nothing
-but a traceback, and by text, where the errors of other engines have no class of their own.
+Errors of phalanx say so by an attribute. This module decides for all others: by class, if a rank has left nothing
+but a traceback, and by text, if another engine's errors have no class of their own.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ _SAID = re.compile("|".join(_TEXTS))
 
 
 def is_victim(words: LastWords) -> bool:
-    """Whether the rank that said this only suffers from what another did or met."""
+    """Whether the rank that said this only suffers from the failure of another rank."""
     return words.is_victim or words.name in _KINDS or _SAID.search(words.message) is not None

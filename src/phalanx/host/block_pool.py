@@ -1,10 +1,9 @@
 """Decides once whether this process keeps the large blocks that torch frees, and says why.
 
-The core does it (``csrc/process/blocks.h`` has the reasons and numbers): a block of a tensor comes from a pool and
-goes back to it, so the next step finds its pages there. The pool gives back what has lain unused, and everything once
-a limit of memory comes near. What is not known is not used: a limit or a usage that exists and can't be read counts as
-near, when the launcher decides and while a rank runs. After a kill for want of memory, the launcher's next attempt
-keeps nothing.
+The core does it (``csrc/process/blocks.h`` has the reasons and numbers): a tensor's block comes from a pool and
+returns to it, so the next step finds its pages there. The pool gives unused blocks back to the kernel, and all blocks
+once a memory limit comes near. A limit or a usage that exists but can't be read counts as near, both when the launcher
+decides and while a rank runs. After a kill by the OOM killer, the launcher's next attempt keeps nothing.
 """
 
 from __future__ import annotations
@@ -100,14 +99,14 @@ def offers_huge_pages(root: str = "/") -> bool:
 
 
 def _set_by_user(environ: Mapping[str, str]) -> str:
-    """Return the name of a variable by which the user has arranged the allocator; empty if there is none."""
+    """Return the name of a variable by which the user has configured the allocator; empty if there is none."""
     names = [name for name in ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE") if environ.get(name)]
     names += sorted(name for name, value in environ.items() if value and name.startswith("MALLOC_"))
     return names[0] if names else ""
 
 
 def _foreign_allocator() -> str:
-    """Return the name of what this process allocates with, if that is not glibc's malloc; empty if it is."""
+    """Return the name of this process's allocator if that is not glibc's malloc; empty if it is."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return "a C library other than glibc"
@@ -132,9 +131,9 @@ def _file_of(libc: ctypes.CDLL, name: str) -> str:
 
 
 def _apply(policy: MemoryPolicy) -> MemoryPolicy:
-    """Put `policy` into force in this process; return the policy that could be."""
+    """Put `policy` into force in this process as far as possible; return the policy in force."""
     global _in_force
-    if policy.keeps and (other := _foreign_allocator()):  # the launcher had another one
+    if policy.keeps and (other := _foreign_allocator()):  # the launcher's may differ
         policy = _left_alone(other)
     if policy.keeps:
         from phalanx import _core  # not at the top: the supervisor only chooses
@@ -145,7 +144,7 @@ def _apply(policy: MemoryPolicy) -> MemoryPolicy:
             for gauge in memory_gauges()
         ]  # fmt: skip
         try:
-            # Addresses alone, and twice as many as there can be memory: free spans lie between blocks.
+            # Address space only, twice as much as there can be memory: free spans lie between blocks.
             done = _core.start_block_pool(2 * host_memory().limit_bytes, policy.huge_pages, limits)
             why = "" if done else "this torch allocates otherwise"
         except OSError:
@@ -156,7 +155,7 @@ def _apply(policy: MemoryPolicy) -> MemoryPolicy:
 
 
 def in_force() -> MemoryPolicy:
-    """Return the policy of this process now."""
+    """Return the policy in force in this process."""
     if _in_force is None or not _in_force.keeps:
         return _in_force or MemoryPolicy(todo="start it with phalanx run, or call phalanx.tune_process()")
     from phalanx import _core
@@ -187,7 +186,7 @@ def tune_process() -> MemoryPolicy:
         >>> print(f"freed memory: {memory}")
         freed memory: ...
     """
-    import torch  # noqa: F401  what is tuned has to be there
+    import torch  # noqa: F401  torch must be loaded to be tuned
 
     return in_force() if _in_force is not None else _apply(choose(_env.environment()))
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 _NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as a large number
 # For versions 2 and 1: the files with limits, the file with the usage, and the line of memory.stat with the part of the
-# usage that is cache and can be dropped. Above memory.high, processes are stopped again and again, and not killed.
+# usage that is cache and can be dropped. Above memory.high, processes are throttled, not killed.
 _MEMORY_FILES = (
     (("memory.max", "memory.high"), "memory.current", "inactive_file"),
     (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
@@ -32,8 +32,8 @@ class Memory(NamedTuple):
 
 
 def usable_cpus() -> list[int]:
-    """Return the numbers of the CPUs that this process may use, in order; of all CPUs where the system can't tell."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    """Return the numbers of the CPUs that this process may use, in order; of all CPUs if the system can't tell."""
+    affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
     return sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
 
 
@@ -55,7 +55,7 @@ def folders(controller: str, root: str = "/") -> Iterator[str]:
 
 
 def _mounts(controller: str, root: str) -> dict[str, list[tuple[str, str]]]:
-    """Return, for each version, which parts of its tree are mounted where."""
+    """Return where parts of each version's tree are mounted."""
     found: dict[str, list[tuple[str, str]]] = {"cgroup": [], "cgroup2": []}
     for line in read(root, "proc/self/mountinfo").splitlines():
         fields, _, rest = (part.split() for part in line.partition(" - "))
@@ -73,13 +73,13 @@ def host_memory(root: str = "/") -> Memory:
 
 
 def read_sizes(root: str = "/") -> dict[str, int]:
-    """Return what ``/proc/meminfo`` says, in bytes by name; empty if it can't be read."""
+    """Return the sizes in ``/proc/meminfo``, in bytes by name; empty if it can't be read."""
     found = re.findall(r"^(\S+): +(\d+) kB$", read(root, "proc/meminfo"), re.MULTILINE)
     return {name: int(size) * 1024 for name, size in found}
 
 
 class Gauge(NamedTuple):
-    """Where the kernel says how much memory a cgroup uses; its limit was read once."""
+    """Files that tell how much memory a cgroup uses; its limit was read once."""
 
     limit_bytes: int
     folder: str
@@ -119,7 +119,7 @@ def known_memory() -> list[Memory]:
 
 
 def unreadable(root: str = "/") -> str:
-    """Return a file that tells what memory is left, is there and can't be read; empty if there is none."""
+    """Return a file that would tell how much memory is left but can't be read; empty if there is none."""
     names = {name for limits, used, _ in _MEMORY_FILES for name in (*limits, used, "memory.stat")}
     paths = [os.path.join(root, "proc", name) for name in ("meminfo", "self/cgroup", "self/mountinfo")]
     paths += [os.path.join(folder, name) for folder in folders("memory", root) for name in sorted(names)]

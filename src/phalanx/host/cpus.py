@@ -29,10 +29,10 @@ class Share:
 
     Attributes:
         num_threads: Value of OMP_NUM_THREADS and its like, at least 1.
-        used_threads: Number that the rank will have: `num_threads`, unless the user has set OMP_NUM_THREADS.
+        used_threads: Number of threads that the rank will have: `num_threads`, unless the user has set OMP_NUM_THREADS.
         cpus: Numbers of the CPUs that the rank is pinned to; empty: not pinned.
-        is_crowded: Whether the threads of all ranks are more than the CPUs: one that spins while it waits then takes
-            the CPU from one that computes.
+        is_crowded: Whether all ranks together have more threads than there are CPUs, so that a thread that spins while
+            it waits takes the CPU from one that computes.
     """
 
     num_threads: int = 1
@@ -133,7 +133,7 @@ def _quota_of(cgroup: str) -> float | None:
         read(cgroup, "cpu.cfs_quota_us").strip(),
         read(cgroup, "cpu.cfs_period_us").strip(),
     ]
-    with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or not there
+    with contextlib.suppress(ValueError, ZeroDivisionError):  # "max", or missing
         quota = int(fields[0]) / int(fields[1])
         return quota if quota > 0 else None
     return None
@@ -143,7 +143,7 @@ def _quota_of(cgroup: str) -> float | None:
 
 
 def clock_governors(cpus: Iterable[int], root: str = "/") -> list[str]:
-    """Return who sets the clock of each CPU whose clock the kernel sets; empty text where that can't be read."""
+    """Return the governor of each CPU whose clock the kernel sets; empty text where it can't be read."""
     folders = (os.path.join(root, f"sys/devices/system/cpu/cpu{cpu}/cpufreq") for cpu in cpus)
     return [read(folder, "scaling_governor").strip() for folder in folders if os.path.exists(folder)]
 
@@ -164,7 +164,7 @@ def count_gpus(environ: Mapping[str, str], root: str = "/") -> int:
 
 
 def _count_visible(chosen: str, there: int) -> int:
-    """Return the length of a list of devices: it ends at the first one that is none."""
+    """Return the length of a list of devices, which ends at the first entry that is not a device."""
     count = 0
     for name in chosen.split(","):
         name = name.strip()
@@ -175,7 +175,7 @@ def _count_visible(chosen: str, there: int) -> int:
 
 
 def torch_uses_gpus() -> bool:
-    """Whether the installed torch is one for GPUs, told by its files."""
+    """Whether the installed torch is built for GPUs, judging by its files."""
     spec = _find_spec("torch")
     folder = os.path.join(os.path.dirname(spec.origin), "lib") if spec and spec.origin else ""
     return any(os.path.exists(os.path.join(folder, f"libtorch_{kind}.so")) for kind in ("cuda", "hip"))
@@ -200,7 +200,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
 def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str = "", num_threads: int = 0) -> Division:
     """Divide the machine among `num_ranks`.
 
-    Every rank has as many threads as the others. Ranks are pinned to whole cores of their own, within one NUMA node
+    Every rank has the same number of threads. Ranks are pinned to whole cores of their own, within one NUMA node
     where that divides evenly enough, unless there are fewer cores than ranks or CPUs than threads, or a quota is less
     than the CPUs: then other processes run on them too, and a pinned rank could not step aside.
 
@@ -245,7 +245,7 @@ def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, 
         return [[core for cores in some for core in cores] for some in _split(by_node, num_ranks)]
     if num_ranks % len(nodes) == 0:
         parts = [part for cores in by_node for part in _split(cores, num_ranks // len(nodes))]
-        if all(parts):  # else the affinity leaves too little of one node
+        if all(parts):  # otherwise the affinity mask leaves too little of one node
             return parts
     return _split(machine.cores, num_ranks)
 

@@ -1,4 +1,4 @@
-"""Room among this process's descriptors for the streams of many ranks."""
+"""Descriptors of this process: its own streams, and room for those of many ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PER_RANK, _OF_OURS = 6, 32
 
 
 def open_streams() -> None:
-    """Open what we were started without, so that no socket of ours takes its number."""
+    """Open the standard streams that this process was started without, so that no socket takes their numbers."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -22,7 +22,7 @@ def open_streams() -> None:
 
 
 def take_streams(output_fd: int) -> None:
-    """Take the streams of a process that reads nothing, and whose own output goes to `output_fd`."""
+    """Replace the standard streams, for a process that reads nothing and writes to `output_fd`."""
     null = os.open(os.devnull, os.O_RDONLY)
     for fd, number in ((null, 0), (output_fd, 1), (output_fd, 2)):
         os.dup2(fd, number)
@@ -40,7 +40,7 @@ def is_in_background(pid: int) -> bool:
 
 
 def raise_descriptor_limit() -> tuple[int, int]:
-    """Make room for the streams of many ranks; return the limits that the user gave us, and that the ranks keep."""
+    """Raise the limit of open files for the streams of many ranks; return the user's limits, which the ranks keep."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -27,9 +27,9 @@ _GO_ON_AFTER_A_HALT = {
     "", "futex", "nanosleep", "poll", "select", "wait4", "waitid", "read", "write", "open", "fcntl", "flock", "fsync",
     "fdatasync",
 }  # fmt: skip
-"""System calls that the kernel begins again by itself, see signal(7); empty: none, or unknown."""
+"""System calls that the kernel restarts by itself, see signal(7); empty: none, or unknown."""
 _LOOPS = {"pt_tcpstore_uv", "gloo_tcp_loop"}
-"""Threads of torch's that wait for events, and go on waiting after a halt."""
+"""torch's threads that wait for events, and resume waiting after a halt."""
 _LOCK_COMMANDS = {7, 38}  # F_SETLKW, F_OFD_SETLKW
 _WITH_DESCRIPTOR = {
     "read", "write", "fcntl", "flock", "fsync", "fdatasync", "connect", "accept", "sendto", "recvfrom", "recvmsg",
@@ -44,7 +44,7 @@ class Stand:
         state: Letter of its state, as of `processes.Process`.
         still_s: Seconds since it last ran; None if the kernel does not tell, or it runs.
         place: Function of the kernel in which it sleeps; empty if it runs or the kernel does not tell.
-        call: System call in which it is; empty if it is in none, or this user may not know.
+        call: System call that it is in; empty if it is in none, or this user may not know.
         descriptor: Descriptor in that call; -1 if the call has none.
         path: File or device behind that descriptor, such as ``/dev/pts/3``.
         tracer_pid: Process that traces it, such as a debugger; 0: none.
@@ -78,7 +78,7 @@ def stand_of(pid: int, thread: int = 0) -> Stand:
 
 
 def status_of(pid: int, thread: int = 0) -> dict[str, str]:
-    """Return what ``/proc`` lists as the status of a thread, by default the main one; nothing if it has ended."""
+    """Return the status of a thread in ``/proc``, by default of the main one; empty if it has ended."""
     lines = _read(f"/proc/{pid}/task/{thread or pid}/status").splitlines()
     return {name: value.strip() for name, found, value in (line.partition(":") for line in lines) if found}
 
@@ -91,12 +91,12 @@ def threads_of(pid: int) -> list[int]:
 
 
 def number_inside(pid: int) -> int:
-    """Return the number of a process in its own pid namespace, as of a container; `pid` if it has ended."""
+    """Return the number of a process in its own pid namespace, such as a container's; `pid` if it has ended."""
     return int(status_of(pid).get("NSpid", str(pid)).split()[-1])
 
 
 def ptrace_scope() -> int:
-    """Return whom the kernel's Yama lets look into a process; 0: every process of the same user."""
+    """Return Yama's rule on who may look into a process; 0: every process of the same user."""
     return int(_read("/proc/sys/kernel/yama/ptrace_scope") or 0)
 
 
@@ -112,7 +112,7 @@ def call_ended_by_a_halt(pid: int) -> str:
 
 
 def _call(words: list[str]) -> tuple[str, int]:
-    """Return the system call that ``/proc/PID/syscall`` tells of, and its descriptor."""
+    """Return the system call that ``/proc/PID/syscall`` shows, and its descriptor."""
     if len(words) < 3 or not words[0].isdecimal():  # it runs, or is in none: -1
         return "", -1
     call = _BY_NUMBER.get(int(words[0]), f"system call {words[0]}")
@@ -130,10 +130,10 @@ def _path(pid: int, descriptor: int) -> str:
 
 
 def _still_s(folder: str) -> float | None:
-    """Return how long a thread has not run, by the scheduler's clock, which only a thread of the same CPU can tell."""
+    """Return how long a thread has not run, by the scheduler's clock, which only a thread on the same CPU can read."""
     then, cpu = _last_ran_ms(f"{folder}/sched"), _last_cpu(folder)
     now = _clock_ms(cpu) if then else 0.0
-    # It may have run on another CPU meanwhile, whose clock is another.
+    # It may have moved to another CPU meanwhile, which has another clock.
     is_same = cpu == _last_cpu(folder) and then == _last_ran_ms(f"{folder}/sched")
     return max(now - then, 0.0) / 1000 if then and now and is_same else None
 

@@ -1,4 +1,4 @@
-"""Processes as ``/proc`` shows them. A process that ends meanwhile is gone, which is no error."""
+"""Processes as ``/proc`` shows them. A process that ends meanwhile counts as gone, not as an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Process:
         state: Letter of its state: R runs, S sleeps, D waits for a disk or the like, T stopped, t traced, Z zombie.
         start_time: Clock ticks from the host's boot to its start: tells a reused pid apart.
         cpu_s: CPU time of all its threads so far, in seconds.
-        rss_bytes: Resident memory; what is shared counts in each process.
+        rss_bytes: Resident memory; shared pages count in each process.
         is_kernel: Whether it is a thread of the kernel's own.
     """
 
@@ -90,7 +90,7 @@ def command_of(pid: int) -> list[str]:
 def environment_of(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with; empty if it can't be read.
 
-    What it has set since then does not show, nor what a forked rank was given.
+    Variables that it has set since then are missing, and so are those that a forked rank was given.
     """
     pairs = (word.decode(errors="replace").partition("=") for word in _read(pid, "environ").split(b"\0"))
     return {name: value for name, is_pair, value in pairs if is_pair}
@@ -125,7 +125,7 @@ def open_files(pid: int | str = "self") -> dict[int, str]:
 
 
 def pss_of(pid: int) -> int | None:
-    """Return the memory of a process in bytes, of which what is shared counts in parts; None if it can't be read.
+    """Return the memory of a process in bytes, with shared pages divided among their users; None if it can't be read.
 
     The kernel walks all pages for this, under a lock that the process may wait for.
     """
@@ -147,9 +147,9 @@ def owner_of(pid: int) -> str:
 
 
 def off_limits(pid: int) -> str:
-    """Return the predicate that a process may not be looked into, and why; empty if it may, or has ended."""
+    """Return words that a process may not be looked into, and why; empty if it may, or has ended."""
     try:
-        os.readlink(f"/proc/{pid}/cwd")  # needs what it takes to read memory; to list a folder, its user is enough
+        os.readlink(f"/proc/{pid}/cwd")  # needs the right to read memory; listing a folder only needs its user
     except PermissionError:
         with contextlib.suppress(FileNotFoundError):
             is_own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
@@ -181,7 +181,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def awaited_by(pid: int) -> set[int]:
-    """Return the processes of which a process holds a pidfd, and which live."""
+    """Return the live processes of which a process holds a pidfd."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fdinfo"):

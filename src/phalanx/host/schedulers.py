@@ -73,7 +73,7 @@ class Scheduler(Protocol):
 
 
 class Contract:
-    """torchrun's variables, set by any launcher or by hand; then without those that tell the hosts."""
+    """torchrun's variables, set by any launcher, or by hand without those that describe the hosts."""
 
     name = "the environment"
 
@@ -145,7 +145,7 @@ class Slurm:
         per_node = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
         counts = expand_counts(per_node) if per_node else [size // num_nodes] * num_nodes
         hosts = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        # Any task can work it out, and another step or job gets another: they share hosts now and then.
+        # Every task can compute it, and it differs for other steps and jobs, which may share the host.
         job, step = _int(environ, "SLURM_JOB_ID", 0), _int(environ, "SLURM_STEP_ID", 0)
         return Placement(
             scheduler=self.name,
@@ -203,7 +203,7 @@ def detect(environ: Mapping[str, str]) -> Placement | None:
     """Return the place of the process with this environment; None if it was started alone.
 
     Raises:
-        ValueError: The environment contradicts itself; says how.
+        ValueError: The environment contradicts itself; the message says how.
     """
     return next((place for scheduler in _ALL if (place := scheduler.place(environ))), None)
 
@@ -235,7 +235,7 @@ def contradiction(place: Placement, num_local_ranks: int) -> str:
 
 
 def unused_nodes(environ: Mapping[str, str]) -> int:
-    """Return how many nodes Slurm gave to a job that nobody has spread over them yet; 0 if that is not so."""
+    """Return how many nodes Slurm gave to a job that nobody has spread over them yet; 0 if there are none."""
     if _in_slurm_step(environ) or "LOCAL_RANK" in environ:
         return 0
     num_nodes = _int(environ, "SLURM_JOB_NUM_NODES", 1) if "SLURM_JOB_ID" in environ else 1
@@ -273,7 +273,7 @@ def expand_counts(text: str) -> list[int]:
     """Return ``[2, 2, 2, 1]`` for ``2(x3),1``, as Slurm writes tasks per node.
 
     Raises:
-        ValueError: It is not written so.
+        ValueError: The text has another form.
     """
     counts: list[int] = []
     for part in text.split(","):

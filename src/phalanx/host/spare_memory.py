@@ -5,16 +5,16 @@ from __future__ import annotations
 from phalanx.host.cgroups import cgroup_memory, host_memory
 
 _MAX_SHARE = 0.25  # of the host's memory and of each cgroup's limit, for all snapshots
-_MAX_SHARE_OF_REST = 0.5  # of what is not used of them: training goes on to need some
+_MAX_SHARE_OF_REST = 0.5  # of what is still unused of them: training will need some
 
 
 def shortage(what: str, total_bytes: int, held_bytes: int) -> str:
-    """Return why snapshots of so many bytes are too large for the host or a cgroup above us, or nothing.
+    """Return why snapshots of this size are too large for the host or a cgroup above us; empty if they are not.
 
     Args:
         what: Subject of the sentence.
         total_bytes: Size of all snapshots that this host is to hold.
-        held_bytes: Size of the present ones, which counts as used.
+        held_bytes: Size of the current snapshots, which counts as used.
     """
     for whose, limits in (("this host", [host_memory()]), ("the cgroup", cgroup_memory())):
         for memory in limits:

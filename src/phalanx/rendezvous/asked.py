@@ -75,16 +75,16 @@ class Asked:
 
     @property
     def launch_here(self) -> Launch | None:
-        """The launch that chose this point, so that nobody else comes to it.
+        """The launch that chose this meeting point, so that no process from elsewhere comes to it.
 
-        Elsewhere a rank may meet other programs, whatever the numbers that they give each other.
+        Elsewhere a rank may meet other programs, whatever numbers they give each other.
         """
         launch = self.launch
         return launch if launch is not None and self.host and launch.meets_at(self.host, self.port) else None
 
     @property
     def is_in_place(self) -> bool:
-        """Whether phalanx stands in the place of Gloo, for which the script asked."""
+        """Whether phalanx replaces Gloo, for which the script asked."""
         return self.backend is not None and cpu_backend(self.backend) == "gloo" and bool(replace.origin())
 
     def check(self, backend: str = "phalanx") -> None:
@@ -111,7 +111,7 @@ class Asked:
 
 
 def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group") -> Asked | None:
-    """Return what torch's rendezvous was asked for; None if it is incomplete, or of a kind that only torch knows."""
+    """Return the request to torch's rendezvous; None if it is incomplete, or of a kind that only torch knows."""
     parts, environ = urlsplit(url), _env.environment()
     query = dict(parse_qsl(parts.query))
     if parts.scheme == "env":
@@ -152,7 +152,7 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
 
 
 def _launcher_of(asked: Asked, environ: dict[str, str]) -> str:
-    """Return the launcher of ours that starts all ranks of this world, on all hosts."""
+    """Return our launcher that starts all ranks of this world, on all hosts; empty if there is none."""
     if asked.own_launch is not None:
         return asked.own_launch.launcher
     its_point = (environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))

@@ -42,11 +42,11 @@ Rendezvous = tuple[Any, int, int]
 
 
 def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
-    """Meet for ``init_process_group``: our way if this call concerns us, else torch's.
+    """Meet for ``init_process_group``: in our rendezvous if this call concerns us, else in torch's.
 
     Args:
         url: URL at which the ranks meet.
-        timeout: Timeout that torch was given.
+        timeout: Timeout passed to torch.
         torchs: Function that calls torch's own handler of the URL.
     """
     wants_others()
@@ -67,7 +67,7 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]
 
 
 def _naming_launchers(torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
-    """Meet torch's way; if a launcher's variable is missing, add how to start ranks to the error."""
+    """Meet in torch's rendezvous; if a launcher's variable is missing, add how to start ranks to the error."""
     try:
         yield from torchs()
     except ValueError as error:

@@ -10,8 +10,8 @@ of them is it.
 
 A group that forms consults the notes as well, for the processes that are known to be its ranks: the roll call tells
 those of the world, and the world those of its groups. For a group that a program makes by hand over a store of its
-own, nobody is known before the ranks have said hello. An end counts only at the second look, because a rank may have
-done what others awaited just before it ended.
+own, no process is known before the ranks have said hello. An end counts only at the second look, because a rank may
+have done what others awaited just before it ended.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _meetings: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDicti
 
 
 def note_meeting(store: Any, pids: dict[int, int]) -> None:
-    """Note who has met in a store: the processes of this host, by rank."""
+    """Note which processes of this host have met in a store, by rank."""
     _meetings[store] = pids
 
 
 def met_in(store: Any) -> dict[int, int]:
-    """Return who is known to have met in a store, or in one that it lies in: the processes of this host, by rank."""
+    """Return which processes of this host are known to have met in a store, or in one that it wraps, by rank."""
     while store is not None:
         if store in _meetings:
             return _meetings[store]
@@ -89,7 +89,7 @@ class Launch:
     def is_world(self, rank: int, world_size: int) -> bool:
         """Whether a world in which this process has this rank consists of the launcher's ranks.
 
-        Ask `_env.is_rank` first: what a rank starts has worlds of its own.
+        Ask `_env.is_rank` first: a process that a rank starts has worlds of its own.
         """
         return (rank, world_size) == (self.rank, self.world_size)
 
@@ -116,7 +116,7 @@ class Launch:
         self._note("apart", (self.rank,))
 
     def waiting(self) -> dict[int, tuple[int, str]]:
-        """Return who waits, by the rank that each was given: the rank that it claims, and its line in the script."""
+        """Return, for the given rank of each that waits, the rank that it claims and its line in the script."""
         waits = {facts[0]: (facts[1], facts[2]) for kind, facts in self._read() if kind == "waits"}
         return {given: wait for given, wait in waits.items() if wait[0] >= 0}
 
@@ -156,7 +156,7 @@ def note_lender(notes: str, pid: int, path: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """An attempt of a launcher as its notes tell of it.
+    """An attempt of a launcher, as its notes describe it.
 
     Attributes:
         launcher: Name of the launcher for users: ``phalanx run`` or ``phalanx.spawn``.
@@ -166,8 +166,8 @@ class Started:
         pids: Processes of the ranks of this host, by rank.
         ended: Those of them that have ended.
         state: Activity of the launcher while none of its ranks runs, such as ``waiting for other nodes``; empty if it
-            has told none since its ranks were started.
-        straggler: Words of it about a rank that costs the others time; empty if nothing.
+            has noted none since it started its ranks.
+        straggler: Launcher's words about a rank that costs the others time; empty if there is none.
     """
 
     launcher: str
@@ -181,10 +181,10 @@ class Started:
 
 
 def read_started(path: str) -> Started | None:
-    """Return the attempt that notes tell of; None if there is none yet.
+    """Return the attempt that notes describe; None if there is none yet.
 
     Raises:
-        OSError: They can't be read.
+        OSError: The notes can't be read.
         ValueError: A launcher of this version does not write such notes.
     """
     with open(path) as file:
@@ -209,12 +209,12 @@ def _started(notes: Sequence[tuple[str, Any]]) -> Started | None:
 
 
 def _words_of_state(state: str, deadline_s: float | None = None) -> str:
-    """Return what a launcher does, and how long it will go on if that is limited."""
+    """Return what a launcher is doing, and for how much longer if that is limited."""
     return state if deadline_s is None else f"{state}; {max(0.0, deadline_s - time.monotonic()):.0f} s are left"
 
 
 def start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot, which tells it from others with its number.
+    """Return the start time of a process in clock ticks since boot, which tells it apart from others with the same pid.
 
     0: it has ended, or is ending.
     """

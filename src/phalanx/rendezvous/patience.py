@@ -18,7 +18,7 @@ class Patience:
 
     Where a launcher starts all ranks, the first line comes after 15 s, and says so instead of what to do by hand.
 
-    It uses a thread of its own, because a resolver or torch's store may hold up the waiting one inside native code.
+    It uses a thread of its own, because a resolver or torch's store may block the waiting thread inside native code.
 
     Attributes:
         awaits: Words for what the rank is waiting for, and advice.
@@ -33,7 +33,7 @@ class Patience:
         self._thread = threading.Thread(target=self._watch, name="phalanx-patience", daemon=True)
         self.awaits: tuple[str, str] = (
             f"the store at {asked.point}",
-            "See that MASTER_ADDR and MASTER_PORT are right",
+            "Check that MASTER_ADDR and MASTER_PORT are right",
         )
         self.awaits_ranks: bool = False
         self.deadline: float = self._began_s + asked.timeout_s
@@ -56,7 +56,7 @@ class Patience:
         while not self._ended.wait(self._began_s + next_s - time.monotonic()):
             whom, advice = self.awaits
             if launcher and self.awaits_ranks:
-                advice = f"{launcher} is starting all ranks; phalanx why tells what each is doing"
+                advice = f"{launcher} is starting all ranks; phalanx why shows what each is doing"
             waited_s = time.monotonic() - self._began_s
             text = f"phalanx: {self._asked.name} has waited {waited_s:.0f} s for {whom}. {advice}"
             print(f"{text} (timeout {self._asked.timeout_s:g} s)", file=sys.stderr, flush=True)

@@ -35,8 +35,8 @@ from phalanx.rendezvous.server import is_listening, who_left
 from phalanx.wire.messages import GarbledError, Shape, one_of, read_value
 from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, shared_pause, wait_until
 
-_PAUSE_S = 0.005  # between questions to the store
-_MOST_NAMED = 8  # missing ranks
+_PAUSE_S = 0.005  # between queries of the store
+_MOST_NAMED = 8  # missing ranks in a message
 _LOOK_S = 0.2  # between checks whether a missing rank can still come
 _ADVICE = (
     "Every rank must call init_process_group: start those that are missing, or look at what they printed last; one may "
@@ -101,7 +101,7 @@ class RollCall:
     def answer(self) -> str | None:
         """Return the prefix of the group's keys, once all ranks have come; None if a living rank 0 closed the store.
 
-        That store was of an earlier group, whose end rank 0 had yet to reach: it serves another one next.
+        That store belonged to an earlier group, which rank 0 had yet to leave: it serves another one next.
 
         Raises:
             CollectiveTimeout: Ranks did not come within the timeout.
@@ -152,10 +152,10 @@ class RollCall:
             if server is not None and not _has_ended(server):
                 self._fail(_two_of(server, self._mine), (0,), facts={"entry": "same-rank"}, also=server)
 
-    # ---- what lies in the store ------------------------------------------------------------------------------------
+    # ---- records in the store --------------------------------------------------------------------------------------
 
     def _read(self, key: str, shape: Shape) -> Any:
-        """Return the value of a key; None if there is none that a rank would write."""
+        """Return the value of a key; None if it has none, or none that a rank would write."""
         with contextlib.suppress(GarbledError):
             return self._store.get(key, shape)
         return None
@@ -180,7 +180,7 @@ class RollCall:
         return told if lives else None
 
     def _answer(self) -> None:
-        """Tell the rank 0 whose record is in the store that this rank is there."""
+        """Tell the rank 0 whose record is in the store that this rank is here."""
         told = self._record(0)
         if told is not None and told["token"] != self._answered and not _has_ended(told):
             self._set(f"here/{told['token']}/{self._asked.rank}", self._mine)
@@ -273,7 +273,7 @@ class RollCall:
         if self._store.is_silent:
             entry = "store-lost"
             what = (
-                f"the store at {asked.point} does not answer. Look whether the process that serves it, rank 0 or the "
+                f"the store at {asked.point} does not answer. Check whether the process that serves it, rank 0 or the "
                 "launcher's agent, is stopped or its host overloaded."
             )
         text = f"timed out after {asked.timeout_s:g} s: {what}"

@@ -43,7 +43,7 @@ def open_store(asked: Asked, patience: Patience) -> dist.Store:
     patience.awaits_ranks = False
     patience.awaits = (
         f"the store at {asked.point} to answer",
-        "See that MASTER_ADDR is rank 0's own host, and that nothing else listens on MASTER_PORT",
+        "Check that MASTER_ADDR is rank 0's own host, and that nothing else listens on MASTER_PORT",
     )
     return dist.TCPStore(
         asked.host,
@@ -170,7 +170,7 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
         patience.awaits_ranks = not asked.is_served
         patience.awaits = (
             f"{who} to listen at {asked.point} ({why.lower()})",
-            "Start rank 0, look whether it still lives, or correct MASTER_ADDR and MASTER_PORT",
+            "Start rank 0, check that it is still running, or correct MASTER_ADDR and MASTER_PORT",
         )
         if asked.own_launch is not None and time.monotonic() - began_s > NOTE_S:
             if not said:

@@ -28,7 +28,7 @@ from phalanx.rendezvous.launched import Launch
 
 _wants_others = False
 _has_uncounted = False  # a group of another backend, or RPC
-_has_devices = False  # a group whose tensors on other devices another backend takes
+_has_devices = False  # a group in which another backend takes the tensors of other devices
 _num_exchanges: Callable[[], int] | None = None
 
 
@@ -39,13 +39,13 @@ def wants_others() -> None:
 
 
 def exchanges_uncounted() -> None:
-    """Note that this process may exchange tensors of which nobody here hears."""
+    """Note that this process may exchange tensors that are not counted here."""
     global _has_uncounted
     _has_uncounted = True
 
 
 def count_exchanges(count: Callable[[], int]) -> None:
-    """Have a function asked for the number of operations with data, of all groups of phalanx that this process had."""
+    """Register the function that counts the operations with data of all phalanx groups that this process has had."""
     global _num_exchanges
     _num_exchanges = count
 
@@ -65,13 +65,13 @@ def watch() -> None:
 
 
 class _Training:
-    """What the optimizers of this process do.
+    """Steps that the optimizers of this process have taken.
 
     Attributes:
         has_begun: Whether one has stepped.
-        goes_on: Whether one has stepped twice, and so nothing that it needed came before the first.
+        goes_on: Whether one has stepped twice: what the second step needed was not exchanged before the first.
         was_in_group: Whether there was a group of several ranks then.
-        num_before: Operations with data when the first one was made.
+        num_before: Number of operations with data when the first one was made.
     """
 
     def __init__(self) -> None:

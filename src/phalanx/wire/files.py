@@ -23,12 +23,12 @@ _MOST_BYTES = 4 << 20  # of JSON: 10,000 hosts or ranks, each with a long name a
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> FileIO:
     """Open a regular file, unbuffered. A FIFO or device, which may block or never end, is an error.
 
-    What is written may be cut where the disk is full, without an error: `write_regular` writes all.
+    On a full disk, a write may be cut short without an error: `write_regular` writes all.
 
     Raises:
         OSError: `path` can't be opened, or is not a regular file.
     """
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # else opening a FIFO waits for its other end
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # otherwise opening a FIFO waits for its other end
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(fd, "r+b" if flags & os.O_RDWR else "rb", buffering=0)
@@ -58,7 +58,7 @@ def lock_within(wait_s: float, file: FileIO, operation: int) -> bool:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return what a small file of JSON says, see `parse_json`.
+    """Return the content of a small JSON file, see `parse_json`.
 
     Raises:
         OSError: `path` can't be opened, or is not a regular file.
@@ -75,8 +75,8 @@ def write_regular(path: str | os.PathLike[str], content: str | bytes, flags: int
     """Write a regular file from its beginning, text as UTF-8.
 
     Args:
-        path: The file, new or old.
-        content: All that it has then.
+        path: New or existing file.
+        content: Whole content of the file.
         flags: More flags for `os.open`.
         durable: Whether the content must survive a power loss; the caller syncs the folder.
 
@@ -92,7 +92,7 @@ def write_regular(path: str | os.PathLike[str], content: str | bytes, flags: int
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: bool = False) -> None:
-    """Write a file as `write_regular`, atomically: even if this process is killed, readers see the old or the new one.
+    """Write a file like `write_regular`, but atomically: even after a kill, readers see the old or the new one.
 
     Raises:
         OSError: The file can't be written; the old one is unchanged.
@@ -108,10 +108,10 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: 
 
 
 def free_pages(fd: int, offset: int, size_bytes: int) -> None:
-    """Free some pages of a file in memory. It keeps its size: whoever has mapped it finds zeros there.
+    """Free some pages of a file in memory. The file keeps its size, and its mappings read as zeros there.
 
     Raises:
-        OSError: They can't be freed.
+        OSError: The pages can't be freed.
     """
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -22,7 +22,7 @@ def read_line(line: bytes | bytearray) -> dict[str, Any]:
     """Return the message that a line holds.
 
     Raises:
-        ValueError: It holds none.
+        ValueError: The line holds none.
     """
     told = parse_json(line)
     if not isinstance(told, dict):
@@ -33,15 +33,15 @@ def read_line(line: bytes | bytearray) -> dict[str, Any]:
 def receive_line(
     end: socket.socket, limit_s: float, *, waits: bool = False, most_bytes: int = _MOST_BYTES
 ) -> dict[str, Any]:
-    """Return the next message, and read nothing behind it; the socket keeps its timeout.
+    """Return the next message without reading beyond it; the socket keeps its timeout.
 
     Args:
-        limit_s: Time for all of it: a stranger may send it byte by byte.
-        waits: Whether its first byte may take for ever.
+        limit_s: Time for the whole message: a stranger may send it byte by byte.
+        waits: Whether to wait for the first byte without a limit.
 
     Raises:
         OSError: The other end has gone, or takes too long.
-        ValueError: It is no message.
+        ValueError: The line is not a message.
     """
     line = bytearray()
     timeout, ends_s = end.gettimeout(), math.inf if waits else time.monotonic() + limit_s

@@ -54,10 +54,10 @@ class GarbledError(ValueError):
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """Return what JSON says whose numbers can be computed with: all are finite, and 64 bits hold their integer parts.
+    """Return the value of JSON whose numbers are safe to compute with: finite, with integer parts that fit 64 bits.
 
     Raises:
-        ValueError: It is no JSON, holds another number, or is nested too deeply.
+        ValueError: The text is not JSON, has another number, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_float)
@@ -70,16 +70,16 @@ def _int(text: str) -> int:
 
 
 def _float(text: str) -> float:
-    value = float(text)  # of NaN, too, which lies nowhere
+    value = float(text)  # of NaN, too, which lies in no range
     return value if -_MOST <= value < _MOST else _refuse_number(text)
 
 
 def _refuse_number(number: str) -> NoReturn:
-    raise ValueError(f"{number[:_MOST_DIGITS]} is no number of 64 bits")
+    raise ValueError(f"{number[:_MOST_DIGITS]} is not a 64-bit number")
 
 
 def as_facts(value: Any) -> Any:
-    """Return a dataclass, and those in it, as tables without their local fields; what JSON knows stays as it is."""
+    """Return a dataclass, and those in it, as tables without their local fields; other values stay as they are."""
     if dataclasses.is_dataclass(value):
         told = (field.name for field in dataclasses.fields(value) if not field.metadata.get("local"))
         return {name: as_facts(getattr(value, name)) for name in told}
@@ -160,7 +160,7 @@ def _read_field(name: str, value: Any, shape: Shape) -> Any:
 
 @functools.cache
 def _hints(shape: Any) -> dict[str, Any]:
-    """Return the form of each field of a dataclass that processes tell each other."""
+    """Return the form of each field of a dataclass that leaves this process."""
     hints = typing.get_type_hints(shape, include_extras=True)
     return {
         field.name: hints[field.name]
@@ -194,7 +194,7 @@ def _items(value: Any, shapes: tuple[Shape, ...]) -> typing.Iterator[Any]:
 
 
 def _read_key(key: Any, shape: Shape) -> Any:
-    """Return the key of a table, which JSON writes as a text also where it is a number."""
+    """Return the key of a table, which JSON writes as text even if it is a number."""
     if shape is not int or type(key) is int:
         return read_value(key, shape)
     require(key.isascii() and key.isdecimal() and len(key) < _MOST_DIGITS, "a whole number", key)
@@ -208,7 +208,7 @@ def _first_that_fits(value: Any, options: tuple[Shape, ...]) -> Any:
     for option in others:
         with contextlib.suppress(GarbledError):
             return read_value(value, option)
-    return read_value(value, last)  # its refusal is told
+    return read_value(value, last)  # whose refusal is reported
 
 
 def _apply(check: Callable[[Any], Any], value: Any) -> Any:

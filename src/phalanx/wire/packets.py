@@ -29,7 +29,7 @@ class PacketSocket:
 
     Args:
         end: A connected ``SOCK_SEQPACKET`` socket, owned from now on.
-        marshals: Whether packets are marshalled, and not JSON.
+        marshals: Whether packets are marshalled instead of JSON.
 
     Attributes:
         alive: Whether the other end was there when we last looked.
@@ -51,7 +51,7 @@ class PacketSocket:
         return self.end.fileno()
 
     def send(self, packet: Any, fds: Sequence[int] = ()) -> None:
-        """Send `packet` with copies of `fds`; nothing happens if nobody is there any more.
+        """Send `packet` with copies of `fds`; nothing happens if the other end has gone.
 
         Raises:
             OSError: The packet is too large.
@@ -63,7 +63,7 @@ class PacketSocket:
             self.end.sendmsg([data], rights, _socket.MSG_NOSIGNAL)
 
     def receive(self) -> Iterator[Any]:
-        """Yield the packets that have come, without waiting for more."""
+        """Yield the packets that have arrived, without waiting for more."""
         while (packet := self._packet_alone(_socket.MSG_DONTWAIT)) is not None:
             yield packet
 
@@ -100,7 +100,7 @@ class PacketSocket:
         size = _socket.CMSG_SPACE(MAX_FDS * _INT_BYTES)
         try:
             data, rights, _, _ = self.end.recvmsg(_MAX_BYTES, size, flags | _socket.MSG_CMSG_CLOEXEC)
-        except ConnectionResetError:  # said once, by an end that has not read all; what it has sent comes after it
+        except ConnectionResetError:  # raised once if the other end left data unread; what it sent comes afterwards
             data, rights, _, _ = self.end.recvmsg(_MAX_BYTES, size, flags | _socket.MSG_CMSG_CLOEXEC)
         return data, rights
 

@@ -13,7 +13,7 @@ import time
 from phalanx import _env
 from phalanx.wire.peer import peer_of
 
-TYPE_CHECKING = False  # to import typing would take longer than all the rest
+TYPE_CHECKING = False  # importing typing would take longer than everything else
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeVar
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     _T = TypeVar("_T")
 
 READY_S = 2.0
-"""Seconds in which a warm process that has imported torch answers."""
+"""Seconds within which a warm process that has imported torch answers."""
 _BACKLOG = 1024
-_MADE_S = 1.0  # more than between the file of a socket and the socket
+_MADE_S = 1.0  # longer than it takes from a socket's file to a listening socket
 _IMPORTING_MODE, _READY_MODE = 0o600, 0o700  # of the socket, before and after its process has imported torch
 _SUFFIX = ".sock"
 
@@ -36,16 +36,16 @@ def folders() -> list[str]:
 
 
 def make_folder() -> str:
-    """Return the first folder in which sockets can lie, made if it was not there.
+    """Return the first folder in which sockets can lie, created if it does not exist.
 
     Raises:
-        OSError: There is none that this user alone can enter.
+        OSError: There is none that only this user can enter.
     """
     return _in_first_folder(lambda folder: folder)
 
 
 def make_path(kind: str) -> str:
-    """Return a path for a socket that is no warm process's, in a folder that only this user can enter.
+    """Return a path for a socket other than a warm process's, in a folder that only this user can enter.
 
     Sockets of that kind whose processes were killed are removed.
 
@@ -60,10 +60,10 @@ def make_path(kind: str) -> str:
 
 
 def _is_stale(path: str) -> bool:
-    """Whether no process has that socket any more; one that has is not disturbed."""
+    """Whether no process has that socket any more; a process that has it is not disturbed."""
     with contextlib.suppress(OSError), contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)) as asker:
         is_made = time.time() - os.lstat(path).st_mtime > _MADE_S
-        return is_made and asker.connect_ex(path) == errno.ECONNREFUSED  # another error: it is of another type
+        return is_made and asker.connect_ex(path) == errno.ECONNREFUSED  # another error: another type of socket
     return False
 
 
@@ -95,7 +95,7 @@ def _in_first_folder(use: Callable[[str], _T]) -> _T:
 def _listen(path: str) -> tuple[str, _socket.socket]:
     listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     try:
-        # Under another name first: whoever finds the socket can connect to it, or it is stale.
+        # Under another name first, so that a socket under its own name accepts connections or is stale.
         listener.bind(f"{path}.new")
         try:
             os.chmod(f"{path}.new", _IMPORTING_MODE)
@@ -111,7 +111,7 @@ def _listen(path: str) -> tuple[str, _socket.socket]:
 
 
 def listen(listener: _socket.socket) -> None:
-    """Accept connections; to those who connect, the process that has called this last is the peer."""
+    """Accept connections; the peer that clients see is the last process that called this."""
     listener.listen(_BACKLOG)
 
 
@@ -131,11 +131,11 @@ def sockets() -> list[str]:
 def connect(path: str) -> _socket.socket | None:
     """Return a connection to the warm process that listens there; None if there is none of this user.
 
-    A socket that nobody listens on is removed. Where too many wait already, this waits for `READY_S`.
+    A socket that nobody listens on is removed. If the backlog is full, this waits for up to `READY_S`.
     """
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     try:
-        # Linux waits for the backlog only so long; without blocking, or with a timeout of Python's, not at all.
+        # Linux waits this long for room in the backlog; on a non-blocking socket, or with Python's timeout, not at all.
         connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(READY_S))
         connection.connect(path)
         connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(0))
@@ -143,7 +143,7 @@ def connect(path: str) -> _socket.socket | None:
             return connection
     except ConnectionRefusedError:
         forget(path)
-    except BlockingIOError:  # nobody takes those who wait
+    except BlockingIOError:  # no one accepts the waiting connections
         if not is_importing(path):
             forget(path)
     except OSError:  # it has just gone, or is something else
@@ -157,7 +157,7 @@ def _timeval(limit_s: float) -> bytes:
 
 
 def announce_ready(path: str) -> None:
-    """Note at the socket that its process has imported torch, so that it is to answer at once."""
+    """Mark the socket: its process has imported torch, and so must answer at once."""
     with contextlib.suppress(OSError):
         os.chmod(path, _READY_MODE)
 

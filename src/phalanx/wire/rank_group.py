@@ -15,7 +15,7 @@ _on_meeting: Callable[[], None] | None = None
 
 
 def call_when_solo(look: Callable[[], None] | None) -> None:
-    """Have `look` called where a group of one rank would meet others: no collective of it can fail."""
+    """Have `look` called where a group of several ranks would meet: in a group of one, no collective can fail."""
     global _on_meeting
     _on_meeting = look
 
@@ -71,7 +71,7 @@ class RankGroup:
         return tensors
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor of the global rank `source`, on the CPU; all ranks' have the same shape and dtype."""
+        """Return the tensor of the global rank `source`, on the CPU; it has the same shape and dtype on all ranks."""
         if self.world_size > 1:
             sent = tensor.to(self.device)
             dist.broadcast(sent, source, group=self._group)
@@ -83,7 +83,7 @@ class RankGroup:
         dist.send(tensor.to(self.device), destination, group=self._group)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor that a global rank sends, on the CPU; of the shape and dtype of `tensor`."""
+        """Return the tensor that a global rank sends, on the CPU, with the shape and dtype of `tensor`."""
         came = tensor.to(self.device)
         dist.recv(came, source, group=self._group)
         return came.cpu()

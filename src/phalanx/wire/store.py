@@ -3,7 +3,7 @@
 Most calls of a store have no deadline: if the process that serves it is stopped, they wait inside native code. So a
 separate thread makes the call and may be left behind, and the caller waits only so long for its answer.
 
-Waits poll the store and do not use its own `wait`, which hears of nothing but its key and, in TCPStore, prints a
+Waits poll the store and do not use its own `wait`, which notices nothing but its key and, in TCPStore, prints a
 warning whenever it times out. With four ranks, polling costs some 3 ms for each new group.
 """
 
@@ -25,10 +25,10 @@ from phalanx.wire.messages import Shape, understand
 
 T = TypeVar("T")
 _ANSWER_S, _WRITE_S = 1.0, 5.0  # for an answer, and for a write
-_IDLE_S = 0.2  # without a question, before the thread ends
+_IDLE_S = 0.2  # without a question before the thread ends
 _BEGIN_S, _END_S = 0.5, 0.1  # for the thread to begin, and to end
-_FIRST_PAUSE_S, _GROWTH = 0.0002, 1.25  # of the pause, and so of what a wait takes longer than it must
-_MANY = 50  # ranks, for which the pause doubles
+_FIRST_PAUSE_S, _GROWTH = 0.0002, 1.25  # of the pause, and so of the delay that a wait adds
+_MANY = 50  # ranks for which the pause doubles
 
 
 class StoreGoneError(ConnectionError):
@@ -125,7 +125,7 @@ class JsonStore:
         return int(self.ask(lambda store: store.add(counter, 1), limit_s))
 
     def close(self) -> None:
-        """End the thread, unless the store is holding it up. Further questions are allowed."""
+        """End the thread, unless the store is blocking it. Further questions are allowed."""
         self._clerk.dismiss()
 
     def ask(self, question: Callable[[Store], T], limit_s: float | None = None) -> T:
@@ -183,7 +183,7 @@ class _Clerk:
         return future
 
     def dismiss(self) -> None:
-        """End the thread now, unless a question holds it up."""
+        """End the thread now, unless a question blocks it."""
         if self._is_running:
             self._questions.put(None)
             self._has_ended.wait(_END_S)
