@@ -141,7 +141,7 @@ def test_what_may_change_is_taken_and_a_resumed_run_says_where_it_goes_on(tmp_pa
     again, printed = run(tmp_path, max_epochs=3)
     assert again.step == 21
     assert printed.count("already finished at step 21; nothing to train") == 1
-    assert "going on" not in printed
+    assert "resuming" not in printed
 
 
 class Remembers:

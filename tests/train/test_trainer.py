@@ -419,7 +419,7 @@ def test_the_best_checkpoint_stays_whatever_is_saved_between_evaluations_and_aft
 def test_a_run_that_begins_anew_leaves_the_old_one_aside(results):
     for of_rank in results[2]:
         assert of_rank["begin_anew"][:3] == (3, 4, [3, 4])
-        assert "going on" not in of_rank["begin_anew"][3]
+        assert "resuming" not in of_rank["begin_anew"][3]
         assert of_rank["begin_anew"][4] == 2
 
 
