@@ -237,6 +237,19 @@ def raise_inside(rank, world_size):
         dist.barrier()
 
 
+class Unsayable(KeyError):
+    def __str__(self):
+        sys.exit(3)
+
+
+def raise_what_can_not_be_said(rank, world_size, kind):
+    with phalanx.init():
+        dist.barrier()
+        if rank == 1:
+            raise Unsayable if kind == "unsayable" else KeyError("bad \udcff")
+        dist.barrier()
+
+
 def time_out(rank, world_size):
     with phalanx.init(timeout=2):
         if rank == 1:
@@ -337,6 +350,18 @@ def test_an_exception_in_the_block_is_the_cause_and_nobody_hangs(run_ranks):
     with pytest.raises(phalanx.RankError) as caught:
         run_ranks(raise_inside, 2, init=False, timeout_s=20, hosts=[1, 1])
     assert "has left the group because of KeyError: 'learning_rate'" in str(caught.value.outcomes[0].error)
+
+
+@pytest.mark.parametrize("hosts", [None, [1, 1]])
+@pytest.mark.parametrize("kind", ["unsayable", "surrogate"])
+def test_an_exception_whose_message_can_not_be_sent_stays_the_cause(run_ranks, kind, hosts):
+    options = {} if hosts is None else {"hosts": hosts}
+    with pytest.raises(phalanx.RankError) as caught:
+        run_ranks(raise_what_can_not_be_said, 2, kind, init=False, timeout_s=20, **options)
+    ours, peer = caught.value.outcomes[1], caught.value.outcomes[0].error
+    assert ours.last_words.name == ("Unsayable" if kind == "unsayable" else "KeyError")
+    said = "Unsayable: <exception str() failed>" if kind == "unsayable" else "KeyError: 'bad \\udcff'"
+    assert f"has left the group because of {said}" in str(peer)
 
 
 def test_the_timeout_is_in_seconds(spawn_ranks):

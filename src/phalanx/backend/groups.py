@@ -36,7 +36,7 @@ from phalanx.backend.torch.adapters import (
 )
 from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from phalanx.debugging import attached
-from phalanx.failure.last_words import tell_when_ended
+from phalanx.failure.last_words import tell_when_ended, words_of
 from phalanx.record import writer
 from phalanx.record.sites import call_site, shown_file
 from phalanx.rendezvous.launched import met_in
@@ -99,7 +99,7 @@ def _begin() -> None:
 
 def leave_groups(error: BaseException) -> None:
     """Leave every group of this process because of an error, and report it to the ranks that wait for this one."""
-    why = f"{type(error).__name__}: {error}".partition("\n")[0]
+    why = words_of(error).partition("\n")[0]
     for group in kept_groups():
         group._operations.shutdown(why)
 

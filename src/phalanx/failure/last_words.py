@@ -230,8 +230,14 @@ def text_of(error: BaseException) -> str:
     """Return the message of an exception, even if its ``__str__`` fails."""
     try:
         return str(error)
-    except Exception:
+    except BaseException:  # it may even call sys.exit()
         return "<exception str() failed>"  # as in a traceback
+
+
+def words_of(error: BaseException) -> str:
+    """Return the class and the message of an exception for other ranks, without what UTF-8 can't hold."""
+    words = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
+    return words.encode(errors="backslashreplace").decode()
 
 
 def _first_line(text: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx._errors import PhalanxError
+from phalanx.failure.last_words import words_of
 from phalanx.wire.rank_group import RankGroup
 
 _NUMBERS = "numbers"
@@ -72,7 +73,7 @@ def going_first(rank: int, is_first: bool) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            RankGroup().gather(f"{type(error).__name__}: {error}")
+            RankGroup().gather(words_of(error))
             raise
     failures = RankGroup().gather("")
     if failed := [number for number, failure in enumerate(failures) if failure]:

@@ -41,6 +41,7 @@ from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.mailbox import Mailbox
 from phalanx.backend.hosts.notices import Notices
 from phalanx.backend.hosts.watcher import Watcher
+from phalanx.failure.last_words import words_of
 from phalanx.wire.store import wait_until
 
 
@@ -215,7 +216,7 @@ class Failures:
             return replace(self._lost_connection(str(error)), op=op, seq=seq, site=site)
         if isinstance(error, PhalanxError) and not isinstance(error, GroupAborted):
             return self._failure("refused", op, seq, site=site, detail=str(error))
-        why = str(error) if isinstance(error, GroupAborted) else f"{type(error).__name__}: {error}".rstrip(": ")
+        why = str(error) if isinstance(error, GroupAborted) else words_of(error)
         return self._failure(
             "aborted", op, seq, site=site, culprits=self.members.peers([self.members.rank]), detail=why
         )

@@ -185,6 +185,8 @@ class Supervisor:
         self._forker_failure: Ending | None = None
         self._refusals.clear()
         if not self._start_attempt(attempt, may_keep=may_keep):
+            if not any(rank.is_running for rank in self._ranks):
+                self.events.deadline = None  # nobody else clears it, and a past one keeps every later wait awake
             return None
         self.began_s = time.monotonic()
         self._watch_attempt(until)
