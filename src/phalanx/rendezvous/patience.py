@@ -59,5 +59,5 @@ class Patience:
                 advice = f"{launcher} is starting all ranks; phalanx why shows what each is doing"
             waited_s = time.monotonic() - self._began_s
             text = f"phalanx: {self._asked.name} has waited {waited_s:.0f} s for {whom}. {advice}"
-            print(f"{text} (timeout {self._asked.timeout_s:g} s)", file=sys.stderr, flush=True)
+            print(f"{text} (timeout {self._asked.timeout_s:g} s)\n", end="", file=sys.stderr, flush=True)  # one write
             next_s *= _FACTOR

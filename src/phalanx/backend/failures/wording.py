@@ -84,7 +84,7 @@ def report_stall(failure: Failure, waited_s: float) -> None:
     ]
     writer.note(lines[0])
     with contextlib.suppress(OSError, ValueError):  # stderr is closed
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print("\n".join([*lines, ""]), end="", file=sys.stderr, flush=True)  # one write: ranks share the stream
     ask_about(failure, waited_s)
 
 
