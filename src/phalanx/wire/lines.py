@@ -8,7 +8,7 @@ import socket
 import time
 from typing import Any
 
-from phalanx.wire.messages import as_facts, parse_json
+from phalanx.wire.messages import as_facts, understand
 
 _MOST_BYTES = 1 << 20
 _AHEAD_BYTES = 1 << 16
@@ -24,10 +24,8 @@ def read_line(line: bytes | bytearray) -> dict[str, Any]:
     Raises:
         ValueError: The line holds none.
     """
-    told = parse_json(line)
-    if not isinstance(told, dict):
-        raise ValueError("no message")
-    return told
+    message: dict[str, Any] = understand(line, dict)
+    return message
 
 
 def receive_line(

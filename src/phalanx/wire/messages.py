@@ -136,15 +136,11 @@ def _read_dataclass(value: Any, shape: Any) -> Any:
     hints = _hints(shape)
     given = {name: _read_field(name, value[name], hint) for name, hint in hints.items() if name in value}
     try:
-        return shape(**given)
+        return _apply(lambda fields: shape(**fields), given)  # its __post_init__ may refuse them
     except TypeError:
         has_default = {one.name for one in dataclasses.fields(shape) if _has_default(one)}
         missing = [name for name in hints if name not in given and name not in has_default]
         raise GarbledError(f"{_shown(value)} has no {' or '.join(missing)}") from None
-    except GarbledError:
-        raise
-    except ValueError as error:  # of its __post_init__
-        raise GarbledError(str(error)) from None
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:
@@ -175,8 +171,7 @@ def _read_generic(value: Any, origin: Any, options: tuple[Any, ...]) -> Any:
     if origin is typing.Annotated:
         return functools.reduce(lambda read, check: _apply(check, read), options[1:], read_value(value, options[0]))
     if origin is typing.Literal:
-        require(value in options, f"one of {', '.join(map(str, options))}", value)
-        return value
+        return one_of(*options)(value)
     if origin is tuple and options[1:] != (...,):
         return tuple(_items(value, options))
     if origin in (list, tuple):

@@ -52,23 +52,25 @@ def other_side(host: str) -> Cause:
 
 def loss_of(view: View, node_rank: int, how: str, *, is_victim: bool = False) -> Cause:
     """Return the cause for the loss of a node of a view."""
-    node, first = view.members[node_rank], view.first_rank(node_rank)
-    ranks = named("rank", range(first, first + node.num_ranks))
-    message = f"node {view.name_of(node_rank)} ({ranks}) was lost: {how}"
-    return _of_a_node(NODE_LOST, message, node.host, first, is_victim=is_victim)
+    return _of_member(NODE_LOST, view, node_rank, f"was lost: {how}", is_victim=is_victim)
 
 
 def interruption_of(view: View, node_rank: int) -> Cause:
     """Return the cause for Ctrl-C on a node of a view."""
-    node, first = view.members[node_rank], view.first_rank(node_rank)
-    ranks = named("rank", range(first, first + node.num_ranks))
-    message = f"node {view.name_of(node_rank)} ({ranks}) was stopped by Ctrl-C, which ends the job"
-    return _of_a_node(INTERRUPTED, message, node.host, first)
+    return _of_member(INTERRUPTED, view, node_rank, "was stopped by Ctrl-C, which ends the job")
 
 
 def is_interruption(cause: Cause | None) -> bool:
     """Return whether the cause is Ctrl-C on a node."""
     return cause is not None and cause.kind == INTERRUPTED
+
+
+def _of_member(kind: str, view: View, node_rank: int, what: str, *, is_victim: bool = False) -> Cause:
+    """Return the cause for what has happened to a node of a view."""
+    node, first = view.members[node_rank], view.first_rank(node_rank)
+    ranks = named("rank", range(first, first + node.num_ranks))
+    message = f"node {view.name_of(node_rank)} ({ranks}) {what}"
+    return _of_a_node(kind, message, node.host, first, is_victim=is_victim)
 
 
 def _of_a_node(kind: str, message: str, host: str, rank: int = -1, *, is_victim: bool = False) -> Cause:
