@@ -121,7 +121,21 @@ def ending_of(path: str, max_chars: int) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return an error's class and message, for the middle of a line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return " ".join(class_and_message(error).split())[:200]
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an exception, even if its ``__str__`` fails."""
+    try:
+        return str(error)
+    except BaseException:  # it may even call sys.exit()
+        return "<exception str() failed>"  # as in a traceback
+
+
+def class_and_message(error: BaseException) -> str:
+    """Return an exception in words that can be sent to other ranks: characters that UTF-8 can't hold are escaped."""
+    words = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
+    return words.encode(errors="backslashreplace").decode()
 
 
 def filled(pieces: Sequence[str], width: int) -> list[str]:

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core, _torch
 from phalanx._env import seconds
 from phalanx._settings import GroupOptions
+from phalanx._text import class_and_message
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.calls.work import settle_futures
 from phalanx.backend.failures.core_failures import from_core, report_core_stall
@@ -36,7 +37,7 @@ from phalanx.backend.torch.adapters import (
 )
 from phalanx.backend.torch.dispatch import HAS_PYTHON_BACKENDS
 from phalanx.debugging import attached
-from phalanx.failure.last_words import tell_when_ended, words_of
+from phalanx.failure.last_words import tell_when_ended
 from phalanx.record import writer
 from phalanx.record.sites import call_site, shown_file
 from phalanx.rendezvous.launched import met_in
@@ -99,7 +100,7 @@ def _begin() -> None:
 
 def leave_groups(error: BaseException) -> None:
     """Leave every group of this process because of an error, and report it to the ranks that wait for this one."""
-    why = words_of(error).partition("\n")[0]
+    why = class_and_message(error).partition("\n")[0]
     for group in kept_groups():
         group._operations.shutdown(why)
 

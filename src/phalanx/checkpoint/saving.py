@@ -34,6 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from phalanx import _env
+from phalanx._text import class_and_message
 from phalanx.checkpoint.agreement import gather, raise_problems, require_all
 from phalanx.checkpoint.disk import folder as folders
 from phalanx.checkpoint.disk.claim import OtherSide, fence_for
@@ -223,7 +224,7 @@ class Saver:
 def _describe(error: Exception, folder: str) -> str:
     if isinstance(error, OSError):
         return f"can't save to {folder}: {error.strerror or error}"
-    return str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, TypeError | ValueError) else class_and_message(error)
 
 
 def _raise_disagreement(answers: list[Any], cause: Exception | None) -> None:

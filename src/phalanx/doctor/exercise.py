@@ -114,7 +114,7 @@ def answered(call: Callable[[], float], others_failed: Callable[[], bool]) -> di
     except UnansweredError as error:
         return {"error": ABANDONED if others_failed() else str(error)}
     except Exception as error:
-        return {"error": one_line(error)}
+        return {"error": brief_error(error)}
 
 
 def run_ranks(engine: str, world_size: int, deadline_s: float) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _attempt(fn: Callable[[int], dict[str, Any]], number: int) -> dict[str, Any]
     try:
         return fn(number)
     except BaseException as error:
-        return {"error": one_line(error)}
+        return {"error": brief_error(error)}
 
 
 def _read_result(pipe: int, ends_s: float, deadline_s: float) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _read_result(pipe: int, ends_s: float, deadline_s: float) -> dict[str, Any]:
         os.close(pipe)
 
 
-def one_line(error: BaseException) -> str:
+def brief_error(error: BaseException) -> str:
     """Return the class and message of an error in one line, without torch's C++ stack and source locations."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = re.sub(r"\[/\S+:\d+\] ", "", lines[0]) if lines else ""

@@ -17,7 +17,7 @@ from typing import Any
 
 import phalanx
 from phalanx._torch import replace
-from phalanx.doctor.exercise import in_processes, one_line, run_ranks
+from phalanx.doctor.exercise import brief_error, in_processes, run_ranks
 from phalanx.launch.processes.descendants import die_with_parent
 from phalanx.wire.packets import PacketSocket
 
@@ -37,7 +37,7 @@ def main() -> None:
 
         facts = _versions(torch, dist)
     except BaseException as error:  # a broken installation may raise anything
-        packets.send({"torch": {"error": one_line(error)}})
+        packets.send({"torch": {"error": brief_error(error)}})
         return
     packets.send({"torch": {**facts, "import_s": time.monotonic() - began_s}})
     tries_engines = settings["role"]["tries_engines"]
@@ -76,7 +76,7 @@ def _versions(torch: Any, dist: Any) -> dict[str, Any]:
     try:
         importlib.import_module("phalanx.backend.groups")  # before the ranks are forked
     except Exception as error:
-        facts["backend_error"] = one_line(error)
+        facts["backend_error"] = brief_error(error)
     return facts
 
 
@@ -92,7 +92,7 @@ def _look_at_gpus(facts: dict[str, Any]) -> dict[str, Any]:
             try:
                 torch.cuda.init()
             except Exception as error:
-                return {"devices": [], "reason": one_line(error)}
+                return {"devices": [], "reason": brief_error(error)}
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         devices = [{"name": one.name, "size_bytes": one.total_memory} for one in found]
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if facts["nccl"] else ""

@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 from phalanx import _env
 from phalanx._errors import Failure, PhalanxError, origins
+from phalanx._text import message_of
 from phalanx.wire.files import read_json, write_whole
 from phalanx.wire.messages import cropped, read_value, require
 
@@ -68,7 +69,7 @@ class LastWords:
         ours = [one for one in origins(error) if isinstance(one, PhalanxError)]
         return cls(
             _name_of(type(error)),
-            _first_line(text_of(error)),
+            _first_line(message_of(error)),
             lines,
             is_victim=any(one.is_victim for one in ours),
             failure=next((one.failure for one in ours if one.failure), None),
@@ -200,7 +201,7 @@ def _tell(error: BaseException) -> None:
     if not path:
         return
     rank = _env.environment().get("RANK", "")
-    record = words.record(int(rank) if rank.isdigit() else -1, os.getpid(), f"{words.name}: {text_of(error)}")
+    record = words.record(int(rank) if rank.isdigit() else -1, os.getpid(), f"{words.name}: {message_of(error)}")
     before = _read(path)
     if isinstance(before, dict) and "message" in before:  # written by @record, or by the user's handler
         record = {**before, **record, "message": before["message"]}
@@ -224,20 +225,6 @@ def _name_of(kind: type[BaseException]) -> str:
     """Return a class as a traceback names it."""
     module = kind.__module__
     return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
-
-
-def text_of(error: BaseException) -> str:
-    """Return the message of an exception, even if its ``__str__`` fails."""
-    try:
-        return str(error)
-    except BaseException:  # it may even call sys.exit()
-        return "<exception str() failed>"  # as in a traceback
-
-
-def words_of(error: BaseException) -> str:
-    """Return the class and the message of an exception for other ranks, without what UTF-8 can't hold."""
-    words = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
-    return words.encode(errors="backslashreplace").decode()
 
 
 def _first_line(text: str) -> str:

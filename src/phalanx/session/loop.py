@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx._errors import PhalanxError
-from phalanx.failure.last_words import words_of
+from phalanx._text import class_and_message
 from phalanx.wire.rank_group import RankGroup
 
 _NUMBERS = "numbers"
@@ -73,7 +73,7 @@ def going_first(rank: int, is_first: bool) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            RankGroup().gather(words_of(error))
+            RankGroup().gather(class_and_message(error))
             raise
     failures = RankGroup().gather("")
     if failed := [number for number, failure in enumerate(failures) if failure]:

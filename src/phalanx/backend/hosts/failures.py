@@ -34,6 +34,7 @@ from torch.distributed import Store
 from phalanx import _core
 from phalanx._errors import Failure, GroupAborted, PhalanxError, address
 from phalanx._errors.facts import MadeCall, SizeDispute, Standing
+from phalanx._text import class_and_message
 from phalanx.backend.deadlines import GRACE_S
 from phalanx.backend.failures.members import Members
 from phalanx.backend.failures.wording import error_of, report_stall, words
@@ -41,7 +42,6 @@ from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.mailbox import Mailbox
 from phalanx.backend.hosts.notices import Notices
 from phalanx.backend.hosts.watcher import Watcher
-from phalanx.failure.last_words import words_of
 from phalanx.wire.store import wait_until
 
 
@@ -216,7 +216,7 @@ class Failures:
             return replace(self._lost_connection(str(error)), op=op, seq=seq, site=site)
         if isinstance(error, PhalanxError) and not isinstance(error, GroupAborted):
             return self._failure("refused", op, seq, site=site, detail=str(error))
-        why = str(error) if isinstance(error, GroupAborted) else words_of(error)
+        why = str(error) if isinstance(error, GroupAborted) else class_and_message(error)
         return self._failure(
             "aborted", op, seq, site=site, culprits=self.members.peers([self.members.rank]), detail=why
         )

@@ -38,10 +38,9 @@ import torch.distributed as dist
 from phalanx import _core, _env, _torch
 from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address, printable
 from phalanx._errors.facts import Peer, Standing
-from phalanx._text import enumerated
+from phalanx._text import class_and_message, enumerated
 from phalanx.backend.deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, TELL_S
 from phalanx.backend.failures.wording import error_of, join_call, report_due_s, report_stall
-from phalanx.failure.last_words import words_of
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import Launch, start_time
 from phalanx.wire.messages import GarbledError, Shape, read_value, require, understand
@@ -572,4 +571,4 @@ def _cause(error: BaseException, meeting: Meeting) -> Failure:
         return meeting.failure("no_memory", [meeting.me], num_ranks=meeting.size, errno=number, detail=why)
     if isinstance(error, OSError):
         return meeting.failure("system", [meeting.me], errno=number, detail=error.strerror or str(error))
-    return meeting.failure("refused", [meeting.me], detail=words_of(error))
+    return meeting.failure("refused", [meeting.me], detail=class_and_message(error))

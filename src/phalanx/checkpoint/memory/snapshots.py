@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from phalanx import _env
+from phalanx._text import class_and_message
 from phalanx._torch.tensors import is_dtensor
 from phalanx.checkpoint.agreement import gather, raise_problems
 from phalanx.checkpoint.memory import layout
@@ -133,7 +134,7 @@ class SnapshotMemory:
             tree, leaves = pack(state)
             described = blocks.describe(leaves, ranks.world_size)
         except Exception as error:  # a state_dict() may raise anything, and the other ranks must learn of it
-            problem, cause = f"{type(error).__name__}: {error}", error
+            problem, cause = class_and_message(error), error
         low, high = blocks.fingerprint(described)
         has_shards = any(is_dtensor(leaf.tensor) for leaf in leaves)
         wants_copies = self.spans_hosts and layout.wanted_replicas(self._fd) > 0

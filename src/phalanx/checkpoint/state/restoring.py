@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx._errors import CheckpointError
-from phalanx._text import listed
+from phalanx._text import class_and_message, listed
 from phalanx._torch.tensors import is_dtensor
 from phalanx.checkpoint.state.tree import unwrap
 from phalanx.checkpoint.state.unpacking import Json, Read, as_dtype, form_of, name_kind, pairs_of, unpack
@@ -124,7 +124,7 @@ def drop_gradients(state: Any) -> None:
 def reason_of(error: Exception) -> str:
     """Return an error's message, preceded by its class if this library does not raise such errors."""
     is_ours = isinstance(error, KeyError | ValueError | RuntimeError) and error.args
-    return str(error.args[0]) if is_ours else f"{type(error).__name__}: {error}"
+    return str(error.args[0]) if is_ours else class_and_message(error)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.doctor.deadline import UnansweredError, within
-from phalanx.doctor.exercise import one_line
+from phalanx.doctor.exercise import brief_error
 from phalanx.doctor.finding import Finding, problem
 from phalanx.doctor.hosts import links
 from phalanx.doctor.hosts.messages import whole
@@ -89,7 +89,7 @@ def come_to_bulletin(host: str, port: int, ends_s: float, send: Send) -> tuple[B
     try:  # torch would wait forever for a server that accepts the connection and says nothing
         store = within(2 * _HANDSHAKE_S, lambda: dist.TCPStore(host, port, is_master=False, timeout=timeout))
     except Exception as error:
-        why = str(error) if isinstance(error, UnansweredError) else one_line(error)
+        why = str(error) if isinstance(error, UnansweredError) else brief_error(error)
         found = f"what answers at {where} is not the doctor of host 0: {why}"
         raise NotMetError(problem("meeting", found, todo)) from None
     bulletin = Bulletin(store)

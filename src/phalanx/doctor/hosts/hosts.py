@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from phalanx import _env
 from phalanx._text import named
-from phalanx.doctor.exercise import all_reduce_by_gloo, answered, one_line
+from phalanx.doctor.exercise import all_reduce_by_gloo, answered, brief_error
 from phalanx.doctor.finding import Finding, problem, worst
 from phalanx.doctor.hosts import job, links, messages
 from phalanx.doctor.hosts.bulletin import (
@@ -57,7 +57,7 @@ def hold(role: dict[str, Any], go: dict[str, Any], send: Send) -> None:
         findings = [problem("meeting", found, _SAME_VERSION)]
     except Exception as error:  # the store is gone, and with it host 0
         todo = "see what phalanx doctor says on host 0"
-        findings = [problem("meeting", f"lost host 0 at {examination.where}: {one_line(error)}", todo)]
+        findings = [problem("meeting", f"lost host 0 at {examination.where}: {brief_error(error)}", todo)]
     finally:
         examination.listener.close()
     for finding in findings:

@@ -20,9 +20,9 @@ from multiprocessing import connection, forkserver, reduction
 from typing import Any, NoReturn
 
 from phalanx import _env
-from phalanx._text import shortened
+from phalanx._text import class_and_message, shortened
 from phalanx._torch import replace
-from phalanx.failure.last_words import LastWords, text_of
+from phalanx.failure.last_words import LastWords
 from phalanx.host.block_pool import MemoryPolicy, obey_launcher, of_rank
 from phalanx.launch.environment import Attempt, rank_environment
 from phalanx.launch.processes.descendants import die_with_parent
@@ -294,7 +294,7 @@ def _report(pipe: connection.Connection, error: BaseException) -> None:
     from phalanx.record import writer  # loads the core, which the parent of ranks may do without
 
     writer.note(words.note)
-    stand_in = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+    stand_in = RuntimeError(class_and_message(error))
     try:
         raised = dumps(error)
     except Exception:

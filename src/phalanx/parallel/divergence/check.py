@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx._errors import ReplicaMismatch
-from phalanx._text import listed, named
+from phalanx._text import class_and_message, listed, named
 from phalanx._torch.tensors import is_dtensor
 from phalanx.checkpoint.state.digest import bytes_of, digests
 from phalanx.parallel.divergence.replicated import (
@@ -131,7 +131,7 @@ def first_difference(entries: Iterable[Entry], group: dist.ProcessGroup) -> Diff
                 own[entry.name] = tensor
                 described[entry.name] = _description(entry.name, tensor)
     except Exception as error:
-        words = str(error) if type(error) in (RuntimeError, *_SHARED) else f"{type(error).__name__}: {error}"
+        words = str(error) if type(error) in (RuntimeError, *_SHARED) else class_and_message(error)
         problem = type(error).__name__, f"rank {dist.get_rank()}: {words}"
     every = ranks.gather((described, problem))
     for _, found in every:

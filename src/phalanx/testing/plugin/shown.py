@@ -21,9 +21,9 @@ from _pytest._code.code import (
 )
 
 from phalanx._errors import PhalanxError
-from phalanx._text import broken_at
+from phalanx._text import broken_at, message_of
 from phalanx.failure.ending import Ending
-from phalanx.failure.last_words import LastWords, owner_of, text_of
+from phalanx.failure.last_words import LastWords, owner_of
 
 NOT_MARKED = "the fixture {} is that of a test on ranks: mark the test with @pytest.mark.ranks(2)"
 BEFORE_FORK = (
@@ -106,7 +106,7 @@ def without_ours(words: LastWords) -> LastWords:
 
 def advice_for(error: BaseException) -> str:
     """Return advice for mistakes that are specific to the mark; empty for others."""
-    text = text_of(error)
+    text = message_of(error)
     if _SECOND_GROUP in text:
         return "the mark has made a process group already; ranks(..., init=False) leaves that to the test"
     if any(words in text for words in _BAD_FORK):
