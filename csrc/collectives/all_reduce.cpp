@@ -1,4 +1,4 @@
-// all_reduce: of small messages in one shot, of large ones in chunks that every rank reduces a part of.
+// all_reduce: small messages in one shot; large ones in chunks, of which each rank reduces a part.
 //
 // With two ranks, both reduce everything. As many bytes cross between the cores as when each reduces one half and
 // fetches the other, with one wait per chunk instead of two; that is 10 to 20 % faster from 1 MiB to 64 MiB.
@@ -18,7 +18,7 @@
 // save 0.1 ms where messages stay in the caches, but gradients are averaged in place: a rank that is refused such a
 // read could not go back to chunks once a peer has written.
 //
-// Several reduction threads per rank do not exist: on the two cores of these measurements there is none to spare.
+// A rank reduces in one thread: the two cores of these measurements leave no spare one for a second.
 #include <algorithm>
 
 #include "collectives/collectives.h"
@@ -43,7 +43,8 @@ class Collectives::Pipeline {
         squares_(squares),
         size_(static_cast<std::size_t>(group.control_.size())),
         me_(static_cast<std::size_t>(group.control_.rank())) {
-    // Four chunks at least, so that there is a pipeline; no part smaller than a page if that can be.
+    // About a quarter of the message, so that there is a pipeline, but at least a page for each rank's part; the tuning
+    // caps both.
     const std::size_t chunk_bytes =
         std::min(group.tuning.chunk_bytes, std::max(align_up(items.bytes() / 4, kPage), kPage * size_));
     chunk_items_ = std::min(chunk_bytes, kSlotBytes) / items.item_bytes;
@@ -52,7 +53,7 @@ class Collectives::Pipeline {
     group.chunks_ += num_chunks_;
   }
 
-  /// Returns the sum of squares of the result, 0 if it is not asked for.
+  /// Returns the sum of squares of the result; 0 without a `SquaresFn`.
   double run(Wait& wait) {
     stage(0);
     for (std::uint64_t c = 0; c < num_chunks_; ++c) {
@@ -100,7 +101,7 @@ class Collectives::Pipeline {
     });
   }
 
-  /// Show the peers all of chunk `c` but the part that this rank reduces itself.
+  /// Copies chunk `c` into this rank's staging slot, except for the part that this rank reduces itself.
   void stage(std::uint64_t c) {
     const Part own = part_of(me_, c);
     const std::size_t end = own.first + own.count;

@@ -1,5 +1,5 @@
-// The arrival of a collective's ranks: each publishes its call and waits for everyone's. That compares the calls, and
-// shows that the previous collective is over everywhere. Also the mailboxes and counters of chunks.
+// How the ranks of a collective meet: each publishes its call and waits for everyone else's. Ranks then compare the
+// calls, and know that the previous collective is over everywhere. The mailboxes and counters of chunks are here, too.
 #include <algorithm>
 #include <chrono>
 #include <new>
@@ -16,7 +16,7 @@ Wait Collectives::begin(const Context& context, const Call& call) {
   return wait;
 }
 
-/// Where rank `r` leaves `bytes` for its peers before the arrival.
+/// Where rank `r` puts `bytes` for its peers before it arrives.
 std::byte* Collectives::area(int r, std::size_t bytes) {
   return bytes <= kInlineBytes ? control_.line(r, seq_).payload : control_.stage(r, seq_);
 }
@@ -35,9 +35,9 @@ void Collectives::arrive(Wait& wait) {
     while (num_here < control_.size() && !missing(num_here)) ++num_here;
     return num_here == control_.size();
   };
-  // The first look comes before the fence in has_sleepers(), which waits until the peers can see this rank's store:
-  // whoever arrives last fetches their lines meanwhile. Only a rank that finds all here wakes the sleepers; the fence
-  // lets at least one rank find that.
+  // The first all_here() comes before the fence in has_sleepers(). The fence waits until the peers can see this rank's
+  // store, and the last rank to arrive uses that time to fetch their lines. Only a rank that finds everybody here wakes
+  // the sleepers, and the fence guarantees that at least one rank does.
   const bool is_last = all_here();
   if (has_sleepers(control_.header().bell) && all_here()) ring(control_.header().bell);
   arrival_wait_s_ = 0;
@@ -51,13 +51,13 @@ void Collectives::arrive(Wait& wait) {
   if (compares_calls) compare_calls(wait);
 }
 
-/// The lines are in the cache already: their `seq` was just read.
+/// Costs little: the lines are in the cache, because their `seq` was just read.
 void Collectives::compare_calls(Wait& wait) {
   for (int r = 0; r < control_.size(); ++r)
     if (control_.call_differs(r, seq_)) control_.mismatch(wait);
 }
 
-/// Make sure that all ranks have staged the same counts, one for each rank's block.
+/// Checks that all ranks have staged the same counts, one for each rank's block.
 void Collectives::compare_counts(Wait& wait, std::size_t num_counts) {
   for (int r = 1; r < control_.size(); ++r) {
     const auto [first, other] = std::mismatch(table(0), table(0) + num_counts, table(r));
@@ -67,8 +67,8 @@ void Collectives::compare_counts(Wait& wait, std::size_t num_counts) {
   }
 }
 
-/// Make sure that each rank sends what its peer expects; all have staged both tables, what they send and what they
-/// expect. Returns the elements of the largest block that goes from one rank to another.
+/// Checks that each rank sends what its peer expects. Every rank has staged two tables, of what it sends and of what it
+/// expects. Returns the number of elements of the largest block that one rank sends to another.
 std::size_t Collectives::compare_splits(Wait& wait) {
   std::uint64_t most = 0;
   for (int from = 0; from < control_.size(); ++from) {
@@ -108,7 +108,7 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   const std::uint64_t made = offset.load(std::memory_order_acquire);
   if (made == kNoMemory) throw no_memory(why);
   try {
-    const std::size_t own = 2 * kSlots * kSlotBytes;  // rank 0 has allocated them, of its own node
+    const std::size_t own = 2 * kSlots * kSlotBytes;  // rank 0 allocated the pages, on its own NUMA node
     control_.segment().bring_near(made + static_cast<std::size_t>(control_.rank()) * own, own, control_.header().node);
     mailboxes_ = control_.segment().map(made, bytes);
   } catch (const std::bad_alloc&) {
@@ -118,7 +118,7 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   }
 }
 
-/// Where everybody waits for everybody, only the last to publish wakes the sleepers; else each publisher does.
+/// If all ranks wait for all, only the last to publish wakes the sleepers; otherwise every publisher does.
 void Collectives::publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all) {
   (control_.progress(control_.rank()).*counter).store(value, std::memory_order_release);  // pairs with await_all()
   if (!has_sleepers(control_.header().bell)) return;

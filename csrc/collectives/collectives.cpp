@@ -8,7 +8,7 @@
 namespace phalanx {
 namespace {
 
-/// A call whose counts are compared one by one, so that the error can say which differs.
+/// A call without a count: the counts of its blocks are compared one by one, so that the error says which differs.
 Call with_counts(Call call) {
   call.count = 0;
   call.flags = 1;

@@ -1,4 +1,4 @@
-// Collective operations of one group. The caller serialises them (see Worker).
+// The collective operations of one group. They are not thread-safe: Worker runs one at a time.
 //
 // The sizes in Tuning come from measurements with two and four ranks: one-shot to 64 KiB, chunks of 64 KiB. With four
 // ranks, larger chunks gain 5 to 10 %; with two, they lose as much. PHALANX_ONE_SHOT_BYTES and PHALANX_CHUNK_BYTES
@@ -17,7 +17,7 @@ namespace phalanx {
 /// The context of one call: who waits, and for how long at most.
 struct Context {
   Hooks* hooks;
-  double timeout_s = 0;  // 0: the group's
+  double timeout_s = 0;  // 0: the group's timeout
 };
 
 struct Reduction {
@@ -27,12 +27,12 @@ struct Reduction {
 
 /// Message sizes at which the algorithms change.
 struct Tuning {
-  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: everyone reads everyone up to here, at most kStageBytes
+  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: up to here every rank reads all messages; at most kStageBytes
   std::size_t chunk_bytes = kSlotBytes;      // pipelined chunks, at most kSlotBytes
-  std::size_t direct_bytes = 32 * 1024;      // blocks that a peer reads where they lie, if the system permits it
+  std::size_t direct_bytes = 32 * 1024;      // blocks from here on are read where they lie, if the system permits it
 };
 
-/// Elements of each rank's block where blocks differ in size; empty where they are alike.
+/// The number of elements in each rank's block; empty if all blocks have the same size.
 using Counts = std::span<const std::uint64_t>;
 
 class Collectives {
@@ -40,8 +40,8 @@ class Collectives {
   explicit Collectives(ControlBlock& control) : control_(control) {}
 
   Tuning tuning;
-  bool records = true;         // false where each call is a step of a larger one, which is recorded itself
-  bool compares_calls = true;  // false only to measure what the comparison costs; the same on every rank
+  bool records = true;         // false if each call is a step of a larger operation, which has its own event
+  bool compares_calls = true;  // false only to measure the cost of the comparison; must be the same on every rank
   std::uint32_t seq() const { return seq_; }
   /// How long the last collective waited for the arrival of all ranks.
   double arrival_wait_s() const { return arrival_wait_s_; }
@@ -53,40 +53,40 @@ class Collectives {
     const Piece piece{in, out, items.count};
     all_reduce(context, {&piece, 1}, items, reduction);
   }
-  /// `items` counts all pieces together. Returns the sum of squares of the result if asked for, the same bits on all
-  /// ranks that cut the message into the same pieces.
+  /// `items` counts the elements of all pieces together. With `squares`, returns the sum of squares of the result: the
+  /// same bits on all ranks that cut the message into the same pieces.
   double all_reduce(const Context& context, std::span<const Piece> pieces, Items items, Reduction reduction,
                     SquaresFn squares = nullptr);
   void reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction, int root);
-  /// `ins[j]`: the block that rank j receives reduced, of `items`, or of `counts[j]` elements. All ranks must agree on
-  /// the counts.
+  /// `ins[j]` is this rank's input for the block that rank j receives: `items`, or `counts[j]` elements of that dtype.
+  /// All ranks must pass the same counts.
   void reduce_scatter(const Context& context, std::span<const void* const> ins, void* out, Items items,
                       Reduction reduction, Counts counts = {});
-  /// `outs[j]`: where the block of rank j goes, of `items`, or of `counts[j]` elements. All ranks must agree on the
+  /// The block of rank j goes to `outs[j]`: `items`, or `counts[j]` elements of that dtype. All ranks must pass the same
   /// counts.
   void all_gather(const Context& context, const void* in, std::span<void* const> outs, Items items,
                   Counts counts = {});
-  /// The same, on the root alone.
+  /// As all_gather, but only the root receives.
   void gather(const Context& context, const void* in, std::span<void* const> outs, Items items, int root);
   void scatter(const Context& context, std::span<const void* const> ins, void* out, Items items, int root);
   void all_to_all(const Context& context, std::span<const void* const> ins, std::span<void* const> outs, Items items);
-  /// Blocks of different sizes: `in_counts[j]` elements go to rank j, `out_counts[j]` come from it.
+  /// all_to_all with blocks of different sizes: `in_counts[j]` elements go to rank j, `out_counts[j]` come from it.
   void all_to_all_split(const Context& context, std::span<const void* const> ins, Counts in_counts,
                         std::span<void* const> outs, Counts out_counts, Items items);
 
  private:
   class Pipeline;
 
-  /// Whose data a rank needs: everyone's, the root's, or everyone's on the root only.
+  /// Who needs whose data: every rank everyone's, every rank the root's, or only the root everyone's.
   enum class Flow { kEverybody, kFromRoot, kToRoot };
 
-  /// The blocks that every rank stages for its peers: `num` of `bytes`, whose elements have `item_bytes`.
+  /// What every rank stages for its peers: `num` blocks of `bytes`, with elements of `item_bytes`.
   struct Blocks {
     std::size_t num, bytes, item_bytes;
     std::size_t total() const { return num * bytes; }
   };
 
-  // The data that a collective that only moves data gives to each rank and takes from each, itself included.
+  // For collectives that only move data: what this rank gives to each rank and takes from each, itself included.
   void clear_moves();
   void give(int r, const void* data, std::size_t bytes) { gives_[r] = {static_cast<const std::byte*>(data), bytes}; }
   void take(int r, void* data, std::size_t bytes) { takes_[r] = {static_cast<std::byte*>(data), bytes}; }
@@ -124,11 +124,11 @@ class Collectives {
   std::uint64_t chunks_ = 0;  // chunks of all pipelined collectives so far: the base of the progress counters
   Mapping mailboxes_;
   std::vector<const void*> sources_;
-  Pieces pieces_;  // of the all_reduce that runs
+  Pieces pieces_;  // of the all_reduce in progress
   std::vector<std::span<const std::byte>> gives_;
   std::vector<std::span<std::byte>> takes_;
   bool has_offered_ = false;
-  bool reads_peers_ = false;  // the same on every rank
+  bool reads_peers_ = false;  // whether large blocks are read where they lie; the same on every rank
 };
 
 }  // namespace phalanx

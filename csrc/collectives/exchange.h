@@ -1,17 +1,17 @@
-// The algorithm that collectives share: every rank stages its blocks, meets the others, and consumes theirs.
+// The algorithm that the collectives share: every rank stages its blocks for its peers, meets them, and consumes theirs.
 //
 // 1. Each rank writes what it calls (operation, dtype, count, root, reduce operation) into its line of the control
-//    block and waits for everybody's line. The comparison is the mismatch check; it costs nothing, since the data is
-//    in the cache line that the rank waits for anyway. Afterwards, every rank is known to have left the previous
-//    collective. See arrival.cpp.
+//    block, waits for everybody's line, and compares the lines to detect a mismatch. That costs nothing, since the call
+//    is in the cache line that the rank waits for anyway. Then every rank is known to have left the previous collective.
+//    See arrival.cpp.
 // 2. By size:
 //     inline    up to 48 bytes: the data travels in the line that peers wait for;
 //     one-shot  up to kStageBytes: data is staged before the ranks meet and read right after, one synchronisation in all;
 //     chunked   above: chunks flow through small mailboxes that stay in the caches, several in flight.
 //
-// Stages and lines alternate by parity of the sequence number: a rank can be at most one collective ahead, so what it
-// writes before the ranks meet does not touch what slower peers still read. Mailboxes are written only after they have
-// met.
+// Each rank has two stages and two lines, used in turn by odd and even sequence numbers. A rank can be at most one
+// collective ahead, so what it writes before the ranks meet does not touch what slower peers still read. Mailboxes are
+// written only after the ranks have met.
 //
 // all_reduce of three or more ranks is a reduce-scatter and an all-gather per chunk (all_reduce.cpp). All other
 // collectives, and all_reduce of two ranks, share one loop of "stage, wait, consume". Large blocks that only move are
@@ -21,10 +21,10 @@
 // whatever the algorithm. Halves accumulate in float32. The kernels are built without fused multiply-add, so the bits
 // do not depend on the processor either.
 //
-// Lists whose blocks differ in size between ranks (all_gather, reduce_scatter; NCCL's _v forms) show all sizes in the
-// stages first, so that ranks that disagree learn which size it is. Then they flow in chunks, as many as the largest
-// block needs. A message may lie in several pieces (average_coalesced): chunks are filled from them and reduced into
-// them.
+// If blocks differ in size between ranks (all_gather and reduce_scatter with lists; NCCL's _v forms), every rank first
+// puts all sizes into its stage, so that the error for ranks that disagree says which size differs. Then the blocks flow
+// in as many chunks as the largest needs. A message may lie in several pieces (average_coalesced): chunks are filled
+// from the pieces and reduced into them.
 #pragma once
 
 #include <algorithm>
@@ -49,10 +49,10 @@ inline std::byte* at(void* base, std::size_t offset) { return static_cast<std::b
 
 inline Dtype dtype_of(const Items& items) { return static_cast<Dtype>(items.dtype); }
 
-/// Index of the block for rank `to` in the area of rank `from`, which stages none for itself.
+/// Index of the block for rank `to` in the area of rank `from`. A rank stages no block for itself.
 inline std::size_t index_of(int from, int to) { return static_cast<std::size_t>(to < from ? to : to - 1); }
 
-/// How many of the bytes [lo, lo + len) a block of `bytes` has.
+/// How many of the bytes [lo, lo + len) lie within a block of `bytes`.
 inline std::size_t clip(std::size_t bytes, std::size_t lo, std::size_t len) {
   return lo >= bytes ? 0 : std::min(len, bytes - lo);
 }
@@ -61,8 +61,8 @@ inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
   if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
 }
 
-/// `stage(area, lo, len)` writes bytes [lo, lo + len) of every block, block j at area + j * len;
-/// `consume(area_of, lo, len)` reads them where area_of(r) is the area of rank r.
+/// `stage(area, lo, len)` writes bytes [lo, lo + len) of every block into this rank's area, block j at area + j * len;
+/// `consume(area_of, lo, len)` reads what rank r wrote from area_of(r).
 template <class Stage, class Consume>
 void Collectives::exchange(const Context& context, const Call& call, Flow flow, Blocks blocks, Stage&& stage,
                            Consume&& consume) {
@@ -82,7 +82,7 @@ template <class Stage, class Consume>
 void Collectives::exchange_chunks(Wait& wait, Flow flow, Blocks blocks, Stage&& stage, Consume&& consume) {
   if (blocks.total() == 0) return;
   ensure_mailboxes(wait);
-  // chunk: a range of bytes of each block; slot: where a rank's part of a chunk lies. All slots form one ring.
+  // chunk: one range of bytes of every block; slot: where a rank stages its chunk. A rank's slots form one ring.
   constexpr std::uint64_t kRing = 2 * kSlots;
   const std::size_t aligned = std::max<std::size_t>(blocks.item_bytes, kCacheLine);
   const std::size_t most = std::max(tuning.chunk_bytes / blocks.num / aligned, std::size_t{1}) * aligned;
@@ -98,7 +98,7 @@ void Collectives::exchange_chunks(Wait& wait, Flow flow, Blocks blocks, Stage&& 
   };
   stage_one(0);
   for (std::uint64_t c = 0; c < num_chunks; ++c) {
-    if (c + 1 < num_chunks) stage_one(c + 1);  // one ahead, so that peers find it when they are done with this one
+    if (c + 1 < num_chunks) stage_one(c + 1);  // one ahead: peers that are done with this chunk need not wait
     control_.await(wait, [&](int r) {
       const bool needed = flow == Flow::kEverybody || (flow == Flow::kFromRoot ? r == wait.call.root : on_root);
       return needed && control_.progress(r).staged.load(std::memory_order_acquire) < base + c + 1;

@@ -1,4 +1,4 @@
-// A process group: its control block, its collectives, its messages, the order in which they run.
+// A process group in one rank: its control block, its collectives, its messages, and the order in which they run.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,8 @@ namespace phalanx {
 
 class Group {
  public:
-  /// Make this process rank `config.rank` of the group at `offset`. A child forked later owns neither the threads nor
-  /// the membership, and destroying condition variables that vanished threads wait for would hang: it leaks its copy.
+  /// Make this process rank `config.rank` of the group at `offset`. A child forked later leaks its copy: it has neither
+  /// the threads nor the membership, and destroying a condition variable that a vanished thread waits for would hang.
   static std::shared_ptr<Group> make(std::shared_ptr<Segment> segment, std::uint64_t offset, GroupConfig config) {
     return std::shared_ptr<Group>(new Group(std::move(segment), offset, std::move(config)), [](Group* group) {
       if (!group->control().forked()) delete group;
@@ -38,12 +38,12 @@ class Group {
   }
 
   /// Leave the group: finish what is queued (briefly), say goodbye, stop the threads. Idempotent.
-  /// `why`, the error that is the reason, leaves no time for what is queued, and is told to the peers.
+  /// With `why`, the error that is the reason, queued operations are not finished, and the peers are told the error.
   void leave(const std::string& why = "") {
     if (control_.forked()) return;  // the parent is the rank, and has the threads
-    if (left_.exchange(true, std::memory_order_acq_rel)) return;  // perhaps in another thread
+    if (left_.exchange(true, std::memory_order_acq_rel)) return;  // this thread or another has left already
     constexpr double kDrainSeconds = 1;
-    // In a signal handler, what it interrupted cannot finish.
+    // In a signal handler, the operation that the signal interrupted cannot finish.
     if (why.empty() && !control_.ended() && (worker_.interrupted() || !worker_.drain(kDrainSeconds)))
       abort("the group was destroyed with operations unfinished");
     control_.depart(why);

@@ -1,12 +1,11 @@
-// Collectives that only move data (broadcast, all_gather, gather, scatter, all_to_all). Each rank says what it gives
-// to each rank and takes from each. Small blocks go through the stages.
+// Collectives that only move data (broadcast, all_gather, gather, scatter, all_to_all). Each is described by what a rank
+// gives to each rank and takes from each. Small blocks go through the stages.
 //
-// Blocks of 32 KiB and more are read where they lie. Each rank publishes before the ranks meet where its blocks lie,
-// and its peers copy them from there with process_vm_readv, once instead of twice. Nobody returns before all have
-// read. Where one rank could not read (another pid namespace, a seccomp filter, Yama's ptrace_scope, memory of a
-// device, a call in place), all learn so at that point, and the blocks go in chunks instead. A peer that is
-// interrupted publishes the group's failure before it touches its memory again, so a rank that has read looks at the
-// failure last.
+// Blocks of 32 KiB and more are read where they lie: once copied instead of twice. Before the ranks meet, each publishes
+// the addresses of its blocks; its peers copy from there with process_vm_readv. Nobody returns before all have read. If
+// one rank could not read (another pid namespace, a seccomp filter, Yama's ptrace_scope, memory of a device, a call in
+// place), all learn so at that point, and the blocks go in chunks instead. A peer that is interrupted publishes the
+// group's failure before it touches its memory again, so a rank checks for a failure after it has read.
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -18,10 +17,10 @@
 namespace phalanx {
 namespace {
 
-/// How a rank fared that read its peers' memory, as it tells them in the payload of its line.
+/// Whether a rank could read its peers' memory. It tells them in the payload of its line.
 enum class Reading : std::uint8_t { kDone, kFaulted, kDenied };
 
-/// Copy from another process; 0, or the errno. Source: process_vm_readv(2), Linux 3.2.
+/// Copies from another process. Returns 0 or an errno. Source: process_vm_readv(2), Linux 3.2.
 int read_memory(pid_t pid, std::uint64_t from, std::span<std::byte> to) {
   constexpr std::size_t kMost = std::size_t{1} << 30;
   while (!to.empty()) {
@@ -57,7 +56,7 @@ void Collectives::move(const Context& context, const Call& call, Flow flow, Bloc
   take_own();
 }
 
-/// Move blocks that every rank has offered before the arrival.
+/// Moves the blocks whose addresses every rank has published in offer(), before it arrived.
 void Collectives::move_large(Wait& wait, Flow flow, Blocks blocks) {
   if (is_direct(blocks) && read_peers(wait)) return;
   exchange_chunks(
@@ -71,8 +70,8 @@ bool Collectives::is_direct(Blocks blocks) const {
   return reads_peers_ && control_.size() > 1 && blocks.bytes >= tuning.direct_bytes;
 }
 
-/// Tell each peer where the block for it lies: behind the counts, of which there are up to two for each rank. A rank
-/// that works in place offers nothing, because it may take a block before a peer has read the one that lies there.
+/// Writes the address of each peer's block into this rank's stage, after the counts (up to two for each rank). A rank
+/// that works in place offers nothing: it could overwrite a block before the peer has read it.
 void Collectives::offer() {
   static_assert(3 * kMaxRanks * sizeof(std::uint64_t) <= kStageBytes);
   const int n = control_.size(), me = control_.rank();
@@ -83,8 +82,8 @@ void Collectives::offer() {
   }
 }
 
-/// Take each block from the memory of the rank that gives it, in a single copy. False, on all ranks alike, if one of
-/// them could not: everything that they give is as it was.
+/// Copies each block straight from the memory of the rank that gives it. Returns false on all ranks if one of them could
+/// not; the blocks that they give are unchanged then.
 bool Collectives::read_peers(Wait& wait) {
   const int n = control_.size(), me = control_.rank();
   Reading own = has_offered_ ? Reading::kDone : Reading::kFaulted;
@@ -96,7 +95,7 @@ bool Collectives::read_peers(Wait& wait) {
   publish(&Progress::consumed, ++chunks_, true);  // publishes the payload
   take_own();
   await_all(wait, &Progress::consumed, chunks_);
-  control_.require_in_order(wait);  // a peer that left in mid-operation may have changed what was read
+  control_.require_in_order(wait);  // a peer that left in mid-operation may have changed its block before it was read
   bool are_done = true;
   for (int r = 0; r < n; ++r) {
     const auto theirs = static_cast<Reading>(control_.line(r, seq_).payload[0]);
@@ -106,12 +105,12 @@ bool Collectives::read_peers(Wait& wait) {
   return are_done;
 }
 
-/// Take the block of one rank; 0, or the errno.
+/// Copies the block that rank `r` gives. Returns 0 or an errno.
 int Collectives::read_peer(Wait& wait, int r) {
   const std::span<std::byte> to = takes_[r];
   if (to.empty()) return 0;
   const int error = read_memory(control_.member(r).pid, table(r)[2 * control_.size() + control_.rank()], to);
-  if (error == ESRCH) control_.await(wait, [&](int peer) { return peer == r; });  // it is dead, which this will find
+  if (error == ESRCH) control_.await(wait, [&](int peer) { return peer == r; });  // it is dead: throws that it is
   return error;
 }
 
@@ -121,7 +120,7 @@ void Collectives::stage_gives(std::byte* area, std::size_t num_blocks, std::size
     const std::span<const std::byte> block = gives_[j];
     const std::size_t bytes = j == me ? 0 : clip(block.size(), lo, len);
     if (bytes == 0) continue;
-    if (num_blocks == 1) return copy_bytes(area, block.data() + lo, bytes);  // the same for all
+    if (num_blocks == 1) return copy_bytes(area, block.data() + lo, bytes);  // all peers read this one block
     copy_bytes(area + index_of(me, j) * len, block.data() + lo, bytes);
   }
 }
@@ -136,7 +135,7 @@ void Collectives::collect_takes(AreaOf&& area_of, std::size_t num_blocks, std::s
   }
 }
 
-/// Copy what this rank gives to itself.
+/// Copies the block that this rank gives to itself.
 void Collectives::take_own() const {
   const int me = control_.rank();
   copy_bytes(takes_[me].data(), gives_[me].data(), takes_[me].size());

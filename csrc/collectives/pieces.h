@@ -1,4 +1,4 @@
-// A message that lies in several places.
+// A message whose elements lie in several places, as the gradients of an average_coalesced do.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace phalanx {
 
-/// Elements in memory: `count` of `item_bytes` each.
+/// `count` elements in memory, of `item_bytes` each.
 struct Items {
   std::uint8_t dtype;
   std::size_t item_bytes;
@@ -21,10 +21,10 @@ struct Piece {
   const void* in;
   void* out;  // may be `in`
   std::size_t count;
-  bool squared = true;  // counts in the sum of squares
+  bool squared = true;  // whether it counts in the sum of squares
 };
 
-/// The pieces of a message, which is their elements one piece after the other.
+/// The pieces of a message, in the order of its elements.
 class Pieces {
  public:
   void assign(std::span<const Piece> pieces, std::size_t item_bytes) {
@@ -34,8 +34,8 @@ class Pieces {
     for (const Piece& piece : pieces) ends_.push_back(piece.count + (ends_.empty() ? 0 : ends_.back()));
   }
 
-  /// Call `visit(piece, offset, done, count)` for each piece that overlaps the elements [first, first + count) of the
-  /// message: `count` elements from byte `offset` of the piece on, which come after `done` elements of the range.
+  /// Calls `visit(piece, offset, done, m)` for each piece that overlaps the elements [first, first + count) of the
+  /// message. The overlap has `m` elements; it begins at byte `offset` of the piece and at element `done` of the range.
   template <class Visit>
   void visit(std::size_t first, std::size_t count, Visit&& visit) const {
     auto p = static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), first) - ends_.begin());

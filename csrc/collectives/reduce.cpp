@@ -31,8 +31,8 @@ enum class Level { kBaseline, kV3, kV4 };
 
 #if defined(PHALANX_X86_VARIANTS)
 /// The x86-64 level that the processor offers and the system saves when it switches tasks.
-/// Not __builtin_cpu_supports(): zig's runtime library leaves empty what that reads. Source: Intel's manual, CPUID and
-/// XGETBV; the x86-64 psABI, section 3.1.1.
+/// __builtin_cpu_supports() does not serve: it reads a table that zig's runtime library leaves empty. Source: Intel's
+/// manual, CPUID and XGETBV; the x86-64 psABI, section 3.1.1.
 Level detect() {
   constexpr unsigned kV3Leaf1 = bit_FMA | bit_MOVBE | bit_OSXSAVE | bit_AVX | bit_F16C;
   constexpr unsigned kV3Leaf7 = bit_BMI | bit_AVX2 | bit_BMI2;
@@ -97,7 +97,7 @@ void reduce_anywhere(ReduceFn reduce, Dtype dtype, void* dst, const void* const*
       std::memcpy(base + k * kBlock * element.bytes, static_cast<const std::byte*>(srcs[k]) + at * element.bytes,
                   m * element.bytes);
     }
-    reduce(base, copies.data(), num_srcs, m);  // into the first: the output may be one of the inputs
+    reduce(base, copies.data(), num_srcs, m);  // into the first copy: a kernel's output may be one of its inputs
     std::memcpy(static_cast<std::byte*>(dst) + at * element.bytes, base, m * element.bytes);
   }
 }

@@ -1,6 +1,6 @@
-// Compiled once per instruction set (see CMakeLists.txt): PHALANX_SIMD names the namespace and so the variant.
-// Reductions and digests exist for x86-64, v3 and v4, and the processor decides at run time; nothing else may use more
-// than the baseline.
+// Compiled once per instruction set (see CMakeLists.txt), into the namespace that PHALANX_SIMD names. Only reductions
+// and digests have variants (x86-64, v3, v4), of which one is chosen at run time by the processor; all other code may
+// use the baseline alone.
 //
 // Everything lives in an unnamed namespace and uses only builtin types. An inline function of a standard header would
 // be merged with its copies in other objects by the linker, which might keep the one with the newest instructions.
@@ -60,7 +60,7 @@ inline void narrow(float x, f16& out) {
   const u32 sign = (b >> 16) & 0x8000;
   const u32 a = b & 0x7fffffff;
   const u32 normal = (a - 0x38000000 + 0xfff + ((a >> 13) & 1)) >> 13;
-  const u32 small = bits<u32>(bits<float>(a) + 0.5f) - 0x3f000000;  // the addition rounds to the half's last bit
+  const u32 small = bits<u32>(bits<float>(a) + 0.5f) - 0x3f000000;  // adding 0.5 rounds to the last bit of a half
   const u32 finite = a < 0x38800000 ? small : normal;
   const u32 special = a > 0x7f800000 ? 0x7e00u | ((a >> 13) & 0x3ff) : 0x7c00u;  // NaN: quiet, as the hardware does
   out.raw = static_cast<u16>(sign | (a >= 0x47800000 ? special : finite));
@@ -81,8 +81,8 @@ template <class T> inline void store(T x, T& out) { out = x; }
 inline void store(float x, bf16& out) { narrow(x, out); }
 inline void store(float x, f16& out) { narrow(x, out); }
 
-/// Keeps a product apart from the sum it goes into: GCC 12 vectorises complex products with fused multiply-adds, even
-/// under -ffp-contract=off.
+/// Forces the rounding of a product before it is added: GCC 12 vectorises complex products with fused multiply-adds,
+/// even under -ffp-contract=off.
 template <class T> inline T rounded(T x) {
 #if defined(__x86_64__)
   asm("" : "+x"(x));
@@ -181,7 +181,7 @@ inline void store_block(T* dst, const Wide* acc, std::size_t m, const Finish& fi
 }
 
 #if defined(__F16C__) && defined(__AVX2__)
-// GCC does not vectorise the bit tricks above as well as the hardware conversion does.
+// The hardware's conversion is faster than what GCC makes of the bit tricks above.
 inline void load_block(float* acc, const f16* src, std::size_t m) {
   std::size_t i = 0;
   for (; i + 8 <= m; i += 8)
@@ -207,7 +207,7 @@ inline void add_block(float* acc, const f16* src, std::size_t m) {
 }
 #endif
 
-/// Two inputs of a type that is its own accumulator: the usual case, without a detour through the block.
+/// Two inputs of a type that is its own accumulator: the usual case, which needs no block of accumulators.
 template <class T, class OpT, class Finish>
 void reduce_pair(T* dst, const T* a, const T* b, std::size_t count, const Finish& finish) {
   PHALANX_INDEPENDENT
@@ -256,7 +256,7 @@ void average_complex(void* dst, const void* const* srcs, int n, std::size_t coun
 }
 template <bool Signed> struct Widest { using type = std::int64_t; using twice = __int128; };
 template <> struct Widest<false> { using type = u64; using twice = unsigned __int128; };
-/// The exact average, truncated towards zero: the sum of integers is taken in 64 bits, or in 128 where it needs them.
+/// The exact average, truncated towards zero: integers are summed in 64 bits, or in 128 if the sum may need them.
 template <class T>
 void average_integer(void* dst_raw, const void* const* srcs, int n, std::size_t count) {
   T* dst = static_cast<T*>(dst_raw);
@@ -332,8 +332,8 @@ ReduceFn boolean(ReduceOp op) {
   }
 }
 
-/// Sixteen running sums, which is how a vector unit would do it: the ranks of a job run the same
-/// instructions and so get the same bits.
+/// Keeps sixteen running sums, which the compiler can map to vector registers. The order of additions is fixed, so all
+/// ranks get the same bits.
 template <class T>
 double squares(const void* raw, std::size_t count) {
   constexpr std::size_t kLanes = 16;

@@ -1,4 +1,4 @@
-// An operation in flight: whether it is done, whether it failed, and who is notified.
+// An operation in flight: whether it is done, whether it failed, and whom to notify.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace phalanx {
 
-/// Takes no lock: a fork in another thread could leave one held in the child for ever.
+/// Uses no lock: if another thread forked while it was held, the child could never take it.
 class Work {
  public:
   Work(ControlBlock& control, Op op) : control_(control), op_(op) {}
@@ -25,12 +25,13 @@ class Work {
   std::exception_ptr error() const { return error_; }  // valid once done
   Op op() const { return op_; }
 
-  /// Throw if it is not done and this thread can never see it done, as in a forked child. Comes before any lock.
+  /// Throw if the operation is not done and this thread can never see it done, as in a forked child. To be called before
+  /// any lock is taken.
   virtual void require_reachable() const {
     if (!done()) control_.require_own_process(op_);
   }
 
-  /// Call `then` when done, from whichever thread that happens in; at once if it is done.
+  /// Call `then` in the thread that finishes the operation; if it is done already, here and now.
   void notify(std::function<void()> then) {
     auto* own = new Listener{std::move(then), listeners_.load(std::memory_order_acquire)};
     // RELEASE publishes the listener; ACQUIRE shows the result if it is done meanwhile.
@@ -50,7 +51,7 @@ class Work {
     }
   }
 
-  ControlBlock& control_;  // outlives what is not done
+  ControlBlock& control_;  // outlives every operation that is not done
   const Op op_;
 
  private:
@@ -58,7 +59,7 @@ class Work {
     std::function<void()> then;
     Listener* next;
   };
-  static inline Listener over_{};  // stands for the list of one that is done
+  static inline Listener over_{};  // marks the operation as done: stands where the list of listeners was
 
   std::exception_ptr error_;
   std::atomic<Listener*> listeners_{nullptr};

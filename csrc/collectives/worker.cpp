@@ -10,7 +10,8 @@ namespace {
 using namespace std::chrono_literals;
 constexpr auto kLook = 50ms;  // how often a waiting thread looks at signals, at the group and at the clock
 
-/// An operation knows its call site since it was queued. Signals interrupt it only in the thread of a caller who waits for it.
+/// Hooks of a queued operation. Its call site was found when it was queued. Signals are handled only while a caller runs
+/// the operation: the native thread handles none.
 class WorkHooks : public Hooks {
  public:
   explicit WorkHooks(const std::string& site, Hooks* caller = nullptr) : site_(site), caller_(caller) {}
@@ -73,7 +74,7 @@ void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::funct
     wait(work, hooks, 0);
   } catch (...) {
     control_.abort("a signal interrupted it");
-    Hooks no_hooks;  // it refers to this frame: nothing may leave it before it is done
+    Hooks no_hooks;  // the operation refers to this frame, which must therefore outlast it
     await(*work, no_hooks, 0);
     throw;
   }
@@ -136,8 +137,8 @@ std::shared_ptr<CollectiveWork> Worker::submit(Op op, std::function<void(Hooks&)
 bool Worker::wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, double timeout_s) {
   if (work->done()) return true;
   work->require_reachable();
-  // The native thread is hardly awake yet, and waking it costs more than most operations. A bounded wait leaves it
-  // to that thread, since an operation that has begun has to be finished.
+  // The native thread is probably still waking up, which takes longer than most operations, so this thread runs the
+  // operation. A wait with a timeout leaves it to the native thread: what this thread begins, it has to finish.
   if (timeout_s <= 0 && run_if_next(work, hooks)) return true;
   if (control_.spins() &&
       spin(Clock::now() + from_seconds(control_.config().spin_us * 1e-6), [&] { return work->done(); }, [] { return false; }))
@@ -177,7 +178,7 @@ bool Worker::run_if_next(const std::shared_ptr<CollectiveWork>& work, Hooks& hoo
   return true;
 }
 
-/// Run an operation that was taken from the queue in its turn.
+/// Runs an operation that has been taken from the queue.
 void Worker::execute(CollectiveWork& work, Hooks& hooks) {
   const AtSite at(work.site_);
   std::exception_ptr error;
@@ -213,7 +214,7 @@ void Worker::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-/// Take the next operation from the queue; null if there is none, or if it is not `wanted`.
+/// Takes the next operation from the queue; null if there is none, or if it is not `wanted` (null: any is).
 std::shared_ptr<CollectiveWork> Worker::take_next(const CollectiveWork* wanted) {
   std::lock_guard lock(mutex_);
   if (queue_.empty() || (wanted != nullptr && queue_.front().get() != wanted)) return nullptr;
@@ -231,14 +232,14 @@ void Worker::run() {
       queued_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
     }
-    // A group that has ended may never give this thread its turn: destroyed by a signal handler, for one.
+    // A group that has ended may never give this thread its turn, for example if a signal handler destroyed it.
     const auto futile = [&] { return num_queued_.load(std::memory_order_relaxed) == 0; };
     bool has_turn = false;
     while (!has_turn && !futile() && !control_.ended()) has_turn = turn_.take_within(kLook, futile);
     const std::shared_ptr<CollectiveWork> work = take_next();
     if (has_turn) {
       TurnHolder holder(turn_);
-      if (work == nullptr) continue;  // a waiter was faster
+      if (work == nullptr) continue;  // a waiting caller has taken it
       WorkHooks hooks(work->site_);
       execute(*work, hooks);
     } else if (work != nullptr) {

@@ -1,6 +1,6 @@
-// The order of a group's collectives: one at a time, in the thread of their caller or on the group's native thread,
-// which runs asynchronous ones in the order of their calls, without the GIL. If that thread is still asleep, the first
-// waiter runs the operation itself.
+// Runs a group's collectives one at a time: blocking ones in the caller's thread, asynchronous ones on the group's native
+// thread, in the order of their calls and without the GIL. If the native thread is still asleep, the first waiter runs
+// the operation itself.
 #pragma once
 
 #include <atomic>
@@ -25,11 +25,12 @@ namespace phalanx {
 
 class Worker;
 
-/// An operation that runs, or will, on the native thread.
+/// An operation that was queued for the native thread.
 class CollectiveWork : public Work {
  public:
   CollectiveWork(ControlBlock& control, Worker& worker, Op op, std::function<void(Hooks&)> body, std::string site);
-  /// Throws in a signal handler, too, that interrupted the collective of its group for which this one has to wait.
+  /// Also throws in a signal handler that interrupted a collective of the same group: this operation would have to wait
+  /// for that one, which can't continue.
   void require_reachable() const override;
 
  private:
@@ -44,8 +45,8 @@ class Worker {
   explicit Worker(ControlBlock& control) : control_(control) {}
   ~Worker() { stop(); }
 
-  /// Run `body` in the calling thread, or behind the asynchronous ones that were called before it. `timeout_s`: how long
-  /// to wait for the collective of another thread (0: the group's).
+  /// Run `body` now in the calling thread, or, if asynchronous operations were called before it, after them.
+  /// `timeout_s`: how long to wait for another thread's collective to end (0: the group's timeout).
   template <class Body>
   void run(Op op, double timeout_s, Hooks& hooks, Body&& body) {
     control_.require_usable(op);
@@ -57,14 +58,14 @@ class Worker {
     run_in_turn(op, timeout_s, hooks, body);
   }
   std::shared_ptr<CollectiveWork> submit(Op op, std::function<void(Hooks&)> body, std::string site);
-  /// Wait for an operation, at most `timeout_s` (0: for ever; the operation has its own deadline). False if it is not done.
-  /// Without a timeout, runs it in the calling thread if it is next and has not begun. Does not throw what it failed with.
+  /// Wait for an operation, at most `timeout_s` (0: until it ends by its own deadline). Returns whether it is done.
+  /// Without a timeout, runs it in the calling thread if it is next in the queue. Does not throw the operation's failure.
   bool wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, double timeout_s);
   /// True if no operation is queued or running.
   bool idle() const { return num_pending_.load(std::memory_order_acquire) == 0; }
-  /// True if this thread is inside a collective or waits for one: for a signal handler that interrupted it.
+  /// True if this thread is inside a collective or waits for one. A signal handler asks this about what it interrupted.
   bool interrupted() const;
-  /// The failure of a signal handler that calls `op`, or waits for one, while the thread is inside a collective.
+  /// The failure to throw in a signal handler that calls or awaits `op` while its thread is inside a collective.
   Failure inside_another(FailureKind kind, Op op, std::string site) const;
   /// Wait until idle, at most `timeout_s`.
   bool drain(double timeout_s);
@@ -87,7 +88,7 @@ class Worker {
   mutable std::mutex mutex_;
   std::condition_variable queued_, finished_;
   std::deque<std::shared_ptr<CollectiveWork>> queue_;
-  std::atomic<int> num_queued_{0};  // its size; RELAXED: a hint that orders nothing
+  std::atomic<int> num_queued_{0};  // the queue's size; RELAXED: a hint that orders nothing
   std::atomic<int> num_pending_{0};
   std::vector<std::pair<pthread_t, const CollectiveWork*>> waiting_;  // threads in await()
   bool stopping_ = false;

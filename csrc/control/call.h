@@ -11,7 +11,7 @@ enum class Op : std::uint8_t {
   kAllToAll, kSend, kRecv,
 };
 
-/// As Python calls it; empty for none.
+/// The name by which Python knows the operation; empty for kNone.
 inline const char* op_name(Op op) {
   static constexpr const char* kNames[] = {"", "join", "barrier", "broadcast", "all_reduce", "reduce",
                                            "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all",
@@ -24,11 +24,11 @@ struct Call {
   Op op = Op::kNone;
   std::uint8_t dtype = 0;      // index into Python's list of names
   std::uint8_t reduce_op = 0;  // 0: none, else ReduceOp + 1
-  std::uint8_t flags = 0;      // bit 0: split sizes given by each rank
+  std::uint8_t flags = 0;      // bit 0: each rank passed split sizes
   std::uint64_t count = 0;     // elements per rank (in a block)
   std::int32_t root = -1;      // rank in the group, -1: none
 
-  static constexpr int kCountBits = 48;  // of detail(); root + 1 above
+  static constexpr int kCountBits = 48;  // detail() holds the count in its low 48 bits and root + 1 above them
   std::uint32_t what() const {
     return static_cast<std::uint32_t>(op) | static_cast<std::uint32_t>(dtype) << 8 |
            static_cast<std::uint32_t>(reduce_op) << 16 | static_cast<std::uint32_t>(flags) << 24;

@@ -1,4 +1,4 @@
-// The layout of a group's control block, the ranks in the group, how a rank leaves it, and how the group ends.
+// Lays out a group's control block; a rank's way into the group and out of it; the end of the group.
 #include "control/control_block.h"
 
 #include <pthread.h>
@@ -28,18 +28,19 @@ Offsets offsets_of(std::size_t n) {
   return o;
 }
 
-// Groups of this process: a rank that waits in one group says so in the control blocks of all, so that a peer that
-// waits for it elsewhere can tell its user. Leaked: native threads still run while the process destroys its statics.
+// The control blocks of all groups of this process. A rank that waits in one group says so in all of them, so that a peer
+// that waits for it in another group can tell its user why. Leaked: native threads still run while the process destroys
+// its statics.
 struct ControlBlocks {
   std::mutex mutex;
   std::set<ControlBlock*> all;
 };
 ControlBlocks& g_control_blocks = *new ControlBlocks;
 
-// Grows in each forked child: a group belongs to the process that made it. Cheaper to read than getpid().
+// Each forked child adds one, by which a group knows whether it is in the process that made it. Cheaper than getpid().
 std::atomic<int> g_forks{0};
 const int g_fork_handler = pthread_atfork(
-    [] { g_control_blocks.mutex.lock(); },  // no other thread may be in there: the child would find it half done
+    [] { g_control_blocks.mutex.lock(); },  // or the child might find the list half changed by another thread
     [] { g_control_blocks.mutex.unlock(); },
     [] {
       g_forks.fetch_add(1, std::memory_order_relaxed);
@@ -52,10 +53,10 @@ std::uint64_t ControlBlock::create(Segment& segment, int size) {
   const Offsets o = offsets_of(static_cast<std::size_t>(size));
   const std::uint64_t offset = segment.allocate(o.total);
   const Mapping map = segment.map(offset, kPage);
-  auto* header = reinterpret_cast<GroupHeader*>(map.data());  // fresh memory is zero, the initial state of all else
+  auto* header = reinterpret_cast<GroupHeader*>(map.data());  // fresh memory is zero: the initial state of every field
   header->magic = kMagic;
   header->num_ranks = static_cast<std::uint32_t>(size);
-  header->node = current_node();  // of the pages that segment.allocate() has just taken
+  header->node = current_node();  // the NUMA node of the pages that segment.allocate() has just taken
   header->region_bytes = o.total;
   return offset;
 }
@@ -79,7 +80,7 @@ ControlBlock::ControlBlock(std::shared_ptr<Segment> segment, std::uint64_t offse
   stages_ = base + o.stages;
   if (header_->magic != kMagic || header_->num_ranks != static_cast<std::uint32_t>(config_.size))
     throw std::runtime_error("the ranks disagree about the size of group '" + config_.name + "'");
-  // No peer looks at this rank's stages before its first arrival.
+  // The pages can still be replaced: no peer reads this rank's stages before its first arrival.
   const std::size_t stages = 2 * kStageBytes;
   segment_->bring_near(offset_ + o.stages + static_cast<std::size_t>(config_.rank) * stages, stages, header_->node);
   Member& self = members_[config_.rank];
@@ -95,10 +96,10 @@ ControlBlock::~ControlBlock() {
     std::lock_guard lock(g_control_blocks.mutex);
     g_control_blocks.all.erase(this);
   }
-  if (forked()) return;  // a forked child is no rank: it only unmaps
+  if (forked()) return;  // a forked child is not the rank: it only unmaps its memory
   depart("");
   const std::size_t bytes = header_->region_bytes;
-  // ACQ_REL orders the release by the last rank to leave after every other rank's last access.
+  // ACQ_REL: the last rank to leave frees the memory after every other rank's last access.
   if (header_->attached.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   const std::uint64_t mailbox = header_->mailbox.load(std::memory_order_acquire);
   if (mailbox != 0 && mailbox != kNoMemory)
@@ -176,7 +177,7 @@ void ControlBlock::hold_on_all(const std::string& text) {
       control->segment_->let_go();
     else
       control->segment_->hold(control->global(control->rank()));
-    if (control->forked()) continue;  // a data loader's worker holds its rank up, but writes in none of its control blocks
+    if (control->forked()) continue;  // a forked worker of a data loader must not write into its rank's control blocks
     SharedText& site = control->members_[control->rank()].site;
     if (!text.empty()) control->said_before_hold_ = site.read();
     site.write(text.empty() ? control->said_before_hold_ : text);

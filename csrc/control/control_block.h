@@ -2,13 +2,13 @@
 //
 // Every wait ends: by its condition, by a peer's death (its pidfd, looked at every 50 ms), by a mismatch, by the
 // failure that a peer has published here, by Ctrl-C, or by the deadline. The first rank that knows publishes
-// the failure with its culprit, so all survivors name the same one although victims die too. It holds the kind, the
-// culprit and the rank that reports it; each rank adds what it sees itself. A group that has ended says so at every
-// later call.
+// the failure: its kind, the rank at fault (the culprit) and the rank that reports it. So all survivors name the same
+// culprit, although ranks that it took down die as well. Each rank adds what it sees itself. After a group has ended,
+// every later call fails and says so.
 //
-// After 10 s (PHALANX_STALL_S) a waiting rank prints who is missing and where each rank stands; again after 30 s, then
-// every 60 s, and only the lowest waiting rank, since a report that scrolls by hides the answer. Native threads print
-// these reports through Python too; they stop before the interpreter ends, where they would never get its lock.
+// After 10 s (PHALANX_STALL_S) a waiting rank prints who is missing and where each rank stands, again after 30 s, then
+// every 60 s. Only the lowest waiting rank prints, since many reports would scroll the answer off the screen. Native
+// threads print through Python, too, and stop before the interpreter ends, because they would never get its lock then.
 #pragma once
 
 #include <sched.h>
@@ -40,11 +40,11 @@ struct GroupConfig {
   double timeout_s = 1800;
   double stall_s = 10;
   double spin_us = 50;
-  /// Called in the waiting thread to report a long wait and how long it has lasted. An exception ends the wait.
+  /// Called in the waiting thread to report a long wait: what is missing, and for how long. An exception ends the wait.
   std::function<void(const Failure& missing, double waited_s)> on_stall;
 };
 
-/// The wait of one operation: for what, since when, until when.
+/// The state of one operation's wait: what it waits for, since when, until when.
 struct Wait {
   Call call;
   std::uint32_t seq = 0;  // 0: point-to-point
@@ -56,13 +56,13 @@ struct Wait {
   double timeout_s = 0;
   std::chrono::nanoseconds patience{0};  // before it sleeps: spinning, or yielding where a peer may need this CPU
   Clock::time_point start{}, next_look{}, next_report{};
-  Clock::duration left_out{};      // of the deadline: time in debuggers, and while this process was stopped
+  Clock::duration left_out{};      // time that does not count: in debuggers, and while this process was stopped
   Clock::time_point held_until{};  // the last look that found a rank in a debugger
   bool told_of_debugger = false;   // the stall report has named the debugger: once is enough
   bool announced = false;
-  std::vector<Waiter> circle;        // that this rank waits in, at the last look before the group ended
-  Recorded recorded;                 // in this rank's black box, until the operation ends
-  std::function<Awaited()> awaited;  // the one message in flight, if this rank can do nothing else meanwhile
+  std::vector<Waiter> circle;        // ranks waiting for each other, this one included, just before the group ended
+  Recorded recorded;                 // the operation's event in this rank's black box
+  std::function<Awaited()> awaited;  // the message that this rank waits for, if it can do nothing else meanwhile
 };
 
 class ControlBlock {
@@ -87,19 +87,20 @@ class ControlBlock {
   std::atomic<std::uint64_t>& channel(int src, int dst) { return channels_[src * config_.size + dst]; }
   std::byte* stage(int r, std::uint32_t seq) { return stages_ + (2 * r + (seq & 1)) * kStageBytes; }
 
-  /// After the first collective every rank's identity is known: start watching, decide whether to spin.
+  /// Start to watch the peers, and decide whether to spin. To be called after the first collective, when every rank's
+  /// identity is known.
   void watch_peers();
   bool spins() const { return spins_; }
   /// True if all ranks live in one pid namespace, so that the pid of each means the same to all.
   bool shares_pids() const;
 
-  /// Begin an event of the black box, which lasts as long as the operation.
+  /// Begin an event in the black box; it ends when the returned object is destroyed.
   Recorded recorded(EventKind kind, const Call& call, std::uint64_t seq);
 
   /// Begin an operation: throws if the group has ended.
   Wait begin(const Call& call, std::uint32_t seq, Hooks& hooks, double timeout_s, Bell& bell);
 
-  /// Wait until `missing(r)` is false for every rank. A condition that has come true must stay true.
+  /// Wait until `missing(r)` is false for every rank. Once false, it must stay false.
   template <class Missing>
   void await(Wait& wait, Missing&& missing) {
     int next = 0;
@@ -118,7 +119,7 @@ class ControlBlock {
     sleep(wait, done, missing);
   }
 
-  /// Set the deadline of later operations that name none.
+  /// Set the timeout of later operations that have none of their own.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
   double timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
 
@@ -129,7 +130,7 @@ class ControlBlock {
     const auto now = static_cast<std::uint32_t>(sched_getcpu() + 1);
     if (cpu.load(std::memory_order_relaxed) != now) cpu.store(now, std::memory_order_relaxed);
   }
-  /// True if a peer was last seen on the CPU of this thread: it cannot run while this one spins.
+  /// True if a peer was last seen on this thread's CPU, where it cannot run while this thread spins.
   bool shares_cpu() const noexcept {
     const auto now = static_cast<std::uint32_t>(sched_getcpu() + 1);
     for (int r = 0; r < config_.size; ++r)
@@ -137,55 +138,57 @@ class ControlBlock {
     return false;
   }
 
-  /// Write into the control blocks of all groups of this process where this rank waits outside of any; empty: nowhere.
+  /// Tell the peers, in all groups of this process, where this rank waits when that is outside of any group; an empty
+  /// `text` takes it back.
   static void say_on_all(const std::string& text);
 
-  /// Write into the control blocks of all groups of this process that a debugger holds it, and where; empty: no longer.
-  /// The clocks of waiting peers stand still meanwhile.
+  /// Tell the peers, in all groups of this process, that a debugger holds it, and where; an empty `text` takes it back.
+  /// Until then, deadlines of waiting peers do not run.
   static void hold_on_all(const std::string& text);
 
-  /// Record that the group has ended, for this process and for the peers, and return the failure to throw.
+  /// End the group because of `failure`, for this process and for the peers. Returns the failure to throw.
   Failure end(Failure failure);
   /// End the group from another thread: every wait in it, here and at the peers, ends.
   void abort(const std::string& why);
-  /// Say goodbye to the peers, and why if an error is the reason. Later operations fail.
+  /// Leave the group, telling the peers so, and the error if `why` names one. Later operations of this rank fail.
   void depart(const std::string& why);
   /// True in a child forked after the group was made: it must touch nothing.
   bool forked() const;
   bool ended() const { return ended_.load(std::memory_order_acquire); }
-  /// True also if a peer has ended the group and this rank has not met that yet.
+  /// As ended(), but also true if a peer has ended the group and no operation of this rank has run into that yet.
   bool told() const { return ended() || header_->group_failure.load(std::memory_order_acquire) != 0; }
   void require_usable(Op op);
-  /// Throw if a peer has ended the group while this operation ran.
+  /// Throw if a peer has ended the group since this operation began.
   void require_in_order(Wait& wait) {
     if (header_->group_failure.load(std::memory_order_acquire) != 0) come_late(wait);
   }
-  /// Throw in a forked child. Called before any lock, which a thread that the child lacks may hold there for ever.
+  /// Throw in a forked child. To be called before any lock is taken: in the child, a lock may stay held for ever by a
+  /// thread that exists only in the parent.
   void require_own_process(Op op) const;
-  /// The failure that ended the group, for operations queued before; null if the group was left in order.
+  /// The failure that ended the group, which operations queued before then fail with; null if the group was left in order.
   std::shared_ptr<const Failure> ended_by();
 
-  /// Throw the failure that says what each rank called, and which sizes contradict each other if the calls are alike.
-  /// Late ranks get a moment to say where they are.
+  /// Throw the failure that shows what each rank called and, if the calls are alike, which sizes contradict each other.
+  /// Waits a moment for ranks that have not called yet.
   [[noreturn]] void mismatch(Wait& wait, std::optional<SizeDispute> sizes = {});
-  /// True if rank `r` made another call than this rank as number `seq`.
+  /// True if call number `seq` of rank `r` differs from this rank's.
   bool call_differs(int r, std::uint32_t seq) {
     const Line &theirs = line(r, seq), &mine = line(rank(), seq);
     return theirs.seq.load(std::memory_order_acquire) == seq &&
            (theirs.what != mine.what || theirs.detail != mine.detail);
   }
   int global(int r) const { return config_.global_ranks[r]; }
-  /// The waiting collective, "all_reduce #42 of group 'world' at train.py:31"; for the thread that is in it.
+  /// The collective that waits, as "all_reduce #42 of group 'world' at train.py:31". Only its own thread may call this.
   const std::string& collective() const { return collective_; }
-  /// A failure of this rank, which is at fault unless others are named.
+  /// A failure that this rank has met. This rank is at fault unless the failure names others.
   Failure failure(FailureKind kind, Op op, std::string site) const;
   Failure failure(FailureKind kind, const Wait& wait) const;
 
-  /// The number that people see: the join of the group counts as none.
+  /// The number of a collective as people see it. The first in a group is the join, which does not count.
   static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
 
  private:
-  static constexpr int kEagerLooks = 50;  // before a look at the clock and pauses, which cost as much as a small message
+  static constexpr int kEagerLooks = 50;  // before it reads the clock and pauses, which costs as much as a small message
 
   using DoneFn = std::function<bool()>;
   using MissingFn = std::function<bool(int)>;

@@ -26,7 +26,7 @@ Wait ControlBlock::begin(const Call& call, std::uint32_t seq, Hooks& hooks, doub
   wait.hooks = &hooks;
   wait.bell = &bell;
   wait.timeout_s = timeout_s > 0 ? timeout_s : timeout_s_.load(std::memory_order_relaxed);
-  // Ranks that yield pass the CPU around: each gets it once the others on it have had their turn.
+  // Ranks that yield pass the CPU around, so a rank's condition may take a turn of every other rank to come true.
   const double patience_us = spins_ ? config_.spin_us : config_.spin_us * config_.size;
   wait.patience = std::chrono::nanoseconds(static_cast<std::int64_t>(patience_us * 1e3));
   require_in_order(wait);
@@ -36,14 +36,14 @@ Wait ControlBlock::begin(const Call& call, std::uint32_t seq, Hooks& hooks, doub
 Recorded ControlBlock::recorded(EventKind kind, const Call& call, std::uint64_t seq) {
   Recorder* const recorder = g_recorder.load(std::memory_order_acquire);
   if (recorder == nullptr) return {};
-  // RELAXED: every thread finds the same number.
+  // RELAXED: every thread would store the same number.
   std::uint32_t name = recorded_name_.load(std::memory_order_relaxed);
   if (name == 0) recorded_name_.store(name = recorder->name(config_.name), std::memory_order_relaxed);
   const auto code = static_cast<std::uint16_t>(static_cast<unsigned>(call.op) | static_cast<unsigned>(call.dtype) << 8);
   return Recorded(kind, code, name, seq, call.count);
 }
 
-/// A peer has ended the group: a later call must fail too, even if all of its data is there.
+/// Called when a peer has ended the group: throws, even if all data of this call has arrived.
 void ControlBlock::come_late(Wait& wait) {
   // After a mismatch the call continues to its own comparison, which adds this rank's row to the table.
   const FailureKind kind = GroupFailure::unpack(header_->group_failure.load(std::memory_order_acquire)).kind;
@@ -67,7 +67,7 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
     if (done()) break;  // a peer may finish its part and leave while we look
     if (failure) throw end(std::move(*failure));
     wait.next_look = Clock::now() + kLook;
-    watch.begin();  // a look accounts for its own time
+    watch.begin();  // look() itself accounts for the time that it takes
   }
   if (!wait.announced) return;
   wait.announced = false;
@@ -75,7 +75,8 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
   say_everywhere("");
 }
 
-/// Run `body`, in which Python may handle signals. A handler that raises ends the group: this rank does not come back.
+/// Runs `body`, in which Python may handle signals. If a handler raises, the group ends, since this rank will not come
+/// back to the collective.
 template <class Body>
 void ControlBlock::handle_signals(const Wait& wait, Body&& body) {
   try {
@@ -87,20 +88,20 @@ void ControlBlock::handle_signals(const Wait& wait, Body&& body) {
 }
 
 std::optional<Failure> ControlBlock::look_up(Wait& wait, const MissingFn& missing) {
-  if (!wait.announced) announce(wait);  // before the signals: a handler may need to be told what it interrupted
+  if (!wait.announced) announce(wait);  // before the signals: a handler's error message names what it interrupted
   const auto before = Clock::now();
   handle_signals(wait, [&] { wait.hooks->tick(); });
   wait.left_out += Clock::now() - before;  // a handler may open a debugger, and a person takes long
   if (wait.awaited) {
-    // RELEASE: `site` tells where; pairs with circle().
+    // RELEASE publishes `site`, which circle() reads after its ACQUIRE load.
     members_[rank()].awaits.store(wait.awaited().pack(), std::memory_order_release);
-    if (!told()) wait.circle = circle();  // a peer that has ended the group may say something else by now
+    if (!told()) wait.circle = circle();  // later, ranks that follow the failure no longer say what they waited for
   }
   if (wait.arriving)
     for (int r = 0; r < config_.size; ++r)
       if (call_differs(r, wait.seq)) mismatch(wait);
-  // The first failure that any rank saw explains the rest: ranks that died of it are victims. A victim publishes the group
-  // failure before it dies, so one that was missing at first is there once the victim is seen dead.
+  // The first failure that any rank saw explains the deaths that follow from it. A rank publishes a failure before it dies
+  // of it, so if a rank is found dead, look for a published failure once more.
   if (auto told = find_group_failure(wait, missing)) return told;
   if (auto dead = find_dead(wait, missing)) {
     if (auto told = find_group_failure(wait, missing)) return told;
@@ -113,8 +114,8 @@ std::optional<Failure> ControlBlock::look_up(Wait& wait, const MissingFn& missin
   return std::nullopt;
 }
 
-/// Exclude the time in which a debugger holds a rank, of this group or of another: whoever waits for that rank is held
-/// up, and so are those who wait for them.
+/// Takes the time in which a debugger holds any rank out of the deadline. The rank need not be in this group: a peer may
+/// wait for it in another group, and this rank for the peer.
 void ControlBlock::stop_clock(Wait& wait) {
   if (!segment_->is_held()) {
     wait.held_until = {};
@@ -130,7 +131,7 @@ void ControlBlock::stop_clock(Wait& wait) {
   wait.held_until = now;
 }
 
-/// Report the missing ranks: soon, then less and less often, because earlier reports stay on the screen.
+/// Reports the missing ranks: soon, then less and less often, because earlier reports stay on the screen.
 void ControlBlock::report_stall(Wait& wait, const MissingFn& missing) {
   wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));  // like report_due_s() in wording.py
   wait.has_reported = true;
@@ -144,7 +145,7 @@ void ControlBlock::announce(Wait& wait) {
   std::string text = op_name(wait.call.op);
   if (wait.seq != 0) text += " #" + std::to_string(number(wait.seq));
   text += " of group '" + config_.name + "'";
-  if (wait.seq != 0) collective_ = text;  // the site is found by Python, where signals are handled, too
+  if (wait.seq != 0) collective_ = text;  // before site(): that is Python, where a signal handler may ask for it
   const std::string site = wait.hooks->site();
   if (!site.empty()) text += " at " + site;
   if (wait.seq != 0) collective_ = text;

@@ -1,9 +1,9 @@
 // The diagnosis of a wait that does not end: who is dead, who is late, who called something else, what a peer says.
 //
-// Deadlock: each rank publishes the rank that its only message in flight is from or to, and a rank that waits follows
-// these around the group. A circle counts only if no message in it is on its way, because what a stopped rank says of
-// itself may be old. Collectives, and threads that may yet send, are never part of a circle. A rank that makes a group
-// alone says so in the control blocks of its other groups.
+// Deadlock: a rank with one message in flight, and no thread that could start another, publishes the peer of that
+// message. A waiting rank follows these statements from rank to rank. A circle counts only if no message in it is on its
+// way, because the statement of a stopped rank may be old. A rank that waits in a collective is never part of a circle.
+// A rank that waits alone to make a group says so in the control blocks of its other groups.
 #include "control/control_block.h"
 
 #include <chrono>
@@ -62,7 +62,7 @@ std::optional<Failure> ControlBlock::is_dead(int r, const Wait& wait) {
   const PeerWatch* watch = nullptr;
   try {
     watch = departed ? nullptr : watch_of(r);
-  } catch (const std::system_error&) {  // no descriptor left: nothing is known
+  } catch (const std::system_error&) {  // no descriptor left: whether the peer lives is unknown
   }
   if (!departed && (watch == nullptr || !watch->dead())) return std::nullopt;
   const Ending ending = departed ? Ending{} : watch->ending();
@@ -79,7 +79,7 @@ std::optional<Failure> ControlBlock::is_dead(int r, const Wait& wait) {
   return found;
 }
 
-/// The failure that a peer has met, as this rank's own.
+/// The failure that a peer has published, as a failure of this rank's operation; none if no peer has.
 std::optional<Failure> ControlBlock::find_group_failure(const Wait& wait, const MissingFn& missing) {
   const std::uint64_t packed = header_->group_failure.load(std::memory_order_acquire);
   if (packed == 0) return std::nullopt;
@@ -132,7 +132,7 @@ std::vector<Waiter> ControlBlock::circle() {
     const Awaited own = Awaited::unpack(members_[r].awaits.load(std::memory_order_acquire));
     if (own.peer < 0 || own.peer >= config_.size || own.peer == r) return {};
     const Awaited next = Awaited::unpack(members_[own.peer].awaits.load(std::memory_order_acquire));
-    if (next.peer == r && next.is_send != own.is_send) return {};  // they meet
+    if (next.peer == r && next.is_send != own.is_send) return {};  // a send meets its receive: no deadlock
     if (!own.is_send && is_on_its_way(own.peer, r)) return {};
     found.push_back({global(r), global(own.peer), members_[r].site.read()});
     r = own.peer;
@@ -149,9 +149,9 @@ bool ControlBlock::is_on_its_way(int src, int dst) {
     const Mapping mapping = segment_->map(at, align_up(sizeof(Channel), kPage));
     const auto* channel = reinterpret_cast<const Channel*>(mapping.data());
     const std::uint64_t num_taken = channel->num_taken.load(std::memory_order_acquire);
-    // ACQUIRE like the receiver's, though only the number is read.
+    // ACQUIRE, as the receiver's load is, though only the number is read here.
     return channel->records[num_taken % Channel::kRecords].number.load(std::memory_order_acquire) == num_taken + 1;
-  } catch (const std::exception&) {  // no address space left: nothing is known
+  } catch (const std::exception&) {  // no address space left: the channel can't be looked at
     return true;
   }
 }
@@ -176,7 +176,7 @@ void ControlBlock::mismatch(Wait& wait, std::optional<SizeDispute> sizes) {
   throw end(std::move(found));
 }
 
-/// What each rank called as number `seq`, and where, as far as it has said so.
+/// Call number `seq` of each rank and where it was made; a rank that has not called yet has kNone.
 std::vector<MadeCall> ControlBlock::calls_made(std::uint32_t seq) {
   std::vector<MadeCall> calls;
   for (int r = 0; r < config_.size; ++r) {

@@ -1,4 +1,4 @@
-// A failure that ends a collective: facts without words. Python makes the sentences (backend/failures/wording.py).
+// A failure that ends a collective, as facts; backend/failures/wording.py turns them into sentences.
 #pragma once
 
 #include <cstddef>
@@ -24,19 +24,19 @@ enum class FailureKind : std::uint32_t {
   kRankReplaced,    // it runs another program now (exec)
   kRankLeft,        // it left the group in order
   kRankFell,        // it left the group because of an error, which `detail` names
-  kRankFailed,      // a peer says so, and no more is known
+  kRankFailed,      // a peer reports a failure, and no more is known
   kRankMissing,     // the deadline passed
   kCameLate,        // a peer's deadline passed before this rank called
-  kNoTurn,          // the deadline passed while another thread of this rank was in a collective
+  kNoTurn,          // the deadline passed while another thread of this rank was inside a collective
   kAborted,         // abort(), for the reason in `detail`
   kInterrupted,     // by a signal, in mid-operation
   kDestroyed,       // this rank left the group meanwhile
-  kUnusable,        // the group had ended before this call, because of `cause`; none: it was destroyed here
+  kUnusable,        // the group had ended before this call, because of `cause`; without one, it was destroyed here
   kForked,          // in a child of the process whose group it is
   kNested,          // called by a signal handler that interrupted what `detail` names
-  kNestedWait,      // the same, for the wait for an operation
+  kNestedWait,      // a signal handler waited for an operation inside what `detail` names
   kNoMemory,        // the segment cannot grow by `size_bytes`
-  kSystem,          // a rank was denied what it needs: a thread, a mapping
+  kSystem,          // the system denied a rank what it needs, such as a thread or a mapping
 };
 
 /// A failure as peers read it in the control block: its kind, the culprit and the reporter, as ranks in the group.
@@ -71,8 +71,8 @@ struct Standing {
   int rank = -1;
   int pid = 0;
   bool has_joined = false;
-  std::string waits_in;  // "recv of group 'default' at train.py:31", wherever that is
-  std::uint32_t last = 0;  // number of its last collective here
+  std::string waits_in;  // "recv of group 'default' at train.py:31", in this group or another
+  std::uint32_t last = 0;  // number of its last collective in this group
 };
 
 /// One of the ranks that wait for each other's messages in a circle.
@@ -82,14 +82,14 @@ struct Waiter {
   std::string where;  // "recv of group 'default' at train.py:31"
 };
 
-/// What a rank called: a row of a mismatch's table.
+/// What a rank called: one row of the table that a mismatch shows.
 struct MadeCall {
   int rank = -1;
-  Call call{};  // no operation: it has not called yet
+  Call call{};  // kNone: it has not called yet
   std::string site;
-  int root = -1;  // in the world
+  int root = -1;  // the root's rank in the world
   std::optional<std::int64_t> tag;
-  std::optional<std::uint64_t> size_bytes;  // where only they are known, not the count
+  std::optional<std::uint64_t> size_bytes;  // where the bytes are known and the count is not
 };
 
 /// Two sizes that contradict each other: what `rank` sends to `other`, or what their lists say about the block of `of`.
@@ -113,7 +113,7 @@ class Failure : public std::exception {
   std::uint64_t seq = 0;  // number of the collective in its group, from 1; 0 for point-to-point
   std::string site;       // "train.py:31"
   std::vector<int> ranks;  // at fault: missing, dead or in disagreement
-  int by = -1;             // who ended the group, if this rank only follows
+  int by = -1;             // the rank that ended the group, if it was not this one
   int pid = 0;             // of the dead rank
   int exit_code = -1;      // of the dead rank, -1 when unknown
   int signal = 0;          // that killed it, 0 when none or unknown

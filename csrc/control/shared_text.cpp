@@ -6,8 +6,8 @@
 namespace phalanx {
 
 void SharedText::write(const std::string& value) {
-  // RELEASE on the odd version orders it before the words for readers that ACQUIRE it; the words are atomic, so a torn
-  // read is merely repeated.
+  // An odd version says that the words are changing. The words are atomic, so a reader that sees the version change
+  // simply reads again.
   const std::uint64_t before = version.load(std::memory_order_relaxed);
   version.store(before + 1, std::memory_order_release);
   std::uint64_t fresh[kWords] = {};

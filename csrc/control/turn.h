@@ -1,8 +1,8 @@
-// Whose turn it is: a group runs one collective at a time, in whatever thread called it.
+// The lock under which a group runs one collective at a time, in whatever thread called it.
 //
-// Waiting for the turn is a wait like any other: it looks at signals, the deadline and the group's end. A signal
-// handler that has interrupted a collective can't have the turn until that collective returns, and the ranks could not
-// agree on an order. So it gets GroupUnusable at once.
+// Waiting for the lock, the "turn", is a wait like any other: it looks at signals, the deadline and the group's end. A
+// signal handler that has interrupted a collective could never get the turn, since that collective continues only when
+// the handler returns; and each rank might interrupt another collective. So its call fails with GroupUnusable at once.
 #pragma once
 
 #include <pthread.h>
@@ -14,17 +14,17 @@
 
 namespace phalanx {
 
-/// Unlike a mutex it knows its owner, which tells a signal handler that interrupted a collective from another thread,
-/// and waiting for it ends after a while, so that the waiter can look at signals, at the group and at the clock.
+/// Differs from a mutex in two ways. It knows its owner, so a signal handler can tell that its own thread has the turn;
+/// and a wait for it ends after a while, so that the waiter can look at signals, at the group and at the clock.
 class Turn {
  public:
   bool mine() const { return owner_.load(std::memory_order_relaxed) == pthread_self(); }
   bool try_take() {
     pthread_t nobody{};
-    // ACQUIRE: what the owner before did to the group is seen; pairs with give().
+    // ACQUIRE shows what the previous owner did to the group; pairs with give().
     return owner_.compare_exchange_strong(nobody, pthread_self(), std::memory_order_acquire, std::memory_order_relaxed);
   }
-  /// Wait for it, at most `slice` and only while not `futile`; true if it was taken.
+  /// Wait for the turn until `slice` has passed or `futile()` is true; returns whether this thread has it.
   template <class Futile>
   bool take_within(std::chrono::nanoseconds slice, Futile&& futile) {
     bool taken = false;
@@ -44,7 +44,7 @@ class Turn {
   Bell bell_{};
 };
 
-/// Gives back at the end of its scope a turn that was taken.
+/// Gives a turn back at the end of its scope; the caller has taken it.
 class TurnHolder {
  public:
   explicit TurnHolder(Turn& turn) : turn_(turn) {}

@@ -1,8 +1,9 @@
-// Compiled once per instruction set, under the rules of reduce_kernels.cpp: builtin types only, nothing inline of others.
+// Compiled once per instruction set, under the rules of reduce_kernels.cpp: builtin types only, and no inline functions
+// of other headers.
 //
 // Source: XXH3_128bits() of https://github.com/Cyan4973/xxHash, the form for more than 240 bytes with its default secret.
-// Words used here: a stripe is 64 bytes, which eight lanes of 64 bits take in at once; a block is 16 stripes, after which
-// the lanes are scrambled.
+// stripe: 64 bytes, eight bytes for each of eight accumulators ("lanes"); block: 16 stripes, after which the lanes are
+// scrambled.
 #include <cstddef>
 #include <cstdint>
 

@@ -1,9 +1,9 @@
-// Bytes of the shared segment: what lies where, who writes it, in which order it becomes visible.
+// The shared segment: what lies where, who writes it, and in which order it becomes visible.
 //
 // LAYOUT (all offsets from the start of the segment)
 //   0                   SegmentHeader, one page
 //   per group           GroupHeader | Member[n] | Line[n][2] | Progress[n] | Bell[n] | channel offsets[n][n] | stage[n][2]
-//   per group, lazily   mailbox[n]: kSlots staging slots and kSlots result slots a rank, once a message exceeds a stage
+//   per group, lazily   mailbox[n]: for each rank kSlots staging and kSlots result slots, once a message exceeds a stage
 //   per pair, lazily    Channel: rings from one rank to another, once the first message is sent
 //
 // MEMORY ORDERING
@@ -27,7 +27,7 @@ inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kInlineBytes = 48;
 inline constexpr std::size_t kMaxRanks = 1024;
 
-/// Bytes of one staging area: the largest message that needs a single synchronisation.
+/// Bytes of one staging area, and so of the largest message that needs only one synchronisation.
 inline constexpr std::size_t kStageBytes = 64 * 1024;
 /// Slots of a mailbox: see all_reduce.cpp for why three are enough.
 inline constexpr std::size_t kSlots = 3;
@@ -40,7 +40,7 @@ static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "shared between p
 
 constexpr std::size_t align_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
-/// A short text that peers may read while its owner rewrites it: a torn read is detected and repeated.
+/// A short text that peers may read while its owner rewrites it: a reader notices a change and reads again.
 struct SharedText {
   static constexpr std::size_t kWords = 30;
   void write(const std::string& value);  // by one thread at a time; what does not fit is cut off
@@ -50,7 +50,7 @@ struct SharedText {
   std::atomic<std::uint64_t> words[kWords];
 };
 
-/// The one message for which a rank waits: from or to which rank of the group; packed, 0 is none.
+/// The message for which a rank waits: its peer, as a rank of the group, and its direction. Packed, 0 stands for none.
 struct Awaited {
   int peer = -1;
   bool is_send = false;
@@ -59,7 +59,7 @@ struct Awaited {
   static Awaited unpack(std::uint32_t packed) { return {static_cast<int>(packed >> 1) - 1, (packed & 1) != 0}; }
 };
 
-/// kFell: departed because of an error, which `why` then tells.
+/// kDeparted: left in order; kFell: left because of an error, which `Member::why` holds.
 enum class MemberState : std::uint32_t { kAbsent = 0, kJoined, kDeparted, kFell };
 
 /// A rank's identity and state. The identity is written once, before `state` is released.
@@ -71,30 +71,30 @@ struct alignas(kCacheLine) Member {
   std::uint32_t usable_cpus;    // by cgroup quota, at least 1
   std::uint32_t cpu_words;
   std::uint64_t cpu_mask[kMaxRanks / 64];
-  std::atomic<std::uint32_t> site_seq;  // collective for which `site` was written last
-  std::atomic<std::uint32_t> awaits;    // an Awaited, while this rank can send and receive nothing else
+  std::atomic<std::uint32_t> site_seq;  // the collective for which `site` was last written
+  std::atomic<std::uint32_t> awaits;    // a packed Awaited, set while this rank can send and receive nothing else
   SharedText site;                      // "all_reduce #42 (float32, 1024) at train.py:31"
-  SharedText why;                       // the error with which it left; `site` stays, for peers that ask what it called
+  SharedText why;                       // the error with which it left; apart from `site`, which peers still read then
 };
 
 /// Arrival of one rank at one collective: what it called, and up to 48 bytes of data. Two lines alternate by parity of
 /// the sequence number, so a rank that is one collective ahead does not overwrite what peers still read.
 struct alignas(kCacheLine) Line {
-  std::atomic<std::uint32_t> seq;  // RELEASE by the owner after all below; peers ACQUIRE
+  std::atomic<std::uint32_t> seq;  // stored last, with RELEASE, by the owner; loaded first, with ACQUIRE, by peers
   std::uint32_t what;              // operation, dtype, reduce op, flags
   std::uint64_t detail;            // root, count
   std::byte payload[kInlineBytes];
 };
 static_assert(sizeof(Line) == kCacheLine);
 
-/// A rank's progress in chunked collectives, in counters that only grow over the life of the group, and its CPU.
+/// A rank's progress in chunked collectives, as counters that grow over the life of the group, and the CPU it runs on.
 struct Progress {
   alignas(kCacheLine) std::atomic<std::uint64_t> staged;    // chunks published in the mailbox
   alignas(kCacheLine) std::atomic<std::uint64_t> consumed;  // chunks read from every peer (all_reduce: reduced)
-  alignas(kCacheLine) std::atomic<std::uint32_t> cpu;       // last seen CPU + 1: spinning on the peer's own CPU is futile
+  alignas(kCacheLine) std::atomic<std::uint32_t> cpu;       // last seen CPU + 1; on its CPU, peers must not spin
 };
 
-/// Where sleepers sleep: a futex word and the number of those who (may) sleep on it.
+/// What a waiting thread sleeps on: a futex word, and the number of threads that sleep or are about to.
 struct alignas(kCacheLine) Bell {
   std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> sleepers;
@@ -105,37 +105,37 @@ struct GroupHeader {
   std::uint32_t num_ranks;
   std::uint32_t node;  // NUMA node whose memory the region was allocated from
   std::uint64_t region_bytes;
-  alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset, 0 before it exists, kNoMemory when it cannot
+  alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset; 0: not made yet, kNoMemory: there is no memory for it
   std::atomic<std::uint32_t> attached;                     // ranks that map the region; the last to leave frees it
   alignas(kCacheLine) std::atomic<std::uint64_t> group_failure;  // 0, or why the group ended: see control_block.cpp
   alignas(kCacheLine) Bell bell;                           // collectives sleep here, all ranks
 };
 inline constexpr std::uint64_t kNoMemory = ~std::uint64_t{0};
 
-/// The head of a record of a Channel: one fragment of a message.
+/// Describes one fragment of a message, in a record of a Channel.
 struct Fragment {
   std::uint64_t message_bytes;
   std::int64_t tag;
   std::uint32_t fragment_bytes;
   std::uint16_t dtype;
-  std::uint16_t is_first;  // of its message
+  std::uint16_t is_first;  // 1 for the first fragment of a message
 };
 
-/// Announces a fragment, and holds its data if that fits: one line from the sender's cache to the receiver's.
+/// Announces a fragment and holds its data if that fits, so that one cache line carries a small message.
 struct alignas(kCacheLine) Record {
   static constexpr std::size_t kInline = 32;
-  std::atomic<std::uint64_t> number;  // from 1. RELEASE by the sender after all else; the receiver ACQUIREs
+  std::atomic<std::uint64_t> number;  // from 1; stored last, with RELEASE, by the sender; loaded first, with ACQUIRE
   Fragment fragment;
   std::byte data[kInline];
 };
 static_assert(sizeof(Record) == kCacheLine);
 
-/// Two rings from one rank to another: records, and the bytes of fragments too large for them. Numbers and positions
-/// only grow. The sender keeps its own; the receiver tells how far it is, which the sender reads when it seems full.
+/// Two rings from one rank to another: records, and the bytes of fragments too large for a record. Record numbers and
+/// byte positions only grow. The sender keeps its own privately and reads the receiver's, below, when a ring seems full.
 struct Channel {
   static constexpr std::size_t kRecords = 128;
-  alignas(kCacheLine) std::atomic<std::uint64_t> num_taken;  // records. RELEASE by the receiver after copying out
-  std::atomic<std::uint64_t> bytes_taken;                    // the same
+  alignas(kCacheLine) std::atomic<std::uint64_t> num_taken;  // records; RELEASE by the receiver after it copied them out
+  std::atomic<std::uint64_t> bytes_taken;                    // position in the ring of bytes; likewise
   Record records[kRecords];
   alignas(kCacheLine) std::byte ring[kChannelBytes];
 };

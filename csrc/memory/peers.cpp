@@ -43,7 +43,7 @@ struct ProcStat {
   char state = 0;
   int num_threads = 0;
   std::uint64_t start_time = 0;
-  std::uint64_t stack = 0;  // where it begins; 0 for a zombie, and where it is not to be seen
+  std::uint64_t stack = 0;  // address where its stack begins; 0 for a zombie, and if /proc hides it
   int exit_code = 0;
 };
 
@@ -54,7 +54,7 @@ std::optional<ProcStat> read_stat(int pid) {
   if (end_of_name == std::string::npos) return std::nullopt;
   ProcStat stat;
   std::size_t at = end_of_name + 1;
-  for (int number = 3; (at = text.find_first_not_of(" \n", at)) != std::string::npos; ++number) {  // as proc(5) counts them
+  for (int number = 3; (at = text.find_first_not_of(" \n", at)) != std::string::npos; ++number) {  // field of proc(5)
     const char* const field = text.c_str() + at;
     if (number == 3) stat.state = *field;
     if (number == 20) stat.num_threads = std::atoi(field);
@@ -66,14 +66,15 @@ std::optional<ProcStat> read_stat(int pid) {
   return stat.start_time == 0 ? std::nullopt : std::optional(stat);
 }
 
-constexpr unsigned kLooksPerStack = 8;  // reading /proc costs more than a look at a pidfd
+constexpr unsigned kLooksPerStack = 8;  // /proc is read at every eighth look: it costs more than a poll of the pidfd
 
 std::uint64_t own_pid_namespace() {
   struct stat info{};
   return stat("/proc/self/ns/pid", &info) == 0 ? info.st_ino : 0;
 }
 
-/// The least quota, in CPUs, at any level from the cgroup `path` up to `root`. `read` gets a folder, tells quota/period.
+/// The least quota, in CPUs, of the cgroup `path` and its ancestors up to `root`. `read(folder, quota, period)` reads
+/// one level.
 template <class Read>
 double least_quota(const std::string& root, std::string path, Read&& read) {
   double least = 1e9;
@@ -102,7 +103,8 @@ std::uint32_t quota_cpus() {
     std::string controllers(1, ',');
     controllers.append(line, first + 1, second - first - 1).push_back(',');
     const std::string path = line.substr(second + 1);
-    // In a container the path may be the host's, while the mount shows our group as the root: the walk ends there.
+    // In a container, `path` may be the host's while our cgroup is mounted as the root: folders that are missing count
+    // as without a quota, and the walk ends at the root.
     if (controllers == ",,") least = std::min(least, least_quota("/sys/fs/cgroup", path, read_v2));
     if (controllers.find(",cpu,") != std::string::npos)
       for (const char* root : {"/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"})
@@ -120,9 +122,10 @@ Ending from_wait_status(int status) {
 
 using Watches = std::map<std::pair<int, std::uint64_t>, std::weak_ptr<const PeerWatch>>;
 std::mutex g_watches_mutex;
-// One for each process, whatever the number of groups: descriptors are few. Leaked, as the control blocks are.
+// One watch for each watched process, whatever the number of groups, because descriptors are few. Leaked, because native
+// threads still run while the process destroys its statics.
 Watches& g_watches = *new Watches;
-// A child must find it unlocked.
+// A forked child must find the mutex unlocked.
 const int g_fork_handler = pthread_atfork([] { g_watches_mutex.lock(); }, [] { g_watches_mutex.unlock(); },
                                           [] { g_watches_mutex.unlock(); });
 
@@ -169,7 +172,8 @@ std::shared_ptr<const PeerWatch> PeerWatch::of(const Identity& peer) {
 }
 
 PeerWatch::PeerWatch(const Identity& peer, Fd pidfd, int error) : peer_(peer), pidfd_(std::move(pidfd)), error_(error) {
-  // Opened after the peer had told its identity: if the pid has a new owner, the peer has died since.
+  // The pidfd was opened after the peer had published its identity. If the pid now belongs to another process, the peer
+  // has died in between.
   if (pidfd_ && look_into_proc() == Life::kEnded) {
     pidfd_ = Fd();
     error_ = ESRCH;
@@ -185,7 +189,7 @@ bool PeerWatch::is_replaced() const {
   return is_replaced_.load(std::memory_order_relaxed);
 }
 
-/// A process that has ended is a zombie, or gone; threads may outlive its first one, which then is a zombie alone.
+/// A process that has ended is gone or a zombie. A zombie with further threads is alive: only its first thread ended.
 PeerWatch::Life PeerWatch::look_into_proc() const {
   if (kill(peer_.pid, 0) != 0 && errno == ESRCH) return Life::kEnded;
   const std::optional<ProcStat> stat = read_stat(peer_.pid);
@@ -206,7 +210,7 @@ bool PeerWatch::dead() const {
                  : is_replaced_.load(std::memory_order_relaxed);
     told = (entry.revents & POLLIN) != 0;
   }
-  // Also where the pidfd says so: a script may have closed our descriptors, and their numbers be those of others.
+  // Asked even if the pidfd reports a death: a script may have closed our descriptor, and its number may be another's.
   const Life life = look_into_proc();
   return life == Life::kUnknown ? told : life == Life::kEnded;
 }
@@ -217,7 +221,7 @@ Ending PeerWatch::ending() const {
     ending.is_replaced = true;
     return ending;
   }
-  // A zombie still shows its status in /proc; once reaped, new kernels keep it with the pidfd.
+  // /proc shows the exit status of a zombie; after its parent has collected it, new kernels still tell it by the pidfd.
   const std::optional<ProcStat> stat = read_stat(peer_.pid);
   if (stat && stat->state == 'Z' && (peer_.start_time == 0 || stat->start_time == peer_.start_time))
     return from_wait_status(stat->exit_code);

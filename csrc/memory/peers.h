@@ -5,8 +5,8 @@
 // be learned, because /proc is unreadable or descriptors have run out, is not taken for a death. On one host, a rank
 // that calls exec keeps its pid and its pidfd; its peers notice by the place of its stack in /proc, which is new.
 //
-// How a process ended is told by /proc while it is a zombie, and by its pidfd afterwards (Linux 6.15 and newer). On
-// older kernels, a rank whose exit status its parent has already collected is reported as dead without one.
+// How a process ended is read from /proc while it is a zombie, and from its pidfd afterwards (Linux 6.15 and newer). On
+// older kernels, once its parent has collected the exit status, a rank is reported as dead without a status.
 #pragma once
 
 #include <atomic>
@@ -34,17 +34,17 @@ void describe_self(Member& member);
 struct Identity {
   int pid = 0;
   std::uint64_t start_time = 0;     // in clock ticks since boot: tells a reused pid apart
-  std::uint64_t pid_namespace = 0;  // peers in another namespace can't be watched
+  std::uint64_t pid_namespace = 0;  // inode; a process in another namespace can't be watched
   static Identity own();
 };
 
-/// Watches one process, for all groups of this one: by pidfd, which cannot be confused by a reused pid; through /proc
-/// where the kernel or a sandbox gives none. What can't be learned is not taken for a death. exec() keeps the process
-/// and gives it a new stack, whose place is random: the rank that it was has ended.
+/// Watches one peer, for all groups of this process: by a pidfd, which a reused pid can't confuse, or through /proc where
+/// the kernel or a sandbox gives no pidfd. A peer of which nothing can be learned counts as alive. A peer that calls
+/// exec() counts as dead: it has a new stack, at a random address.
 class PeerWatch {
  public:
-  /// Begins to watch the process, or shares the watch that there is. None for this process.
-  /// Throws std::system_error if this process has no descriptor left for it.
+  /// Begins to watch the process, or shares an existing watch. Null if `peer` is this process.
+  /// Throws std::system_error if no descriptor can be opened.
   static std::shared_ptr<const PeerWatch> of(const Identity& peer);
 
   PeerWatch(const Identity& peer, Fd pidfd, int error);
@@ -61,12 +61,13 @@ class PeerWatch {
   bool is_replaced() const;
 
   Identity peer_;
-  std::uint64_t stack_ = 0;  // 0: this process may not know
-  // RELAXED, both: threads share a watch, and any may be the one that looks.
+  std::uint64_t stack_ = 0;  // address of the peer's stack; 0: this process may not see it
+  // Both RELAXED: threads share a watch, and it does not matter which of them counts or sets the flag.
   mutable std::atomic<unsigned> num_looks_{0};
   mutable std::atomic<bool> is_replaced_{false};
   Fd pidfd_;
-  int error_;  // why there is no pidfd; 0: the peer's numbers mean nothing here
+  int error_;  // errno of pidfd_open, ESRCH: ended before the watch began; 0: there is a pidfd, or, without one, the peer
+               // lives in another pid namespace and can't be watched
 };
 
 /// True if every rank can have a CPU of its own, so that spinning does not steal one from a peer: by affinity (ranks

@@ -1,16 +1,16 @@
 // The black box of a rank: what it did last, in memory that outlives it.
 //
-// A box is one range of a file that nobody else writes: a header, a ring of events, and the texts that events name by
-// number. Whoever may open the file reads it while the rank runs, after `kill -9`, and on another day.
+// A box is a range of a file that only its rank writes: a header, a ring of events, and the texts to which events refer
+// by number. Any process that may open the file can read it while the rank runs, after `kill -9`, and on another day.
 //     BoxHeader, one page | Event[kEvents] | texts: records of a 4-byte length and UTF-8 bytes, kTextBytes in all
-// src/phalanx/record/box.py reads all this.
+// src/phalanx/record/box.py reads it.
 //
-// Never torn. A writer marks the slot (kBeingWritten), writes, and publishes the event by a RELEASE store of its
-// number; a reader of a running rank accepts an event if two looks agree. A thread that was stopped for a whole round
-// finds a newer event in its slot and leaves it. An end that comes a round late lies before the beginning of the event
-// that it hits, so readers ignore it. The mark is a compare-and-exchange, so that a thread stopped just before it
-// can't mark a newer event; it costs 0.5 to 1.5 ns of an event's 21. Texts are only added: their count is released
-// after their bytes.
+// No event is read half written. A writer marks the slot (kBeingWritten), writes, and publishes the event by a RELEASE
+// store of its number; a reader of a running rank accepts an event if two reads agree. A thread that was stopped while
+// the others filled the whole ring finds a newer event in its slot and drops its own. If it was stopped before it wrote
+// the end of an event, that end lies before the beginning of the event now in the slot, and readers ignore it. The mark is
+// set by compare-and-exchange, so that a thread stopped just before can't mark a newer event; that costs 0.5 to 1.5 of the
+// 21 ns of an event. Texts are only added: their count is released after their bytes.
 #pragma once
 
 #include <atomic>
@@ -35,23 +35,23 @@ inline constexpr std::size_t kTextBytes = 124 * 1024;
 inline constexpr std::size_t kTextsOfGroups = 24 * 1024;
 inline constexpr std::uint64_t kBeingWritten = ~std::uint64_t{0};
 
-/// What an event tells. Numbers are part of the format: they are only added to.
+/// What an event tells. The numbers are part of the format: new ones may be added, none may change.
 enum class EventKind : std::uint16_t {
   kNone = 0,
   kCollective,  // from call to departure. code: Op, and dtype << 8; text: group; seq: its number; value: elements
-  kMessage,     // that had to wait. code, text, value: the same; seq: the peer's rank in the group + 1, 0 for any
+  kMessage,     // a send or receive that had to wait. code, text, value: as above; seq: peer's rank in the group + 1, 0: any
   kStep,        // an optimizer step. seq: its number; value: samples
-  kPhase,       // of a step or beside it. text: name; seq: the step's number
-  kNote,        // something said. text: the words
-  kCall,        // of a collective whose end is not known. code, text, seq, value: as of kCollective
+  kPhase,       // a part of a step, or work between steps. text: its name; seq: the step's number
+  kNote,        // a remark. text: its words
+  kCall,        // the call of a collective whose end is not recorded. Fields as of kCollective
 };
 
 struct alignas(kCacheLine) Event {
   std::atomic<std::uint64_t> number;  // from 1; the slot is (number - 1) % kEvents
   std::atomic<std::uint64_t> begun_ns;  // CLOCK_MONOTONIC
-  std::atomic<std::uint64_t> ended_ns;  // not after begun_ns: it has not ended
+  std::atomic<std::uint64_t> ended_ns;  // if not greater than begun_ns, the event has not ended
   std::atomic<std::uint64_t> what;    // kind, 16 bits; code, 16 bits; text
-  std::atomic<std::uint64_t> where;   // site, a text such as "train.py:31", 0: unknown; the kernel's number of the thread
+  std::atomic<std::uint64_t> where;   // low half: site, the number of a text, 0: unknown; high half: kernel's thread id
   std::atomic<std::uint64_t> seq;
   std::atomic<std::uint64_t> value;
 };
@@ -67,7 +67,7 @@ struct BoxHeader {
   std::int32_t world_size;
   std::uint64_t start_time;    // of the process, in clock ticks since boot: tells a reused pid apart
   std::int64_t realtime_less_monotonic_ns;
-  std::atomic<std::uint64_t> num_events;  // ever begun
+  std::atomic<std::uint64_t> num_events;  // begun since the box was made
   std::atomic<std::uint64_t> num_text_bytes;
   char host[64];
 };
@@ -75,22 +75,24 @@ static_assert(sizeof(BoxHeader) <= kPage);
 inline constexpr std::size_t kBoxBytes = kPage + kEvents * sizeof(Event) + kTextBytes;
 static_assert(kBoxBytes % kPage == 0);
 
-/// The box that this process writes, if any. Any thread may write; a forked child does not.
+/// Writes this process's box. Any thread may write; a forked child does not.
 class Recorder {
  public:
-  /// Write to `fd` from `offset` on, which is page-aligned; the file is long enough.
+  /// Write to the file `fd` from `offset` on, which must be page-aligned; the file must be long enough.
   Recorder(int fd, std::uint64_t offset, int rank, int world_size);
   ~Recorder();
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  /// The number of a text, added if it is new; 0 for the empty one, and once less than `spare` bytes of room would be left.
+  /// The number of a text, which is added if it is new. 0 for the empty text, and if adding it would leave less than
+  /// `spare` bytes of room.
   std::uint32_t text(std::string_view words, std::size_t spare = kTextsOfGroups);
 
-  /// The number of a group's name, for which there is room when lines and notes have taken all of theirs.
+  /// The number of a group's name. It may use the room that text() spares.
   std::uint32_t name(std::string_view group) { return text(group, 0); }
 
-  /// Write that something has begun; returns its number, for end(). 0: it came thousands of events late, and is left out.
+  /// Write that something has begun. Returns its number, for end(); 0 if the slot already holds a newer event, so that
+  /// this one is left out.
   std::uint64_t begin(EventKind kind, std::uint16_t code, std::uint32_t text, std::uint32_t site, std::uint64_t seq,
                       std::uint64_t value) noexcept;
   void end(std::uint64_t number) noexcept;
@@ -108,13 +110,13 @@ class Recorder {
   std::unordered_map<std::string, std::uint32_t, Hash, std::equal_to<>> numbers_;
 };
 
-/// Null if nothing is recorded. Leaked on purpose: threads may write while the process ends.
+/// The recorder of this process; null if nothing is recorded. Leaked on purpose: threads may write while the process ends.
 extern std::atomic<Recorder*> g_recorder;
 
 /// The site of the call that this thread is in, as a text of the recorder.
 inline thread_local std::uint32_t t_site = 0;
 
-/// This thread is in a call of the given site, for as long as this lives.
+/// While it lives, this thread's events get the given site.
 class AtSite {
  public:
   explicit AtSite(std::uint32_t site) noexcept : before_(std::exchange(t_site, site)) {}
@@ -131,7 +133,7 @@ class AtSite {
   std::uint32_t before_;
 };
 
-/// An event from its construction to its destruction.
+/// An event that begins when it is constructed and ends when it is destroyed.
 class Recorded {
  public:
   Recorded() = default;
@@ -147,7 +149,7 @@ class Recorded {
     return *this;
   }
   ~Recorded() {
-    // RELAXED: a child that was forked in the call sees its own store.
+    // RELAXED: a child that was forked meanwhile has itself stored null.
     if (recorder_ != nullptr && g_recorder.load(std::memory_order_relaxed) == recorder_) recorder_->end(number_);
   }
 

@@ -54,7 +54,7 @@ sockaddr_un abstract_address(const std::string& name, socklen_t& length) {
   return address;
 }
 
-/// The peer must be the same user: anyone may connect to an abstract socket.
+/// True if the peer runs as the same user. Anyone may connect to an abstract socket.
 bool same_user(int socket) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
@@ -87,7 +87,7 @@ bool send_fd(int socket, int fd) {
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   if (sendmsg(socket, &message, MSG_NOSIGNAL) == 1) return true;
-  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // else the peer has gone
+  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // these two: the peer has gone
   return false;
 }
 
@@ -103,7 +103,7 @@ Fd receive_fd(int socket) {
   const ssize_t received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   if (received < 0 && errno != ECONNRESET) fail("receiving the shared segment");
   if (received != 1) return Fd();
-  // No descriptor was left for the one that was sent.
+  // The kernel drops a received descriptor, and sets this flag, if the process has no number left for it.
   if ((message.msg_flags & MSG_CTRUNC) != 0) fail_as(EMFILE, "receiving the shared segment");
   const cmsghdr* header = CMSG_FIRSTHDR(&message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return Fd();
@@ -112,7 +112,7 @@ Fd receive_fd(int socket) {
   return Fd(fd);
 }
 
-/// A lock of one byte for each rank that there may be.
+/// A lock over a range with one byte for each possible rank.
 struct flock whole_world() {
   struct flock lock{};
   lock.l_type = F_WRLCK;
@@ -127,7 +127,7 @@ void reserve(int fd, std::uint64_t offset, std::size_t bytes) {
     rc = fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
   } while (rc != 0 && errno == EINTR);
   if (rc == 0) return;
-  // EFBIG: RLIMIT_FSIZE (ulimit -f) counts for a memfd too.
+  // EFBIG: RLIMIT_FSIZE (ulimit -f) applies to a memfd, too.
   if (errno == ENOSPC || errno == ENOMEM || errno == EDQUOT || errno == EFBIG) throw std::bad_alloc();
   fail("fallocate of the shared segment");
 }
@@ -156,7 +156,7 @@ int Fd::release() { return std::exchange(fd_, -1); }
 Mapping::Mapping(int fd, std::uint64_t offset, std::size_t bytes) : bytes_(bytes) {
   struct stat file{};
   if (fstat(fd, &file) != 0) fail("fstat of the shared segment");
-  // mmap() takes a range that does not exist, and the first touch would be a SIGBUS.
+  // mmap() would accept a range beyond the end of the file, and the first access to it would raise SIGBUS.
   const auto size = static_cast<std::uint64_t>(file.st_size);
   if (offset % kPage != 0 || offset > size || bytes > size - offset)
     throw std::runtime_error("the shared segment has " + std::to_string(size) + " bytes, and " + std::to_string(bytes) +
@@ -194,7 +194,7 @@ std::shared_ptr<Segment> Segment::create() {
   header->magic = kMagic;
   header->version = kLayoutVersion;
   if (getrandom(header->nonce, sizeof header->nonce, 0) != sizeof header->nonce) fail("getrandom");
-  header->next_free.store(kPage, std::memory_order_relaxed);  // peers see it through the socket hand-over
+  header->next_free.store(kPage, std::memory_order_relaxed);  // the hand-over by a socket publishes it
   std::string nonce = nonce_text(*header);
   return std::shared_ptr<Segment>(new Segment(std::move(fd), std::move(page), std::move(nonce)));
 }
@@ -244,8 +244,8 @@ void Segment::free(std::uint64_t offset, std::size_t bytes) noexcept {
 }
 
 void Segment::hold(int rank) {
-  // An open file of its own: locks conflict between open files, and all ranks share the one that was handed over. The
-  // kernel drops the lock with its process, so a killed rank holds nobody up.
+  // Opens the file anew: these locks conflict between open files, and the one that was handed over is shared by all ranks.
+  // The kernel drops the lock when the process ends, so a killed rank holds nobody up.
   hold_ = Fd(open(("/proc/self/fd/" + std::to_string(fd_.get())).c_str(), O_RDWR | O_CLOEXEC));
   struct flock lock = whole_world();
   lock.l_type = F_RDLCK;  // a rank and its data loader's workers may hold it at once
@@ -256,7 +256,7 @@ void Segment::hold(int rank) {
 
 void Segment::let_go() {
   struct flock all = whole_world();
-  all.l_type = F_UNLCK;  // a child that was forked meanwhile has the same open file
+  all.l_type = F_UNLCK;  // closing is not enough: a child that was forked meanwhile has the same open file
   if (hold_) fcntl(hold_.get(), F_OFD_SETLK, &all);
   hold_ = Fd();
 }

@@ -1,4 +1,4 @@
-// Small files of the kernel, read whole, and numbers in them.
+// Reads small files of the kernel (/proc, /sys, cgroups) whole, and finds numbers in them.
 #pragma once
 
 #include <fcntl.h>
@@ -14,8 +14,8 @@ namespace phalanx {
 
 /// The content of a file; empty if it can't be read.
 ///
-/// No stream reads it: where the core is linked with its own libstdc++ beside torch's, a stream may ask the other's locale
-/// for a facet and get one of another kind, whose functions then crash.
+/// It uses no stream: in a process with two libstdc++, the core's own and torch's, a stream may get a facet of the wrong
+/// kind from the other's locale and crash in it.
 inline std::string read_text(const std::string& path) {
   std::string text;
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -26,7 +26,7 @@ inline std::string read_text(const std::string& path) {
   return text;
 }
 
-/// The number behind `name` at the beginning of a line, or the first number for an empty name; nothing if it is missing.
+/// The number behind `name` in the line that begins with it; with an empty name, the first number. Nothing if missing.
 inline std::optional<std::uint64_t> number_in(const std::string& text, std::string_view name = {}) {
   if (text.empty()) return {};
   std::size_t at = 0;

@@ -15,10 +15,10 @@
 namespace phalanx {
 namespace {
 
-constexpr std::uint64_t kLearn_ns = 10'000'000;  // two stamps are 0.1 us off together: 10 ppm of this
+constexpr std::uint64_t kLearn_ns = 10'000'000;  // time to measure the rate: errors of 0.1 us are then 10 ppm of it
 constexpr std::uint64_t kTrust_ns = 1'000'000;
-constexpr std::uint64_t kMostTicks = std::uint64_t{1} << 20;  // times any rate below 4 us a tick: no overflow
-constexpr std::uint64_t kApart_ns = 2'000;  // between two looks at the counter: longer, and the thread was interrupted
+constexpr std::uint64_t kMostTicks = std::uint64_t{1} << 20;  // times any rate below 4 us a tick, it fits 64 bits
+constexpr std::uint64_t kApart_ns = 2'000;  // if two reads of the counter are further apart, the thread was interrupted
 
 #if defined(__x86_64__)
 constexpr const char* kClockSource = "tsc";
@@ -54,7 +54,7 @@ std::uint64_t ns_of(std::uint64_t ticks, std::uint64_t rate) noexcept { return t
 
 }  // namespace
 
-/// Both clocks at one moment: the best of a few tries, since a thread may be interrupted between two looks.
+/// Both clocks at one moment: the best of a few tries, since a thread may be interrupted between the two reads.
 TickClock::Instant TickClock::instant() noexcept {
   Instant best{};
   std::uint64_t least = ~std::uint64_t{0};
@@ -71,7 +71,7 @@ TickClock::TickClock() noexcept : counts_(kernel_counts_ticks()), began_(instant
 
 std::uint64_t TickClock::now_ns(Instant& asked) noexcept {
   if (!counts_) return kernels_ns();
-  // RELAXED: a number that stands for itself.
+  // RELAXED: it publishes nothing else.
   const std::uint64_t rate = rate_.load(std::memory_order_relaxed);
   if (rate == 0) return ask_kernel();
   const std::uint64_t before = ticks();
@@ -83,12 +83,12 @@ std::uint64_t TickClock::now_ns(Instant& asked) noexcept {
   return ns;
 }
 
-/// The kernel's answer; and, once it is some time after the first, the rate.
+/// The time as the kernel tells it. Learns the counter's rate when kLearn_ns have passed since the first reading.
 std::uint64_t TickClock::ask_kernel() noexcept {
   const std::uint64_t ns = kernels_ns();
   if (ns - began_.ns < kLearn_ns) return ns;
   const Instant now = instant();
-  // A rate of days would overflow; of 10 ms to 4 s, it does not.
+  // Shifted by 32 bits, up to 4 s of nanoseconds fit into 64; after a longer time, measure anew.
   if (now.ns - began_.ns < std::uint64_t{1} << 32 && now.ticks > began_.ticks)
     rate_.store(((now.ns - began_.ns) << 32) / (now.ticks - began_.ticks), std::memory_order_relaxed);
   else

@@ -1,7 +1,7 @@
-// CLOCK_MONOTONIC, from the processor's counter: half the time of clock_gettime(), for a stamp on every event.
+// CLOCK_MONOTONIC computed from the processor's counter, for the two times of every event in the black box.
 //
-// Two readings of the clock are a large part of an event: clock_gettime takes 23 ns at best, the counter 10. The box
-// holds nanoseconds, so readers convert nothing. The rate is learnt in the first 10 ms.
+// Reading the clock is a large part of the cost of an event: clock_gettime takes 23 ns at best, the counter 10. The
+// counter's rate is learnt in the first 10 ms. Times are converted to nanoseconds here, so readers convert nothing.
 #pragma once
 
 #include <atomic>
@@ -9,16 +9,17 @@
 
 namespace phalanx {
 
-/// Each thread asks the kernel once a millisecond, and counts the processor's ticks in between. So an error of the rate, a
-/// clock that is being adjusted or a machine that was suspended shifts no stamp by more than a microsecond or so.
-/// Where the kernel itself does not trust the counter, every stamp is the kernel's.
+/// Each thread asks the kernel once a millisecond and counts the processor's ticks in between. So no time is wrong by more
+/// than about a microsecond if the learnt rate is inexact, the clock is being adjusted or the machine was suspended.
+/// If the kernel itself does not use the counter, every time is the kernel's.
 class TickClock {
  public:
   TickClock() noexcept;
   struct Instant {
     std::uint64_t ticks, ns;
   };
-  /// The time now. `asked`: when the thread asked the kernel last; a thread's own, at first {}.
+  /// The time now, in nanoseconds. `asked`: when the calling thread last asked the kernel; each thread has its own, at
+  /// first {}.
   std::uint64_t now_ns(Instant& asked) noexcept;
 
  private:

@@ -1,9 +1,9 @@
-// Bounded, polite waiting: spin or yield about as long as a futex wake costs, then sleep, and look up now and then.
+// How a thread waits: it spins or yields for about as long as a futex wake-up costs, then sleeps in short slices.
 //
-// Where ranks share CPUs they yield for at most 50 us (PHALANX_SPIN_US) per rank of the group, because every rank must
-// have its turn, and then sleep. Going to sleep at once was the first plan: with four ranks on two cores, a futex
-// sleep costs 39 us per collective and sched_yield 4 us. Ranks also yield when two of them were last seen on one CPU
-// although there are more CPUs: the scheduler leaves them there for seconds, and spinning cost 57 us per collective.
+// Where ranks share CPUs, they yield for at most 50 us (PHALANX_SPIN_US) per rank of the group, because every rank must
+// have its turn, and then sleep. Going to sleep at once was tried first: with four ranks on two cores, a futex sleep
+// costs 39 us per collective, sched_yield 4 us. Ranks also yield when two of them were last seen on one CPU although
+// there are more CPUs: the scheduler leaves them there for seconds, and spinning cost 57 us per collective.
 //
 // Only the last rank to arrive wakes the sleepers. When every arrival woke everybody, eight ranks on two cores spent
 // their time in wake-ups.
@@ -25,15 +25,15 @@ using Clock = std::chrono::steady_clock;
 /// Wake all who sleep on `bell`, if any. Call after the RELEASE store that they wait for.
 void ring(Bell& bell) noexcept;
 
-/// True if someone may sleep on `bell`.
-/// The fence orders the caller's store before the load of `sleepers`; it pairs with the one in sleep_on(), so either
-/// the sleeper sees the store before it sleeps or the ringer sees the sleeper.
+/// True if a thread may be asleep on `bell`.
+/// The fence orders the caller's store before the load of `sleepers`. It pairs with the fence in sleep_on(): either the
+/// sleeper sees the store before it sleeps, or the ringer sees the sleeper.
 inline bool has_sleepers(const Bell& bell) noexcept {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return bell.sleepers.load(std::memory_order_relaxed) != 0;
 }
 
-/// Callbacks of a waiting thread: for signals and call sites.
+/// What a waiting thread calls to handle signals and to find its call site.
 class Hooks {
  public:
   virtual ~Hooks() = default;
@@ -43,12 +43,12 @@ class Hooks {
   virtual std::string site() { return {}; }
 };
 
-/// Measures, for a thread that sleeps for milliseconds at a time, how long its process was stopped meanwhile, as by
-/// Ctrl-Z. Those that it waits for were stopped with it, so nobody is late by that time.
+/// Measures, for a thread that sleeps for milliseconds at a time, how long its process was stopped, as by Ctrl-Z. The
+/// processes that it waits for were stopped with it, so that time must not count towards a deadline.
 class StopWatch {
  public:
   void begin() { since_ = Clock::now(); }
-  /// Time in which this process was stopped since it was last asked, or begun.
+  /// How long this process was stopped since the last call of this or of begin().
   Clock::duration stopped() {
     const Clock::duration passed = Clock::now() - since_;
     begin();
@@ -67,7 +67,7 @@ inline void cpu_relax() noexcept {
 #endif
 }
 
-/// Spin until `done`, `end` or `futile`; true if `done` holds.
+/// Spin until `done()` or `futile()` is true or `end` has come; returns `done()`.
 template <class Done, class Futile>
 bool spin(Clock::time_point end, Done&& done, Futile&& futile) {
   constexpr int kTriesPerLook = 64;
@@ -80,8 +80,8 @@ bool spin(Clock::time_point end, Done&& done, Futile&& futile) {
   return false;
 }
 
-/// Give the CPU away until `done` or `end`; true if `done` holds. Where ranks share a CPU this hands it over in about
-/// 1.5 us, a tenth of what sleeping and being woken costs; with a stranger on the CPU the first yield uses up the time.
+/// Yield the CPU until `done()` is true or `end` has come; returns `done()`. Between ranks on one CPU a yield takes about
+/// 1.5 us, a tenth of going to sleep and being woken. If another program runs there, the first yield takes all the time.
 template <class Done>
 bool yield(Clock::time_point end, Done&& done) {
   while (Clock::now() < end) {
@@ -93,14 +93,14 @@ bool yield(Clock::time_point end, Done&& done) {
 
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds slice) noexcept;
 
-/// Sleep until the bell rings, `slice` passes or a signal arrives, unless `done` already holds.
-/// Returns true if `done` holds.
+/// Sleep until the bell rings, `slice` passes or a signal arrives, unless `done()` is already true.
+/// Returns `done()`.
 template <class Done>
 bool sleep_on(Bell& bell, std::chrono::nanoseconds slice, Done&& done) {
-  // SEQ_CST: announced before `done` is evaluated again; pairs with has_sleepers().
+  // SEQ_CST: the sleeper is announced before `done` is evaluated again; pairs with has_sleepers().
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  // ACQUIRE: a ring after this load changes the word, and the futex refuses to sleep.
+  // If the bell rings after this load, the word has changed, and the futex refuses to sleep.
   const std::uint32_t rings = bell.rings.load(std::memory_order_acquire);
   bool ok = done();
   if (!ok) {

@@ -1,4 +1,4 @@
-// A message from its post to its end: the wait for it, its failure, and the thread that moves what nobody waits for.
+// The life of a message: how it is posted, waited for and failed, and the thread that moves messages nobody waits for.
 #include "p2p/p2p.h"
 
 #include <pthread.h>
@@ -13,9 +13,9 @@ namespace {
 using namespace std::chrono_literals;
 /// How long the background thread leaves a new request to a caller who is about to wait for it.
 constexpr auto kLeaveToCaller = 500us;
-/// How often it looks up while callers wait, who make the progress themselves.
+/// How often the background thread looks while callers wait; they make the progress themselves.
 constexpr auto kCallerWaits = 50ms;
-/// Looks without a request before it sleeps until it is called.
+/// After so many looks that found no request, the background thread sleeps until it is woken.
 constexpr int kVainLooks = 100;
 
 }  // namespace
@@ -29,7 +29,7 @@ PointToPoint::~PointToPoint() { stop(); }
 
 void PointToPoint::stop() {
   stopping_ = true;
-  { std::lock_guard lock(mutex_); }  // a thread that is about to wait has seen it or is waiting already
+  { std::lock_guard lock(mutex_); }  // the thread has seen `stopping_`, or is already waiting and will be notified
   changed_.notify_all();
   ring(control_.p2p_bell(control_.rank()));
   if (thread_.joinable()) thread_.join();
@@ -66,7 +66,7 @@ int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag
     }
     wait(request, hooks, 0);
   } catch (const Failure& failure) {
-    // The thread whose progress found a message of the wrong size or dtype could not know the line of this call.
+    // The thread that found a message of the wrong size or dtype may be another one, which does not know this call's line.
     if (failure.kind != FailureKind::kMessageDiffers || !failure.site.empty()) throw;
     Failure located = failure;
     located.site = hooks.site();
@@ -75,9 +75,9 @@ int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag
   return request->source();
 }
 
-/// Begin a message, as far as that goes without waiting; under the lock.
+/// Queues a message and moves what can be moved without waiting. The caller holds the lock.
 void PointToPoint::enqueue(const std::shared_ptr<Request>& request) {
-  if (stopping_) control_.require_usable(request->op_);  // the group was left meanwhile
+  if (stopping_) control_.require_usable(request->op_);  // throws: this rank has left the group
   try {
     if (request->op_ == Op::kSend) {
       outgoing_[request->peer_].queue.push_back(request);
@@ -91,7 +91,7 @@ void PointToPoint::enqueue(const std::shared_ptr<Request>& request) {
   }
 }
 
-/// Take a message that has arrived already, or queue the receive.
+/// Gives the receive a message that has already arrived, or queues it.
 void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
   if (const int peer = request->peer_; peer >= 0) {
     if (take_unexpected(peer, request)) return;
@@ -121,7 +121,7 @@ bool PointToPoint::cancel(const std::shared_ptr<Request>& request) {
 
 bool PointToPoint::pending() const { return num_pending() > 0; }
 
-/// The messages that are not done; under the lock.
+/// The number of messages that are not done. The caller holds the lock.
 std::size_t PointToPoint::num_pending() const {
   std::size_t num = posted_.size();
   for (const Outgoing& out : outgoing_) num += out.queue.size();
@@ -179,7 +179,7 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
   constexpr auto kTick = 50ms;
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   auto done = [&] { return request->done(); };
-  // The background thread makes the progress and rings, as if nobody waited.
+  // The background thread makes the progress, as if nobody waited, and rings.
   for (auto now = Clock::now(); !done() && now < end; now = Clock::now()) {
     if (!sleep_on(control_.p2p_bell(control_.rank()), std::min<std::chrono::nanoseconds>(end - now, kTick), done)) hooks.tick();
   }
@@ -187,11 +187,12 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
   return done();
 }
 
-/// Make progress until `done`; the missing rank is the request's peer, or any.
+/// Makes progress until `done()` is true. Meanwhile the request's peer counts as missing, or every peer if it may come
+/// from any.
 template <class Done>
 void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done) {
   const int peer = request.peer_;
-  // From any source: peers that have left in order are not waited for, unless nobody else is there.
+  // A receive from any source does not wait for peers that have left in order, unless all have.
   auto gone = [&](int r) {
     return r == control_.rank() || control_.member(r).state.load(std::memory_order_acquire) == MemberState::kDeparted;
   };
@@ -222,7 +223,7 @@ void PointToPoint::run_background() {
   int num_vain_looks = 0;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    // Look now and then while there is traffic: being woken for each message would take a CPU from its ranks.
+    // While there is traffic, look at intervals: waking this thread for each message would take CPU time from the ranks.
     if (num_waiters_ > 0) {
       changed_.wait_for(lock, kCallerWaits, [&] { return stopping_ || num_waiters_ == 0; });
     } else if (num_vain_looks < kVainLooks) {
@@ -237,7 +238,7 @@ void PointToPoint::run_background() {
     num_vain_looks = pending() ? 0 : num_vain_looks + 1;
     if (stopping_ || num_waiters_ > 0 || num_vain_looks > 0) continue;
     try {
-      // The oldest request stands for all: its peer's death or its deadline ends the wait.
+      // One request stands for all: the death of its peer or its deadline ends the wait.
       std::shared_ptr<Request> oldest = posted_.empty() ? nullptr : posted_.begin()->second;
       for (const Outgoing& out : outgoing_)
         if (!out.queue.empty()) oldest = out.queue.front();
@@ -247,8 +248,8 @@ void PointToPoint::run_background() {
       Call call;
       call.op = oldest->op_;
       Wait wait = control_.begin(call, 0, no_hooks, 0, control_.p2p_bell(control_.rank()));
-      wait.patience = std::chrono::nanoseconds(0);  // the core belongs to the computing thread
-      wait.quiet = true;                            // nobody waits for it yet
+      wait.patience = std::chrono::nanoseconds(0);  // sleep at once: the CPU belongs to the thread that computes
+      wait.quiet = true;                            // no stall reports: nobody waits for the message yet
       lock.unlock();
       await_request(wait, *oldest, [&] { return stopping_ || num_waiters_.load() > 0 || oldest->done(); });
       lock.lock();

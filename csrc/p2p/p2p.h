@@ -1,4 +1,5 @@
-// Point-to-point messages: byte rings per pair, matching by source and tag, progress by the rank that waits.
+// Point-to-point messages. They travel in rings between each pair of ranks, are matched by source and tag, and are moved
+// by the thread that waits for one, or by a background thread if none does.
 #pragma once
 
 #include <atomic>
@@ -20,7 +21,7 @@
 
 namespace phalanx {
 
-/// A send or receive on its way. Shared between the caller who waits and whoever makes progress.
+/// A send or receive in flight. Shared between the caller, who waits, and the thread that moves its data.
 class Request : public Work {
  public:
   using Work::Work;
@@ -29,12 +30,12 @@ class Request : public Work {
 
  private:
   friend class PointToPoint;
-  std::atomic<int> peer_{-1};  // -1: receive from any source, until matched, perhaps by another thread
+  std::atomic<int> peer_{-1};  // -1: a receive from any source that no message has met yet; any thread may set it
   std::int64_t tag_ = 0;
-  std::uint64_t number_ = 0;  // of a receive, in the order of posting
+  std::uint64_t number_ = 0;  // of receives: the order in which they were posted
   Items items_{};
   std::byte* data_ = nullptr;
-  std::size_t moved_ = 0;  // bytes
+  std::size_t moved_ = 0;  // bytes so far
   std::string site_;
 };
 
@@ -44,38 +45,38 @@ class PointToPoint {
   ~PointToPoint();
 
   /// Start a message (`op` is kSend or kRecv; a receive from `peer` -1 takes any source). `data` must live until the
-  /// request is done. `site`: of a receive, the line of the call.
+  /// request is done. `site`: the line of the call, needed only for a receive, whose errors show it.
   std::shared_ptr<Request> post(Op op, void* data, Items items, int peer, std::int64_t tag, std::string site);
-  /// Send or receive a message, and return once it is done. Returns the peer.
+  /// Send or receive a message, and return when it is done. Returns the peer's rank.
   int run(Op op, void* data, Items items, int peer, std::int64_t tag, Hooks& hooks);
-  /// Wait for the request, making progress meanwhile; throws what it failed with.
+  /// Wait for the request, making progress meanwhile; throws the request's failure.
   void wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
-  /// Wait for `timeout_s` at most, after which the request goes on; false if it is not done. Throws what it failed with.
+  /// Wait for `timeout_s` at most. Returns whether the request is done; if not, it goes on. Throws the request's failure.
   bool wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
-  /// Take back a receive that no message has met yet; false if one has. It is done then, and has failed.
+  /// Take back a receive; it then fails and is done. Returns false, and does nothing, if a message has already met it.
   bool cancel(const std::shared_ptr<Request>& request);
   /// Stop the background thread. Unfinished requests fail.
   void stop();
 
  private:
-  /// A message that arrived before its receive was posted, because another one was wanted first.
+  /// A message that came before its receive was posted: it was taken to reach a later one that was wanted.
   struct Unexpected {
     Fragment head;
     std::vector<std::byte> data;
     std::size_t arrived = 0;
   };
-  /// What the fragments that come from one rank belong to.
+  /// The state of the channel from one rank, and the message that its next fragments belong to.
   struct Incoming {
     Channel* channel = nullptr;
     std::uint64_t num_taken = 0, position = 0;  // records; where the next fragment begins in the byte ring
-    std::shared_ptr<Request> into;              // a posted receive, or
-    std::shared_ptr<Unexpected> held;           // a message nobody wants yet
+    std::shared_ptr<Request> into;              // the message goes into this receive,
+    std::shared_ptr<Unexpected> held;           // or is kept here, because no receive wants it yet
     std::map<std::int64_t, std::deque<std::shared_ptr<Unexpected>>> unexpected;  // by tag, none empty
   };
   struct Outgoing {
     Channel* channel = nullptr;
     std::uint64_t num_sent = 0, position = 0;           // records; where the next fragment goes in the byte ring
-    std::uint64_t num_taken = 0, bytes_taken = 0;  // as far as this rank has looked
+    std::uint64_t num_taken = 0, bytes_taken = 0;  // the receiver's, when this rank last read them
     std::deque<std::shared_ptr<Request>> queue;
   };
 
@@ -108,17 +109,17 @@ class PointToPoint {
   std::vector<Outgoing> outgoing_;  // by destination
   std::vector<Incoming> incoming_;  // by source
   std::map<std::uint64_t, std::shared_ptr<Request>> posted_;            // receives, in order
-  std::set<std::tuple<int, std::int64_t, std::uint64_t>> by_source_tag_;  // the same: source, tag, number
+  std::set<std::tuple<int, std::int64_t, std::uint64_t>> by_source_tag_;  // those of `posted_`: source, tag, number
   std::uint64_t num_posted_ = 0;
   std::map<std::uint64_t, Mapping> mapped_;     // channels by offset
   int next_source_ = 0;
 
-  // The background thread moves what nobody waits for: an isend whose rank computes on.
+  // The background thread moves messages for which nobody waits, such as an isend whose rank goes on computing.
   std::thread thread_;
   std::condition_variable changed_;
   std::atomic<int> num_waiters_{0};
   std::atomic<bool> stopping_{false};
-  bool idle_ = false;  // the background thread sleeps until it is called
+  bool idle_ = false;  // the background thread sleeps until it is notified
 };
 
 }  // namespace phalanx

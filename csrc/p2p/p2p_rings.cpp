@@ -1,4 +1,5 @@
-// The transport of messages: fragments in the ring of each pair of ranks, matched to the receive that they belong to.
+// The transport of messages: cuts them into fragments, passes these through the rings of each pair of ranks, and matches
+// them to receives.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -27,7 +28,7 @@ void from_ring(const Channel& channel, std::uint64_t position, std::byte* to, st
   if (bytes > first) std::memcpy(to + first, channel.ring, bytes - first);
 }
 
-/// How far a fragment of `bytes` moves the position in the byte ring: its record holds a small one.
+/// The bytes of the byte ring that a fragment takes; 0 if it is small enough for its record.
 std::uint64_t stride_of(std::size_t bytes) { return bytes <= Record::kInline ? 0 : align_up(bytes, kCacheLine); }
 
 }  // namespace
@@ -42,9 +43,9 @@ Channel* PointToPoint::open(int src, int dst, bool create) {
     } catch (const std::bad_alloc&) {
       Failure failure = control_.failure(FailureKind::kNoMemory, Op::kSend, "");
       failure.size_bytes = sizeof(Channel);
-      throw control_.end(std::move(failure));  // the receiver waits: it must be told
+      throw control_.end(std::move(failure));  // ends the group, because the receiver may already wait
     }
-    cell.store(offset, std::memory_order_release);  // only the sender writes its cells; pairs with the load above
+    cell.store(offset, std::memory_order_release);  // pairs with the load above; only the sender writes this cell
   }
   Mapping& mapping = mapped_[offset];
   if (!mapping) mapping = control_.segment().map(offset, align_up(sizeof(Channel), kPage));
@@ -86,7 +87,7 @@ bool PointToPoint::has_room(Outgoing& out, std::size_t bytes) {
   return fits();
 }
 
-/// Move what fits into the rings to `dst`.
+/// Moves as many fragments to `dst` as its rings have room for.
 bool PointToPoint::push(int dst) {
   Outgoing& out = outgoing_[dst];
   if (out.channel == nullptr) out.channel = open(control_.rank(), dst, true);
@@ -119,7 +120,7 @@ bool PointToPoint::push(int dst) {
   return moved;
 }
 
-/// Take records from the rings of `src` while somebody wants them.
+/// Takes fragments that came from `src`, as long as a receive wants one.
 bool PointToPoint::pull(int src) {
   Incoming& in = incoming_[src];
   if (in.channel == nullptr) in.channel = open(src, control_.rank(), false);
@@ -131,7 +132,7 @@ bool PointToPoint::pull(int src) {
     if (record.number.load(std::memory_order_acquire) != in.num_taken + 1) break;
     deliver(in, src, record);
     in.position += stride_of(record.fragment.fragment_bytes);
-    // RELEASE: what was copied out may be overwritten; pairs with the sender's ACQUIRE in has_room().
+    // RELEASE: lets the sender overwrite what was copied out; pairs with its ACQUIRE in has_room().
     channel.bytes_taken.store(in.position, std::memory_order_release);
     channel.num_taken.store(++in.num_taken, std::memory_order_release);
     if (has_sleepers(control_.p2p_bell(src))) ring(control_.p2p_bell(src));
@@ -169,13 +170,13 @@ void PointToPoint::check_fits(Request& request, int src, const Fragment& head) {
   throw control_.end(std::move(failure));
 }
 
-/// Decide where the message that begins with `head` goes.
+/// Decides where the message goes whose first fragment is `head`.
 void PointToPoint::begin_message(Incoming& in, int src, const Fragment& head) {
   if ((in.into = match(src, head))) {
     check_fits(*in.into, src, head);
     return;
   }
-  // Somebody wants a later message of this source: keep this one for its receive.
+  // A receive wants a later message of this source: keep this one until its own receive is posted.
   in.held = std::make_shared<Unexpected>();
   in.held->head = head;
   in.held->data.resize(head.message_bytes);
@@ -212,7 +213,7 @@ bool PointToPoint::take_unexpected(int src, const std::shared_ptr<Request>& requ
   check_fits(*request, src, message->head);
   std::copy_n(message->data.begin(), message->arrived, request->data_);
   request->moved_ = message->arrived;
-  if (in.held == message) {  // its rest is still on the way
+  if (in.held == message) {  // the rest of it has not come yet
     in.held = nullptr;
     in.into = request;
   }
@@ -220,14 +221,14 @@ bool PointToPoint::take_unexpected(int src, const std::shared_ptr<Request>& requ
   return true;
 }
 
-/// Number of the first receive that was posted for `src` (-1: for any source) and `tag`; the largest if there is none.
+/// Number of the first receive posted for `src` (-1: for any source) and `tag`; the largest number if there is none.
 std::uint64_t PointToPoint::first_posted(int src, std::int64_t tag) const {
   const auto found = by_source_tag_.lower_bound({src, tag, 0});
   if (found == by_source_tag_.end() || std::get<0>(*found) != src || std::get<1>(*found) != tag) return UINT64_MAX;
   return std::get<2>(*found);
 }
 
-/// Take a receive out of those that wait for a message.
+/// Removes a receive from those that wait for a message.
 void PointToPoint::withdraw(const Request& request) {
   by_source_tag_.erase({request.peer_, request.tag_, request.number_});
   posted_.erase(request.number_);

@@ -22,17 +22,17 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr std::size_t kLeastBytes = 1 << 20;  // smaller blocks stay with glibc, which keeps them anyway
-constexpr milliseconds kWindow{10'000};       // longer than most steps
+constexpr std::size_t kLeastBytes = 1 << 20;  // smaller blocks are left to glibc, which keeps freed ones anyway
+constexpr milliseconds kWindow{10'000};       // longer than most training steps
 constexpr milliseconds kShortest{50}, kLongest{500};  // between two looks of the thread
-constexpr std::uint64_t kFastest = 20ull << 30;       // bytes a second: more than the ranks of a host can fill
-constexpr std::uint64_t kInOneLook = 512 << 20;       // what they can fill in the shortest pause
+constexpr std::uint64_t kFastest = 20ull << 30;       // bytes per second: more than all ranks of a host can fill
+constexpr std::uint64_t kInOneLook = 512 << 20;       // bytes that they can fill during the shortest pause
 const char* const kThread = "rank-memory";
 
-/// What is left below a limit of memory.
+/// How much memory is left below a limit, in bytes.
 struct Headroom {
   std::uint64_t limit = 0, left = 0;
-  /// Whether so little is left that kept memory could be what exceeds the limit.
+  /// Whether so little is left that the `kept` bytes of the pool could make the process exceed the limit.
   bool is_short(std::uint64_t kept) const { return left < std::max(limit / 8, std::min(kept, kInOneLook)); }
 };
 
@@ -55,7 +55,7 @@ std::optional<Headroom> headroom_of_host() {
   return Headroom{*total << 10, *left << 10};
 }
 
-/// One for the process, never destroyed: tensors live until its end.
+/// The block pool. A process has one and never destroys it, because tensors live until its end.
 class BlockPool {
  public:
   BlockPool(std::size_t reach, bool huge_pages, std::vector<Limit> limits)
@@ -68,7 +68,7 @@ class BlockPool {
     if (!keeps_) return nullptr;
     if (!has_thread_) start_thread();
     if (const std::size_t growth = blocks_.growth(bytes)) {
-      if (growth >= budget_) look();  // every growth looks at the limits often enough
+      if (growth >= budget_) look();  // a growing pool looks at the limits before it could exceed one
       if (!keeps_) return nullptr;
       budget_ -= std::min(growth, budget_);
     }
@@ -88,14 +88,15 @@ class BlockPool {
 
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
-  /// In a forked child, which has none of its parent's threads.
+  /// Called in a forked child, which has none of its parent's threads.
   void begin_anew() {
     has_thread_ = false;
     unlock();
   }
 
  private:
-  /// Look at the limits, stop keeping if one is near, and set what may grow before the next look.
+  /// Looks at the limits. If one is near, gives all kept memory back for good; otherwise sets how much the pool may grow
+  /// before the next look.
   void look() {
     std::uint64_t least = kFastest;
     const auto check = [&](const std::optional<Headroom>& room, const std::string& file) {
@@ -127,7 +128,7 @@ class BlockPool {
       return nullptr;
     };
     if (pthread_create(&thread, nullptr, run, this) == 0) {
-      pthread_setname_np(thread, kThread);  // here, so that whoever looks after this call finds its name
+      pthread_setname_np(thread, kThread);  // not in the thread itself, so that it has its name when this call returns
       pthread_detach(thread);
       has_thread_ = true;
     } else {
@@ -138,7 +139,7 @@ class BlockPool {
     window_began_ = Clock::now();
   }
 
-  /// Watch the limits while this process is idle: other ranks may need the memory.
+  /// The thread: watches the limits even while this process is idle, because other ranks may need the memory.
   void watch() {
     std::unique_lock lock(mutex_);
     while (keeps_) {
@@ -165,7 +166,7 @@ class BlockPool {
   Clock::time_point window_began_;
 };
 
-// Set before anything calls the functions below, and never again.
+// Set once, before anything calls the functions below.
 BlockPool* g_pool = nullptr;
 
 int allocate(void** block, std::size_t alignment, std::size_t bytes) noexcept {
@@ -190,7 +191,7 @@ void release(void* block) noexcept {
 bool start_block_pool(std::uint64_t reach, bool huge_pages, std::vector<Limit> limits) {
   if (g_pool) return true;
   g_pool = new BlockPool(reach, huge_pages, std::move(limits));
-  // torch's library of allocators frees what it allocates.
+  // The library that allocates torch's CPU tensors also frees them.
   const std::array<Replacement, 2> replacements{
       {{"free", reinterpret_cast<void*>(&release)}, {"posix_memalign", reinterpret_cast<void*>(&allocate)}}};
   if (!interpose("libc10.so", replacements)) {

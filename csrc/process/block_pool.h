@@ -1,11 +1,11 @@
 // The block pool of a process: it keeps the large blocks that torch frees, as long as memory is plentiful.
 //
-// Every process looks at the host and at each cgroup with a limit above it, version 1 or 2: before its pool grows by
-// more than an eighth of what was left at the last look, and in a thread that wakes every 0.05 to 0.5 s, more often
-// the less is left, because an idle rank may keep what another one needs. When less is left than an eighth of a limit,
-// or than the process keeps (512 MiB at most), it gives everything back and leaves all further blocks to glibc. A
-// limit or usage file that exists and can't be read counts as a limit that is near. memory.high counts like
-// memory.max. The thread starts with the first large block.
+// Each process compares usage with the limits of the host and of every cgroup above it (version 1 or 2). It does so
+// before its pool grows by more than an eighth of what was left last time, and in a thread, because an idle rank may keep
+// memory that another one needs. The thread starts with the first large block and wakes every 0.05 to 0.5 s, more often
+// the less is left. When less is left than an eighth of a limit, or less than the pool keeps (counted up to 512 MiB), the
+// pool gives everything back and leaves all further blocks to glibc. A limit or usage file that exists but can't be read
+// counts as a limit that is near. memory.high counts like memory.max.
 #pragma once
 
 #include <cstdint>
@@ -14,23 +14,24 @@
 
 namespace phalanx {
 
-/// A limit of memory, and the files in which the kernel tells how much of it is used.
+/// A memory limit, and the files in which the kernel tells how much of it is used.
 struct Limit {
   std::uint64_t bytes = 0;
-  std::string used;   // file of one number
+  std::string used;   // file with one number, the usage in bytes
   std::string stat;   // file of lines, each a name and a number
-  std::string cache;  // name of the line with what can be dropped
+  std::string cache;  // name of the line in `stat` that counts cache, which the kernel can drop
 };
 
 struct BlockPoolState {
-  bool keeps = false;  // false: not started, or stopped
-  std::string why;     // it was stopped
-  std::uint64_t resident = 0, unused = 0;  // bytes
+  bool keeps = false;  // false: the pool was not started, or has stopped
+  std::string why;     // why it has stopped
+  std::uint64_t resident = 0, unused = 0;  // bytes: all of the pool, and those that no tensor uses
 };
 
-/// Have large blocks of torch's tensors come from a pool and go back to it, until a limit comes near.
+/// Take the large blocks of torch's CPU tensors from a pool, until a limit comes near.
 ///
-/// Returns false if this torch allocates in a way that is not known. Only the first call of a process counts.
+/// `reach`: bytes of addresses to reserve. Returns false if this torch allocates in an unknown way. After the first call
+/// that succeeds, further calls change nothing.
 bool start_block_pool(std::uint64_t reach, bool huge_pages, std::vector<Limit> limits);
 
 BlockPoolState block_pool();

@@ -60,7 +60,7 @@ void* Blocks::take(std::size_t bytes) {
 
 void Blocks::put(void* block) {
   const auto found = taken_.find(static_cast<std::size_t>(static_cast<std::byte*>(block) - base_) / kUnit);
-  if (found == taken_.end()) std::abort();  // freed twice, as glibc's own malloc treats it
+  if (found == taken_.end()) std::abort();  // freed twice; glibc's malloc aborts, too
   std::size_t start = found->first, length = found->second;
   taken_.erase(found);
   live_ -= length;
@@ -100,18 +100,18 @@ std::size_t Blocks::num_untouched(std::size_t start, std::size_t length) const {
   return static_cast<std::size_t>(std::count(&touched_[start], &touched_[start] + length, 0));
 }
 
-/// How many units more are resident than may be.
+/// By how many units the resident memory exceeds its bound.
 std::size_t Blocks::num_excess() const {
   const std::size_t peak = std::max(peak_, last_peak_), most = peak + peak / 8;
   return resident_ > most ? resident_ - most : 0;
 }
 
-/// Give back at least so many bytes of free pages, if there are as many: those of the longest spans first.
+/// Gives back at least `bytes` of free pages, or all if there are fewer. The longest spans go first.
 void Blocks::give_back(std::size_t bytes) {
   std::size_t missing = (bytes + kUnit - 1) / kUnit;
   for (auto span = by_length_.rbegin(); missing && span != by_length_.rend(); ++span) {
     const auto [length, start] = *span;
-    // Huge page by huge page, from its end, because blocks are taken from the front.
+    // One huge page at a time, from the end of the span, because blocks are taken from its front.
     for (std::size_t end = std::min(start + length, top_); missing && end > start;) {
       const std::size_t num = std::min(end - start, (end - 1) % (kHugePage / kUnit) + 1);
       end -= num;

@@ -1,5 +1,4 @@
-// Large blocks of memory that are kept when they are freed: the next step finds their pages there, and needs no new
-// ones.
+// Keeps large blocks of memory when they are freed, so that the next step reuses their pages.
 //
 // A training step frees its activations and gradients, and the next step allocates them again. glibc maps and unmaps
 // every block of more than 32 MiB and shrinks its heap in between, so the kernel clears the same pages in every step;
@@ -7,16 +6,16 @@
 // bench-step` measures the gain.
 //
 // The pool is one range of addresses, in huge pages where the kernel has them. A block is the best fit among the free
-// spans, in units of 64 KiB; free neighbours become one span. The bound does not depend on luck: resident memory never
-// exceeds 9/8 of the most that tensors needed at once, in this window of 10 s or the one before. Where a block needs
-// new pages, free ones elsewhere are given back first; after an evaluation with larger batches, the rest goes after
-// two windows. A tighter bound makes a model whose blocks differ much in size, like the large CNN of the bench, give
+// spans, in units of 64 KiB; free neighbours become one span. However the pool is fragmented, resident memory never
+// exceeds 9/8 of the most that tensors needed at once in this window of 10 s or the one before: if a block needs new
+// pages beyond that, free ones elsewhere are given back first. So what only a larger evaluation needed is gone after two
+// windows. With a tighter bound, a model whose blocks differ much in size, like the large CNN of the bench, would give
 // pages back and fault them in again in every step.
 //
 // Why not glibc's settings: with GLIBC_TUNABLES that forbid mmap and trimming, steps are as fast, but the heap grows
-// without a bound, probably because posix_memalign leaves a small rest beside each block, small objects move in, and
-// the hole is then too small for the next block of the same size. THP_MEM_ALLOC_ENABLE alone still faults in every
-// huge page anew. Neither can be ended for a block that is in use.
+// without a bound. Probably posix_memalign leaves a small rest beside each block, small objects move in, and the hole is
+// then too small for the next block of the same size. THP_MEM_ALLOC_ENABLE alone still faults in every huge page anew in
+// each step.
 //
 // Why not another allocator: milliseconds per step on two shared cores, other libraries preloaded under plain python,
 // in turn with phalanx run (python -m bench.step --ranks 1 --only "MLP of 17 M,large CNN,small GPT" --allocators
@@ -27,8 +26,8 @@
 //     large CNN               848            825             469     680           476
 //     small GPT               322            222             185     225           176
 //
-// Their peak memory is between 0.95 and 1.05 of ours. None is clearly faster, so none is advised; one that is
-// preloaded is left alone.
+// Their peak memory is between 0.95 and 1.05 of ours. None is clearly faster, so none is advised. If a user preloads one,
+// Phalanx leaves it in place.
 #pragma once
 
 #include <cstddef>
@@ -41,14 +40,13 @@
 
 namespace phalanx {
 
-/// Granularity and alignment of blocks. A block loses half of it on average, and blocks share huge pages.
+/// Granularity and alignment of blocks. A block wastes half a unit on average, and small blocks share a huge page.
 constexpr std::size_t kUnit = 64 << 10;
 
 /// Allocates blocks in one range of addresses.
 ///
-/// BOUND. What is resident never exceeds 9/8 of the most that was in use at once, in this window of time or the one
-/// before, however the pool is fragmented: where a block needs new pages, free ones elsewhere are given back to the
-/// kernel first. Not thread-safe: its owner locks.
+/// BOUND. Resident memory never exceeds 9/8 of the most that was in use at once, in this window of time or the one before,
+/// however the pool is fragmented. Not thread-safe: its owner locks.
 class Blocks {
  public:
   /// Reserve `reach` bytes of addresses, none of which is resident yet.
@@ -60,22 +58,22 @@ class Blocks {
   bool has(const void* block) const noexcept {
     return static_cast<std::size_t>(static_cast<const std::byte*>(block) - base_) < reach_;
   }
-  /// How many bytes a block of this size would add to what is resident.
+  /// By how many bytes a block of this size would increase the resident memory.
   std::size_t growth(std::size_t bytes) const;
   /// A block aligned to `kUnit`, its content undefined; null if the range is full.
   void* take(std::size_t bytes);
   void put(void* block);
-  /// Begin another window of time, and give back what neither the last nor the one before has needed.
+  /// Begin another window of time, and give back what exceeds the bound then.
   void next_window();
   /// Give back every free page.
   void trim() { give_back(kept()); }
 
   std::size_t resident() const { return resident_ * kUnit; }
-  /// Resident bytes that nobody uses.
+  /// The number of resident bytes in free spans.
   std::size_t kept() const { return (resident_ - live_) * kUnit; }
 
  private:
-  // All in units, from here on.
+  // From here on, all numbers count units.
   using Spans = std::map<std::size_t, std::size_t>;  // length by start
   void add_free(std::size_t start, std::size_t length);
   void remove_free(Spans::iterator span);
@@ -86,11 +84,11 @@ class Blocks {
   const std::size_t reach_;
   std::byte* base_;
   std::size_t live_ = 0, resident_ = 0;
-  std::size_t top_ = 0;  // nothing from here on was ever touched
-  std::size_t peak_ = 0, last_peak_ = 0;              // of live_, in this window and the one before
+  std::size_t top_ = 0;  // units from this one on have never been touched
+  std::size_t peak_ = 0, last_peak_ = 0;              // the maxima of live_ in this window and the one before
   std::unique_ptr<std::uint8_t[], void (*)(void*)> touched_;  // for each unit, whether it is resident
   Spans free_;
-  std::set<std::pair<std::size_t, std::size_t>> by_length_;   // the same: length and start
+  std::set<std::pair<std::size_t, std::size_t>> by_length_;   // the free spans again: (length, start)
   std::unordered_map<std::size_t, std::size_t> taken_;        // length by start
 };
 

@@ -67,7 +67,7 @@ struct Search {
   std::function<bool(const dl_phdr_info&)> is_wanted;
   std::span<const Replacement> replacements;
   std::vector<Slot> slots;
-  std::size_t num_found = 0;  // replacements that have a slot
+  std::size_t num_found = 0;  // replacements for which a slot was found
 };
 
 int search(dl_phdr_info* library, std::size_t, void* data) {
@@ -92,7 +92,7 @@ int search(dl_phdr_info* library, std::size_t, void* data) {
   return 1;
 }
 
-/// Whether the pages of these addresses can be written, as the dynamic loader has left them.
+/// Makes the pages of these slots writable, which the dynamic loader may have protected; false if that is refused.
 bool make_writable(std::span<const Slot> slots) {
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   for (const auto& [slot, function] : slots) {

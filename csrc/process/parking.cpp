@@ -12,7 +12,7 @@
 namespace phalanx {
 namespace {
 
-// Set before anything calls the function below, and never again.
+// Set once, before anything calls the function below.
 int (*g_is_finalizing)() = nullptr;
 
 /// Replaces pthread_exit(), which CPython calls to end a thread.

@@ -11,9 +11,9 @@
 namespace phalanx {
 namespace {
 
-constexpr int kSignals = 65;  // the kernel's, from 1 on
+constexpr int kSignals = 65;  // signals have the numbers 1 to 64
 
-// Set before the handler is; a fork has its own.
+// Set before the handler is installed.
 std::array<struct sigaction, kSignals> g_before;
 volatile pid_t g_owner = 0, g_self = 0;
 
@@ -24,12 +24,12 @@ void pass_on(int sig, siginfo_t* info, void* context) {
   if (before.sa_handler == SIG_IGN) return;
   if (before.sa_handler != SIG_DFL) return before.sa_handler(sig);
   sigaction(sig, &before, nullptr);
-  raise(sig);  // held back until this handler returns
+  raise(sig);  // blocked until this handler returns
 }
 
 void hear(int sig, siginfo_t* info, void* context) {
   const int errno_before = errno;
-  const bool has_sender = info->si_code <= 0;  // a process, and not the kernel for a terminal
+  const bool has_sender = info->si_code <= 0;  // sent by a process; a terminal's Ctrl-C comes from the kernel
   const bool is_obeyed = has_sender && (info->si_pid == g_owner || info->si_pid == g_self);
   const bool is_on_its_own = getpid() != g_self || (kill(g_owner, 0) != 0 && errno == ESRCH);
   if (is_obeyed || is_on_its_own) pass_on(sig, info, context);

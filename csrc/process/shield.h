@@ -1,4 +1,4 @@
-// Shields a process that works for another one from signals that are meant for its owner.
+// Makes a process that works for another one, its owner, ignore signals that are meant for the owner, such as Ctrl-C.
 #pragma once
 
 #include <sys/types.h>
@@ -7,10 +7,10 @@
 
 namespace phalanx {
 
-/// From now on this process obeys these signals from `owner` and from itself alone; from anybody once `owner` has ended.
+/// From now on, ignore these signals unless `owner` or this process sends them, or `owner` has ended.
 ///
-/// A signal that it obeys has the effect that it had before this call. Its forked children obey everybody, as before.
-/// A terminal counts as neither sender. Throws std::system_error.
+/// A signal that is not ignored has the effect that it had before this call. Signals from a terminal are ignored. Forked
+/// children of this process ignore none. Throws std::system_error.
 void obey_only(pid_t owner, const std::vector<int>& signals);
 
 }  // namespace phalanx

@@ -30,7 +30,8 @@ namespace phalanx {
 namespace {
 
 
-/// Hooks of a rank that joins a group: it also looks for what the others say in the store.
+/// Hooks of a rank that joins a group: each tick also calls a Python function, which looks into the store for errors of
+/// other ranks.
 class JoinHooks : public PythonHooks {
  public:
   JoinHooks(WithoutGil& thread, nb::object& look) : PythonHooks(thread), look_(look) {}
@@ -54,9 +55,9 @@ nb::object error_object(std::exception_ptr error) {
   }
 }
 
-/// Numbers of finished operations whose futures wait to be fulfilled. One for the process, read by one Python thread.
+/// A queue of the numbers of finished operations whose futures wait to be fulfilled. Python threads read it.
 ///
-/// The core owns it as Python does: a native thread that drops the last reference must not need the GIL for that.
+/// Held by shared_ptr, so that a native thread that drops the last reference needs no GIL.
 class Completions : public std::enable_shared_from_this<Completions> {
  public:
   void push(std::int64_t number) {
@@ -160,7 +161,7 @@ void bind_group(nb::module_& m) {
       },
       nb::arg("segment"), nb::arg("offset"), nb::arg("rank"), nb::arg("size"), nb::arg("name"),
       nb::arg("global_ranks"), nb::arg("timeout_s"), nb::arg("stall_s"), nb::arg("spin_us"));
-  group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq() - 1; });  // the join is none
+  group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq() - 1; });  // the join does not count
   group.def_prop_ro("spins", [](Group& g) { return g.control().spins(); });
   group.def_prop_ro("ended", [](Group& g) { return g.control().ended(); });
   group.def_prop_ro("told", [](Group& g) { return g.control().told(); }, "Whether any rank has ended it.");
@@ -177,7 +178,7 @@ void bind_group(nb::module_& m) {
   });
   group.def("abort", &Group::abort, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>());
   group.def("leave", &Group::leave, nb::arg("why") = "", nb::call_guard<nb::gil_scoped_release>());
-  // `look` is called now and then while this rank waits; what it raises ends the wait, and the group.
+  // `look` is called at intervals while this rank waits; an exception of it ends the wait, and the group.
   group.def("join", [](Group& g, double timeout_s, nb::object look) {
     WithoutGil thread;
     JoinHooks hooks(thread, look);
@@ -211,7 +212,7 @@ void bind_group(nb::module_& m) {
 }
 
 void bind_memory(nb::module_& m) {
-  // Addresses stand for blocks: for tests, a process has one pool of its own.
+  // For tests alone: a process uses the pool of start_block_pool(). Blocks are named by their addresses.
   nb::class_<Blocks>(m, "Blocks")
       .def(nb::init<std::size_t, bool>(), nb::arg("reach"), nb::arg("huge_pages"))
       .def("take", [](Blocks& self, std::size_t bytes) { return reinterpret_cast<Address>(self.take(bytes)); })
@@ -221,7 +222,7 @@ void bind_memory(nb::module_& m) {
       .def("trim", &Blocks::trim)
       .def_prop_ro("resident", &Blocks::resident)
       .def_prop_ro("kept", &Blocks::kept);
-  // Each limit: its bytes, the file that says what is used, the file of statistics, the line with the cache.
+  // The fields of each limit: see struct Limit.
   using Limits = std::vector<std::tuple<std::uint64_t, std::string, std::string, std::string>>;
   m.def("start_block_pool", [](std::uint64_t reach, bool huge_pages, const Limits& limits) {
     std::vector<Limit> known;
@@ -246,7 +247,7 @@ NB_MODULE(_core, m) {
     } catch (const Failure& failure) {
       nb::object value = to_python(failure);
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
-    } catch (const std::system_error& refused) {  // with its number, so that Python can tell what the system said
+    } catch (const std::system_error& refused) {  // becomes an OSError with its errno
       PyErr_SetObject(PyExc_OSError, nb::make_tuple(refused.code().value(), refused.what()).ptr());
     }
   });
@@ -268,7 +269,7 @@ NB_MODULE(_core, m) {
   m.def("reduces", [](int dtype, int op) {
     return find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op)) != nullptr;
   }, "True if the reduce operation has a meaning for the dtype.");
-  // Buffers of this process, in their order; `out` may be one of them.
+  // Reduces buffers of this process, in the order of `ins`; `out` may be one of them.
   m.def("reduce_buffers", [](Address out, const Addresses& ins, int dtype, int op, std::size_t count) {
     const ReduceFn reduce = find_reduce(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op));
     nb::gil_scoped_release release;

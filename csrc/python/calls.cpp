@@ -27,8 +27,8 @@ using CountList = std::vector<std::uint64_t>;
 struct Collective {
   Op op = Op::kNone;
   Items items{};
-  int kernel = 0;  // of a reduction, see ReduceOp
-  int code = -1;   // of a reduction as ranks agree on it, which tells PREMUL_SUM from SUM
+  int kernel = 0;  // of a reduction: the ReduceOp to compute
+  int code = -1;   // of a reduction: the operation on which ranks must agree; PREMUL_SUM has another code than SUM
   int root = -1;
   CountList in_counts{}, out_counts{};  // elements of each rank's block, where blocks differ
 
@@ -64,7 +64,7 @@ Op find_op(const std::string& name) {
 
 bool reduces(Op op) { return op == Op::kAllReduce || op == Op::kReduce || op == Op::kReduceScatter; }
 
-/// The number of blocks that a rank gives and gets.
+/// How many blocks a rank passes in, and how many it gets out.
 std::pair<std::size_t, std::size_t> num_blocks(Op op, std::size_t size, bool on_root) {
   switch (op) {
     case Op::kBarrier: return {0, 0};
@@ -77,7 +77,7 @@ std::pair<std::size_t, std::size_t> num_blocks(Op op, std::size_t size, bool on_
   }
 }
 
-/// Tensors of one side of a call as the blocks that ranks give or get: each of a list is one, a single one holds them all.
+/// The inputs or the outputs of a call, as blocks: each tensor of a list is one block; a single tensor holds all of them.
 class Side {
  public:
   explicit Side(std::pmr::memory_resource* room) : blocks(room), ranges(room), memories_(room) {}
@@ -109,7 +109,7 @@ class Side {
   Memories memories_;
 };
 
-/// True if what is written is apart from what is read, but for a rank's own block, which may be the same memory.
+/// True if no output overlaps another output or an input. A rank's own block may be the same memory on both sides.
 bool are_apart(Side& ins, Side& outs, std::size_t rank) {
   const bool is_gathered = ins.blocks.size() == 1;
   if (!is_gathered && outs.blocks.size() != 1) return !overlap(outs.ranges, ins.ranges);
@@ -126,8 +126,8 @@ bool are_apart(Side& ins, Side& outs, std::size_t rank) {
   return !overlap(outs.ranges, ins.ranges);
 }
 
-/// Run a blocking collective of plain tensors. Returns false, having done nothing, if a tensor needs a closer look or the
-/// call is unusual: then the caller takes the longer way, which also explains mistakes.
+/// Runs a blocking collective of plain tensors. Returns false, having done nothing, if a tensor is not plain or the call
+/// is unusual; the caller then goes through the full checks in Python, which also explain mistakes.
 bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle outputs, int root, int kernel, int code,
                Timeout timeout) {
   const Op op = kind.op;
@@ -157,7 +157,7 @@ bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle o
   return true;
 }
 
-/// The sum of squares of the first `num_squared` pieces of a result, and how many seconds this rank waited until all had come.
+/// The sum of squares of the first `num_squared` pieces of a result, and the seconds until all ranks had arrived.
 using Reduced = std::pair<double, double>;
 
 Reduced reduce_pieces(Group& g, const Collective& call, std::span<const Piece> pieces, bool with_squares, Timeout timeout) {
@@ -170,7 +170,7 @@ Reduced reduce_pieces(Group& g, const Collective& call, std::span<const Piece> p
   return {squares, waited_s};
 }
 
-/// A message in several pieces, averaged or otherwise reduced where they lie.
+/// Reduces a message that lies in several pieces, where they lie.
 Reduced all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
                           const CountList& counts, std::size_t num_squared, Timeout timeout) {
   std::vector<Piece> pieces;
@@ -179,8 +179,8 @@ Reduced all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins
   return reduce_pieces(g, call, pieces, num_squared > 0, timeout);
 }
 
-/// Average tensors and `marks` where they lie, with the squares of the former; nothing, before anything has happened, if one
-/// of them needs a closer look or their dtypes differ.
+/// Averages `tensors` and `marks` where they lie; `with_squares` adds up the squares of `tensors`. Returns nothing, having
+/// done nothing, if one of them is not plain or their dtypes differ.
 std::optional<Reduced> average_plain(Group& g, nb::handle tensors, nb::handle marks, bool with_squares, Timeout timeout) {
   std::array<std::byte, 4096> room;
   std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
@@ -200,8 +200,8 @@ std::optional<Reduced> average_plain(Group& g, nb::handle tensors, nb::handle ma
   return reduce_pieces(g, call, pieces, with_squares, timeout);
 }
 
-/// The memory of one plain tensor, or of the only one in a list, for a message with `peer`; nothing if that needs a
-/// closer look.
+/// The memory of a plain tensor, or of the only one in a list, for a message with `peer`. Nothing if it is not plain or
+/// `peer` is no other rank of the group.
 std::optional<Memory> plain_message(Group& g, Op op, nb::handle tensor, int peer) {
   std::array<std::byte, 2 * sizeof(Memory)> room;
   std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
@@ -281,18 +281,19 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
       const Items items{static_cast<std::uint8_t>(dtype), item, count};
       return post(g, op, Memory{static_cast<std::byte*>(pointer(data)), items, 1}, peer, tag, std::move(site));
     });
-    // The same for a plain tensor; None if it needs a closer look, the peer's rank if the message is over already.
+    // The same for a plain tensor. Returns None, having done nothing, if it is not plain; the peer's rank if the message is
+    // already over; otherwise the request.
     group.def(op == Op::kSend ? "send_plain" : "recv_plain",
               [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> nb::object {
       const auto memory = plain_message(g, op, tensor, peer);
       if (!memory) return nb::none();
-      // Only a receive can find that a message is not the one that it was called for, and tells where that was.
+      // Only a receive needs its line: its error shows it if the message has another size or dtype.
       std::string site = op == Op::kRecv ? nb::cast<std::string>((*g_call_site)()) : "";
       const auto request = post(g, op, *memory, peer, tag, std::move(site));
       if (request->done() && !request->error()) return nb::int_(request->source());
       return nb::cast(request);
     }, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"));
-    // The same, over when it returns; the peer's rank.
+    // The same, but blocks until the message is over. Returns the peer's rank.
     group.def(op == Op::kSend ? "send_now" : "recv_now",
               [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> std::optional<int> {
       const auto memory = plain_message(g, op, tensor, peer);

@@ -1,4 +1,4 @@
-// How Python calls the core: its signals, its lock, and what an error of the system means to a group.
+// What every call from Python needs: signal handling, the GIL, and what an error of the system means to a group.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -22,13 +22,13 @@ namespace phalanx {
 
 namespace nb = nanobind;
 
-// Returns the line of a call. Set once by configure(); leaked on purpose, the interpreter may be gone when statics are
-// destroyed.
+// A Python function that returns the line of the current call. Set once by configure(). Leaked on purpose: the
+// interpreter may be gone when statics are destroyed.
 inline nb::object* g_call_site = nullptr;
-// Returns how the file of a code object is shown, "" for those that are not the user's.
+// A Python function that returns the file of a code object as messages show it, "" if the file is not the user's.
 inline nb::object* g_shown_file = nullptr;
 
-/// A thread that came from Python is without the GIL for as long as this lives.
+/// While it lives, the thread, which came from Python, does not hold the GIL.
 class WithoutGil {
  public:
   WithoutGil() : thread_(PyEval_SaveThread()) {}
@@ -36,8 +36,8 @@ class WithoutGil {
   WithoutGil& operator=(const WithoutGil&) = delete;
   ~WithoutGil() { PyEval_RestoreThread(thread_); }  // never returns in an interpreter that ends, see parking.h
 
-  /// Run `body` with the GIL. By the state that the thread had: nb::gil_scoped_acquire looks for one, and reads freed
-  /// memory where the interpreter is gone and the process has yet to end.
+  /// Run `body` with the GIL, taken with the thread's own state. nb::gil_scoped_acquire would search for that state, and
+  /// read freed memory if the interpreter is gone but the process has not ended yet.
   template <class Body>
   decltype(auto) with_gil(Body&& body) {
     PyEval_RestoreThread(thread_);
@@ -68,14 +68,14 @@ class PythonHooks : public Hooks {
       try {
         return nb::cast<std::string>((*g_call_site)());
       } catch (const nb::python_error& error) {
-        // An error message without a line is better than an error about the line. But Python handles signals while it
-        // looks for the line, and what a handler raises is the user's.
+        // Too deep a recursion leaves the message without a line. Any other exception was raised by a signal handler while
+        // Python looked for the line; it is the user's, and is thrown by raise().
         if (!error.matches(PyExc_RecursionError)) raised_ = std::current_exception();
         return {};
       }
     });
   }
-  /// Throw what a signal handler raised in site(), if it was not thrown yet.
+  /// Throw what a signal handler raised during site(), unless that was done already.
   void raise() {
     if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
   }
@@ -87,7 +87,8 @@ class PythonHooks : public Hooks {
   std::exception_ptr raised_;
 };
 
-/// The line that calls, as a text of the recorder; 0 where nothing is recorded. With the GIL.
+/// The line of the user's code that made the current call, as the number of a text of the recorder; 0 if nothing is
+/// recorded. The caller holds the GIL.
 std::uint32_t recorded_site();
 
 /// Run `body` in a thread that came from Python, without the GIL.
@@ -111,17 +112,18 @@ inline void* pointer(Address address) { return reinterpret_cast<void*>(address);
 inline std::span<const void* const> inputs(const Addresses& a) { return {reinterpret_cast<const void* const*>(a.data()), a.size()}; }
 inline std::span<void* const> outputs(const Addresses& a) { return {reinterpret_cast<void* const*>(a.data()), a.size()}; }
 
-/// A time that the core's clocks can count: at most 30 years, as their 64 bits of nanoseconds overflow after 292. NaN
-/// becomes 0.
+/// Limits a time to what the core's clocks can count: 64 bits of nanoseconds overflow after 292 years, so `most` is 30.
+/// NaN and negative times become 0.
 inline double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
 
-/// Where an asynchronous call was made; none for one that blocks.
+/// The line at which an asynchronous call was made; none for a blocking call.
 using Site = std::optional<std::string>;
 
-/// torch's form of a timeout; zero or less stands for the group's.
+/// torch's form of a timeout; zero or less stands for the group's timeout.
 using Timeout = std::chrono::duration<double>;
 
-/// Run `body`. An error of the system, such as a thread that can't be had, ends the group on all ranks: they wait for us.
+/// Runs `body`. If the system refuses it something, such as a thread, the group ends on all ranks, which would otherwise
+/// wait for this one.
 template <class Body>
 decltype(auto) guarded(Group& group, Op op, Body&& body) {
   ControlBlock& control = group.control();
@@ -140,7 +142,7 @@ decltype(auto) guarded(Group& group, Op op, Body&& body) {
   }
 }
 
-/// Run `body` in the calling thread, or queue it when it comes with a site; then the CollectiveWork is returned.
+/// Without a `site`, runs `body` in the calling thread and returns null; with one, queues it and returns its work.
 template <class Body>
 std::shared_ptr<CollectiveWork> start(Group& group, Op op, const Site& site, double timeout_s, Body body) {
   auto run = [&group, op, limit_s = bounded(timeout_s), body = std::move(body)](Hooks& h) {

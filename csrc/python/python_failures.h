@@ -1,4 +1,4 @@
-// Failures on their way to Python: facts become its dictionaries, and Python makes exceptions and reports of them.
+// Passes failures to Python as dictionaries, from which Python makes exceptions and reports.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -18,7 +18,7 @@ namespace {
 
 namespace nb = nanobind;
 
-// Set once by configure(); leaked on purpose, the interpreter may be gone when statics are destroyed.
+// Python functions, set once by configure(). Leaked on purpose: the interpreter may be gone when statics are destroyed.
 nb::object* g_make_error = nullptr;
 nb::object* g_report_stall = nullptr;
 
@@ -62,7 +62,7 @@ nb::list facts_of(const std::vector<Item>& items) {
   return facts;
 }
 
-/// A failure as plain data, see from_core() of the Python side; the GIL is held.
+/// A failure as plain data, for from_core() in backend/failures/core_failures.py. The caller holds the GIL.
 nb::dict facts_of(const Failure& failure) {
   nb::dict facts;
   facts["kind"] = kind_name(failure.kind);
@@ -92,12 +92,12 @@ nb::dict facts_of(const Failure& failure) {
   return facts;
 }
 
-/// The Python exception for a failure of the core; the GIL is held.
+/// The Python exception for a failure of the core. The caller holds the GIL.
 nb::object to_python(const Failure& failure) { return (*g_make_error)(facts_of(failure)); }
 
-/// Has Python print the missing ranks. A native thread that asks for the GIL while the interpreter ends never gets it, so
-/// its last report comes before close(), which the interpreter calls first. A thread of Python's needs no lock and must
-/// not hold it: it handles signals while it prints.
+/// Has Python print the missing ranks. A native thread that asked for the GIL of an ending interpreter would never return,
+/// so close(), which is called before the end, waits for a report in progress and lets no other begin. The lock serves
+/// only native threads. A Python thread must not hold it: it may handle signals while it prints.
 class StallReports {
  public:
   void operator()(const Failure& missing, double waited_s) {
@@ -117,7 +117,7 @@ class StallReports {
   std::atomic<bool> closed_{false};
 };
 StallReports g_stall_reports;
-// A thread that the child does not have may hold the lock there for ever.
+// In a forked child, the lock may stay held for ever by a thread that exists only in the parent.
 const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] { new (&g_stall_reports) StallReports; });
 
 }  // namespace

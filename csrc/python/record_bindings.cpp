@@ -1,10 +1,9 @@
-// The black box as Python sees it, and the lines that calls come from.
+// The black box as Python sees it, and how the line of a call is found.
 //
-// The line of a call takes a walk over Python's frames, of which 3 to 6 are torch's and ours; each becomes a Python
-// object for that. Functions and instructions that were seen before are found in two small tables. Reading the frames
-// in place would cost less, but their layout changes with each Python, and a mistake there would kill a training run.
-// So a line costs up to 1 us, and every event has one: a rank that is killed while it computes must show the line of
-// the call before.
+// Every event has a line, so that a rank that is killed while it computes shows the line of its last call. Finding it
+// means walking up Python's frames, of which 3 to 6 are torch's and ours; each becomes a Python object on the way. Two
+// small tables remember functions and instructions that were seen before. So a line costs up to 1 us. Reading the frames
+// in place would cost less, but their layout changes with each Python, and a mistake would kill a training run.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -27,14 +26,14 @@ std::string shown_file(PyObject* code) {
   try {
     return nb::cast<std::string>((*g_shown_file)(nb::handle(code)));
   } catch (const nb::python_error& error) {
-    // The line is worth no error of its own. But what a signal handler raises meanwhile is the user's.
+    // Too deep a recursion only costs the line. Any other exception was raised by a signal handler and is the user's.
     if (!error.matches(PyExc_RecursionError)) throw;
     return {};
   }
 }
 
-/// Files of code objects, as they are shown; empty if they are not the user's. A code object that is known is kept, so
-/// that no other takes its address.
+/// The files of code objects as messages show them; empty if the file is not the user's. The map holds a reference to
+/// each code object, so that no other can get its address.
 using Files = std::unordered_map<PyObject*, std::string>;
 
 constexpr std::size_t kMostKnown = 4096;  // a script that runs exec() in a loop makes new ones without end
@@ -49,7 +48,7 @@ struct RecentLine {
   long instruction;
   std::uint32_t number;
 };
-// Hash tables in front of the map, without lists.
+// Small hash tables in front of the map; a new entry replaces the old one in its slot.
 RecentCode g_recent_codes[256];
 RecentLine g_recent_lines[512];
 
@@ -67,7 +66,7 @@ const std::string& file_of(PyObject* code) {
   static auto* const files = new Files;  // leaked: see g_call_site
   auto found = files->find(code);
   if (found == files->end()) {
-    std::string file = shown_file(code);  // runs Python, and so perhaps another call of this
+    std::string file = shown_file(code);  // runs Python, which may re-enter this function and change `files`
     if (files->size() >= kMostKnown) forget(*files);
     bool is_new = false;
     std::tie(found, is_new) = files->try_emplace(code, std::move(file));
@@ -77,7 +76,7 @@ const std::string& file_of(PyObject* code) {
   return found->second;
 }
 
-// The stable interface of 3.12 and later lacks two functions that 3.11 has; their attributes cost an object each.
+// The stable ABI lacks the two functions below, and so does Python before 3.11; reading attributes costs an object each.
 #if defined(Py_LIMITED_API) || PY_VERSION_HEX < 0x030b0000
 nb::object caller_of(PyFrameObject* frame) {
   static PyObject* const f_back = PyUnicode_InternFromString("f_back");
@@ -93,8 +92,8 @@ nb::object caller_of(PyFrameObject* frame) { return nb::steal(reinterpret_cast<P
 long instruction_of(PyFrameObject* frame) { return PyFrame_GetLasti(frame); }
 #endif
 
-/// The line at which a user's function is, as a text. Finding a line means decoding the table of its function: each
-/// instruction is looked up once, as long as no other takes its place here.
+/// The line that a frame of the user's executes, as the number of a text. To find it, Python decodes the line table of the
+/// function, so the results for recent instructions are kept.
 std::uint32_t line_of(Recorder& writer, PyFrameObject* frame, PyObject* code, const std::string& file) {
   const long instruction = instruction_of(frame);
   const std::uintptr_t place = reinterpret_cast<std::uintptr_t>(code) / 64 + static_cast<std::uintptr_t>(instruction);
@@ -121,7 +120,7 @@ std::uint32_t recorded_site() {
     if (!file.empty()) return line_of(*writer, raw, code.ptr(), file);
     frame = caller_of(raw);
   }
-  PyErr_Clear();  // without memory a frame can't be had; the line is worth no error
+  PyErr_Clear();  // walking up failed, for lack of memory: the event does without a line
   return 0;
 }
 
@@ -129,7 +128,7 @@ void bind_recorder(nb::module_& m) {
   m.attr("BOX_BYTES") = kBoxBytes;
   m.def("record_to", [](int fd, std::uint64_t offset, int rank, int world_size) {
     try {
-      // RELEASE: pairs with every load. A former one stays, since another thread may be in it.
+      // RELEASE pairs with every load. A former recorder is leaked, since another thread may be using it.
       g_recorder.store(new Recorder(fd, offset, rank, world_size), std::memory_order_release);
     } catch (const std::system_error& error) {
       errno = error.code().value();

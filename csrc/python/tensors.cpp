@@ -9,7 +9,7 @@
 namespace phalanx {
 namespace {
 
-// DLPack 1: dlpack.h, of which these are the parts that are needed. Their layout is stable.
+// The parts of dlpack.h (DLPack 1) that are needed here. Their layout is stable.
 struct DLDevice {
   std::int32_t type, id;
 };
@@ -32,7 +32,7 @@ struct DLPackExchangeAPI {
   void* allocate;
   void* export_managed;
   void* import_managed;
-  int (*describe)(void* tensor, DLTensor* out);  // borrows; -1 with an exception set
+  int (*describe)(void* tensor, DLTensor* out);  // takes no reference; returns -1 and sets an exception on failure
   void* current_stream;
 };
 constexpr std::int32_t kCpu = 1;
@@ -65,7 +65,7 @@ std::optional<Dtype> find_dtype(DLDataType type) {
   }
 }
 
-/// The elements, if they lie one after the other.
+/// The number of elements, if they lie one after the other.
 std::optional<std::size_t> count_in_one_piece(const DLTensor& tensor) {
   std::int64_t count = 1;
   bool in_order = true;
@@ -77,7 +77,7 @@ std::optional<std::size_t> count_in_one_piece(const DLTensor& tensor) {
   return static_cast<std::size_t>(count);
 }
 
-/// A strong reference, or nothing with the exception cleared.
+/// Owns a new reference. If it is null, clears the exception that came with it.
 class Reference {
  public:
   explicit Reference(PyObject* object) : object_(object) {
@@ -103,24 +103,25 @@ std::size_t number(PyObject* object, PyObject* method) {
   return value;
 }
 
-/// In which storage the elements at an address lie, and behind how many bytes of it. To ask a tensor for both costs more
-/// than all else that is asked of it. A weak reference: the memory of a storage that has gone may be another's.
+/// The storage in which the elements at an address lie, and their offset in it in bytes. Remembered, because asking a
+/// tensor for both costs more than all other questions together. The reference is weak, so a storage that has been freed,
+/// whose memory may now be another's, is noticed.
 struct Location {
   const void* data;
   std::size_t offset;
   PyObject* storage;
 };
-std::array<Location, 256> locations;  // by a hash of the address; a later one takes the place of an earlier
+std::array<Location, 256> locations;  // by a hash of the address; a later one replaces an earlier
 
-std::array<PyObject*, 256> strided_at;  // tensors that were strided, by a hash of the object's address; compared, never used
+std::array<PyObject*, 256> strided_at;  // addresses of objects that were strided tensors; only compared, never followed
 
-/// How many bytes a storage has from a location on.
+/// The number of bytes from a location to the end of its storage.
 std::size_t room_at(const Location& location, PyObject* storage) {
   const std::size_t size = number(storage, nbytes);
   return size - std::min(size, location.offset);
 }
 
-/// The room at an address whose storage is known; 0 if it is not.
+/// The room at an address, if `location` still describes it; otherwise 0.
 std::size_t known_room(const Location& location, const void* data) {
   if (location.storage == nullptr || location.data != data) return 0;
   PyObject* const storage = PyWeakref_GetObject(location.storage);
@@ -147,8 +148,8 @@ bool is_stored(PyObject* tensor, const void* data, const Items& items) {
 
 bool read_one(PyObject* tensor, Memories& memories) {
   if (std::find(tensor_types.begin(), tensor_types.end(), Py_TYPE(tensor)) == tensor_types.end()) return false;
-  // Asked first: torch takes milliseconds to say that a sparse tensor has no address. Where an object was strided, the
-  // next one almost always is; else torch says so, if late.
+  // The layout is checked first, because torch takes milliseconds to say that a sparse tensor has no address. If the
+  // object at this address was strided before, it almost certainly still is; if not, torch's answer merely comes late.
   PyObject*& known = strided_at[reinterpret_cast<std::uintptr_t>(tensor) / kCacheLine % strided_at.size()];
   if (known != tensor && Reference(PyObject_GetAttr(tensor, layout)).get() != strided_layout) return false;
   known = tensor;
@@ -159,7 +160,7 @@ bool read_one(PyObject* tensor, Memories& memories) {
   }
   const auto dtype = find_dtype(found.dtype);
   const auto count = count_in_one_piece(found);
-  // A tensor that stands for something else has no memory, and one of zeros that were never written has none either.
+  // Some tensors have no memory: wrappers of other tensors, and zeros that were never written.
   if (found.device.type != kCpu || !dtype || !count || (found.data == nullptr && *count != 0)) return false;
   const Items items{static_cast<std::uint8_t>(*dtype), found.dtype.bits / std::size_t{8}, *count};
   if (!denies(tensor, is_neg) || (found.dtype.code == kComplex && !denies(tensor, is_conj))) return false;
@@ -214,7 +215,7 @@ bool overlap(std::pmr::vector<Range>& writes, const std::pmr::vector<Range>& rea
   for (std::size_t i = 1; i < writes.size(); ++i)
     if (writes[i].begin < writes[i - 1].end) return true;
   return std::any_of(reads.begin(), reads.end(), [&](const Range& read) {
-    // The first that ends behind the read's begin: they are disjoint, so sorted by their ends, too.
+    // The first write that ends after the read begins. The writes are disjoint, so sorting sorts their ends, too.
     const auto next = std::upper_bound(writes.begin(), writes.end(), read.begin,
                                        [](const std::byte* begin, const Range& range) { return begin < range.end; });
     return !is_empty(read) && next != writes.end() && next->begin < read.end;

@@ -1,14 +1,14 @@
-// Where the elements of a tensor lie, asked of torch through the C functions that it offers to DLPack's consumers
-// (torch.Tensor.__dlpack_c_exchange_api__): no library of torch's is linked, so a wheel outlives torch's versions.
-// Needs the GIL.
+// Finds where the elements of a tensor lie, through the C functions that torch offers to consumers of DLPack
+// (torch.Tensor.__dlpack_c_exchange_api__). No library of torch is linked, so one wheel serves many versions of torch.
+// All functions need the GIL.
 //
-// The direct way into the core trusts addresses, so it asks first whether a tensor is plain: its class is torch's own,
-// its layout strided, its device the CPU, its elements in one piece, its dtype one that the core computes with; it is
-// neither a negative nor a conjugate view; it has an address, which tensors wrapped by torch.func or functionalization
-// lack; and its storage, which may have been resized under it, holds all elements. That takes 0.45 us per tensor.
-// Calls that come another way look at the dispatch keys: those of a dense CPU tensor and no others. Anything else goes
-// to torch's dispatcher, which unwraps it and comes back with plain tensors, or refuses. Before torch 2.14 it would
-// end up in Gloo, so there such tensors are refused.
+// The direct way into the core trusts addresses, so it first checks that a tensor is plain: its class is torch's own, its
+// layout strided, its device the CPU, its elements in one piece, its dtype one that the core computes with; it is neither
+// a negative nor a conjugate view; it has an address, which tensors wrapped by torch.func or functionalization lack; and
+// its storage, which may have been resized under it, holds all elements. That takes 0.45 us per tensor.
+// Calls that come another way check in Python that a tensor has the dispatch keys of a dense CPU tensor and no others.
+// Any other tensor goes to torch's dispatcher, which unwraps it and comes back with plain tensors, or refuses it. Before
+// torch 2.14 the dispatcher would lead to Gloo, so there such tensors are refused.
 #pragma once
 
 #include <Python.h>
@@ -31,13 +31,11 @@ struct Memory {
 };
 using Memories = std::pmr::vector<Memory>;
 
-/// Look for torch's functions. `types` are the classes that a plain tensor may have; `strided` is the layout that it must
-/// have. Until then, and if torch offers no such functions, no tensor is plain.
+/// Look up torch's functions. `types` are the classes that a plain tensor may have; `strided` is the layout that it must
+/// have. Before this call, and if torch offers no such functions, no tensor counts as plain.
 void set_tensor_types(PyObject* const* types, std::size_t num_types, PyObject* strided);
 
-/// Append the memory of a tensor, or of each in a list or tuple; false if any of them needs a closer look than this: it is
-/// no CPU tensor in one piece, its bits are not its values (a conjugate, a negative), its storage is too small for it, or its
-/// dtype has no arithmetic.
+/// Append the memory of a tensor, or of each tensor in a list or tuple. Returns false if any of them is not plain.
 bool read_plain(PyObject* tensors, Memories& memories);
 
 /// A range of bytes in memory: [begin, end).
@@ -46,7 +44,7 @@ struct Range {
   const std::byte* end;
 };
 
-/// True if a range that is written overlaps another one, or one that is read. Sorts `writes`.
+/// True if two of `writes` overlap, or one of them and one of `reads`. Sorts `writes`.
 bool overlap(std::pmr::vector<Range>& writes, const std::pmr::vector<Range>& reads);
 
 }  // namespace phalanx

@@ -65,7 +65,7 @@ CASE(jobs_run_in_the_order_of_their_calls_and_blocking_calls_behind_them) {
         });
       }
       self.group->worker().run(Op::kBarrier, 0, self.hooks, [&](Hooks& hooks) { self.collectives().barrier(Context{&hooks}); });
-      // All ranks call the same in the same order, so the barrier came last: everything before it is done.
+      // All ranks made the same calls in the same order, and the barrier came last: everything before it is done.
       CHECK(self.group->worker().drain(60));
       std::lock_guard lock(mutex);
       CHECK_EQ(finished.size(), works.size());
@@ -123,7 +123,7 @@ CASE(a_failed_job_keeps_its_failure_and_those_behind_it_fail_of_the_same) {
   });
 }
 
-/// Calls `handler` at the first look of a wait, as Python does with a signal that has come.
+/// Calls `handler` once, during a wait, as Python calls a signal handler.
 class Signalled : public Hooks {
  public:
   explicit Signalled(std::function<void()> handler) : handler_(std::move(handler)) {}

@@ -1,4 +1,4 @@
-// Every collective at sizes around every threshold, against what each rank must receive.
+// Runs every collective at sizes around every threshold, and compares with what each rank must receive.
 #include <algorithm>
 #include <complex>
 #include <cstring>
@@ -42,7 +42,7 @@ Blocks blocks_to_all(int from, int step, int size, std::size_t bytes) {
   return Blocks(std::move(blocks));
 }
 
-// The reference is private to its thread: watching it would only cost time.
+// The reference is private to its thread, so the thread sanitizer has nothing to find here and would only cost time.
 __attribute__((no_sanitize("thread"))) void add(std::uint8_t* sum, const std::uint8_t* to_add, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; ++i) sum[i] = static_cast<std::uint8_t>(sum[i] + to_add[i]);
 }
@@ -146,8 +146,8 @@ void run_sizes(const std::vector<std::size_t>& sizes, const Options& options) {
         options);
 }
 
-// A collective's threshold counts one block or the blocks for all ranks: with teams of 1, 2, 3 and 5 the sizes below
-// stand at, just under and just above each of them.
+// Some thresholds count one block, others the blocks for all ranks. With teams of 1, 2, 3 and 5, the sizes below are at,
+// just under and just above each of them.
 CASE(collectives_are_right_around_the_sizes_of_a_line_and_a_stage) {
   const std::size_t one_shot = Tuning{}.one_shot_bytes;
   std::set<std::size_t> sizes{0, 1, 9, 10, 16, 17, 24, 25, 48, 49, 1001, one_shot, one_shot + 1};
@@ -224,7 +224,7 @@ void reduce_everywhere(Rank& self, Dtype dtype) {
         if (!same_value(out[i], reference<T>(op, srcs, i)))
           fail_check(__FILE__, __LINE__, at("all_reduce", count * sizeof(T), self) + ", op " + std::to_string(code) +
                                              ": wrong at element " + std::to_string(i));
-      // The same bits on every rank, those of a NaN too.
+      // The bits must be the same on every rank, also those of a NaN.
       Blocks all(self.size, count * sizeof(T));
       self.collectives().all_gather(self.context(), out.data(), all.outs, bytes_items(count * sizeof(T)));
       for (const Bytes& theirs : all.data)
@@ -302,7 +302,7 @@ CASE(two_groups_work_at_once_from_two_threads_of_each_rank) {
 
 CASE(threads_that_share_a_group_take_turns) {
   run_ranks(2, [](Rank& self) {
-    // Which thread of a rank goes first is open, so all of them call the same.
+    // The threads of a rank run in any order, so all of them make the same call.
     in_threads(3, [&](int) {
       Hooks hooks;
       for (int i = 0; i < 50; ++i) {

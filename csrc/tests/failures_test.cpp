@@ -11,9 +11,9 @@
 namespace phalanx::tests {
 namespace {
 
-constexpr double kPromptS = 1.0;  // within a second, whatever ends the wait
+constexpr double kPromptS = 1.0;  // a wait must end within a second of its cause
 
-/// Threads that wait for each other, beside the core under test.
+/// Lets threads wait for each other without using the core, which is under test.
 class Rendezvous {
  public:
   explicit Rendezvous(int num) : missing_(num) {}
@@ -72,7 +72,7 @@ void expect_mismatch(Usual usual, Other other, const Call& usual_call, const Cal
       check_made(failure.calls[1], 1, usual_call);
       check_made(failure.calls[2], 2, other_call);
       CHECK_EQ(joined(failure.ranks), self.rank == 2 ? "0 1 " : "2 ");
-      CHECK_EQ(failure.seq, 1u);  // joining does not count
+      CHECK_EQ(failure.seq, 1u);  // the join is not counted
     });
     CHECK(seconds < kPromptS);
     const Failure after = failure_of([&] { self.collectives().barrier(self.context()); });
@@ -314,7 +314,7 @@ CASE(a_group_that_was_left_says_so) {
   run_ranks(2, [](Rank& self) {
     self.collectives().barrier(self.context());
     self.group->leave();
-    self.group->leave();  // again changes nothing
+    self.group->leave();  // a second time changes nothing
     const Failure failure = failure_of([&] { self.collectives().barrier(self.context()); });
     check_kind(failure, FailureKind::kUnusable);
     CHECK(failure.cause == nullptr);
@@ -362,8 +362,8 @@ CASE(memory_of_another_node_is_replaced_before_its_rank_uses_it) {
   segment->bring_near(offset, kPage, current_node());
   CHECK_EQ(static_cast<int>(mapping.data()[0]), 1);
   segment->bring_near(offset, kPage, current_node() + 1);
-  CHECK_EQ(static_cast<int>(mapping.data()[0]), 0);      // new pages, at the same addresses
-  CHECK_EQ(static_cast<int>(mapping.data()[kPage]), 1);  // and no others
+  CHECK_EQ(static_cast<int>(mapping.data()[0]), 0);      // a new page, at the same address
+  CHECK_EQ(static_cast<int>(mapping.data()[kPage]), 1);  // the next page was not replaced
   fill(2);
   CHECK_EQ(static_cast<int>(segment->map(offset, 2 * kPage).data()[0]), 2);
   CHECK_EQ(blocks_of(*segment), blocks);

@@ -1,4 +1,4 @@
-// The smallest harness that serves: named cases that register themselves, checks that name file and line.
+// A small test harness: named cases that register themselves, and checks that name their file and line.
 #pragma once
 
 #include <sstream>

@@ -43,7 +43,7 @@ float widen(Short<M> x) {
   return static_cast<float>(sign ? -value : value);
 }
 
-/// To nearest, ties to even.
+/// Rounds to nearest, ties to even.
 template <class T>
 T round_to(float x) {
   constexpr int M = T::kMantissa, kBias = T::kBias;
@@ -55,7 +55,7 @@ T round_to(float x) {
   const double magnitude = std::fabs(static_cast<double>(x));
   const int exponent = std::max(std::ilogb(magnitude), 1 - kBias);
   const auto steps = static_cast<unsigned>(std::nearbyint(std::ldexp(magnitude, M - exponent)));
-  // `steps` counts from zero in units of the last place; carried into the exponent it is the encoding.
+  // `steps` is the mantissa in units of the last place. Adding it to the exponent's bits carries an overflow into them.
   const unsigned encoded = static_cast<unsigned>(exponent + kBias - 1) * (1u << M) + steps;
   return {static_cast<std::uint16_t>(sign | std::min(encoded, static_cast<unsigned>(kInfinite) << M))};
 }
@@ -82,7 +82,7 @@ F combine_real(ReduceOp op, F a, F b) {
 
 template <class T>
 T combine_integer(ReduceOp op, T a, T b) {
-  // Of 64-bit arithmetic modulo 2^64 the low bits are what the narrow type wraps to.
+  // Arithmetic modulo 2^64 has the same low bits as the narrow type, which wraps.
   const auto x = static_cast<std::uint64_t>(a), y = static_cast<std::uint64_t>(b);
   switch (op) {
     case ReduceOp::kProduct: return static_cast<T>(x * y);
@@ -159,8 +159,8 @@ inline std::uint64_t mix(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// A real of any sign and of many magnitudes; now and then an odd one, on one rank only: of two different NaN either
-/// may survive an addition.
+/// A real number of any sign and many magnitudes; now and then a special one, but at each place on one rank only, because
+/// of two different NaN either may survive an addition.
 inline double real_value(std::uint64_t shared, std::uint64_t own, int rank, int num_ranks) {
   constexpr double kOdd[] = {0.0,  -0.0,  1e-40, 6e-8, 3e38, 65504, std::numeric_limits<double>::infinity(),
                              std::numeric_limits<double>::quiet_NaN()};

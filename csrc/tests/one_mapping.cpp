@@ -1,6 +1,6 @@
-// Every rank of a test maps the segment for itself, at an address of its own, as processes do. The sanitizers watch
-// addresses: they would see as many unrelated memories. So the linker sends the core's calls here (--wrap=mmap), and
-// all ranks share one mapping of a range.
+// Lets all ranks of a test share one mapping of each range of the segment. Each rank, a thread, would otherwise map it at
+// an address of its own, as processes do, and the sanitizers, which watch addresses, would not see that the memory is the
+// same. The linker sends the core's calls of mmap here (--wrap=mmap).
 #include <sys/mman.h>
 #include <sys/stat.h>
 

@@ -43,7 +43,7 @@ CASE(tags_match_out_of_order) {
         sent.push_back(self.post(Op::kSend, data[static_cast<std::size_t>(tag)].data(), sizes[tag], 1, tag));
       for (const auto& request : sent) self.wait(request);
     } else {
-      for (int tag = 4; tag >= 0; --tag) {  // the last first: all before it are held
+      for (int tag = 4; tag >= 0; --tag) {  // receives the last one first, so the others must be kept meanwhile
         Bytes got(sizes[tag], 0xee);
         self.recv(got.data(), got.size(), 0, tag);
         CHECK_EQ(got == data[static_cast<std::size_t>(tag)], true, "tag " + std::to_string(tag));
@@ -105,7 +105,7 @@ CASE(a_receive_from_any_source_waits_for_those_who_have_not_left) {
     }
     int who = -1;
     CHECK_EQ(self.recv(&who, sizeof who, -1, 0), 1);
-    // Now that both have left, nobody can send.
+    // Both peers have left, so nobody can send.
     const Failure failure = failure_of([&] { self.recv(&who, sizeof who, -1, 0); });
     CHECK_EQ(static_cast<int>(failure.kind), static_cast<int>(FailureKind::kRankLeft));
   });
@@ -211,7 +211,7 @@ CASE(messages_and_collectives_do_not_disturb_each_other) {
 }
 
 CASE(a_message_of_another_size_is_a_mismatch) {
-  for (const bool held : {false, true})  // the message is there before its receive is posted, or not
+  for (const bool held : {false, true})  // whether the message comes before its receive is posted
     run_ranks(2, [held](Rank& self) {
       Bytes data(8);
       if (self.rank == 0) {

@@ -17,9 +17,9 @@
 namespace phalanx::tests {
 
 struct Options {
-  double timeout_s = 60;  // a hang ends here; the sanitizers slow a rank down
+  double timeout_s = 60;  // ends a hang; long, because sanitizers make ranks slow
   double spin_us = 50;
-  std::vector<int> global_ranks;  // empty: 0, 1, ...
+  std::vector<int> global_ranks;  // empty stands for 0, 1, ...
   Tuning tuning{};
 };
 
@@ -89,7 +89,7 @@ void in_threads(int num_threads, Body&& body) {
       }
     });
   for (std::thread& thread : threads) thread.join();
-  for (const auto& error : errors) {  // a failed check is the cause, what its peers say is the consequence
+  for (const auto& error : errors) {  // a failed check first: the failures of its peers are consequences
     try {
       if (error) std::rethrow_exception(error);
     } catch (const CheckFailed&) {
@@ -101,7 +101,7 @@ void in_threads(int num_threads, Body&& body) {
     if (error) std::rethrow_exception(error);
 }
 
-/// Run `body(rank)` on `size` ranks, and check that they leave no memory behind.
+/// Runs `body(rank)` on `size` ranks, and checks that they leave no memory behind.
 template <class Body>
 void run_ranks(int size, Body&& body, const Options& options = {}) {
   const auto segment = Segment::create();
@@ -136,7 +136,7 @@ inline double seconds_of(const std::function<void()>& call) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-/// Bytes that tell who wrote them, in which step, at which place: a stretch of one pool of random bytes.
+/// Bytes that differ by rank, step and place: a stretch of one pool of random bytes.
 inline std::vector<std::uint8_t> patterned(int rank, int step, std::size_t bytes) {
   constexpr std::size_t kPool = std::size_t{2} << 20, kStarts = 65'521;
   static const std::vector<std::uint8_t> pool = [] {

@@ -1,4 +1,4 @@
-// The black box: what threads write at once is whole, and its clock is the kernel's.
+// The black box: events that threads write at the same time are never torn, and its clock agrees with the kernel's.
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -32,7 +32,7 @@ class Memory {
   };
   static_assert(sizeof(Seen) == sizeof(Event));
 
-  /// Events that two looks in a row agree on.
+  /// The events on which two reads in a row agree.
   std::map<std::uint64_t, Seen> events() const {
     const std::vector<Seen> first = look(), second = look();
     std::map<std::uint64_t, Seen> found;
@@ -60,7 +60,7 @@ std::uint64_t kernels_ns() {
   return static_cast<std::uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(time.tv_nsec);
 }
 
-/// All fields of an event follow from `seq`, so that parts of two would show.
+/// Checks that the event is not a mixture of two: all its fields must follow from its `seq`.
 void check_whole(const Memory::Seen& event, std::uint64_t began_ns) {
   CHECK_EQ(event.value, event.seq * 0x9e37'79b9'7f4a'7c15);
   CHECK_EQ(event.code, static_cast<std::uint16_t>(event.seq));
@@ -99,11 +99,11 @@ CASE(threads_write_events_that_are_never_torn) {
     } catch (const CheckFailed& failure) {
       torn = failure.what();
     }
-  } while (num_left.load() > 0 || num_seen <= kEvents);  // a busy machine may not let this thread look before
+  } while (num_left.load() > 0 || num_seen <= kEvents);  // on a busy machine the writers may end before the first read
   for (std::thread& thread : threads) thread.join();
   CHECK_EQ(torn, std::string());
 
-  const auto left = memory.events();  // all is quiet now: nothing is lost but what came rounds too late
+  const auto left = memory.events();  // the writers have ended: only events dropped for lateness may be missing
   CHECK(left.size() + 100 > kEvents);
   for (const auto& [number, event] : left) {
     check_whole(event, began_ns);
@@ -146,7 +146,8 @@ CASE(the_clock_is_the_kernels_to_some_microseconds) {
     if (now + 20'000 < before || now > after + 20'000) ++num_apart;
   }
   CHECK(num_looks > 100);
-  CHECK(num_apart * 50 <= num_looks);  // a thread that is stopped between its two clocks is wrong for a millisecond
+  // A thread interrupted between the two readings in TickClock is wrong until it next asks the kernel, a millisecond later.
+  CHECK(num_apart * 50 <= num_looks);
 }
 
 }  // namespace phalanx::tests

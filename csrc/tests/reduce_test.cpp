@@ -1,4 +1,4 @@
-// Reduce kernels against a plain reference, and every instruction set against the first.
+// Compares the reduce kernels with a plain reference, and every instruction set with the baseline.
 #include <algorithm>
 #include <cmath>
 #include <complex>
@@ -116,7 +116,7 @@ CASE(every_half_survives_the_detour_through_float32) {
 }
 
 CASE(halves_accumulate_in_float32) {
-  // 2048 + 1 is not a half; 2048 + 1 + 1 is, if nothing is rounded on the way.
+  // A half can't hold 2048 + 1, but it can hold 2048 + 1 + 1, which comes out only if the first sum is not rounded.
   const std::vector<std::vector<Half>> srcs{{round_to<Half>(2048)}, {round_to<Half>(1)}, {round_to<Half>(1)}};
   const void* pointers[] = {srcs[0].data(), srcs[1].data(), srcs[2].data()};
   for (const Variant& variant : variants()) {
