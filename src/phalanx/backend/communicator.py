@@ -1,10 +1,10 @@
 """Direct access to a group's operations, without torch's front end, dispatcher and works.
 
-`run_plain` is called at once, and the usual operation where that declines: the same checks, errors and order, on the
-same group. What is left out is torch's own: its front end (2 us for an all_reduce, 5 us for a gather), options, works,
-hooks, modes and the Flight Recorder. Of the time that 4 bytes take between two ranks through ``torch.distributed``, 3
-us are ours, and 0.9 us of those go into reading torch's options (``asyncOp``, ``reduceOp``, ``timeout``). ``python -m
-bench.calls`` measures this.
+Each method calls the core's `run_plain`, and the usual operation if that declines; so checks, errors and order are
+those of the group. What is left out is torch's own: its front end (2 us for an all_reduce, 5 us for a gather), options,
+works, hooks, modes and the Flight Recorder. Through ``torch.distributed``, Phalanx itself takes 3 us of an all_reduce
+of 4 bytes between two ranks, 0.9 us of which go into reading torch's options (``asyncOp``, ``reduceOp``, ``timeout``).
+``python -m bench.calls`` measures this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from phalanx.backend.types import REDUCE_NAMES, SUM_CODES
 Tensor = torch.Tensor
 _SUM = ReduceOp.SUM
 _OTHER_NAMES = {"mean": "AVG", "average": "AVG", "prod": "PRODUCT", "minimum": "MIN", "maximum": "MAX"}
-_GROUPS_OWN_S = 0.0  # stands for the group's own timeout
+_GROUPS_OWN_S = 0.0  # the value that stands for the group's own timeout
 _NO_ROOT = _ANY_SOURCE = -1
 
 
@@ -103,7 +103,7 @@ class Communicator:
             self._run(Operations.allgather, [list(output)], [input], Blocking())
 
     def reduce_scatter(self, output: Tensor, input: Tensor | Sequence[Tensor], op: Any = _SUM) -> None:
-        """Reduce the inputs of all ranks, which hold or list one block per rank; each rank receives its block."""
+        """Reduce the inputs of all ranks and give each rank its block. An input holds, or lists, one block per rank."""
         kernel, code = SUM_CODES if op is _SUM else codes_of(self._reduce_op("reduce_scatter", op))
         if self._run_plain(REDUCE_SCATTER, input, output, _NO_ROOT, kernel, code):
             return
@@ -165,20 +165,20 @@ class Communicator:
     def _run_plain(
         self, kind: Any, ins: object, outs: object, root: int = _NO_ROOT, kernel: int = 0, code: int = -1
     ) -> bool:
-        """Run a collective if the core finds nothing unusual in it; return whether it ran."""
+        """Run a collective unless the core finds something unusual in it; return whether it ran."""
         if is_profiling():
             return False
         return self._operations._core.run_plain(kind, ins, outs, root, kernel, code, _GROUPS_OWN_S)
 
     def _run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Run an operation with all checks, which explain mistakes."""
+        """Run an operation with all checks, whose errors explain mistakes."""
         return direct(method, self._operations, args)
 
     def _reduce_op(self, name: str, op: Any) -> ReduceOp:
         """Return the reduce operation that was passed to the operation `name`.
 
         Raises:
-            TypeError: It is something else, such as its name.
+            TypeError: It is something else, such as the name of an operation.
         """
         if type(op) is ReduceOp.RedOpType:
             return ReduceOp(op)
@@ -192,7 +192,7 @@ class Communicator:
         )
 
     def _no_peer(self, op: str, name: str, number: Any) -> ValueError:
-        """Return the error for a number that names no other rank of the group."""
+        """Return the error for a `number` that is not the rank of another member of the group."""
         where = self._operations.arguments(op).where()
         if number in self._ranks and op in ("send", "recv"):
             return ValueError(f"{where}: {name} must be another rank, got {number}; copy the tensor instead")

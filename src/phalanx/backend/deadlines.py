@@ -1,7 +1,6 @@
-"""Every time of the backend: how long a rank waits for something that may never happen, and how often it looks.
-
-Deadlines are upper bounds: a wait ends as soon as it succeeds. Those of operations belong to the user, see
-`phalanx._env`. No other module of the backend defines a time, so a second value for one of these names is an error.
+"""Every time limit of the backend: how long a rank waits for what may never happen, and how often it looks.
+Deadlines are upper bounds: a wait ends as soon as it succeeds. Timeouts of operations belong to the user, see
+`phalanx._env`. No other module of the backend defines a time.
 """
 
 from __future__ import annotations
@@ -11,22 +10,22 @@ from typing import Final
 # ---------------------------------------------------------------- how often a wait looks
 
 LOOK_S: Final = 0.1
-"""Pause between checks, within any wait, that it can still succeed."""
+"""Pause, in any wait, between checks whether it can still succeed."""
 
 POLL_S: Final = 0.02
-"""Pause between questions to the store, which serves all ranks."""
+"""Pause between requests to the store, which serves all ranks."""
 
 WATCH_S: Final = 0.2
-"""Pause between questions of a watcher whose engine does not report closed connections."""
+"""Pause between a watcher's requests to the store, if the engine does not report closed connections (MPI)."""
 
 CLOSING_POLL_S: Final = 0.001
-"""Pause between looks whether Gloo has closed its connections."""
+"""Pause between checks whether Gloo has closed its connections."""
 
 MPI_POLL_S: Final = 0.0001
-"""Pause between questions to MPI, which makes progress only when it is asked."""
+"""Pause between polls of MPI, which makes progress only when it is polled."""
 
 FUTURES_POLL_S: Final = 0.001
-"""Pause between looks whether callbacks of futures have run, and the time for a work to say whether it is over."""
+"""Pause between checks whether callbacks of futures have run; also the time that a work gets to tell if it is over."""
 
 # ---------------------------------------------------------------- the store
 
@@ -37,24 +36,24 @@ LOST_STORE_S: Final = 0.2
 """Time for the store to answer if the rank that serves it may be lost."""
 
 RECONNECT_S: Final = 5.0
-"""Time for one more connection to the store, which is there unless the rank that serves it has gone."""
+"""Time to open a second connection to the store; it fails only if the rank that serves the store has gone."""
 
 # ---------------------------------------------------------------- a call that waits
 
 TELL_S: Final = 1.0
-"""Time in a call before this rank tells the others that it is waiting there."""
+"""Time in a call after which this rank tells the others that it is waiting there."""
 
 ASK_WHY_S: Final = 5.0
-"""Time in a call before this rank asks ``phalanx why``; shorter waits have an end more often than a reason."""
+"""Time in a call after which this rank asks ``phalanx why``; most shorter waits simply end."""
 
 ANSWER_S: Final = 4.0
-"""Time for the process that answers, on a machine whose cores are busy; the question itself takes half a second."""
+"""Time for the process that runs ``phalanx why``: half a second, but longer on a machine whose cores are busy."""
 
 LATE_S: Final = 5.0
-"""Time beyond its deadline after which a call is over in any case."""
+"""Time after its deadline at which a call is over in any case."""
 
 FOR_EVER_S: Final = 30 * 86_400.0
-"""Time for threads that wait for whatever may arrive."""
+"""Timeout of an engine's receive that waits for any message, however long none comes."""
 
 # ---------------------------------------------------------------- a group that forms, fails or ends
 
@@ -62,23 +61,23 @@ CONNECT_S: Final = 10.0
 """Time for other hosts to accept a connection, and then for the engine to open its own."""
 
 PART_S: Final = 1.0
-"""Time for ranks whose group can't be created to read why, before rank 0 takes the store away."""
+"""Time for the other ranks to read why their group can't be created, before rank 0 ends and the store with it."""
 
 GRACE_S: Final = 0.5
-"""Time for the rank that ended a group to say why, and for the others to read it before rank 0 takes the store away."""
+"""Time for the rank that ended a group to write why, and for others to read it before the store ends with rank 0."""
 
 TABLE_S: Final = 0.2
-"""Time for all ranks in a mismatch to write their rows of the table."""
+"""Time for all ranks in a mismatch to write the calls that they made."""
 
 NOTE_S: Final = 0.3
-"""Time for news that travels separately from the end of a connection: the note of a rank that leaves, mail, the end of
-the process itself."""
+"""Time, after a connection has ended, for the news of why to arrive by another way: a note in the store, mail, the end
+of the process itself."""
 
 END_S: Final = 1.0
 """Time for something that was told to end: a running call, a thread, the engine's access to memory."""
 
 WATCHER_END_S: Final = 2.0
-"""Time for a watcher to end, which may be busy ending its group."""
+"""Time for a watcher's thread to end, which may be busy ending its group."""
 
 SETTLE_S: Final = 1.0
 """Time for callbacks of futures that are due when the interpreter ends."""
@@ -89,10 +88,10 @@ KEEPALIVE_S: Final = 1
 """Idle time after which a kernel probes a connection; the shortest that Linux allows, in whole seconds."""
 
 LEAST_SILENCE_S: Final = 0.25
-"""Shortest silence that means anything: an acknowledgement may be delayed or retransmitted."""
+"""Shortest silence that means a loss; in less time, an acknowledgement may be merely delayed or retransmitted."""
 
 MAIL_LOOK_S: Final = 0.1
-"""Time for one look into the mailbox, however many senders have connected."""
+"""Time for one read of the mailbox, however many senders have connected."""
 
 STRANGERS_S: Final = 1.0
-"""Time, over all looks into one mailbox, for senders that have connected but not finished."""
+"""Total time, over all reads of a mailbox, spent on senders that have connected but not finished."""

@@ -52,10 +52,9 @@ _core.configure(call_site, shown_file, from_core, report_core_stall)
 
 
 def _end_as_member() -> None:
-    """Keep groups that were not destroyed from leaving in order while the interpreter ends.
-
-    So a script that raises or exits early looks like what it is: its peers see the exit code, and the launcher learns
-    how far it got. Native threads run until the process is gone, so the memory that they use stays, too.
+    """Keep groups that the script did not destroy, so that the end of the interpreter does not leave them in order.
+    Then a script that raises or exits early is seen as that: its peers see the exit code, and the launcher learns how
+    far it got. Native threads run until the process is gone, so the memory that they use must stay, too.
     """
     settle_futures()
     _core.end_stall_reports()
@@ -64,7 +63,7 @@ def _end_as_member() -> None:
         core = group._operations._core
         if isinstance(core, BridgedGroup):
             core.end_threads()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # with its running operations, and their tensors
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # also keeps its running operations and their tensors
 
 
 def _serve_monitored_barrier() -> None:
@@ -88,9 +87,9 @@ def _serve_monitored_barrier() -> None:
 
 @functools.cache
 def _begin() -> None:
-    """Do what a process needs before its first group, but not when it imports this package."""
+    """Set up what a process needs from its first group on; importing this package does not need it."""
     atexit.register(_end_as_member)
-    attached.listen()  # a rank without a forker begins to listen only now
+    attached.listen()  # for a debugger; a rank that was forked by the launcher listens already
     keep_from_compiler(*CLASSES)
     if HAS_PYTHON_BACKENDS:  # before torch 2.14 some C++ calls bypass us
         count_exchanges(num_exchanges)
@@ -99,7 +98,7 @@ def _begin() -> None:
 
 
 def leave_groups(error: BaseException) -> None:
-    """Leave every group of this process because of an error, and report it to the ranks that wait for this one."""
+    """Leave every group of this process because of an error, and tell the peers the error."""
     why = class_and_message(error).partition("\n")[0]
     for group in kept_groups():
         group._operations.shutdown(why)
@@ -111,10 +110,10 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
     Args:
         options: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, name, global ranks.
         backend_options: The user's ``pg_options``: `GroupOptions`, or torch's own for another device's backend.
-        own: Name of the backend that was asked for, ``gloo`` where phalanx stands in its place.
+        own: Name of the backend that was asked for: ``gloo`` where phalanx replaces it.
 
     Returns:
-        The group; None if it asks for another backend on the CPU, and for `own` on other devices alone.
+        The group; None if the program asked for `own` only on other devices, and for another backend on the CPU.
     """
     devices = _torch.devices_of_new_group(own)
     if devices.get("cpu") != own and own == GLOO:
@@ -161,9 +160,9 @@ def build_group(
     """Join the group and return it, with a backend registered for its devices.
 
     Args:
-        displayed: Name of the backend that programs see: ``gloo`` where phalanx stands in the place of Gloo.
-        devices: Types of devices whose tensors the group takes; those of a GPU go to Gloo itself.
-        pids: Processes of this host that the group's ranks are known to be, by rank in the world.
+        displayed: Name of the backend that programs see: ``gloo`` where phalanx replaces Gloo.
+        devices: Types of devices whose tensors the group takes; tensors on a GPU go to Gloo itself.
+        pids: Process ids of members on this host, as far as they are known, by rank in the world.
     """
     _begin()
     writer.begin(global_ranks[rank], size)
@@ -186,7 +185,7 @@ def build_group(
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock would overflow
     kind = ProcessGroup.BackendType.GLOO if displayed == GLOO else ProcessGroup.BackendType.CUSTOM
     if HAS_PYTHON_BACKENDS:
-        # The debug wrapper refers only to the C++ half, and without its Python half the backend has no operations.
+        # torch's debug wrapper refers only to the C++ half of the backend; this keeps the Python half, which does all.
         group.backend = _backend(operations, store, global_ranks)
         backend: Any = group.backend
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
@@ -198,7 +197,7 @@ def build_group(
         backend.operations = operations
         group.backend = backend
         kind = ProcessGroup.BackendType.GLOO
-        # If a rank went on and ended while another is still connecting, that one would see a lost connection.
+        # All wait until all are connected: if one went on and ended before, another would see a lost connection.
         store.set(f"connected/{rank}", "")
         store.wait([f"connected/{r}" for r in range(size)], limit)
     _torch.set_default_backend(group, kind)
@@ -210,7 +209,7 @@ def build_group(
 
 
 def _backend(operations: Operations, store: Store, global_ranks: list[int]) -> Any:
-    """Return the backend that C++ callers reach, from torch 2.14 on."""
+    """Return the backend that C++ callers reach from torch 2.14 on."""
     if operations.title == GLOO:
         return _gloo_shaped()(operations, store, global_ranks)
     from phalanx.backend.torch.adapters import PhalanxBackend
@@ -240,7 +239,7 @@ def _add_devices(group: PhalanxGroup, others: dict[str, str], options: Any, back
         backend_options,
         timeout=options.timeout,
     )
-    assert isinstance(beside, ProcessGroup)  # this rank is a member
+    assert isinstance(beside, ProcessGroup)  # not a NON_GROUP_MEMBER: this rank is a member
     for device in others:
         backend = _torch.get_backend(beside, torch.device(device))
         _torch.register_backend(group, torch.device(device), c10d.Backend.backend_type_map[others[device]], backend)

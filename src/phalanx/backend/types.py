@@ -9,7 +9,7 @@ from torch.distributed import ReduceOp
 
 RedOpType: Any = ReduceOp.RedOpType
 
-# In the order of Dtype in csrc/collectives/reduce.h; the dtypes after these are only copied.
+# In the order of Dtype in csrc/collectives/reduce.h. Dtypes that are not in this list have no arithmetic here.
 _ARITHMETIC = (
     torch.float32,
     torch.float64,
@@ -27,7 +27,7 @@ _ARITHMETIC = (
     torch.complex64,
     torch.complex128,
 )
-# Several elements per byte, so that elements have no address.
+# These pack several elements into a byte, so an element has no address.
 _PACKED = {torch.quint4x2, torch.quint2x4}
 _ALL = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - _PACKED
 _ORDERED = (*_ARITHMETIC, *sorted(_ALL.difference(_ARITHMETIC), key=str))
@@ -53,8 +53,8 @@ _REDUCE_OPS = (
     RedOpType.BXOR,
 )
 REDUCE_CODES: dict[object, tuple[int, int]] = {op: (code, code) for code, op in enumerate(_REDUCE_OPS)}
-"""``operation -> (kernel, code that ranks must agree on)``."""
-# Inputs are multiplied before the sum, and the ranks must agree on that.
+"""``operation -> (kernel that computes it, code on which ranks must agree)``."""
+# The kernel is that of SUM, because each rank multiplies its input before; the code differs, so ranks notice a mix-up.
 REDUCE_CODES[RedOpType.PREMUL_SUM] = (REDUCE_CODES[RedOpType.SUM][0], len(_REDUCE_OPS))
 
 SUM_CODES = REDUCE_CODES[RedOpType.SUM]

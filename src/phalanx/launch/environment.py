@@ -1,11 +1,11 @@
 """The environment of a rank: torchrun's contract, variable by variable.
 
-Threads of OpenMP sleep while they wait only where ranks are crowded, that is, have more threads than there are CPUs or
-than a quota pays for. libgomp, which torch's wheels bring, spins for 3 ms, and less only where the threads of its own
-process are too many; it can't know the other ranks. Two ranks of two threads on two cores then take 1.5 to 2 times as
-long. Alone on its cores a rank is faster when its threads spin, so there nothing is set. The policy is read when the
-library is loaded: it is in the forker's environment, and in that of the server of `phalanx.spawn`, where the first
-call decides.
+Ranks are crowded if together they have more threads than there are CPUs, or than a cgroup quota pays for. Only then are
+OpenMP threads made to sleep while they wait. libgomp, which comes with torch's wheels, lets them spin for 3 ms, and
+shortens that only if its own process has too many threads: it can't know of other ranks. With spinning, two ranks of
+two threads on two cores take 1.5 to 2 times as long. A rank that is alone on its cores is faster if its threads spin,
+so nothing is set for it. libgomp reads the policy when it is loaded, so it must be in the environment of the forker,
+and of the server of `phalanx.spawn`, where the first call decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx import _env
 from phalanx.host.cpus import Share
 from phalanx.rendezvous.launched import Launch
 
-# MKL, OpenBLAS and numexpr obey it, too, unless their own variables are set.
+# MKL, OpenBLAS and numexpr obey this variable, too, unless their own are set.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 # Variables by which users choose how OpenMP threads wait; GOMP_ is GCC's runtime, KMP_ LLVM's and Intel's.
 WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
@@ -28,17 +28,16 @@ _BIND_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "KMP_HW_SUBSET
 
 
 def binds_threads(environ: Mapping[str, str]) -> bool:
-    """Return whether OpenMP binds threads to the CPUs of the process that loads it, which forked ranks would share."""
+    """Return whether OpenMP would bind threads to CPUs of the forker, which loads it; all ranks would share those."""
     if environ.get("OMP_PROC_BIND", "").lower() == "false" or environ.get("OMP_PLACES", "").startswith("{"):
-        return False  # numbers of CPUs mean the same in every process
+        return False  # it lists CPUs by number, which mean the same in every process
     return any(map(environ.get, _BIND_VARIABLES))
 
 
 def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
     """Return `inherited` with the size of thread pools, unless the user has set OMP_NUM_THREADS.
 
-    Where ranks are crowded, threads of OpenMP sleep while they wait, unless the user has said how they do. By default
-    they spin for milliseconds, since each runtime knows only the threads of its own process.
+    Where ranks are crowded, OpenMP threads sleep while they wait, unless the user has set how they wait.
     """
     threads = {THREADS_VARIABLE: str(share.num_threads)}
     if share.is_crowded and WAIT_VARIABLES.isdisjoint(inherited):
@@ -47,28 +46,26 @@ def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, 
 
 
 def shared_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
-    """Return what all ranks of a node have in common; what the user has set is kept.
-
-    Threads are those of `share`, since every rank has as many.
-
-    A rank writes into a pipe, so its streams are unbuffered: its last words are not lost with it. A crash in native
-    code leaves the stacks of Python's threads.
+    """Return the environment that all ranks of a node share; variables that the user has set are kept.
+    The number of threads comes from `share`, since every rank has the same. Ranks write into pipes, so their streams
+    are made unbuffered: the last words of a rank that dies are not lost. A crash in native code prints the stacks of
+    Python's threads.
     """
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    # Set by an outer launch; this launch sets its own for each rank.
+    # An outer launch may have set this one; this launch sets its own for each rank.
     inherited = {name: value for name, value in inherited.items() if name != _env.ALLOCATION_VARIABLE}
     return {**defaults, **thread_environment(inherited, share)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of the group, as the ranks of one node are told of it.
+    """One start of all ranks, with the facts that the ranks of one node are told.
 
     Attributes:
         first_rank: Rank of this node's local rank 0.
         node_rank: Number of this node among ``num_nodes``.
         restart_count: 0 for the first attempt.
-        epoch: Identity of this attempt, as `checkpoint.disk.claim.Claimant` takes it; None: it has none.
+        epoch: Identity of this attempt for `checkpoint.disk.claim.Claimant`; None: it has none.
     """
 
     world_size: int
@@ -85,18 +82,18 @@ class Attempt:
     epoch: Mapping[str, Any] | None = None
 
     def launch(self, launcher: str, notes: str, rank: int) -> dict[str, str]:
-        """Return the variable that tells a rank where this launch's notes are; empty if there are other nodes."""
+        """Return the variable that tells a rank where this launch's notes are; "" if there are other nodes."""
         if self.num_nodes > 1:
-            return {_env.LAUNCH_VARIABLE: ""}  # hides that of an outer launch
+            return {_env.LAUNCH_VARIABLE: ""}  # set, so that the value of an outer launch is not inherited
         launch = Launch(launcher, notes, rank, self.world_size, self.master_addr, self.master_port)
         return {_env.LAUNCH_VARIABLE: launch.to_text()}
 
 
 def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict[str, str]:
-    """Return the variables of one rank beside the shared environment.
+    """Return the variables of one rank, which are added to the shared environment.
 
     Args:
-        error_file: File in which ``torch.distributed.elastic``'s ``@record`` writes an exception.
+        error_file: File into which ``@record`` of ``torch.distributed.elastic`` writes an exception.
 
     Source: ``torch/distributed/elastic/agent/server/local_elastic_agent.py``.
     """
@@ -117,7 +114,7 @@ def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict
         "TORCHELASTIC_RUN_ID": attempt.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(attempt.max_restarts),
-        # Rank 0 serves the store, which is new in each attempt.
+        # Rank 0 itself serves the store, a new one in each attempt.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": error_file,
         _env.EPOCH_VARIABLE: json.dumps(attempt.epoch) if attempt.epoch else "",

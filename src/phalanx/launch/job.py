@@ -1,4 +1,4 @@
-"""A job on this node: every number known, nothing left to guess."""
+"""A job on this node, with every number decided."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Job:
 
     Attributes:
         command: Command of every rank: the interpreter with its script or module, or any program.
-        typed: Command line of the launcher as typed; empty: unknown.
+        typed: Command line of the launcher as the user typed it; empty: unknown.
         remark: Line to print about that command line; empty: none.
         preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
         head: Settings that the script makes before it imports torch; the import ahead of the script applies them.
@@ -33,7 +33,7 @@ class Job:
         is_tuned: Whether ``phalanx tune`` chose ranks, threads and memory.
         num_local_ranks: Number of ranks on this node.
         min_local_ranks: Smallest number of ranks to continue with when some can't be restarted.
-        regrow_after_s: Seconds with fewer ranks after which all are tried again; 0: never.
+        regrow_after_s: Seconds of running with fewer ranks after which all are tried again; 0: never.
         min_nodes: Smallest number of nodes.
         max_nodes: Largest number of nodes.
         node_rank: Number of this node, for the static rendezvous.
@@ -45,14 +45,14 @@ class Job:
         role: Role of the ranks, ROLE_NAME.
         master_addr: Host on which rank 0 serves the store.
         master_port: Port of the store; 0: a free one, held by the supervisor.
-        num_replicas: Number of other nodes that keep each part of a sharded state.
-        host_label: Failure domain of this node; empty: its own.
+        num_replicas: Number of other nodes that keep a copy of each part of a sharded state.
+        host_label: Name of this node's failure domain; empty: the node is a domain of its own.
         local_addr: Address of this node; empty: the one from which it reaches the others.
         max_restarts: Number of times that the ranks are restarted after a failure.
         keeps: Whether ranks that did not cause a failure may continue in the same process.
-        spares: Number of nodes beyond the largest that wait to take the place of a lost one.
+        spares: Number of nodes beyond `max_nodes` that wait to take the place of a lost one.
         drain_file: File whose appearance takes this node out of the job; empty: none.
-        drain_url: Address whose answer takes it out, see `notices`; empty: none.
+        drain_url: URL whose answer takes this node out of the job, see `notices`; empty: none.
         drains: Whether the first SIGTERM takes this node out of a job of several nodes, which continues without it.
         grace_s: Seconds between SIGTERM and SIGKILL.
         signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
@@ -102,7 +102,7 @@ class Job:
 
     @property
     def is_python(self) -> bool:
-        """Whether a rank is a script or a module, and not any program."""
+        """Whether ranks run a Python script or module, and not another program."""
         return self.command[0] == sys.executable
 
     @property
@@ -114,7 +114,7 @@ class Job:
         return int(self.rdzv_endpoint.split(",")[0].rpartition(":")[2]) if is_first else 0
 
     def opening(self, *more: str) -> list[str]:
-        """Return the opening lines: ranks and threads, anything unusual, and `more`."""
+        """Return the first lines that the launcher prints: ranks and threads, anything unusual, and `more`."""
         notes = [f"{self.divide(self.num_local_ranks).note}{self.is_tuned * ', as tuned'}"]
         if not self.memory.keeps:
             notes.append(f"memory {self.memory}")

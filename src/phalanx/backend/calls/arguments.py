@@ -77,21 +77,21 @@ class Arguments(Buffers):
         return self._tensor(tensors[0])
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, torch.Tensor):  # torch's own front end has checked this
+        if not isinstance(tensor, torch.Tensor):  # only from a `Communicator`: torch's own front end checks this
             raise TypeError(f"{self.where()} takes tensors, got {type(tensor).__name__}")
         return tensor
 
     def root(self, root: int) -> int:
-        """Check the rank of the group that the call names, under the name that the caller gave it."""
+        """Check the call's root, a rank of the group; the error uses the name of the caller's argument."""
         if 0 <= root < self.ranks.size:
             return root
-        # torch itself checks a rank of the world that is to lie in a smaller group.
+        # In a group of all ranks the caller may have passed `src`; in a smaller one torch has already translated it.
         is_world = not dist.is_initialized() or self.ranks.size == dist.get_world_size()
         name = root_name(self.op) if is_world else f"group_{root_name(self.op)}"
         raise ArgumentError(f"{self.where()}: {name} must lie in [0, {self.ranks.size}), got {root}")
 
     def each(self, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False) -> Tensors:
-        """Check a list of one tensor per rank, each like `like`; if `may_differ`, others' sizes may differ from it."""
+        """Check a list of one tensor per rank, each like `like`; with `may_differ`, other ranks' may differ in size."""
         self.require_length(name, tensors)
         for i, tensor in enumerate(tensors):
             self.check(tensor)
@@ -104,7 +104,7 @@ class Arguments(Buffers):
         return tensors
 
     def of_root(self, lists: list[Tensors], like: torch.Tensor, *, is_root: bool) -> Tensors:
-        """Check the list of a gather or scatter, which only the root passes; return it, empty on other ranks."""
+        """Check the list that only the root of a gather or scatter passes; return it, or an empty list elsewhere."""
         name = f"{self.op}_list"
         if is_root != (len(lists) == 1):
             argument = root_name(self.op)
@@ -133,7 +133,7 @@ class Arguments(Buffers):
         return block.numel()
 
     def reduction(self, reduce_op: Any, dtype: torch.dtype) -> dict[str, int]:
-        """Check that the reduce operation is defined for the dtype; return its kernel and its code."""
+        """Check that the reduce operation is defined for the dtype; return its `kernel` and its `code`, see `types`."""
         kernel, code = codes_of(reduce_op)
         is_premul = code != kernel
         if not _has_kernel(dtype, kernel) or (is_premul and not is_inexact(dtype)):
@@ -158,7 +158,7 @@ class Arguments(Buffers):
         return tensor.numel() // self.ranks.size
 
     def splits(self, name: str, tensor: torch.Tensor, sizes: list[int]) -> list[int]:
-        """Return the number of elements for each rank; `sizes` are rows of dimension 0, empty: an even division."""
+        """Return the number of elements for each rank; `sizes` counts rows of dimension 0, empty: an even division."""
         if not sizes:
             return [self.even(tensor)] * self.ranks.size
         rows = tensor.shape[0] if tensor.dim() else 1
@@ -172,8 +172,8 @@ class Arguments(Buffers):
 
 
 def codes_of(reduce_op: Any) -> tuple[int, int]:
-    """Return the kernel and the code of a reduce operation, whatever the dtype."""
-    # Looking up the operation's name costs as much as a small message.
+    """Return the kernel and the code of a reduce operation, without a check of the dtype."""
+    # SUM needs no look-up: `reduce_op.op` costs as much as a small message.
     return SUM_CODES if reduce_op == RedOpType.SUM else REDUCE_CODES[reduce_op.op]
 
 

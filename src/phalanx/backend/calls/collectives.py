@@ -3,12 +3,12 @@
 Each method has torch's name and arguments. A blocking call (``opts.asyncOp`` false) runs in the calling thread and
 returns None; any other returns a :class:`PhalanxWork`. Ranks are those of the group.
 
-**Two ways into the core.** `run_plain` takes the tensors themselves: one native call inspects them, sees that they are
-plain, alike and disjoint, and runs the collective. Where anything is unusual (a tensor that is not plain, blocks that
-differ, an overlap, a factor, a mistake) it does nothing and says so. Then `arguments` looks closer and makes copies or
-explains the mistake, and `run` takes a `Call` (operation, dtype, count, root, reduce operation, split sizes) with
-addresses. Asynchronous calls, which must keep their tensors, calls under a profiler, and groups on several hosts take
-that second way at once; the latter offer the same `run`.
+**Two ways into the core.** `run_plain` takes the tensors themselves: one native call checks that they are plain, alike
+and disjoint, and runs the collective. If anything is unusual (a tensor that is not plain, blocks that differ, an
+overlap, a factor, a mistake) it does nothing and returns False. Then `arguments` checks closely, makes copies where
+needed and explains mistakes, and `run` passes a `Call` (operation, dtype, count, root, reduce operation, split sizes)
+and addresses to the core. Asynchronous calls, which must keep their tensors alive, calls under a profiler, and groups
+on several hosts take this second way at once.
 
 **Semantics.** PREMUL_SUM multiplies in the tensor's dtype before the sum, as NCCL does. For bool, SUM and MAX are
 `or`, PRODUCT and MIN are `and`. AVG of integers truncates towards zero; AVG of bool is an error. Sparse tensors are
@@ -49,7 +49,7 @@ BARRIER, BROADCAST, ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, SCATTER, REDUCE_SCAT
     Call,
     ("barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
 )
-"""Kinds of calls, for `run_plain`."""
+"""The collectives as `run_plain` names them."""
 
 
 class Blocking:
@@ -69,7 +69,7 @@ class Collectives:
         ranks: Ranks of the group.
 
     Attributes:
-        title: Name of the backend that programs see: that of Gloo, where phalanx stands in its place.
+        title: Name of the backend that programs see: ``gloo`` where phalanx replaces Gloo.
         num_barriers: Number of barriers among the collectives.
     """
 
@@ -80,7 +80,8 @@ class Collectives:
         self.ranks = ranks
         self._rank, self._size = ranks.rank, ranks.size
         self._flight = Flight()
-        # torch's DDP counts the ranks that still train with such all_reduces, and keeps only the C++ half of the work.
+        # torch's DDP counts the ranks that still train by all_reduces of one element, and keeps only the C++ half of
+        # such a work; this keeps the Python half.
         self._last_of_one: deque[PhalanxWork | None] = deque(maxlen=4)
         self.num_barriers: int = 0
         self._in_event = False  # inside a profiler event that covers several operations
@@ -93,7 +94,7 @@ class Collectives:
     def _goes_plainly(
         self, kind: _core.Call, ins: object, outs: object, opts: Options, root: int = -1, reduce_op: Any = None
     ) -> bool:
-        """Run a blocking collective of plain tensors; return False, having done nothing, if it is anything else."""
+        """Run a blocking collective of plain tensors; for any other call, do nothing and return False."""
         if opts.asyncOp or is_profiling():
             return False
         kernel, code = (0, -1) if reduce_op is None else codes_of(reduce_op)
@@ -117,16 +118,16 @@ class Collectives:
 
         Args:
             call: Description of the collective.
-            at: Addresses that it reads, and addresses that it writes.
+            at: Addresses that the core reads, and addresses that it writes.
             opts: Options of the call.
-            result: Tensors that it writes, the value of the work.
-            settle: Function that runs once it is over.
-            keep: Tensors at the addresses, kept alive until it is over.
+            result: Tensors that receive the results; the value of the work.
+            settle: Function that runs once the collective is over.
+            keep: Tensors at the addresses, kept alive until the collective is over.
             inputs: Tensors whose shapes a profiler records; None: `result`.
         """
         if is_profiling() and not self._in_event:
             settle = self._profiled(call.op, result if inputs is None else inputs, settle)
-        timeout = opts.timeout  # the core is not bound to a local variable: a traceback would keep it alive
+        timeout = opts.timeout  # `self._core` gets no local name, by which a traceback would keep the core alive
         if not opts.asyncOp:
             self._core.run(call, *at, timeout, None)
             if settle is not None:

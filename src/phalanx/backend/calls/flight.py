@@ -1,10 +1,10 @@
-"""Running operations: keeps them until they are over, joins several into one, and reports them to the profiler.
+"""Operations in flight: keeps each alive until it is over, joins several into one, and reports them to the profiler.
 
 **Memory of an operation that starts.** The core works on addresses in a thread of its own, so the tensors must live
-until the operation is over: the handle keeps them, and `Flight` keeps the handle. Until the handle exists, the calling
-frame keeps them, and nothing may fail there: whatever is needed of the core is taken before the start, since another
-thread may leave the group meanwhile. If a signal handler raises at that point, the tensors stay with `Flight` until
-the group is left (`keep_after`).
+until the operation is over: the work keeps them, and `Flight` keeps the work. Until the work exists, the calling frame
+keeps the tensors, and must not fail. So everything needed from the core is looked up before the start, since another
+thread may leave the group meanwhile. If a signal handler raises in between, `Flight` keeps the tensors until the group
+is left (`keep_after`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.backend.calls.memory import Tensors
 from phalanx.backend.calls.tasks import Task
 from phalanx.backend.calls.work import PhalanxWork, finished
 
-_NUM_LOOKS = 4  # number of earlier works that each new one checks for completion
+_NUM_LOOKS = 4  # number of earlier works that are checked for completion at each start
 
 
 class Flight:
@@ -41,16 +41,16 @@ class Flight:
         settle: Callable[[], None] | None,
         keep: object,
     ) -> PhalanxWork:
-        """Keep an operation that the core has started until it is over, even if the caller drops its work.
+        """Return the work of an operation that the core has started, and keep it until then, whatever the caller does.
 
         Args:
             handle: The core's handle of the operation.
             wait: Function of the core that waits for such a handle.
             result: Tensors that the operation writes.
-            settle: Function that runs once it is over.
-            keep: Tensors whose memory it uses, kept alive until it is over.
+            settle: Function that runs once the operation is over.
+            keep: Tensors whose memory the operation uses, kept alive until it is over.
         """
-        if isinstance(handle, Task):  # its thread may stay in the engine after the work was dropped
+        if isinstance(handle, Task):  # its thread may still be inside the engine when the work has been dropped
             handle.keep = keep
         work, works = PhalanxWork(handle, wait, result, settle, keep, self.let_go), self._works
         if works:
@@ -63,15 +63,16 @@ class Flight:
         return work
 
     def keep_after(self, error: BaseException, memory: object) -> None:
-        """Keep the tensors of an operation whose start raised `error`, until the group is left, if it may be running.
+        """After a start that raised `error`, keep its tensors until the group is left, if the operation may be running.
 
-        An operation that the core refused is not running. A signal handler may raise after it has started.
+        It is not running if the core refused it. It may be if a signal handler raised, which can happen after the
+        start.
         """
         if not isinstance(error, PhalanxError):
             self._kept.append(memory)
 
     def _look(self, works: OrderedDict[PhalanxWork, None]) -> None:
-        """Drop finished works among the oldest few; there may be thousands, so each call checks others."""
+        """Drop the finished ones of a few works. There may be thousands, so each call checks others."""
         with contextlib.suppress(KeyError):  # another thread may have taken the last
             for _ in range(min(_NUM_LOOKS, len(works))):
                 other, _none = works.popitem(last=False)
@@ -107,7 +108,7 @@ class Flight:
 class Joined(PhalanxWork):
     """Several operations as one, which is over when all of them are."""
 
-    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # until that work drops it
+    _handle = property(lambda self: self._works[-1]._handle, lambda self, _: None)  # the last work's, while it has one
 
     def __init__(self, works: list[PhalanxWork], result: Tensors, settle: Callable[[], None] | None = None) -> None:
         super().__init__(None, None, result, settle)
@@ -131,12 +132,12 @@ class Joined(PhalanxWork):
 
     def fulfil(self) -> None:
         for work in self._works:
-            work.is_completed()  # copies results where needed
+            work.is_completed()  # called because it copies results where needed
         super().fulfil()
 
 
 def joined(works: list[PhalanxWork]) -> PhalanxWork:
-    """Return one handle for several operations, whose result is all their results."""
+    """Return one work for several operations; its value is the list of all their results."""
     return Joined(works, [tensor for work in works for tensor in work._result])
 
 

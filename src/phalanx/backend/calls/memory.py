@@ -1,11 +1,11 @@
 """The memory that the core reads and writes: a call's tensors if they are plain, otherwise copies.
 
-A plain tensor is dense (`phalanx._torch.tensors`) and in one piece. ``csrc/python/tensors.h`` says how the core tests
-that in 0.45 us.
+A tensor is plain if it is dense (`phalanx._torch.tensors`) and its elements lie in one piece. ``csrc/python/tensors.h``
+says how the core checks that in 0.45 us.
 
-This module also decides, for all operations, what overlapping tensors mean: inputs are read before outputs are
-written, and outputs are written in the order of their list. Gloo does the same wherever it defines a result. Copies
-are made only where ranges meet, so a usual call pays one comparison of addresses in the core.
+This module also defines, for all operations, what happens if tensors of a call overlap: all inputs are read before any
+output is written, and outputs are written in the order of their list. Gloo does the same wherever it defines a result.
+Copies are made only where memory overlaps, so a usual call pays one comparison of addresses in the core.
 """
 
 from __future__ import annotations
@@ -143,6 +143,6 @@ class Buffers:
     def settle(self) -> None:
         """Copy the results in stand-ins to the call's tensors."""
         for tensor, buffer in self._copies:
-            # Parameters and inference tensors may be written here, as they may when the core writes them.
+            # The core may write into parameters and inference tensors; so may this copy.
             with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                 tensor.copy_(buffer)

@@ -1,6 +1,5 @@
-"""All operations of a group: collectives, coalesced collectives and messages; and how a rank leaves it.
-
-The adapters of all torch versions share them. Ranks are those of the group.
+"""All operations of a group (collectives, coalesced collectives, messages), and how a rank leaves the group.
+The adapters of all torch versions call these. All ranks are numbers in the group.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from phalanx.backend.types import DTYPE_CODES, RedOpType
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import note_progress
 
-_WRAPPED = timedelta(days=-100_000)  # below this, a timeout too large for C++, such as timedelta.max, has wrapped
-_TO_BEGIN = 32  # most collectives before the first step of a training: models are compared, weights are sent
+_WRAPPED = timedelta(days=-100_000)  # less than this is a timeout too large for C++ (timedelta.max) that has wrapped
+_TO_BEGIN = 32  # more collectives than a training needs before its first step, to compare models and send weights
 _AVG = ReduceOp(RedOpType.AVG)
 
 
@@ -40,7 +39,7 @@ class Operations(Collectives):
         segment: Shared memory in which the group lives, kept while it is used.
         name: Name of the group in messages.
         ranks: Ranks of the group.
-        timeout: Deadline of operations that name none; `set_timeout` changes it.
+        timeout: Timeout of operations that have none of their own; `set_timeout` changes it.
 
     Attributes:
         num_messages: Number of messages that this rank has sent or received.
@@ -52,7 +51,7 @@ class Operations(Collectives):
         self._name = name
         self.timeout = timeout
         self.num_messages: int = 0
-        self._num_exchanges = 0  # valid once this rank has left
+        self._num_exchanges = 0  # set when this rank leaves the group
         self.start_coalescing = self._flight.start_coalescing
         self.end_coalescing = self._flight.end_coalescing
 
@@ -63,7 +62,7 @@ class Operations(Collectives):
         given = self.arguments("all_reduce")
         for tensor in dense:
             given.check(tensor)
-        if do_overlap(dense, []):  # each must be summed as it was before the call
+        if do_overlap(dense, []):  # every tensor must be summed with the values that it had before the call
             tensors = [t if t.layout is torch.sparse_coo else given.copy(t) for t in tensors]
         calls = [functools.partial(self.allreduce, [t]) for t in tensors]
         return self._coalesced("all_reduce", calls, opts, tensors, tensors, given.settle)
@@ -92,7 +91,7 @@ class Operations(Collectives):
         return self._done(opts, result)
 
     def _require_apart(self, op: str, targets: Sequence[Tensors], sources: Sequence[Tensors]) -> None:
-        """Check the tensors that several operations write and read, before the first of them begins."""
+        """Check that no operation writes what another one reads or writes, before the first of them begins."""
         given = self.arguments(op)
         for tensor in chain(*targets, *sources):
             given.check(tensor)
@@ -130,7 +129,7 @@ class Operations(Collectives):
         return self._pairs("reduce_scatter", self.reduce_scatter_single, outputs, inputs, opts)
 
     def average_coalesced(self, tensors: Tensors, marks: torch.Tensor, *, with_squares: bool) -> float:
-        """Replace `tensors` and `marks` by their means over the ranks, where they lie; blocks. See PhalanxGroup."""
+        """Replace `tensors` and `marks` by their means over the ranks; blocks. See `PhalanxGroup.average_coalesced`."""
         if not is_profiling():
             done = self._core.average_plain(tensors, marks, with_squares, UNSET)
             if done is not None:
@@ -161,7 +160,7 @@ class Operations(Collectives):
         return squares
 
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
-        """Block until every rank has come. Rank 0 names those that did not: the first, or all if `wait_all_ranks`."""
+        """Block until every rank has called this. Rank 0's error names the first rank that did not, or all of them."""
         me = self.ranks.global_ranks[self._rank]
         timeout = self.timeout if opts.timeout == UNSET else opts.timeout
         timeout_ms = int(timeout.total_seconds() * 1000)
@@ -227,14 +226,14 @@ class Operations(Collectives):
     def _started(
         self, op: str, args: tuple[Any, ...], tensors: Tensors, settle: Settle | None = None, keep: object = None
     ) -> PhalanxWork | None:
-        """Start a message by the core's method `op`; return None if that takes only plain tensors and did nothing."""
+        """Start a message with the core's method `op`; return None if the method declined, having done nothing."""
         self.num_messages += 1
         wait = self._core.wait_request  # looked up first: another thread may leave the group while the message starts
         try:
             request = getattr(self._core, op)(*args)
             if request is None:
                 return None
-            if type(request) is int:  # the peer's rank: the message is over already, as most small ones are
+            if type(request) is int:  # the peer's rank, which means that the message is over; most small ones are
                 return PhalanxWork(Over(None, request), None, tensors)
             return self._flight.begin(request, wait, tensors, settle, keep)
         except BaseException as error:
@@ -250,7 +249,7 @@ class Operations(Collectives):
         self._core.abort("abort() was called")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of operations that name none."""
+        """Set the timeout of operations that have none of their own."""
         self._core.set_timeout(timeout.total_seconds())  # first, because it checks the value
         self.timeout = timeout
 
@@ -262,7 +261,7 @@ class Operations(Collectives):
         return self._core.seq - self.num_barriers + self.num_messages
 
     def note_progress(self) -> None:
-        """Tell the launcher that a restart may be worthwhile, if this rank got beyond the beginning of a training."""
+        """If this rank has got beyond the start of a training, tell the launcher, which then restarts more readily."""
         if not isinstance(self._core, _Destroyed) and self._core.seq > _TO_BEGIN:
             note_progress(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
 
@@ -283,7 +282,7 @@ class Operations(Collectives):
 class _Destroyed:
     """Takes the place of the core of a group that this rank has left; every call raises GroupUnusable."""
 
-    wait_collective = wait_request = None  # looked up before the call that is refused
+    wait_collective = wait_request = None  # callers look these up before the call that raises
 
     def __init__(self, name: str) -> None:
         self._name = name

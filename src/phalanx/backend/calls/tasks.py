@@ -13,7 +13,7 @@ from phalanx import _core
 from phalanx._errors import GroupAborted
 from phalanx.backend.deadlines import END_S, LOOK_S
 
-_MOST_IDLE = 10  # looks outside any block before the watch goes to sleep
+_MOST_IDLE = 10  # after so many looks outside any ``with`` block, the watch goes to sleep
 
 
 class Task:
@@ -23,12 +23,12 @@ class Task:
         check: Function that raises in a thread that could never see the operation finish.
 
     Attributes:
-        keep: Memory that an engine may read and write for it. Whichever thread runs the operation holds the task, and
-            so this, until the engine has returned, even if the operation was declared over before.
+        keep: Tensors that an engine may read and write for this operation. The thread that runs it holds the task, and
+            so the tensors, until the engine has returned, even if the operation was declared over before.
     """
 
     keep: object = None
-    source = -1  # rank that sent a message
+    source = -1  # of a receive: the rank that sent the message
 
     def __init__(self, check: Callable[[], object]) -> None:
         self._check = check
@@ -50,7 +50,7 @@ class Task:
         completions.push(number)
 
     def require_reachable(self) -> None:
-        """Raise if it is not over and this thread can never see it finish."""
+        """Raise if the operation is not over and this thread could never see it finish."""
         if not self.done:
             self._check()
 
@@ -80,7 +80,7 @@ class _Thread(ABC):
         self._is_closed = False
 
     def _need(self) -> None:
-        """Start the thread unless closed, or wake it; hold `_changed`."""
+        """Start the thread, unless closed, or wake it. The caller holds `_changed`."""
         if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -151,13 +151,13 @@ class Tasks(_Thread):
         super().__init__(name)
         self._check = check
         self._queue: deque[tuple[Task, Callable[[], Any]]] = deque()
-        self._runner: int | None = None  # the thread that runs an operation; a lock would not say which
+        self._runner: int | None = None  # the thread that runs an operation; not a lock, which can't say who holds it
         self._waiting: set[int] = set()  # threads that wait for an operation
         self._num_pending = 0
         self.current: Task | None = None  # the task that the thread runs
 
     def begin_here(self) -> bool:
-        """Hold the thread back until `end_here` if nothing runs or waits; return whether it is held back."""
+        """If nothing runs or waits, let the caller run an operation itself, until `end_here`; return whether it may."""
         with self._changed:
             if self._is_closed or not self.is_idle:
                 return False
@@ -176,7 +176,7 @@ class Tasks(_Thread):
 
     @property
     def runs_here(self) -> bool:
-        """Whether the calling thread is inside an operation or waits for one, which a signal handler must know."""
+        """Whether the calling thread is inside an operation or waits for one; a signal handler asks this."""
         return threading.get_ident() in (self._runner, *self._waiting)
 
     def wait(self, task: Task, timeout_s: float) -> bool:
@@ -228,4 +228,4 @@ class Tasks(_Thread):
                 self._runner = None
                 self._changed.notify_all()
             task.finish(error)
-            del task, work, error  # this thread sleeps next, and must not keep their memory
+            del task, work, error  # this thread sleeps next, and must not keep their tensors alive

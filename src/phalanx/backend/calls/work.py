@@ -1,8 +1,8 @@
 """Handles of running operations, and the threads that fulfil their futures.
 
-A handle drops what it came from once the operation is over or the group has been left, and keeps the outcome alone, so
-a forgotten handle keeps no group alive. The threads that fulfil futures end with the last group. How such threads
-survive the end of the interpreter is explained in ``csrc/process/parking.h``.
+Once its operation is over or the group has been left, a handle drops the core and keeps only the outcome, so a
+forgotten handle keeps no group alive. The threads that fulfil futures end with the last group.
+``csrc/process/parking.h`` explains how such threads survive the end of the interpreter.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from phalanx.wire.store import wait_until
 class Completer:
     """Fulfils the futures of finished operations, in threads that start when somebody asks for a future.
 
-    The native threads never take the GIL; they leave the number of a finished operation here. A callback of a future
-    may wait for another future (PowerSGD's does), so there is always one more thread than running callbacks.
-
-    Only these threads use their lock: a signal handler that interrupts a call may wait for a future, so the call must
-    not hold a lock that they need.
+    The native threads never take the GIL; they push the number of a finished operation into a queue, which these
+    threads read. A callback of a future may wait for another future (PowerSGD's does), so there is always one more
+    thread than running callbacks. Callers never take these threads' lock: a signal handler that interrupts a caller may
+    wait for a future, which could then never be fulfilled.
     """
 
     def __init__(self) -> None:
@@ -50,17 +49,17 @@ class Completer:
         """Fulfil `work` once `handle` is done."""
         number = next(self._numbers)
         self._works[number] = work
-        if not self._threads:  # two callers may both get here: a surplus thread ends after its first work
+        if not self._threads:  # two callers may both start a thread; a surplus one ends after its first work
             self._start_thread()
         handle.notify(self._queue, number)
 
     @property
     def may_end(self) -> bool:
-        """Whether there are threads, and no running operation for which they wait."""
+        """Whether there are threads that wait for no running operation, so that `close` may end them."""
         return bool(self._threads) and all(work.over for work in list(self._works.values()))
 
     def fulfil_all(self) -> None:
-        """Fulfil works that are over but were not passed to the threads before they ended."""
+        """Fulfil works that ended without a thread hearing of it, because the threads have ended."""
         while self._works:
             self._works.popitem()[1].fulfil()
 
@@ -72,7 +71,7 @@ class Completer:
                 thread.join(timeout=END_S)
 
     def settle(self) -> None:
-        """Wait briefly until the callbacks of finished operations have run; the threads go on."""
+        """Wait briefly until the callbacks of finished operations have run; the threads continue."""
         wait_until(lambda: self._is_settled or None, time.monotonic() + SETTLE_S, most_s=FUTURES_POLL_S)
 
     @property
@@ -91,21 +90,21 @@ class Completer:
             with self._lock:
                 self._num_idle -= 1
                 if self._num_idle == 0:
-                    with contextlib.suppress(RuntimeError):  # from 3.12 on none can be started while Python ends
+                    with contextlib.suppress(RuntimeError):  # from 3.12 on no thread starts while Python ends
                         self._start_thread()
             work = self._works.pop(number, None)
-            if work is not None:  # else `fulfil_all` was first
+            if work is not None:  # None: `fulfil_all` has taken it
                 work.fulfil()
-            del work  # this thread sleeps next, and must not keep it
+            del work  # this thread sleeps next, and must not keep the work alive
             with self._lock:
-                if self._num_idle > 1:  # others were started for callbacks that waited
+                if self._num_idle > 1:  # this one is surplus: it was needed only while callbacks waited
                     self._threads.discard(threading.current_thread())
                     return
                 self._num_idle += 1
 
 
 _completer = Completer()
-_num_forks = 0  # from the first process to this one
+_num_forks = 0  # generations of forks between the first process and this one
 
 
 def end_threads() -> None:
@@ -118,7 +117,7 @@ def end_threads() -> None:
 
 
 def settle_futures() -> None:
-    """Give the callbacks of finished operations their chance, because the interpreter is about to end."""
+    """Let the callbacks of finished operations run, because the interpreter is about to end."""
     _completer.settle()
 
 
@@ -140,7 +139,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 class Over:
-    """Replaces the handle of an operation that is over, so that a work that outlives its group holds nothing of it."""
+    """Stands in for the handle of an operation that is over, so that its work keeps nothing of the group alive."""
 
     __slots__ = ("_error", "source")
     done = True
@@ -163,12 +162,13 @@ class PhalanxWork(Work):
         wait: Function that blocks until the handle is done and raises its error; it returns False after a timeout in
             seconds (0: none).
         result: Tensors of the operation, the value of the future.
-        settle: Function that runs once after success, before the result is visible; it copies stand-ins back.
+        settle: Function that runs after success, before the result is visible; it copies results out of stand-ins.
         keep: Tensors that the core reads or writes, kept until the operation is over.
         release: Function called with this work once the operation is over.
     """
 
-    # Set on first request: the future of the operation's end, until it is fulfilled, and the future of the result.
+    # Set when a future is first asked for: a list that holds the inner future until it is fulfilled (empty afterwards),
+    # and the future that the caller gets.
     _futures: tuple[list[torch.futures.Future], torch.futures.Future]
     _settle: Callable[[], None] | None = None
     _lock: threading.RLock | None = None
@@ -198,10 +198,10 @@ class PhalanxWork(Work):
 
     def _finish(self) -> None:
         if self._settle is not None and self._lock is not None:
-            is_forked = self._num_forks != _num_forks  # the lock's holder may exist only in the parent
+            is_forked = self._num_forks != _num_forks  # then the thread that holds the lock may not exist here
             with contextlib.nullcontext() if is_forked else self._lock:
                 if self._settle is not None:
-                    self._settle()  # repeated if a signal handler interrupted it: on return, all of it must be done
+                    self._settle()  # done again if a signal handler interrupted it, so that all results are copied
                     self._settle = None
         self._keep = None
         release = self._release
@@ -210,12 +210,12 @@ class PhalanxWork(Work):
             release(self)
 
     def _part(self, error: BaseException | None) -> None:
-        """Drop the core, because the operation is over."""
-        self._wait = self._release = None  # before the handle: see wait()
+        """Drop the references to the core, because the operation is over; keep its `error`."""
+        self._wait = self._release = None  # before the handle, because `wait` reads them in the other order
         self._handle = Over(error, getattr(self._handle, "source", -1))
 
     def let_go(self) -> None:
-        """Drop the core if the operation is over, however it ended. The waiting thread settles its tensors."""
+        """Drop the references to the core if the operation is over. The thread that waits copies the results."""
         handle, wait = self._handle, self._wait
         if wait is None:
             return
@@ -250,7 +250,7 @@ class PhalanxWork(Work):
             try:
                 is_over = wait(handle, seconds)
             finally:
-                del wait  # the frame may live on in a traceback, and the core with it
+                del wait  # a traceback may keep this frame, and must not keep the core with it
             if not is_over:
                 raise TimeoutError(f"the operation is not done after {seconds} s; it goes on, wait for it again")
         self._finish()
@@ -297,22 +297,22 @@ class PhalanxWork(Work):
         if "_futures" in self.__dict__:
             return self._futures[1]
         over: torch.futures.Future = torch.futures.Future()
-        # Only Python understands set_exception(); C++, where torch's DistributedDataParallel waits, understands what a
-        # callback raises.
+        # The error is raised by a callback: C++ code that waits (torch's DistributedDataParallel) sees that as a
+        # failure, whereas set_exception() is seen by Python alone.
         future = over.then(lambda _: self._outcome())
         untold = [over]
-        made = self.__dict__.setdefault("_futures", (untold, future))  # atomic; a lock could be held forever
+        made = self.__dict__.setdefault("_futures", (untold, future))  # atomic; in a forked child a lock may stay held
         if made[0] is not untold:
             return made[1]
         if self.over:
-            self.fulfil()  # at once: the caller may look at it without waiting
+            self.fulfil()  # at once, because the caller may ask the future whether it is done
         else:
             _completer.expect(self, self._handle)
         return future
 
     def fulfil(self) -> None:
         """Give the future its value, once the operation is over. Idempotent."""
-        with contextlib.suppress(IndexError):  # another thread was first
+        with contextlib.suppress(IndexError):  # empty: another thread has fulfilled it
             self._futures[0].pop().set_result(None)
 
     def _outcome(self) -> list[torch.Tensor]:
@@ -324,16 +324,15 @@ class PhalanxWork(Work):
 
 
 def _is_native(caller: FrameType | None) -> bool:
-    """Whether C++ called a method of ours that was named get_future, and not the Python code of this frame."""
+    """Whether C++ code called `get_future`, and not the Python code of the frame `caller`."""
     return caller is None or "get_future" not in caller.f_code.co_names
 
 
 @functools.cache
 def _typed() -> Any:
-    """Return a function that makes, of a future and a list of tensors, a future whose value is that list in C++ too.
-
-    What Python puts into a future is a Python object to C++. Only torch's built-in FP16 hook refuses that, and a future
-    that TorchScript makes costs ten times as much: nobody else gets one.
+    """Return a function ``(future, tensors) -> future`` whose result holds the list as a value that C++ understands.
+    A value that Python sets is an opaque object to C++. Only torch's built-in FP16 hook minds. Such a future has to be
+    made by TorchScript and costs ten times as much, so only that hook gets one.
     """
     return torch.jit.CompilationUnit(
         """

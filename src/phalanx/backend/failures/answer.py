@@ -1,8 +1,7 @@
-"""Asks ``phalanx why`` about a wait that lasts: in a process of its own, while this rank goes on waiting.
-
-The answer is printed below the report of the stall, noted in the black box, and becomes part of the error if the wait
-then times out. The report does not wait for it. The lowest waiting rank asks for all, once per operation. Without
-py-spy, or without permission to look into other ranks, nothing is added.
+"""Runs ``phalanx why`` during a long wait, in a process of its own, while this rank goes on waiting.
+The answer is printed after the report of the stall, noted in the black box, and becomes part of the error if the wait
+times out. The report itself does not wait for it. Only the lowest waiting rank asks, once per operation. Without
+py-spy, or without permission to look into other ranks, there is no answer.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from phalanx.record import writer
 from phalanx.record.box import ANSWER
 
 _answers: dict[tuple[str, str, int], str] = {}
-"""By operation; empty until the answer is there. An operation is asked about once."""
+"""Answer by operation; empty while it is awaited."""
 
 
 def ask_about(failure: Failure, waited_s: float) -> None:
-    """Ask why an operation waits, unless another rank does or it is too early; return at once."""
+    """Start to ask why an operation waits, unless another rank does so or it is too early. Does not block."""
     key = _key(failure)
     if waited_s < ASK_WHY_S or key in _answers or not is_first(failure):
         return
@@ -42,7 +41,7 @@ def _key(failure: Failure) -> tuple[str, str, int]:
 
 
 def is_first(failure: Failure) -> bool:
-    """Whether this rank is the lowest waiting one, which is known in the group of all ranks alone."""
+    """Whether this rank is the lowest waiting one. False in smaller groups, where that is not known."""
     return failure.group != "default" or set(range(failure.rank)) <= set(failure.ranks)
 
 

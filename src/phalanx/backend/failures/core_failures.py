@@ -1,4 +1,4 @@
-"""Turns failures and stalls that the core reports into Python's values: names for codes, None for "none"."""
+"""Turns failures and stalls that the core reports into Python values: names for codes, None for "none"."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from phalanx.backend.types import DTYPE_NAMES, ITEM_BYTES, REDUCE_NAMES
 _COLLECTIVE = re.compile(r"\w+ #\d+(?= of group '(.*?)')")
 
 _bridged: weakref.WeakValueDictionary[tuple[int, str], Members] = weakref.WeakValueDictionary()
-"""Groups on several hosts, by process (a forked child may have others) and name; the core knows one host of each."""
+"""Members of groups on several hosts, by process id (a forked child has groups of its own) and name of the group."""
 
 
 def note_bridged(members: Members) -> None:
-    """Report the core's messages in a group on several hosts with hosts, and leave its collectives to the group."""
+    """For a group on several hosts: add hosts to the core's failures and to its stall reports about messages.
+    The core's stall reports about collectives are dropped, because the group itself makes them.
+    """
     _bridged[os.getpid(), members.group] = members
 
 
 def forget_bridged(members: Members) -> None:
-    """Undo `note_bridged`, unless a later group has the same name."""
+    """Undo `note_bridged`, unless a later group of the same name has replaced this one."""
     if _bridged.get((os.getpid(), members.group)) is members:
         del _bridged[os.getpid(), members.group]
 
@@ -39,7 +41,7 @@ def report_core_stall(facts: dict[str, Any], waited_s: float) -> None:
     """Print which ranks an operation of the core has waited for."""
     failure = _failure_of_core(facts)
     if (members := _bridged.get((os.getpid(), failure.group))) is not None:
-        if failure.seq:  # a step of a call that the user knows by another name and number, and that reports itself
+        if failure.seq:  # a step of a collective that the group reports itself, under the name that the user knows
             return
         failure = members.locate(failure)
     report_stall(failure, waited_s)
@@ -70,7 +72,7 @@ def _standing_of_core(facts: dict[str, Any]) -> Standing:
     if (found := _COLLECTIVE.match(waits_in)) and (
         os.getpid(),
         found[1],
-    ) in _bridged:  # a step: users know the call by another name
+    ) in _bridged:  # a step of a call that users know by another name
         waits_in = f"a collective{waits_in[found.end() :]}"
     return Standing(**{**facts, "pid": facts["pid"] or None, "waits_in": waits_in})
 

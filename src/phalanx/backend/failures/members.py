@@ -14,7 +14,7 @@ _Some = TypeVar("_Some", bound=Peer)
 
 
 class Ranks(NamedTuple):
-    """This rank's number in a group, the number of ranks, and the rank in the world of each."""
+    """This rank's number in a group, the number of its ranks, and each one's rank in the world."""
 
     rank: int
     size: int
@@ -67,7 +67,7 @@ class Members:
         )
 
     def locate(self, failure: Failure) -> Failure:
-        """Return a failure of the core, which knows one host, with the process and host of each rank in it."""
+        """Return a failure of the core with the process and host of each rank added; the core knows neither."""
         sizes = failure.sizes
         return replace(
             failure,

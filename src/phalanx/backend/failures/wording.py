@@ -1,10 +1,10 @@
 """Turns a failure into words: what happened, on which rank, in which operation, and what to do.
 
 **A failure is data until it is raised.** A `Failure` (`phalanx._errors`, ``csrc/control/failure.h``) holds facts and no
-sentence: kind, rank, operation, the culprits with process and host, where each awaited rank stands, what each rank
-called. The core throws it, the shared failure of a group across hosts is its JSON, a stall report is made of it, and
-the exception carries it. Only this module makes sentences of it, on the rank that raises, so nothing ever parses text
-that was written for people. What comes from another process is checked against the types of the fields.
+sentence: kind, rank, operation, the culprits with process and host, what each awaited rank is doing, what each rank
+called. The core throws it, ranks on several hosts share it as JSON, stall reports are made from it, and the exception
+carries it. Only this module turns it into sentences, on the rank that raises, so nothing ever parses text that was
+written for people. A failure that comes from another process is checked against the types of the fields.
 """
 
 from __future__ import annotations
@@ -60,18 +60,17 @@ def error_of(failure: Failure) -> PhalanxError:
 
 
 _reported: dict[str, tuple[str, int]] = {}
-"""Operation that this rank has reported last, by group."""
+"""The operation that this rank has last reported as waiting, by group."""
 
 
 def report_due_s(num_reports: int, stall_s: float) -> float:
-    """Return the length of a wait at its next report: soon at first, then less and less often."""
+    """Return how long a wait must have lasted for its next report; the intervals grow."""
     return stall_s * (6 * num_reports - 2 if num_reports else 1)  # 10, 40, 100, 160 s
 
 
 def report_stall(failure: Failure, waited_s: float) -> None:
-    """Print that an operation is waiting, for which ranks, and what each of them is doing; later, why.
-
-    Every rank reports a wait once. Only the lowest waiting rank, where that is known, repeats the report.
+    """Print that an operation is waiting, for which ranks, and what each of them is doing; later reports add why.
+    Every rank reports a wait once. If it is known which rank is the lowest waiting one, only that rank repeats it.
     """
     call = failure.op, failure.seq
     if _reported.get(failure.group) == call and not is_first(failure):
@@ -105,7 +104,7 @@ def several(peers: Sequence[Peer]) -> str:
 
 
 def call_text(call: MadeCall) -> str:
-    """Return a call much as its caller wrote it."""
+    """Return a call much as the user wrote it."""
     facts = [call.dtype] if call.dtype else []
     if call.dtype:
         sizes = f"sizes={list(call.sizes)}" if call.sizes else "split sizes"
@@ -144,7 +143,7 @@ def _standings(failure: Failure) -> list[str]:
 
 
 def _stuck(failure: Failure) -> list[str]:
-    """Return a line for each rank that is waited for, or for each rank of the circle in which they wait."""
+    """Return a line for each awaited rank, or for each rank of the circle if ranks wait for each other."""
     if not failure.circle:
         is_apart = any(stand.is_apart for stand in failure.standings)
         return [*_standings(failure), *([_OTHER_GROUPS] if is_apart else [])]

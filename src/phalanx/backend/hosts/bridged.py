@@ -1,8 +1,8 @@
 """The group of ranks on several hosts. To `Operations` it looks like a group of the core.
 
-**The memory of an asynchronous call lives as long as its engine may use it**, even if the call was declared over and
-its group left: a task keeps its tensors, and the thread inside the engine keeps the task. Memory is released once the
-engine has closed its end of each connection.
+**The tensors of an asynchronous call live as long as the engine (Gloo or MPI) may use them**, even if the call was
+declared over and its group left: the task keeps the tensors, and the thread inside the engine keeps the task. They are
+released once the engine has closed its end of each connection.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class BridgedGroup:
     Args:
         core: Core group of this host's ranks.
         hosts: Ranks of the group by host, each in ascending order.
-        members: Identity of this rank.
-        rail: Channel to the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
+        members: Identity of the group's ranks.
+        rail: Channel to the ranks with this rank's number on their hosts, in the order of hosts; None: some host has
+            too few ranks.
         everyone: Channel to all ranks of the group.
         failures: Handler of failures, which ends the group on all hosts.
-        timeout_s: Timeout of operations that name none.
+        timeout_s: Timeout of operations that have none of their own.
         stall_s: Seconds after which a waiting call is reported.
     """
 
@@ -69,7 +70,7 @@ class BridgedGroup:
         self.send, self.recv, self.wait_request = self._messages.send, self._messages.recv, self._messages.wait
         channels = [channel for channel in (rail, everyone) if channel is not None]
         failures.watch(core, channels, self._messages.end)
-        core.records_collectives = False  # they are steps of ours, which this group records
+        core.records_collectives = False  # the core runs only steps; this group records the whole calls
         note_bridged(members)
 
     # ---- what surrounds a collective -------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class BridgedGroup:
     ) -> tuple[float, float]:
         pieces = self._steps.all_reduce_pieces
         squares = self._run(call, timeout, None, lambda running: pieces(running, ins, outs, counts, num_squared))
-        return squares, 0.0  # the wait for ranks of other hosts is not measured apart
+        return squares, 0.0  # the wait for all ranks is not measured between hosts
 
     def _run(self, call: _core.Call, timeout: timedelta, site: str | None, work: Callable[[Running], Any]) -> Any:
         op = call.op
@@ -129,7 +130,7 @@ class BridgedGroup:
             self.wait_collective(task, 0)
             return task.value
         finally:
-            running.caller = None  # a frame keeps its callers' tensors alive
+            running.caller = None  # a frame would keep the callers' tensors alive
 
     def _submit(self, running: Running, work: Callable[[Running], Any]) -> Task:
         try:
@@ -155,7 +156,7 @@ class BridgedGroup:
                 transfer.drain()
             raise explained from None
         finally:
-            self._current = running.task = None  # an error's traceback refers to `running`, and the task to the error
+            self._current = running.task = None  # breaks a cycle: the error's traceback -> `running` -> task -> error
             writer.end(event)
 
     def _record(self, running: Running) -> int:
@@ -165,7 +166,7 @@ class BridgedGroup:
         )
 
     def _check_reach(self, op: str = "the wait for an operation") -> None:
-        """Raise if `op` would wait forever here: in a forked child, or inside another collective."""
+        """Raise if `op` would wait forever: in a forked child, or in a signal handler inside another collective."""
         self._failures.require_own_process(op)
         if not self._tasks.runs_here:
             return
@@ -174,7 +175,7 @@ class BridgedGroup:
         self._failures.refuse_nested(op, call_site(), interrupted)
 
     def wait_collective(self, task: Task, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for a task (0: until it is over); raise its error."""
+        """Wait at most `timeout_s` for a task (0: until it is over); return whether it is over. Raises its error."""
         task.require_reachable()
         try:
             while not self._tasks.wait(task, timeout_s or LATE_S):
@@ -182,9 +183,9 @@ class BridgedGroup:
                     return False
                 if (running := self._current) is not None:
                     running.look_from_outside()
-        except BaseException as interruption:  # Ctrl-C: the others would wait for this rank
+        except BaseException as interruption:  # such as Ctrl-C; without the abort, other ranks would wait for this one
             self.abort(f"interrupted by {type(interruption).__name__}")
-            if task.keep is None:  # a blocking call's memory, which its caller may free next
+            if task.keep is None:  # a blocking call: the caller may free its tensors next, so the engine must be done
                 task.wait(END_S)
             raise
         error = task.error()
@@ -193,7 +194,7 @@ class BridgedGroup:
         return True
 
     def _look_unless_ended(self) -> None:
-        if (running := self._current) is not None and not self._failures.ended:  # otherwise the waits end by themselves
+        if (running := self._current) is not None and not self._failures.ended:  # after the end, waits end anyway
             running.look()
 
     # ---- messages and life -----------------------------------------------------------------------------------------
@@ -212,14 +213,14 @@ class BridgedGroup:
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would hang
             _keep_for_ever(self)
             return
-        may_wait = not self._tasks.runs_here  # in a signal handler, the interrupted call can't finish
+        may_wait = not self._tasks.runs_here  # False in a signal handler: the call that it interrupted can't finish
         if may_wait and not why:
             self._tasks.drain(END_S)
         self._failures.leave()
         self._close_threads()
         self._core.leave()
         if may_wait:
-            self._tasks.drain(END_S)  # for calls that fail because their connections were closed
+            self._tasks.drain(END_S)  # waits for calls that now fail because their connections were closed
         _left.append(self)
         for group in list(_left):
             if group._release():
@@ -228,10 +229,9 @@ class BridgedGroup:
             _keep_for_ever(self)
 
     def _release(self) -> bool:
-        """Free the engine's threads, connections and memory, though something may refer to them; False if it is busy.
-
-        A call in another thread may be using the engine, and Gloo may never end a receive that a lost connection has
-        interrupted. Such a group is tried again when the next one is left.
+        """Free the engine's threads, connections and memory, even if references to them remain; False if it is busy.
+        It is busy while a call in another thread uses it, and Gloo may never end a receive that a lost connection has
+        interrupted. A busy engine is tried again when the next group is left.
         """
         is_quiet = self._tasks.is_idle and self._tasks.is_over and self._landings.is_over and self._messages.is_over
         if not is_quiet or not self._failures.release():
@@ -260,7 +260,7 @@ class BridgedGroup:
         self._landings.close()
 
 
-_left: list[BridgedGroup] = []  # groups whose engine was still busy when this rank left them
+_left: list[BridgedGroup] = []  # groups whose engine was still busy when this rank left them, to be released later
 
 
 def _keep_for_ever(group: BridgedGroup) -> None:

@@ -1,8 +1,8 @@
 """Connects the hosts of a new group: finds each rank's address, checks that all are reachable, starts the engine.
 
-A rank listens where the route to the master leaves, or on the interface that GLOO_SOCKET_IFNAME names. Gloo by itself
-would resolve the host's own name, which on Debian is 127.0.1.1. Loopback between hosts is refused, and the error names
-the address to use instead.
+A rank listens on the address of the interface through which it reaches the master, or on the interface that
+GLOO_SOCKET_IFNAME names. Gloo by itself would resolve the host's own name, which on Debian is 127.0.1.1. Loopback
+between hosts is refused, and the error names the address to use instead.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Mpi:
 class _Gloo:
     """Connects ranks through Gloo, once each has proved that it reaches the others.
 
-    Gloo must not fail to connect: it would free pairs that a late connection still finds, and crash the process.
+    Gloo must not fail to connect: it would free connections that a late peer still finds, and crash the process.
     """
 
     def __init__(self, meeting: Meeting, members: Members, address: str, silence_s: float) -> None:

@@ -1,7 +1,7 @@
-"""Channels that carry bytes between hosts: an existing engine behind one small interface.
+"""Channels that carry bytes between hosts: an existing engine (Gloo or MPI) behind one small interface.
 
 A channel joins some ranks of a group and numbers them. An operation is over once its handle's ``is_completed()`` says
-so; until then ``wait(timeout)`` raises RuntimeError.
+so. If it is not over when ``wait(timeout)`` times out, that raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from phalanx.host.processes import open_files
 from phalanx.wire.messages import understand
 from phalanx.wire.store import wait_until
 
-_wait = inspect.unwrap(Work.wait)  # without `record.gloo`, whose frame would hold the work while a signal handler runs
-_making = threading.Lock()  # a channel's connections are recognised by when they were opened
+_wait = inspect.unwrap(Work.wait)  # without the wrapper of `record.gloo`, whose frame would keep the work alive
+_making = threading.Lock()  # one at a time: a channel's connections are those that were opened while it was made
 
 
 class Handle(Protocol):
@@ -44,7 +44,7 @@ class Channel(Protocol):
 
     Attributes:
         ends_waits: Whether `close` also ends the waits of the other ranks.
-        links: Connections to other ranks, by their numbers in the group, if they can be watched.
+        links: Connections to the other ranks, by rank in the group; empty if they can't be watched.
     """
 
     ends_waits: bool
@@ -56,7 +56,7 @@ class Channel(Protocol):
         self, out: torch.Tensor, source: torch.Tensor, out_bytes: Sequence[int], in_bytes: Sequence[int],
         limit: timedelta,
     ) -> Handle:  # fmt: skip
-        """Send the parts of `source`, of `in_bytes` each, to the ranks in order; fill the parts of `out` likewise.
+        """Send ``in_bytes[i]`` bytes of `source` to rank i, part by part, and receive ``out_bytes[i]`` into `out`.
 
         The handle may be waited for in slices; nobody waits beyond `limit`.
         """
@@ -75,16 +75,18 @@ class Channel(Protocol):
         ...
 
     def drain(self, handles: Sequence[Handle]) -> None:
-        """After `close`, return once the engine no longer touches the memory of these handles, or after a second."""
+        """After `close`, wait until the engine no longer touches the memory of these handles, at most a second."""
         ...
 
     def destroy(self) -> bool:
-        """After `close`, if nobody waits for a handle, free the engine; return False if it is still busy."""
+        """After `close`, free the engine, unless it is still busy; return whether it was freed."""
         ...
 
 
 class _GlooHandle:
-    """A handle of Gloo's until its channel is destroyed: later references, say in a traceback, hold no connections."""
+    """A handle of Gloo, which drops Gloo's own object when its channel is destroyed.
+    So a reference to the handle, say in a traceback, keeps no connection open.
+    """
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -104,7 +106,8 @@ class _GlooHandle:
 class GlooChannel:
     """Gloo over TCP. Its connections are watched and closed from outside, which Gloo itself can't do.
 
-    If a connection ends in the middle of a message, Gloo forgets the receive: a wait for it lasts until its timeout.
+    If a connection ends in the middle of a message, Gloo forgets the receive, and a wait for it lasts until its
+    timeout.
 
     Args:
         store: Store for this channel alone.
@@ -128,10 +131,10 @@ class GlooChannel:
             self._group = group(store, ranks.index(rank), len(ranks), options)
         self.inodes = {
             inode for inode, _ in self._fresh
-        }  # the engine may close descriptors, whose numbers are then reused
+        }  # with what each descriptor refers to: its number may be reused after the engine has closed it
         self._options = c10d.AllToAllOptions()
         self._handles: weakref.WeakSet[_GlooHandle] = weakref.WeakSet()
-        self._last: Handle | None = None  # exchange; only the last can still be running, on one of the engine's threads
+        self._last: Handle | None = None  # the last exchange, the only one that may still run on an engine's thread
         self.links = self._identify(store, rank, ranks, timeout_s, silence_s)
         _channels.add(self)
 
@@ -170,7 +173,7 @@ class GlooChannel:
         return self._handle(self._engine().recv([tensor], peer, tag))
 
     def _engine(self) -> Any:
-        if self._group is None:  # destroyed since this thread began
+        if self._group is None:  # another thread has destroyed the channel
             raise RuntimeError("the channel was closed")
         return self._group
 
@@ -184,9 +187,8 @@ class GlooChannel:
             link.shut()
 
     def drain(self, handles: Sequence[Handle]) -> None:
-        """Wait until Gloo has closed the descriptors of its connections; it no longer touches messages' memory then.
-
-        The handles must stay alive until then. They are not asked: Gloo forgets interrupted receives.
+        """Wait until Gloo has closed the descriptors of its connections; then it no longer touches messages' memory.
+        The handles must stay alive until then, but can't tell when: Gloo forgets interrupted receives.
         """
         own = {link.fileno() for link in self.links.values()}
         held = {target for fd, target in open_files().items() if fd in own}
@@ -220,7 +222,7 @@ def _let_go() -> None:
     with open(os.devnull) as nothing:
         for inode, fd in sockets():
             if inode in inodes:
-                os.dup2(nothing.fileno(), fd, inheritable=False)  # not closed: the engine may still close the number
+                os.dup2(nothing.fileno(), fd, inheritable=False)  # replaced, as the engine may yet close this number
 
 
 os.register_at_fork(after_in_child=_let_go)

@@ -3,20 +3,21 @@
 The first rank that meets a failure writes it into the group's store unless one is there (``compare_set``), ends the
 core group on its host and closes its connections. That wakes the watchers of the other ranks, threads that sleep in
 ``poll`` even while the rank computes. They read the failure and end the group; the rank raises it at its next
-operation, which it names in front. If there is none, because a whole host has vanished, the ranks whose connections
-have ended are the culprits. Rank 0, which may serve the store, stays half a second for the others to read. If the
-store is gone with the rank that served it, the failure goes to the other ranks' mailboxes (see `mailbox`).
+operation, which the message names first. If no failure was written, because a whole host has vanished, the ranks whose
+connections have ended are the culprits. Rank 0, which may serve the store, stays half a second for the others to read
+it. If the store is gone with the rank that served it, the failure goes to the other ranks' mailboxes (see `mailbox`).
 
-**Stalls and timeouts** are reported by the call that the user made. A rank that has waited in a call for a second says
-so in the group's store, and whichever rank has not is missing, on this host or another. The core's own reports know
-one host and the steps of a call, so only those about messages are shown.
+**Stalls and timeouts** are reported for the call that the user made. A rank that has waited in a call for a second says
+so in the group's store; a rank that has not said so counts as missing, on this host or another. The core's own reports
+know only one host and the steps of a call, so only those about messages are shown.
 
 **Nothing is left after the last group.** A rank that leaves ends its threads and releases the engine, the connections
-and the memory itself, whatever still refers to the group: a traceback holds frames, and frames hold everything. This
-holds for failed groups too. Only a busy engine can't be destroyed, since its destructor would wait: for a call in
-another thread, or for a receive that a lost connection has interrupted, which Gloo ends at its deadline, or never if
-it was a message. Such a group is looked at again when the next one is left. torch keeps its TCPStore as long as any
-group of it is referenced, and libuv, which implements the store, keeps one pipe for the process.
+and the memory explicitly, because something may still refer to the group: a traceback holds frames, and frames hold
+everything. That is true of failed groups, too. Only a busy engine can't be destroyed, since its destructor would wait
+for a call in another thread, or for a receive that a lost connection has interrupted; Gloo ends such a receive at its
+deadline, or never if it belongs to a message. A busy engine is tried again when the next group is left. Two things are
+torch's: it keeps its TCPStore as long as any group made with it is referenced, and libuv, which implements the store,
+keeps one pipe for the life of the process.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Failures:
     Args:
         store: Store of this group alone.
         members: Identity of the ranks.
-        mailbox: Mailbox in which other ranks leave a group failure once the store is gone; None: there is none.
+        mailbox: This rank's mailbox, where others leave a group failure once the store is gone; None: it has none.
         boxes: Names of the other ranks' mailboxes, by rank.
     """
 
@@ -67,8 +68,8 @@ class Failures:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave the group while its thread does
         self._group_failure: Failure | None = None
-        self._has_ended = False  # without a group failure: this rank has left the group
-        self._unreachable: set[int] = set()  # ranks, known once the group has ended
+        self._has_ended = False  # True while `_group_failure` is None: this rank has left the group in order
+        self._unreachable: set[int] = set()  # ranks whose mailboxes can't be reached; filled when the group ends
         self._has_lingered = False
         self._is_raised = False  # whether an operation of this rank has raised the group failure
         self._watcher: Watcher | None = None
@@ -76,12 +77,12 @@ class Failures:
         self._channels: Sequence[Channel] = ()
 
     def watch(self, core: _core.Group, channels: Sequence[Channel], on_end: Callable[[], None]) -> None:
-        """Start watching, and remember what to end.
+        """Start to watch the connections, and remember what to end if one of them ends.
 
         Args:
             core: Core group of this host's ranks.
             channels: Channels to other hosts, the last of which reaches all ranks.
-            on_end: Function that the thread which ends the group here calls once afterwards.
+            on_end: Function that is called once after the group has ended here, on the thread that ended it.
         """
         self._core, self._channels, self._on_end = core, channels, on_end
         self._watcher = Watcher([item for channel in channels for item in channel.links.items()], self._notice)
@@ -134,7 +135,7 @@ class Failures:
         return Failure(kind=kind, rank=self.members.global_rank, group=self.members.group, op=op, seq=seq, **facts)
 
     def declare(self, kind: str, why: str) -> None:
-        """End the group on all hosts by this rank's own decision."""
+        """End the group on all hosts with a failure of this `kind`, by this rank's own decision."""
         me = self.members.peer(self.members.rank)
         self._end(lambda: self._failure(kind, culprits=(me,), detail=why), is_patient=False)
 
@@ -148,7 +149,7 @@ class Failures:
             site: Line of its call.
             call: Call that this rank has made; None for a message.
         """
-        # A rank that closes a connection or ends the core group has said why before.
+        # Before a rank closes a connection or ends the core group, it writes why. So look for that failure first.
         is_consequence = isinstance(error, RuntimeError) and not isinstance(error, PhalanxError)
         shared = self._end(
             lambda: self._cause_of(error, op, seq, site, call),
@@ -157,7 +158,7 @@ class Failures:
         if shared is None:
             return self._unusable(op)
         if not isinstance(error, RuntimeError):
-            return error  # this rank's own, such as Ctrl-C
+            return error  # an interruption of this rank, such as Ctrl-C, stays what it is
         me = self.members.global_rank
         by = shared.by or self.members.named(shared.rank)
         by_another = by if by.rank != me else None
@@ -165,7 +166,7 @@ class Failures:
         return error_of(replace(shared, rank=me, group=group, op=op, seq=seq, site=site, by=by_another))
 
     def _end(self, cause: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
-        """End the group unless it has ended; return the group failure, None if this rank has left the group."""
+        """End the group unless it has ended; return the group failure, or None if this rank has left in order."""
         with self._lock:
             if self._has_ended and self._group_failure is None:
                 return None
@@ -178,13 +179,13 @@ class Failures:
         return self._group_failure
 
     def _conclude(self, cause: Callable[[], Failure], *, is_patient: bool) -> None:
-        """Find or settle the group failure, and end the group here."""
+        """Find the group failure, or write `cause()` as such, and end the group on this rank."""
         if self._group_failure is not None:
             return
         silent = self._unreachable = self._silent()
         if silent or any(self.members.global_ranks[rank] == 0 for rank in self._lost()):
             self.notices.expect_no_store()
-        found = self.notices.group_failure(is_patient=is_patient and not silent)  # a silent host has told nobody
+        found = self.notices.group_failure(is_patient=is_patient and not silent)  # a silent host has written nothing
         self._group_failure = found or self.notices.settle(cause(), self._cut_off())
         self._has_ended = True
         with contextlib.suppress(PhalanxError):
@@ -195,7 +196,7 @@ class Failures:
     def _linger(self) -> None:
         """Give the others time to read the group failure before this rank, which may serve the store, ends.
 
-        Every thread that has met the failure waits, because any of them may end the process.
+        Every thread that has met the failure waits here, because any of them may end the process.
         """
         num_ranks = len(self.members.pids) - len(self._unreachable)
         if self.members.global_rank == 0 and not self._has_lingered:
@@ -225,7 +226,7 @@ class Failures:
         """Return a failure that blames the ranks whose connections have ended, unless there is a group failure."""
         members = self.members
         lost = self._lost()
-        # A rank that closes a connection because of a failure has written it before.
+        # A rank that closes a connection because of a failure has first written the failure.
         found = self.notices.group_failure(is_patient=False)
         if found is not None:
             return found
@@ -236,12 +237,12 @@ class Failures:
         return self._failure("rank_lost", culprits=members.peers(lost), hosts=members.whole_hosts(lost))
 
     def _lost(self) -> list[int]:
-        """Return the ranks to which a connection has ended."""
+        """Return the ranks whose connections to this one have ended."""
         links = (item for channel in self._channels for item in channel.links.items())
         return sorted({rank for rank, link in links if link.is_lost})
 
     def _silent(self) -> set[int]:
-        """Return the ranks whose hosts do not respond: nothing comes from them, and nothing reaches them."""
+        """Return the ranks whose hosts have stopped responding."""
         return {rank for channel in self._channels for rank, link in channel.links.items() if link.is_silent}
 
     def _cut_off(self) -> set[int]:
@@ -249,7 +250,7 @@ class Failures:
         return {rank for rank, link in self._channels[-1].links.items() if link.is_lost}
 
     def _tabulate(self, op: str, seq: int, call: MadeCall) -> Failure:
-        """Return the failure with the calls of all ranks that report theirs in time."""
+        """Return the failure that shows the calls of all ranks that report theirs in time."""
         members = self.members
         calls = self.notices.calls(seq, call)
         differ = [rank for rank, one in enumerate(calls) if one.op and one.asked != call.asked]
@@ -258,7 +259,7 @@ class Failures:
         )  # fmt: skip
 
     def mismatch(self, op: str, seq: int) -> PhalanxError:
-        """Return the error for a peer on another host that is in another call; `end` adds the table."""
+        """Return the error for a peer on another host that is in another call; `end` adds the table of calls."""
         return error_of(self._failure("calls_differ", op, seq))
 
     def wrong_split(self, op: str, seq: int, rank: int, sent: int, expected: int) -> PhalanxError:
@@ -281,17 +282,17 @@ class Failures:
             report_stall(replace(missing, site=site), waited_s)
 
     def timed_out(self, op: str, seq: int, timeout_s: float, suspects: Sequence[int] = ()) -> PhalanxError:
-        """Return the error for a call in which not all ranks came in time.
+        """Return the error for a call that not all ranks made in time.
 
         Args:
-            suspects: Ranks of the world to blame if every rank has said that it waits in this call.
+            suspects: Ranks of the world to blame if no rank is missing, because all have said that they wait.
         """
         ranks = self.members.global_ranks
         absent = self._absent(seq) or [ranks.index(rank) for rank in suspects if rank in ranks]
         return self.too_late(op, seq, timeout_s, absent, "other ranks")
 
     def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> PhalanxError:
-        """Return the error for a wait in which the `absent` ranks did not come; if they are unknown, `others`."""
+        """Return the error for a wait that the `absent` ranks did not join; if none are known, it names `others`."""
         return error_of(self._missing(op, seq, timeout_s, absent, others))
 
     def _missing(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> Failure:
@@ -307,11 +308,11 @@ class Failures:
         return [rank for rank in others if self.notices.waits_in(rank) < seq]
 
     def is_ended_elsewhere(self) -> bool:
-        """Whether another rank has ended the group, and this one has not met that yet."""
+        """Whether another rank has ended the group and this rank has not noticed yet."""
         return self._core.told or self._is_told()
 
     def _is_told(self) -> bool:
-        """Whether a rank has written why the group ended, if closed connections do not announce it."""
+        """Whether a rank has written why the group ended. Asked where closed connections do not announce the end."""
         if all(channel.ends_waits for channel in self._channels):
             return False
         return self.notices.has_group_failure()
@@ -320,7 +321,7 @@ class Failures:
 
     def leave(self) -> None:
         """Say that this rank leaves in order, and close its connections."""
-        if self.is_forked:  # they belong to the parent, and so do its threads
+        if self.is_forked:  # the connections and the threads belong to the parent
             return
         with self._lock:
             if not self._has_ended:
@@ -332,7 +333,7 @@ class Failures:
         self.notices.close()
 
     def release(self) -> bool:
-        """After `leave`, if nobody is in a call, free the connections; return False if an engine is still busy."""
+        """After `leave`, free the connections, unless a call still uses an engine; return whether they were freed."""
         self._core = None
         self._channels = [channel for channel in self._channels if not channel.destroy()]
         if self._channels:

@@ -1,9 +1,8 @@
-"""Forms a group: ranks say hello in the store, those of one host map one segment, and a bridge joins hosts.
-
-Which ranks share a host is at first only a proposal by their hellos. The first rank of each supposed host offers a
-segment, and whoever maps it has proved to be there. A process of another user or in another network namespace can't,
-and becomes a host of its own. A segment file that is too short for its contents, or that may still shrink, is refused
-before it is touched.
+"""Forms a group: ranks write a hello into the store, those of one host map one segment, and a bridge joins the hosts.
+At first, the hellos only claim which ranks share a host. The first rank of each supposed host then offers a segment,
+and a rank proves that it is there by mapping it. A process of another user or in another network namespace can't map
+it, and counts as a host of its own. A segment file that is too short for its contents, or that may still shrink, is
+refused before it is touched.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from phalanx.host.network import host_identity, network_identity
 from phalanx.wire.store import JsonStore
 
 _AGREED = ("one_shot_bytes", "chunk_bytes")  # settings that determine where ranks find each other's data
-_ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace or user, treated as another host
+_ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # in another network namespace or of another user: on another host
 
 # Segments that this process maps, by nonce: a later group uses one that its members already share.
 _segments: weakref.WeakValueDictionary[str, _core.Segment] = weakref.WeakValueDictionary()
@@ -50,11 +49,11 @@ def join_group(
 ) -> tuple[Any, _core.Segment, Store, Mapping[int, int]]:
     """Return the group after all `size` ranks have joined: the core's, or on several hosts a `BridgedGroup`.
 
-    With it come the segment of this host, the store for whatever else these ranks say to each other, in which nothing
-    of an earlier life lies, and `pids` for further groups of these ranks.
+    Also returns the segment of this host; the store for everything else that these ranks tell each other, which holds
+    nothing of an earlier group; and `pids` for further groups of these ranks.
 
     Args:
-        store: Store of the group, in which an earlier one may have left anything.
+        store: Store of the group. It may hold what an earlier group has left.
         rank: Number of this rank in the group.
         size: Number of ranks in the group.
         name: Name of the group in messages.
@@ -62,10 +61,10 @@ def join_group(
         timeout_s: Seconds for joining, and the default timeout of the group's operations.
         options: Options that take precedence over the environment.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
-        pids: Processes of this host that the group's ranks are known to be, by rank in the world.
+        pids: Process ids of members on this host, as far as they are known, by rank in the world.
 
     Raises:
-        CollectiveTimeout: A rank did not come; `ranks` names it.
+        CollectiveTimeout: A rank did not join in time; `ranks` names it.
         RankFailed: A rank of this host died before it joined.
         PhalanxError: A rank can't join and says why, ranks can't share memory, or hosts can't reach each other.
         ValueError: A setting or the timeout of this rank is out of its range.
@@ -107,7 +106,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
     try:
         core.join(meeting.left_s, meeting.look)
     except PhalanxError:
-        meeting.look()  # raises the error of the rank that ended it
+        meeting.look()  # raises the error of the rank that ended the join
         raise
     if len(hosts) == 1:
         return core, segment
@@ -119,7 +118,7 @@ def _hello(settings: Settings) -> dict[str, Any]:
         "pid": os.getpid(),
         "process": _core.identity(),
         "host": settings.host or os.uname().nodename,
-        "kernel": host_identity(settings.host),  # who may share memory
+        "kernel": host_identity(settings.host),  # ranks with the same value may share memory
         "network": network_identity(),
         "phalanx": phalanx.__version__,
         "torch": torch.__version__,
@@ -156,7 +155,7 @@ def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
 def _map_segment(
     meeting: Meeting, hellos: list[dict[str, Any]], hosts: list[list[int]]
 ) -> tuple[_core.Segment, int, list[list[int]]]:
-    """Map this host's segment; return it, the group's offset in it, and the hosts as proved by mapping."""
+    """Map this host's segment; return it, the group's offset in it, and the ranks by host, as mapping has proved."""
     here = next(ranks for ranks in hosts if meeting.rank in ranks)
     key = f"segment/{here[0]}"
     if meeting.rank != here[0]:
@@ -164,7 +163,7 @@ def _map_segment(
         offer = meeting.get(f"{key}/offer", what)
         segment = _accept(meeting, key, offer)
         placed = meeting.get(f"{key}/placed", what)
-        if segment is None:  # alone, on a host of its own
+        if segment is None:  # out of reach: this rank counts as a host of its own
             segment = _core.Segment.create()
             _segments[segment.nonce] = segment
             placed = {"offset": segment.create_group(1), "ranks": [meeting.rank]}
@@ -177,7 +176,7 @@ def _map_segment(
 
 
 def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
-    """Return the ranks by host, according to who mapped which segment, in the order of first ranks."""
+    """Return the ranks by host, according to which segment each has mapped; hosts are ordered by their first rank."""
     proved = []
     for ranks in hosts:
         what = f"rank {meeting.global_ranks[ranks[0]]} did not say who shares its memory"
@@ -194,7 +193,7 @@ def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
 def _offer(
     meeting: Meeting, key: str, hellos: list[dict[str, Any]], here: list[int]
 ) -> tuple[_core.Segment, dict[str, Any]]:
-    """Choose a segment that every rank of this host already maps, else create one; allocate the group in it."""
+    """Choose a segment that every rank of this host already maps, or create one; allocate the group in it."""
     shared = set(hellos[0]["segments"]).intersection(*(hello["segments"] for hello in hellos))
     if shared:
         segment = _segments[min(shared)]
@@ -227,7 +226,7 @@ def _serve(meeting: Meeting, key: str, server: _core.SegmentServer, peers: Seque
 
 
 def _accept(meeting: Meeting, key: str, offer: dict[str, Any]) -> _core.Segment | None:
-    """Return the offered segment, after mapping it if necessary; None if it is out of reach."""
+    """Return the offered segment, after mapping it if necessary; None if this process can't reach it."""
     nonce = offer["nonce"]
     if nonce in _segments:
         return _segments[nonce]

@@ -1,23 +1,22 @@
 """Watches the connections between hosts from outside the engine that opened them.
 
 **No heartbeats of ours.** A thread that sent them would be stopped with its process, delayed by the interpreter's
-lock, or would keep sending while the rank is deadlocked. A process that computes for an hour or is stopped in a
-debugger is alive, and its kernel shows it: the kernel acknowledges data, and answers probes of idle connections and of
-those whose reader takes nothing. So idle connections have the kernel's keepalive, and the watcher looks at all of them
-with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host is silent once its kernel has owed an answer for that
-long: data sent after its last acknowledgement, or two probes, are unanswered. (One probe may be: a kernel answers at
-most two a second.)
-
-So a host that lost power or its cable is noticed although nothing is sent. A busy host never is, nor one whose ranks
-are stopped and whose kernel answers each probe that its buffer is full; TCP_USER_TIMEOUT can't tell the two apart. A
-virtual machine that is paused whole counts as lost, since its kernel does not answer. A process that dies has its
-connections closed by its kernel at once.
+lock, or would keep sending while the rank is deadlocked. The kernels answer for their processes instead: even if a
+process computes for an hour or is stopped in a debugger, its kernel acknowledges data, and answers probes of
+connections that are idle or whose reader takes nothing. So idle connections have the kernel's keepalive, and the
+watcher looks at all of them with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host counts as silent once its
+kernel has owed an answer for that long, to data sent after its last acknowledgement or to two probes. (One unanswered
+probe means nothing: a kernel answers at most two a second.)
+So a host that lost power or its cable is noticed although nothing is sent. A host that is busy, or whose ranks are
+stopped, is not taken for lost; TCP_USER_TIMEOUT could not make that difference, because the stopped reader's kernel
+answers every probe only with "my buffer is full". A virtual machine that is paused as a whole counts as lost, since its
+kernel does not answer. When a process dies, its kernel closes its connections at once.
 
 **Gloo's sockets are closed from outside**, since Gloo offers no way to end a wait (see `running`). The sockets that it
 opened while it connected are found by their inodes, duplicated, identified by the addresses at their ends, watched,
-and shut down to end a group. They are also made to close at ``exec``, or a program that a rank has started would hold
-the connections of the rank after its death. MPI can't end a wait at all: there the watcher asks the store for a
-failure every 0.2 s, and so does each slice of waiting.
+and shut down to end a group. They are also made to close at ``exec``; otherwise a program that a rank has started would
+keep the rank's connections open after its death. MPI can't end a wait at all: with MPI, the watcher asks the store
+every 0.2 s whether the group has failed, and so does each slice of waiting.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _PROBES, _UNACKED = 3, 24  # offsets in struct tcp_info, linux/tcp.h; times are 
 _LAST_DATA_SENT, _LAST_DATA_RECV, _LAST_ACK_RECV = 44, 52, 56
 _INFO_BYTES = 60
 _RTO_MAX_MS = 44  # option of Linux 6.15 and newer
-_LOOKS = 5  # per silence_s
-_MOST_PROBES = 1  # may be unanswered: a kernel answers at most two per second (net.ipv4.tcp_invalid_ratelimit)
+_LOOKS = 5  # looks during silence_s
+_MOST_PROBES = 1  # unanswered ones that mean nothing: a kernel answers two per second (net.ipv4.tcp_invalid_ratelimit)
 
 
 class Link:
@@ -58,7 +57,7 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
-        # The kernel ends the connection later than `look`, in case this process holds up the watching thread.
+        # In case this process holds up the watching thread, the kernel itself ends the connection, a little later.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(max(1, round(silence_s)) + 2, _MOST_KEPT))
         with contextlib.suppress(OSError):  # without it, probes of a stopped reader come ever more slowly
             connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, KEEPALIVE_S * 1000)
@@ -76,20 +75,21 @@ class Link:
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         sent_s, acked_s = _seconds(info, _LAST_DATA_SENT), _seconds(info, _LAST_ACK_RECV)
         now_s = time.monotonic()
-        # After an acknowledgement later than the last send, the rest may stay unacknowledged: a full reader drops it.
+        # If an acknowledgement came after the last send, the host owes nothing: a reader whose buffer is full drops
+        # what it can't take, and never acknowledges it.
         owes_data = _number(info, _UNACKED) > 0 and acked_s > sent_s
         owes = owes_data or info[_PROBES] > 0
         heard_s = now_s - min(acked_s, _seconds(info, _LAST_DATA_RECV))
         if (
             not owes or heard_s > self._asked_s or now_s - self._looked_s > self._silence_s
-        ):  # this rank itself was stopped
+        ):  # this process itself was stopped, so the looks say nothing
             self._asked_s = now_s
         self._looked_s = now_s
         is_overdue = now_s - self._asked_s >= self._silence_s
         was_late, self._is_late = (
             self._is_late,
             is_overdue and owes_data,
-        )  # twice in a row: data just sent is still travelling
+        )  # at two looks in a row, because data that was just sent is still travelling
         has_ignored_probes = is_overdue and info[_PROBES] > _MOST_PROBES
         self._is_silent = self._is_silent or has_ignored_probes or (self._is_late and was_late)
         return self._is_silent
@@ -109,7 +109,7 @@ class Link:
         return _seconds(info, _LAST_ACK_RECV) > self._silence_s + KEEPALIVE_S
 
     def shut(self) -> None:
-        """Shut the connection down, for the engine and for the other rank, too."""
+        """Shut the connection down, also for the engine and the other rank."""
         with contextlib.suppress(OSError):  # it has already ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -129,7 +129,7 @@ def _seconds(info: bytes, offset: int) -> float:
 def watch_store(port: int, silence_s: float) -> None:
     """Make the kernel end this process's connections to a TCPStore's port once they are silent.
 
-    TCP_USER_TIMEOUT is safe here: requests are so short that even a stopped store has room for them.
+    TCP_USER_TIMEOUT is safe here: requests are so short that the buffer of a stopped server has room for them.
     """
     for _, fd in sockets():
         connection = duplicate(fd)
@@ -147,7 +147,7 @@ def sockets() -> list[tuple[str, int]]:
 
 
 def engine_descriptors() -> set[tuple[str, int]]:
-    """Return the target and the descriptor of everything that an engine may have opened."""
+    """Return the target and the number of every open descriptor of the kinds that engines open."""
     return {
         (target, fd)
         for fd, target in open_files().items()
@@ -157,16 +157,15 @@ def engine_descriptors() -> set[tuple[str, int]]:
 
 @contextlib.contextmanager
 def closed_at_exec() -> Iterator[set[tuple[str, int]]]:
-    """Mark descriptors that an engine opens in the block close-on-exec; connections must not outlive this process.
-
-    The context's value is a set that holds their targets and descriptors after the block.
+    """Make descriptors that an engine opens in the block close at ``exec``, so that no program keeps them open.
+    The context's value is a set, which after the block holds the target and the number of each.
     """
     known = engine_descriptors()
     opened: set[tuple[str, int]] = set()
     yield opened
     opened |= engine_descriptors() - known
     for _, fd in opened:
-        with contextlib.suppress(OSError):  # closed since
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
             os.set_inheritable(fd, False)
 
 

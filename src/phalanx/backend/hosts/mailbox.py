@@ -1,16 +1,13 @@
-"""Mail between ranks: that one has left, or why the group ended if the store is gone with its rank.
-
-The store goes with the process that serves it, which is often rank 0 itself. So each rank listens on a socket without
-reading: the kernel keeps messages until this rank itself meets a failure. Failures go there when the store is gone,
-and so do the notes of ranks that leave in order, so that the end of their connections is not taken for a death.
-
-Before the engine connects, each rank also posts a first message to the mailbox of every rank on another host, and all
-tell each other whom they could not reach. So a closed port is named with both its ends, on every rank, in the time
-that the meeting takes. And Gloo never gives up on a rank that is merely late: its listener still knows a pair that it
-has freed, and the late connection would end the process with SIGSEGV (gdb: ``Pair::connectCallback`` under
-``Listener::haveConnection``).
-
-Anybody on the network can connect. So over its lifetime a mailbox waits one second for strangers, keeps only a few of
+"""Mail between ranks for the time when the store is gone: that a rank has left in order, or why the group ended.
+The store ends with the process that serves it, which is often rank 0. So each rank listens on a socket, but does not
+read: the kernel keeps messages until this rank itself meets a failure. When the store is gone, failures are sent there,
+and so are the notes of ranks that leave in order, so that the end of their connections is not taken for a death.
+Before the engine connects, each rank also posts a test message to the mailbox of every rank on another host, and all
+tell each other whom they could not reach. So the error about a closed port names both ends, on every rank, during the
+meeting. And Gloo need not give up on a rank that is merely late, which it must not: it would free the connection,
+but its listener would still find it when the late rank connects, and the process would end with SIGSEGV (gdb:
+``Pair::connectCallback`` under ``Listener::haveConnection``).
+Anybody on the network can connect. So a mailbox spends at most one second of its life on strangers, keeps only a few of
 their connections, and stops reading as soon as the token is wrong.
 """
 
@@ -33,7 +30,7 @@ from phalanx.wire.messages import understand
 
 _BACKLOG = 4096  # or as many as the kernel allows
 _MOST_OPEN = 64
-_MOST_BYTES = 1 << 20  # per message: a group failure may have a line for each rank
+_MOST_BYTES = 1 << 20  # per message; a group failure may list every rank
 
 
 class _Letter:
@@ -54,10 +51,10 @@ class _Letter:
                 limit = len(self._key) - len(key) + is_known * (_MOST_BYTES - len(text))
                 piece = self._sender.recv(limit) if limit > 0 else b""
                 self._data += piece
-                if not piece:  # end of the data, a stranger, or a message that is too long
+                if not piece:  # the end of the data; also forced for a stranger and for a message that is too long
                     self.is_over = True
                     return understand(text, dict) if is_known else None
-        except BlockingIOError:  # incomplete
+        except BlockingIOError:  # the rest has not come yet
             pass
         except (OSError, ValueError):
             self.is_over = True
@@ -77,20 +74,20 @@ class Mailbox:
         address: Address at which the other ranks reach this one.
 
     Attributes:
-        name: Address, port and token, which a sender needs.
+        name: Address, port and token; a sender needs all three.
     """
 
     def __init__(self, address: str) -> None:
         family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self._socket = socket.create_server(where, family=family, backlog=_BACKLOG)
         self._socket.setblocking(False)
-        self._token = secrets.token_hex(16)  # tells messages from strangers' connections
+        self._token = secrets.token_hex(16)  # a message without it comes from a stranger
         self._open: list[_Letter] = []
         self._patience_s = STRANGERS_S
         self.name = (address, self._socket.getsockname()[1], self._token)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the next message, None if there is none; takes only a moment, whatever strangers do."""
+        """Return the next message, or None if there is none. Takes only a moment, whatever strangers do."""
         deadline = time.monotonic() + MAIL_LOOK_S
         while True:
             is_empty = self._accept()
@@ -114,7 +111,7 @@ class Mailbox:
             self._patience_s -= time.monotonic() - begin_s
 
     def _accept(self) -> bool:
-        """Accept connections, dropping the oldest if there are many; return whether none is left to accept."""
+        """Accept waiting connections, dropping the oldest if there are many; return whether all were accepted."""
         for _ in range(_MOST_OPEN):
             try:
                 sender, _ = self._socket.accept()
@@ -132,7 +129,7 @@ class Mailbox:
 
 
 def post(boxes: Sequence[Sequence[Any]], message: dict[str, Any], limit_s: float) -> dict[int, str]:
-    """Leave a message in each mailbox; return the reason for each that could not be reached in time, by index."""
+    """Leave a message in each mailbox. For each that could not be reached in time, return its index and the reason."""
     deadline = time.monotonic() + limit_s
     failed = dict.fromkeys(range(len(boxes)), "no answer")
     with contextlib.ExitStack() as stack:
@@ -162,7 +159,7 @@ def post(boxes: Sequence[Sequence[Any]], message: dict[str, Any], limit_s: float
 
 
 def _leave(link: socket.socket, data: bytes) -> str:
-    """Send data that fits into a new connection's buffer, and close it; return the error, empty if there was none."""
+    """Send data, which must fit the buffer of a new connection, and close it; return the error, "" without one."""
     with link:
         error = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:

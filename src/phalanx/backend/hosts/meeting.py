@@ -1,24 +1,23 @@
 """The meeting of a new group: its ranks exchange what they need to know, through the store and with a deadline.
 
-**Only today's ranks count.** A store may hold what an earlier group, an attempt or another run has left: a `TCPStore`
-that a script keeps, a file, the store of torchrun's agent. So each rank has a fresh token, which it leaves with its
-hello. It answers the token of the rank 0 that it finds, and looks every 0.1 s whether another one has come. Rank 0
-accepts only hellos that answer its own token, and writes the list of them under it. A rank that finds its own token in
-that list believes the rest. From then on all keys of the group lie under rank 0's token, including those that Gloo, a
-split or a breakpoint leaves. A hello that nobody may answer any more is taken back. No clock, pid or restart count is
-consulted, because the dead answer nothing. On two cores, two ranks join as fast as without tokens, and eight take up
-to 3.6 ms longer, of 12 ms.
+**Only ranks that are there now count.** A store may hold what an earlier group, attempt or run has left: a `TCPStore`
+that a script keeps, a file, the store of torchrun's agent. So each rank makes a fresh token and writes it into the
+store with its hello. It answers the token of the rank 0 that it finds there, and checks every 0.1 s whether a new rank
+0 has come. Rank 0 accepts only hellos that answer its own token, and writes the list of them under that token. A rank
+that finds its own token in the list knows that the list is fresh. From then on all keys of the group lie under rank 0's
+token (one such "life" of a group), including those that Gloo, a split or a breakpoint leaves. A rank that gives up
+takes its hello back. No clock, pid or restart count is needed, because a dead rank answers no token. On two cores, two
+ranks join as fast as without tokens, and eight take up to 3.6 ms longer, of 12 ms.
 
 **What a hello holds.** Kernel, network and host name, process, torch version, and the segments that the rank maps.
-Rank 0 returns all of it to all ranks, so everybody decides from the same facts. Hosts are ordered by their first rank,
-which fixes every order that follows.
-
-**A rank that can't join says why.** Whatever a rank fails with between its hello and the end of the join, such as a
-denied system call, a limit or a setting out of range, it writes into the group's store. Every rank that waits (for the
-store, the segment or the join) looks there every 0.1 s and raises the same. If a rank fails before there is a list, it
-tells every rank that is there under that rank's token, and waits up to a second for those about to come. The hello
-also tells pid and start time, so a rank that dies before it has joined is named on its host; it counts as dead at the
-second look, because between the looks the others check what it did last.
+Rank 0 returns the hellos of all to all, so everybody decides from the same facts. Hosts are ordered by their first
+rank, which fixes every later order.
+**A rank that can't join says why.** If a rank fails between its hello and the end of the join (a denied system call, a
+limit, a setting out of range), it writes its error into the group's store. Every rank that waits (for the store, the
+segment or the join) looks there every 0.1 s and raises the same error. A rank that fails before there is a list writes
+the error for each rank that is there, under that rank's token, and waits up to a second for ranks that are about to
+come. The hello also holds pid and start time, so ranks of the same host notice and name one that dies before it has
+joined. It counts as dead only at the second look: in between, they check whether it has written an error.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ _HELLO = {
     "one_shot_bytes": int,
     "chunk_bytes": int,
 }
-_TAKEN_BACK = "null"  # not removed: a rank that has just checked for the key would wait for its value
+_TAKEN_BACK = "null"  # written over a hello; if the key were removed, a rank that has just seen it would wait for it
 _SHAPES: dict[str, Shape] = {
     "hello": _HELLO,
     "hellos": [_HELLO],
@@ -79,11 +78,13 @@ _SHAPES: dict[str, Shape] = {
     "unreached": [str],
     "failed": Failure.from_facts,
 }
-"""Shape of the value of a key, by the last part of the key that is not a number."""
+"""Expected shape of a value, by the last part of its key that is not a number."""
 
 
 class Whereabouts:
-    """Where each rank of the job waits to join a group, in the job's store: a group's own shows only who came there."""
+    """Where each rank of the job waits to join a group.
+    It is kept in the job's store, because the store of a group shows only the ranks that came to that group.
+    """
 
     _SHAPE: ClassVar = {"call": str, "group": str, "ranks": [int]}
 
@@ -95,14 +96,14 @@ class Whereabouts:
         return JsonStore(_torch.get_default_store()) if dist.is_initialized() else None
 
     def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
-        """Say once in which call a rank waits, and for which group; an empty call means that it no longer waits."""
+        """Write in which call a rank waits, and for which group, if that is new; an empty call: it no longer waits."""
         if self._store is not None and self._has_said != bool(call):
             self._has_said = bool(call)
             with contextlib.suppress(StoreGoneError, StoreSilentError):
                 self._store.set(f"phalanx/joins/{rank}", {"call": call, "group": group, "ranks": ranks}, STORE_S)
 
     def standing(self, rank: int, group: str, me: int) -> Standing:
-        """Return where a rank stands that has not said hello to this group."""
+        """Return what is known of a rank that has not said hello to this group."""
         said = None
         if self._store is not None:
             with contextlib.suppress(StoreGoneError, StoreSilentError, GarbledError):
@@ -113,7 +114,7 @@ class Whereabouts:
         return Standing(rank=rank, has_joined=False, waits_in=where, is_apart=me in said["ranks"])
 
     def close(self, rank: int) -> None:
-        """Say that a rank waits no longer, if it has said so."""
+        """Write that a rank no longer waits, if it has written that it does."""
         store = self.__dict__.get("_store")
         if store is not None:
             self.say(rank, "", "", [])
@@ -133,9 +134,9 @@ class Meeting:
         timeout_s: Seconds allowed for the meeting.
         deadline: End of the meeting on the monotonic clock.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
-        pids: Processes of this host that ranks of the group are known to be, by rank in the world.
-        stall_s: Seconds of waiting after which the ranks that have not come are named, and later again; 0: never.
-        watches: Watches of this host's other ranks, by rank, once they have said hello.
+        pids: Process ids of members on this host, as far as they are known, by rank in the world.
+        stall_s: Seconds of waiting after which the missing ranks are reported, repeatedly; 0: never.
+        watches: Watches of the processes of this host's other ranks, by rank, from their hello on.
         token: Token of this rank in this life of the group.
         life: Token of rank 0, under which all keys lie once all have come; empty until then.
     """
@@ -172,7 +173,7 @@ class Meeting:
 
     @property
     def life_store(self) -> dist.Store:
-        """The store of this life of the group alone."""
+        """The part of the store that belongs to this life of the group alone."""
         return dist.PrefixStore(self.life, self.store.raw)
 
     # ---- who is there ----------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class Meeting:
 
             def publish(store: dist.Store) -> None:
                 store.set(f"{self.token}/hellos", said[1])
-                store.compare_set("hello/0", said[0], _TAKEN_BACK)  # nobody may answer it any more
+                store.compare_set("hello/0", said[0], _TAKEN_BACK)  # so that nobody answers it any more
 
             self._write(publish)
             self.life = self.token
@@ -208,19 +209,19 @@ class Meeting:
         self.set(f"hello/{self.rank}", self._hello)
 
     def _hello_of(self, rank: int) -> dict[str, Any] | None:
-        """Return what lies under a rank's number, perhaps since an earlier life; None if it has no tokens."""
+        """Return the hello under a rank's number, perhaps of an earlier life; None if it is no valid hello."""
         with contextlib.suppress(GarbledError):
             told: dict[str, Any] | None = self.store.get(f"hello/{rank}", _TOKENS)
             return told
         return None
 
     def _answer_of(self, rank: int) -> dict[str, Any] | None:
-        """Return the hello of a rank if it has answered this rank 0."""
+        """On rank 0: return the hello of a rank if it answers this rank's token."""
         told = self._hello_of(rank)
         return self._understood(f"hello/{rank}", told, _HELLO) if told and told["answers"] == self.token else None
 
     def _answer(self) -> bool | None:
-        """Answer the rank 0 that is found, unless that is done; return True once this rank has answered any."""
+        """Answer the token of the present rank 0, if that is new; return True once any has been answered."""
         before = self._hello["answers"]
 
         def answer(store: dist.Store) -> str:
@@ -235,7 +236,7 @@ class Meeting:
         return bool(self._hello["answers"]) or None
 
     def _named(self) -> list[dict[str, Any]] | None:
-        """Return the hellos that rank 0 has gathered, if this one is among them."""
+        """Return the hellos that rank 0 has gathered, if this rank's is among them."""
         key = f"{self._hello['answers']}/hellos"
         with contextlib.suppress(GarbledError):
             told = self.store.get(key, [_TOKENS])
@@ -245,7 +246,7 @@ class Meeting:
         return None
 
     def _understood(self, key: str, value: Any, shape: Shape) -> Any:
-        """Return what a rank of this life has said."""
+        """Return a value that a rank of this life has written, checked against its shape."""
         try:
             return read_value(value, shape)
         except GarbledError as error:
@@ -257,28 +258,28 @@ class Meeting:
         self._ask(lambda: self.store.ask(lambda store: store.compare_set(f"hello/{self.rank}", said, _TAKEN_BACK)))
 
     def _hello_here(self, rank: int) -> dict[str, Any] | None:
-        """Return the hello of a rank that waits for others; None if it has not come, as far as the store tells."""
+        """Return the hello of a rank that is here, waiting for others; None if it seems not to have come."""
         return self._if_here(self._hello_of(rank), self._token_of_first())
 
     def _token_of_first(self) -> str:
-        """Return the token of the rank 0 that is found; empty if there is none."""
+        """Return the token of the present rank 0; empty if there is none."""
         first = self._hello if self.rank == 0 else self._hello_of(0)
         return first["token"] if first else ""
 
     def _if_here(self, told: dict[str, Any] | None, first: str) -> dict[str, Any] | None:
-        """Return a hello if it waits for the rank 0 of that token, and its process lives as far as can be seen."""
+        """Return the hello `told` if it answers the token `first` and its process is not known to have ended."""
         if told is None or told["answers"] not in ("", first):
             return None
         return None if self._has_ended(told) else told
 
     def _here(self) -> dict[int, str]:
-        """Return the tokens of the ranks that wait for others."""
+        """Return the token of each rank that is here, waiting for others."""
         first = self._token_of_first()
         hellos = [self._if_here(self._hello_of(rank), first) for rank in range(self.size)]
         return {rank: hello["token"] for rank, hello in enumerate(hellos) if hello is not None}
 
     def _has_ended(self, hello: dict[str, Any]) -> bool:
-        """Whether the process that left a hello on this host has ended; False for other hosts, which can't be seen."""
+        """Whether the process that wrote a hello has ended; False for another host, where that can't be seen."""
         with contextlib.suppress(GarbledError):
             pid, started, _ = read_value(hello, _HELLO)["process"]
             return hello["kernel"] == self._hello.get("kernel") and started not in (0, start_time(pid))
@@ -287,7 +288,7 @@ class Meeting:
     # ---- what they say ---------------------------------------------------------------------------------------------
 
     def get(self, key: str, what: str) -> Any:
-        """Wait for the value of a key and return it; a timeout names the ranks that did not come, or else `what`."""
+        """Wait for the value of a key and return it. A timeout's error names the missing ranks, otherwise `what`."""
         shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
         try:
             return self._wait(lambda: self.store.get(self._key(key), shape), what)
@@ -295,7 +296,7 @@ class Meeting:
             raise self._garbled(key, error) from None
 
     def _wait(self, look: Callable[[], T | None], what: str) -> T:
-        """Wait until `look` finds something; a timeout names the ranks that did not come, or else `what`."""
+        """Wait until `look` finds something. The error of a timeout names the missing ranks, otherwise `what`."""
         most_s = shared_pause(POLL_S, self.size)
         try:
             # Not Store.wait: it would not end when a rank fails, and TCPStore prints a warning whenever it times out.
@@ -348,7 +349,7 @@ class Meeting:
         """Return the error for a rank that can't join.
 
         Args:
-            entry: Name of its explanation; it travels with the detail to the other ranks.
+            entry: Name of the explanation, which is sent to the other ranks with the error.
         """
         return error_of(self.failure("refused", ranks, detail=f"{why}{address(entry)}"))
 
@@ -358,7 +359,7 @@ class Meeting:
         return [self.get(f"{key}/{r}", f"rank {other} did not answer") for r, other in enumerate(self.global_ranks)]
 
     def part(self) -> None:
-        """Prepare to raise an error that all ranks share: rank 0, which may serve the store, goes last."""
+        """Prepare to raise an error that all ranks share: rank 0, which may serve the store, waits for the others."""
         if self._has_parted:
             return
         self._has_parted = True
@@ -369,7 +370,7 @@ class Meeting:
             wait_until(lambda: self.store.is_gone or have_parted() or None, time.monotonic() + PART_S)
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """Return the store's answer; None if it is gone or does not answer."""
+        """Return the store's answer; None if the store is gone or does not answer."""
         with contextlib.suppress(StoreGoneError, StoreSilentError):
             return question()
         return None
@@ -384,10 +385,10 @@ class Meeting:
             with contextlib.suppress(OSError):
                 spare.append(os.open(os.devnull, os.O_RDONLY))
             yield
-        except CollectiveTimeout:  # the others time out as well, and name the ranks that they miss
+        except CollectiveTimeout:  # not told: the others time out as well, and name the missing ranks themselves
             raise
         except BaseException as error:
-            while spare:  # if descriptors have run out, a store in a file needs one
+            while spare:  # frees descriptors: if they have run out, a store in a file needs one
                 os.close(spare.pop())
             cause = _cause(error, self)
             self._tell(replace(cause, by=Peer(rank=self.me)))
@@ -407,7 +408,7 @@ class Meeting:
     def look(self) -> None:
         """Raise the error that keeps another rank from joining, or RankFailed if a rank of this host has died."""
         if self._hello and self.rank and not self.life:
-            self._ask(self._answer)  # the rank 0 that it has answered may have ended long ago
+            self._ask(self._answer)  # a new rank 0 may have come; the one that was answered may have been long dead
         for token in dict.fromkeys((self.token, self.life or self.token)):
             try:
                 told = self._ask(functools.partial(self.store.get, f"{token}/failed", _SHAPES["failed"]))
@@ -419,7 +420,7 @@ class Meeting:
         for rank, watch in self.watches.items():
             if not watch.dead:
                 continue
-            if rank in self._suspects:  # the store was read since, so its last writes were seen
+            if rank in self._suspects:  # found dead before; since then the store was read, without an error of its
                 raise self._bury(rank, watch)
             self._suspects.add(rank)
         if not self.watches:
@@ -429,7 +430,7 @@ class Meeting:
         self._report_stall()
 
     def _report_stall(self) -> None:
-        """Tell the ranks of other groups where this one waits, and print now and then which ranks have not come."""
+        """Tell ranks in other groups where this rank waits, and print at intervals which ranks have not come."""
         if not self._has_said_where:
             self._has_said_where = True
             _core.say_where(self._call())
@@ -447,17 +448,17 @@ class Meeting:
         report_stall(missing, waited_s)
 
     def _call(self) -> str:
-        """Return ``new_group at train.py:31``."""
+        """Return the call in which this rank waits, as ``new_group at train.py:31``."""
         site = call_site()
         return join_call(self.name) + f" at {site}" * bool(site)
 
     def _look_for_gloo(self) -> None:
-        """Raise if a rank that has not said hello waits in Gloo itself, which leaves its address in the store."""
+        """Raise if a rank without a hello waits in Gloo itself, which it shows by Gloo's address in the store."""
         if self.life:
             return
         keys = [f"0/{r}" for r in range(self.size)]
         has_gloos = self._ask(lambda: self.store.ask(lambda store: [store.check([key]) for key in keys]))
-        if not has_gloos or has_gloos[self.rank]:  # of an earlier group of Gloo's, as this rank is not in Gloo
+        if not has_gloos or has_gloos[self.rank]:  # with one of this rank's, they are left from an earlier Gloo group
             return
         here = self._ask(self._here)
         ranks = [g for r, g in enumerate(self.global_ranks) if has_gloos[r] and here is not None and r not in here]
@@ -476,8 +477,8 @@ class Meeting:
     def _look_at_launch(self) -> None:
         """Raise RankFailed if the launcher has noted the end of a rank that has not said hello.
 
-        This concerns only processes that are known to be members: others may have come to this group from elsewhere
-        and number themselves as they like.
+        Only processes that are known to be members count: a group may also have members from outside the launcher's
+        job, whose ranks have other numbers there.
         """
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, "")) if self.pids else None
         for end in launch.ended() if launch is not None else []:
@@ -511,9 +512,8 @@ class Meeting:
         self.part()
 
     def _tell_each(self, cause: Failure) -> None:
-        """Tell each rank that is here or comes in a moment, since no key is yet read by all ranks of this life.
-
-        What looks like a rank may be the hello of an earlier life, so a rank counts once it has heard and parts.
+        """Tell the cause to each rank that is here or comes soon; one by one, as all share no key before the list.
+        What looks like a rank may be the hello of an earlier life, so a rank counts as told only when it confirms.
         """
         told: dict[str, int] = {}
         awaited = set(range(self.size)) - {self.rank}
@@ -536,7 +536,7 @@ class Meeting:
         return self.too_late(what, ranks)
 
     def too_late(self, what: str, ranks: Sequence[int] = ()) -> PhalanxError:
-        """Return the error for a rank that has waited in vain."""
+        """Return the error for a rank whose wait timed out."""
         standings = (self._whereabouts.standing(rank, self.name, self.me) for rank in ranks)
         elsewhere = tuple(stand for stand in standings if stand.waits_in)
         return error_of(
@@ -544,7 +544,7 @@ class Meeting:
         )
 
     def _lost_store(self, error: Exception) -> PhalanxError:
-        """Return the error for a store that is gone; raise RankFailed if its server is seen dead within a moment."""
+        """Return the error for a store that is gone, or raise RankFailed if the rank that served it is found dead."""
         wait_until(self.look, time.monotonic() + NOTE_S)
         return self.refusal(
             f"the job's store is gone ({error}). Look at what the rank or launcher that serves it, most often rank 0, "
@@ -553,7 +553,7 @@ class Meeting:
         )
 
     def _absent(self) -> tuple[int, ...]:
-        """Return the ranks that have not said hello; none if the store does not answer."""
+        """Return the ranks that have not said hello; empty if the store does not answer."""
         if self.life:
             return ()
         here = self._ask(self._here)

@@ -1,7 +1,6 @@
-"""Point-to-point messages of a group on several hosts: through memory on one host, else over the bridge.
-
-Over the bridge a message is a head, which carries short messages whole, and a body. For each rank there is one thread
-that receives from it and one that sends to it, in order, started on first use.
+"""Point-to-point messages of a group on several hosts: by shared memory within a host, over the bridge between hosts.
+Over the bridge, a message is a head, which contains a short message whole, and a body if it is longer. Each rank of
+another host has one thread here that receives from it and one that sends to it, in order; they start on first use.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ _FOR_EVER = timedelta(seconds=FOR_EVER_S)
 
 
 class _Message(Task):
-    """A running message over the bridge, or a receive that the bridge may serve."""
+    """A message over the bridge that is not over, or a receive whose message may come over the bridge."""
 
     def __init__(
         self, check: Callable[[], object], data: torch.Tensor, dtype: int, count: int, peer: int, tag: int, site: str
     ) -> None:
         super().__init__(check)
         self.data, self.dtype, self.count, self.peer, self.tag, self.site = data, dtype, count, peer, tag, site
-        self.here: Any = None  # the same receive, posted in the core for ranks of this host
+        self.here: Any = None  # the same receive, also posted in the core, if a rank of this host may send
 
     def head(self) -> bytes:
         return _HEAD.pack(self.tag, self.count, self.data.numel(), self.dtype)
 
 
 class _FromHere:
-    """A message of the core, which numbers only the ranks of this host."""
+    """A message through the core, in which ranks have their numbers on this host."""
 
     def __init__(self, op: str, handle: Any, ranks: list[int], site: str) -> None:
         self.op, self.handle, self._ranks, self.site = op, handle, ranks, site
@@ -71,7 +70,7 @@ class _FromHere:
 
 @dataclass
 class _Arrived:
-    """A message that came before its receive."""
+    """A message that came before its receive was posted."""
 
     tag: int
     dtype: int
@@ -101,7 +100,7 @@ class Messages:
         self._outgoing: dict[int, deque[_Message]] = {}
         self._receiving: set[int] = set()
         self._moving: dict[int, _Message] = {}  # messages being received, by sender
-        self._from_here = _core.Completions()  # numbers of receives from any rank that the core has finished
+        self._from_here = _core.Completions()  # receives from any rank that the core has finished, by number
         self._expected: dict[int, _Message] = {}
         self._numbers = itertools.count()
         self._threads: list[threading.Thread] = []
@@ -146,7 +145,7 @@ class Messages:
         return message
 
     def _take_arrived(self, message: _Message, sources: list[int]) -> bool:
-        """Finish a receive if its message came before it; return whether it did."""
+        """Finish a receive whose message has already come; return whether it has."""
         for source in sources:
             for arrived in self._arrived.get(source, ()):
                 if arrived.tag == message.tag:
@@ -177,10 +176,10 @@ class Messages:
         return _FromHere(op, handle, self._here, site)
 
     def _expect(self, message: _Message) -> bool:
-        """Have the core notify `_take_from_here` of a receive that the bridge may also serve.
+        """Have the core notify `_take_from_here` when it finishes a receive that is also posted for the bridge.
 
         Returns:
-            Whether `_take_from_here` has no thread yet.
+            Whether a thread for `_take_from_here` must be started, because this is the first such receive.
         """
         number = next(self._numbers)
         self._expected[number] = message
@@ -188,7 +187,10 @@ class Messages:
         return number == 0
 
     def wait(self, request: Any, timeout_s: float) -> bool:
-        """Wait for a message, at most `timeout_s` (0: the group's timeout); raise its error."""
+        """Wait for a message and raise its error; return whether it is over.
+        After `timeout_s`, returns False, and the message goes on. With 0, the group's timeout applies, and the message
+        fails with an error when it passes.
+        """
         if isinstance(request, _FromHere):
             try:
                 return self._core.wait_request(request.handle, timeout_s)
@@ -244,9 +246,9 @@ class Messages:
             pass
 
     def _receive_one(self, slot: torch.Tensor, peer: int) -> bool:
-        """Receive a message; return False if it did not fit.
-
-        Meanwhile, this frame holds the message and its memory, even if `_fail` has ended it; afterwards, nothing does.
+        """Receive a message; return False if its receive does not match, so that the group ends.
+        This frame keeps the message's tensor alive until the engine is done with it, even if `_fail` has ended the
+        message meanwhile.
         """
         self._everyone.recv(slot, peer, _HEADS).wait(_FOR_EVER)
         tag, count, num_bytes, dtype = _HEAD.unpack(bytes(slot[: _HEAD.size].numpy()))
@@ -268,7 +270,7 @@ class Messages:
             message.finish()
             return True
         with self._changed:
-            late = self._match(peer, tag)  # posted while it came
+            late = self._match(peer, tag)  # a receive that was posted while the message came
             if late is None:
                 self._arrived.setdefault(peer, deque()).append(_Arrived(tag, dtype, count, target))
             elif self._fits(late, peer, dtype, count):
@@ -278,12 +280,12 @@ class Messages:
         return True
 
     def _match(self, peer: int, tag: int) -> _Message | None:
-        """Take the first posted receive that matches a message."""
+        """Return the first posted receive that matches a message, and remove it from the posted ones."""
         for message in self._posted:
             if message.tag != tag or message.peer not in (peer, -1):
                 continue
             if message.here is not None and not self._core.cancel(message.here):
-                continue  # a rank of this host came first
+                continue  # a message of this host has already met it
             message.here = None
             self._posted.remove(message)
             return message
@@ -293,7 +295,7 @@ class Messages:
         while (number := self._from_here.pop()) >= 0:
             with self._changed:
                 message = self._expected.pop(number)
-                if message not in self._posted:  # it came over the bridge
+                if message not in self._posted:  # a message over the bridge has met it
                     continue
                 self._posted.remove(message)
             error = message.here.error()
@@ -323,7 +325,7 @@ class Messages:
             pass
 
     def _send_one(self, queue: deque[_Message], peer: int) -> bool:
-        """Send the next message, whose memory this frame holds meanwhile; return False if the group is closed."""
+        """Send the next message; return False if the group is closed. This frame keeps the tensor alive meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: queue or self._is_closed)
             if not queue:
@@ -347,7 +349,7 @@ class Messages:
     # ---- failing ---------------------------------------------------------------------------------------------------
 
     def _start(self, work: Callable[[int], None], peer: int) -> None:
-        """Start a thread; end the group if that fails. Don't hold the lock: starting waits for the thread."""
+        """Start a thread; if that fails, end the group. The caller must not hold the lock, which the thread takes."""
 
         def run() -> None:
             try:
@@ -364,7 +366,7 @@ class Messages:
         self._threads.append(thread)
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
-        """Fail the messages that need a rank whose connection has ended, if there are any."""
+        """Fail the messages that need the rank `peer`, whose connection has ended."""
         in_order = not self._failures.ended and self._failures.notices.has_left(peer)
         with self._changed:
             self._receiving.discard(peer)
@@ -380,7 +382,7 @@ class Messages:
             self._fail(message, error)
 
     def end(self) -> None:
-        """Fail all messages because the group has ended. The engine forgets interrupted receives, see `GlooChannel`."""
+        """Fail all messages because the group has ended; the engine may forget some of them, see `GlooChannel`."""
         with self._changed:
             waiting = [*self._posted, *self._moving.values(), *itertools.chain(*self._outgoing.values())]
             self._posted, self._moving, self._outgoing = [], {}, {}
@@ -390,7 +392,7 @@ class Messages:
             self._fail(message, RuntimeError("the group has ended"))
 
     def _may_come(self, message: _Message) -> bool:
-        """Whether some rank may still send it, or has sent it: data before the end of a connection is still read."""
+        """Whether the message of a receive may still come, from a live rank or as unread data of a lost connection."""
         return message.here is not None or bool(self._receiving)
 
     def _fail(self, message: _Message, error: BaseException) -> None:
@@ -398,5 +400,5 @@ class Messages:
         message.finish(self._told(error, op, message.site))
 
     def _told(self, error: BaseException, op: str, site: str) -> BaseException:
-        """End the group on all hosts and return the error that says why."""
+        """End the group on all hosts because of `error`; return the error to raise, which says why it ended."""
         return self._failures.end(error, op, 0, site, None)

@@ -16,10 +16,10 @@ from phalanx.backend.deadlines import END_S, MPI_POLL_S
 from phalanx.backend.hosts.links import Link
 from phalanx.wire.store import wait_until
 
-_PIECE_BYTES = 1 << 30  # counts are C ints before MPI 4
-_EXCHANGE = 0  # tags; messages have others
+_PIECE_BYTES = 1 << 30  # larger messages are cut, because counts are C ints before MPI 4
+_EXCHANGE = 0  # the tag of exchanges; messages have other tags
 _EAGER_POLLS = 200
-_lock = threading.RLock()  # makes MPI_THREAD_SERIALIZED enough
+_lock = threading.RLock()  # one thread at a time calls MPI, so MPI_THREAD_SERIALIZED is enough
 
 
 def _mpi() -> Any:
@@ -58,7 +58,7 @@ def library() -> str:
 
 
 class _Requests:
-    """Messages that belong together; MPI makes progress on them when asked about them."""
+    """MPI requests that belong to one operation. MPI makes progress on them only when it is asked about them."""
 
     def __init__(self, channel: MpiChannel, receives: list[Any], sends: list[Any], keep: object) -> None:
         self._channel, self._receives, self._keep = channel, receives, keep
@@ -85,9 +85,8 @@ class _Requests:
                 time.sleep(MPI_POLL_S)
 
     def _cancel(self) -> None:
-        """Cancel receives, whose memory may be freed next; not sends, which MPI may refuse to cancel.
-
-        MPI does not cancel a receive that has met its message: wait for its end, too, unless the sender is gone.
+        """Cancel receives, whose memory may be freed next. Sends are left alone: MPI may refuse to cancel them.
+        MPI does not cancel a receive that has met its message, so wait for it to end, unless the sender is gone.
         """
         with _lock:
             receives, self._receives = self._receives, []
@@ -105,7 +104,7 @@ class _Requests:
 class MpiChannel:
     """Point-to-point messages over a communicator of its own.
 
-    MPI can't close a connection, so waiting ranks must look for failures elsewhere.
+    MPI can't close a connection to wake waiting ranks, so they must ask the store for failures.
 
     Args:
         ranks: Ranks of the channel in MPI's world, in the channel's order; all of them must create it.
@@ -156,5 +155,5 @@ class MpiChannel:
 
     def drain(self, handles: Sequence[Any]) -> None:
         for handle in handles:
-            with contextlib.suppress(RuntimeError):  # cancelled
+            with contextlib.suppress(RuntimeError):  # the error of a cancelled request
                 handle.wait(timedelta(0))

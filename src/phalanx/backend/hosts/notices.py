@@ -1,4 +1,4 @@
-"""Notices between ranks on several hosts about the end of their group: in its store, otherwise by mail."""
+"""What ranks on several hosts tell each other about the end of their group: in its store, else by mail."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, wait
 
 
 class Notices:
-    """This rank's notices to the others, and theirs to it. No method raises if the store is slow or gone.
+    """What this rank tells the others, and they tell it. No method raises if the store is slow or gone.
 
     Args:
         store: Store of this group alone.
-        mailbox: Mailbox in which other ranks leave messages once the store is gone; None: there is none.
+        mailbox: This rank's mailbox, where others leave messages once the store is gone; None: it has none.
         boxes: Names of the other ranks' mailboxes, by rank.
     """
 
@@ -37,13 +37,13 @@ class Notices:
         self._mailbox, self._boxes = mailbox, boxes
         self._members = members
         self._departed: set[int] = set()
-        self._opening = threading.RLock()  # the watcher and a thread that meets a failure both open the mailbox
+        self._opening = threading.RLock()  # the watcher and any thread that meets a failure may read the mailbox
         self._mail: Failure | None = None  # a group failure that came by mail
 
     # ---- the group failure -----------------------------------------------------------------------------------------
 
     def group_failure(self, *, is_patient: bool) -> Failure | None:
-        """Return the failure with which another rank has ended the group; a patient caller waits a while for it."""
+        """Return the failure with which another rank has ended the group; with `is_patient`, wait a while for it."""
 
         def look() -> Failure | None:
             told: Failure | None = self._read("group_failure", Failure.from_facts)
@@ -52,7 +52,7 @@ class Notices:
         return wait_until(look, time.monotonic() + (GRACE_S if is_patient else 0))
 
     def settle(self, failure: Failure, lost: set[int]) -> Failure:
-        """Make this the group failure unless another rank was first; return the one that holds."""
+        """Make this the group failure, unless another rank has written one first; return the group failure."""
         facts = failure.to_facts()
         told = self._ask(lambda store: store.compare_set("group_failure", "", json.dumps(facts)))
         if told and (settled := group_failure_in(told)) is not None:
@@ -64,7 +64,7 @@ class Notices:
         return bool(self._ask(lambda store: store.check(["group_failure"])))
 
     def note_told(self) -> None:
-        """Let the others know that this rank knows the group failure."""
+        """Write that this rank knows the group failure."""
         self._ask(lambda store: store.add("num_told", 1))
 
     def are_told(self, num_ranks: int) -> bool:
@@ -74,25 +74,25 @@ class Notices:
     # ---- who leaves ------------------------------------------------------------------------------------------------
 
     def tell_leaving(self, lost: set[int]) -> None:
-        """Say that this rank leaves in order."""
+        """Tell the others that this rank leaves in order."""
         if self._mailbox is None:
             self._write(f"left/{self._members.rank}", "")
-        else:  # the store may have gone already, in order
+        else:  # the rank that serves the store may already have left, in order
             self._post({"left": self._members.rank}, lost)
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has said that it leaves in order."""
+        """Whether a rank has told that it leaves in order."""
         if self._mailbox is None:
             return self._read(f"left/{rank}", str) is not None
         self._open_mail()
         return rank in self._departed
 
     def has_left_soon(self, rank: int) -> bool:
-        """Whether a rank says so within a while: its note travels separately from the end of its connection."""
+        """Like `has_left`, but waits a while: the note may arrive later than the end of the connection."""
         return wait_until(lambda: self.has_left(rank) or None, time.monotonic() + NOTE_S) is not None
 
     def _open_mail(self) -> Failure | None:
-        """Return a group failure that another rank has left here, and note which ranks have left the group."""
+        """Read the mailbox: return the group failure if one has come, and note which ranks have left the group."""
         with self._opening:
             while self._mailbox is not None and (message := self._mailbox.read()) is not None:
                 if fits(message, {"left": int}):
@@ -116,11 +116,11 @@ class Notices:
         return MadeCall(**who) if told is None else replace(told, **who)
 
     def tell_wait(self, seq: int) -> None:
-        """Say that this rank waits in a call."""
+        """Write that this rank waits in call number `seq`."""
         self._write(f"waits/{self._members.rank}", seq)
 
     def waits_in(self, rank: int) -> int:
-        """Return the number of the last call in which a rank has said that it waits; 0 if there is none."""
+        """Return the number of the last call in which a rank has written that it waits; 0 if there is none."""
         return self._read(f"waits/{rank}", int) or 0
 
     # ---- store and mailboxes ---------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Notices:
             self._mailbox.close()
 
     def release(self) -> None:
-        """Drop the store and do without it from now on."""
+        """Drop the reference to the store, and do without it from now on."""
         self._store.close()
         self._store.is_gone = True
         del self._store.raw
@@ -144,7 +144,7 @@ class Notices:
         post([box for rank, box in self._boxes.items() if rank not in lost], message, NOTE_S)
 
     def _read(self, key: str, shape: Shape) -> Any:
-        """Return what a key says; None if it says nothing that a rank writes, or the store does not answer."""
+        """Return the value of a key; None if it does not have this shape, or the store does not answer."""
         with contextlib.suppress(GarbledError, StoreGoneError, StoreSilentError):
             return self._store.get(key, shape)
         return None
@@ -156,7 +156,7 @@ class Notices:
     def _ask(self, question: Callable[[Store], Any], otherwise: Any = None) -> Any:
         """Return the store's answer, or `otherwise` if none comes in time.
 
-        The store is then left alone until it answers: the rank that serves it may be stopped, and may continue.
+        After that, nothing else is asked until the answer comes: the rank that serves the store may only be stopped.
         """
         with contextlib.suppress(StoreGoneError, StoreSilentError):
             return self._store.ask(question)
@@ -164,7 +164,7 @@ class Notices:
 
 
 def group_failure_in(text: bytes) -> Failure | None:
-    """Return the group failure that a rank has written; None if a rank would not write this."""
+    """Return the group failure that `text` holds; None if it is not one that a rank would write."""
     with contextlib.suppress(GarbledError):
         failure: Failure = understand(text, Failure.from_facts)
         return failure
@@ -172,14 +172,13 @@ def group_failure_in(text: bytes) -> Failure | None:
 
 
 def _own_connection(store: Store) -> JsonStore:
-    """Return the store over a connection of its own, since another thread may be waiting in this one.
-
-    A server that has gone, or is stopped, lets whoever connects wait for minutes: then it is silent.
+    """Return the store over a connection of its own, since another thread may be waiting on the shared one.
+    To connect to a server that is gone or stopped would take minutes; after a short time it counts as not answering.
     """
     shared = JsonStore(store)
     try:
         return JsonStore(shared.ask(lambda store: store.clone(), RECONNECT_S))
-    except StoreGoneError:  # or this kind of store can't be cloned
+    except StoreGoneError:  # the server is gone, or this kind of store can't be cloned
         return JsonStore(store)
     except StoreSilentError:
         return shared

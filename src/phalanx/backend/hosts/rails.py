@@ -1,10 +1,10 @@
 """The exchange between ranks of different hosts during one collective.
 
 The first exchange of a call carries its fingerprint (number, operation, dtype, count, reduction, root) and up to 1280
-bytes of the message: together one Ethernet packet. So a small message costs one exchange, and a rank that called
-something else learns of it before a byte is misread. It writes its call into the store, and all ranks raise the same
-table. Longer messages travel separately under a tag derived from the call: if calls differ, no message meets a
-receive.
+bytes of the message: together one Ethernet packet. So a small message costs one exchange, and if ranks made different
+calls they notice before any data is misread. Each then writes its call into the store, and all raise an error with the
+same table of calls. Longer messages follow separately, with a tag derived from the call, so that if calls differ, no
+message meets a receive of another call.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from phalanx._ranges import share
 from phalanx.backend.hosts.channels import Channel, Handle
 from phalanx.backend.hosts.running import Running
 
-_SLOT_BYTES = 1344  # with the engine's own bytes, a packet of Ethernet
+_SLOT_BYTES = 1344  # fills one Ethernet packet, together with the engine's own header
 _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
-# Measured: up to these sizes, one step with the whole message is faster than two steps with parts of it.
-_WHOLE_BYTES = 256 * 1024  # to all hosts together
-_PAIR_BYTES = 16 << 20  # between two hosts, where the parts add up to as many bytes
-_OWN_TAGS = 1 << 30  # messages have those below
+# Measured: up to these sizes, one step that sends whole messages is faster than two steps that send parts.
+_WHOLE_BYTES = 256 * 1024  # that a rank sends to all hosts together
+_PAIR_BYTES = 16 << 20  # with two hosts only, where both ways send the same number of bytes
+_OWN_TAGS = 1 << 30  # tags from here on belong to collectives, smaller ones to messages
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Span(NamedTuple):
-    """Bytes in memory."""
+    """A range of bytes in memory."""
 
     address: int = 0
     size: int = 0
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 class Buffers:
-    """Memory for the steps of a call, kept for the next call."""
+    """Scratch memory for the steps of a call, which is kept for the next call."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
@@ -61,13 +61,13 @@ class Buffers:
 
 
 class Rail:
-    """The ranks of one number, one on each host, in the order of hosts.
+    """The ranks that have the same number on their hosts: one per host, in the order of hosts.
 
     Args:
         channel: Channel that joins them.
         num_hosts: Number of hosts.
         host: Index of this host.
-        buffers: Memory for what arrives.
+        buffers: Scratch memory for arriving data.
     """
 
     def __init__(self, channel: Channel, num_hosts: int, host: int, buffers: Buffers) -> None:
@@ -78,7 +78,7 @@ class Rail:
         self._sizes = [0 if h == host else _SLOT_BYTES for h in range(num_hosts)]
 
     def agree(self, running: Running, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
-        """Check once per call that all ranks are in it; spans of up to INLINE_BYTES, one per host, travel along.
+        """Check, once per call, that all ranks made it; small spans (up to INLINE_BYTES), one per host, travel along.
 
         Raises:
             CollectiveMismatch: A rank of another host is in another call.
@@ -113,7 +113,7 @@ class Rail:
         transfer.finish(running)
 
     def combine(self, running: Running, data: Span, kernel: int) -> None:
-        """Reduce equally long bytes of all hosts, in place, in the order of hosts."""
+        """Reduce `data`, which has the same length on all hosts, in place and in the order of hosts."""
         if data.size <= (_PAIR_BYTES if self._num_hosts == 2 else _WHOLE_BYTES // len(self._others)):
             self.reduce_parts(running, [data] * self._num_hosts, kernel)
         else:  # each host reduces one part and gives the others the result
@@ -123,7 +123,7 @@ class Rail:
             self.swap(running, [parts[self._host]] * self._num_hosts, parts)
 
     def reduce_parts(self, running: Running, parts: Sequence[Span], kernel: int) -> None:
-        """Send each host its part, and reduce the others' parts for this host into its own, in place."""
+        """Send each host its part, and reduce what the others send into this host's own part, in place."""
         theirs = self._spans(parts[self._host].size)
         self.swap(running, parts, theirs)
         self._reduce(running, theirs, parts[self._host], kernel)
@@ -134,7 +134,7 @@ class Rail:
         _core.reduce_buffers(mine.address, addresses, running.dtype, kernel, mine.size // running.item)
 
     def _spans(self, size: int) -> list[Span]:
-        """Return room for a message of `size` bytes from each other host."""
+        """Return scratch memory for a message of `size` bytes from each other host."""
         room = self._buffers.span("theirs", len(self._others) * size)
         places = (h - (h > self._host) for h in range(self._num_hosts))
         return [room.part(place * size, (place + 1) * size) for place in places]

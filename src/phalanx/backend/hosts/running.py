@@ -1,12 +1,12 @@
-"""A running collective of a group on several hosts: what its caller described, and how its steps wait.
+"""A running collective of a group on several hosts: the call as its caller described it, and how its steps wait.
 
 **Every wait ends by the deadline of its call, whatever else happens.** An engine may never finish an operation that a
 lost connection has interrupted. Gloo has no abort that ends a wait: its operations end when a connection does, or at
-its timeout, after which its pairs are unusable; and a receive that is interrupted in the middle never ends, because
-the pair has taken it off its lists and reports no error to it. So the caller's thread waits in slices of 0.1 s, and
-`Running.look` runs between them and raises once the group has ended or the call is late. Waits that can't be sliced,
-such as those for messages, run on a thread that may be left behind. What no thread waits for, such as a receive whose
-future is asked for, is failed by whoever ends the group. The core's waits keep the same deadline themselves.
+their timeout, after which its connections are unusable. A receive that is interrupted in the middle never ends, because
+Gloo has taken it off its lists and reports no error to it. So the caller's thread waits in slices of 0.1 s. Between
+them runs `Running.look`, which raises once the group has ended or the call is late. Waits that can't be sliced, such as
+those for messages, run on a thread that may be left behind. An operation for which no thread waits, such as a receive
+with a future, is failed by the thread that ends the group. Waits of the core keep the deadline themselves.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Running:
     landings: Tasks
     stall_s: float
     site: str | None = None
-    caller: FrameType | None = None  # the waiting frame, if there is no site
+    caller: FrameType | None = None  # the frame that waits, from which the site is found when it is needed
     seq: int = 0
     has_agreed: bool = False
-    has_told: bool = False  # whether the other ranks know that this one waits
+    has_told: bool = False  # whether this rank has told the others that it waits
     num_reports: int = 0
     num_steps: int = 0
-    task: Task | None = None  # its task on the group's thread; None: it runs on the caller's
+    task: Task | None = None  # the task on the group's thread; None: the call runs on its caller's thread
     transfers: list[Any] = field(default_factory=list)
     """Transfers whose memory the engine may still read and write."""
     began_s: float = field(default_factory=time.monotonic)
@@ -80,14 +80,14 @@ class Running:
         self.op: str = self.call.op
         self.dtype: int = self.call.dtype
         self.item: int = self.call.item
-        """Size in bytes of the elements in which it is computed."""
+        """Size in bytes of an element of the dtype in which the call is computed."""
         self.sizes: Sequence[int] = {"all_gather": self.call.out_counts, "reduce_scatter": self.call.in_counts}.get(
             self.op, ()
         )
-        """Number of elements in each rank's block, if they differ and the ranks agree on them."""
+        """Number of elements in each rank's block, if blocks differ and all ranks pass the same numbers."""
 
     def computed_in(self, dtype: int, item: int) -> Running:
-        """Return this call on elements of another dtype; the ranks still agree on the caller's."""
+        """Return this call computed in another dtype. Ranks still compare the dtype that their callers passed."""
         other = copy.copy(self)
         other.dtype, other.item = dtype, item
         return other
@@ -98,7 +98,7 @@ class Running:
 
     @property
     def limit(self) -> timedelta:
-        """Time after which an engine gives up an operation that nobody waits for any more."""
+        """Timeout to give the engine: a little longer than this call's, so that it ends only forgotten operations."""
         return self.left + _LATE
 
     @property
@@ -113,13 +113,13 @@ class Running:
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
     def wait(self, handle: Handle) -> None:
-        """Wait for an exchange; check now and then for signals, and that it can still succeed."""
+        """Wait for an exchange; at intervals, handle signals and check that the call can still succeed."""
         while True:
             try:
                 handle.wait(_SLICE)
                 return
             except RuntimeError:
-                if handle.is_completed():  # with an error, or just in time
+                if handle.is_completed():  # it failed, or it ended just after the slice
                     handle.wait(_SLICE)
                     return
             self.look()
@@ -130,7 +130,7 @@ class Running:
         return self.landings.submit(lambda: [handle.wait(limit) for handle in handles], keep=self.task)
 
     def wait_landed(self, landing: Task) -> None:
-        """Wait for messages like `wait`."""
+        """Wait, as `wait` does, for the messages that `land` was given."""
         while not landing.wait(LOOK_S):
             self.look()
         error = landing.error()
@@ -138,7 +138,7 @@ class Running:
             raise error
 
     def look(self) -> None:
-        """Raise if the call can no longer succeed or is late; report it if it waits long. Called periodically."""
+        """Raise if the call can no longer succeed or is late; report a long wait. Called at intervals."""
         waited_s = time.monotonic() - self.began_s
         if self.failures.ended:
             raise self.explain(GroupAborted("the group has ended"))
@@ -154,7 +154,9 @@ class Running:
             self.failures.report_stall(self.op, self.seq, self.line(), waited_s, self.timeout_s)
 
     def look_from_outside(self) -> None:
-        """End the call for a thread that waits for it, if its own thread can't: the engine may hold that for ever."""
+        """End the call when it is long overdue, because the engine may hold its own thread for ever.
+        For a thread that waits for the task of this call.
+        """
         if time.monotonic() > self.began_s + self.timeout_s + LATE_S:
             raise self.explain(self.timed_out())
 
@@ -165,7 +167,7 @@ class Running:
     def explain(self, error: BaseException) -> BaseException:
         """End the group on all hosts and return the error that says why."""
         found = getattr(error, "failure", None)
-        if found is not None and found.kind == "rank_missing":  # perhaps the core's, which knows one step and host
+        if found is not None and found.kind == "rank_missing":  # perhaps of a step within this host: ask all hosts
             error = self.timed_out(found)
         return self.failures.end(error, self.op, self.seq, self.line(), self._made())
 

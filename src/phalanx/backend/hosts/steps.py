@@ -1,8 +1,8 @@
 """The steps of a collective across several hosts: some on each host, some between hosts.
 
-Ranks of one host share memory; a bridge joins hosts. Ranks with the same number on their hosts form a rail with a
-channel of its own, as many rails as the smallest host has ranks. Each carries its own slice of a message over the
-bridge, all rails at once, so that a host's sum crosses once.
+Ranks of one host share memory; a bridge joins the hosts. The ranks that have the same number on their hosts form a
+rail, with a channel of its own; there are as many rails as the smallest host has ranks. All rails work at once, each
+with its own slice of the message, so that the sum of a host crosses the bridge once.
 
     all_reduce: reduce-scatter on the host -> rails exchange slices and reduce them in the order of hosts -> all-gather
 
@@ -12,14 +12,13 @@ broadcast from each rank, and such a reduce_scatter an all_reduce of all blocks.
 identifies it; see `rails`.
 
 **The same bits on all ranks and in every run.** A sum adds the ranks of each host in rank order, then the hosts. That
-order is fixed, but is not the order of the same ranks on one host. Halves accumulate in float32 on each level and are
-rounded once per level, so twice. AVG of floats is the average of the hosts' averages where all hosts have equally many
-ranks, which keeps halves in range; otherwise the sum is divided at the end. AVG of integers exchanges quotients and
-remainders, which can't overflow, and truncates once: an average of truncated averages would differ.
-
-**Tried and dropped: pipelining** one piece across the bridge while the next is reduced on its host. With two hosts of
-two ranks on two cores, 64 MiB took 113 ms in pieces of 4 MiB and 86 ms whole, because the CPU is the bottleneck there
-and each piece costs every rank a turn.
+order is fixed, but it is not the order in which the same ranks would add on one host. Halves accumulate in float32 on
+each of the two levels, and are rounded once per level. AVG of floats is the average of the hosts' averages if all hosts
+have equally many ranks, which keeps halves in range; otherwise the sum is divided at the end. AVG of integers exchanges
+quotients and remainders, which can't overflow, and truncates once: an average of truncated averages would differ.
+**Tried and dropped: pipelining**, so that one piece crosses the bridge while the next is reduced on its host. With two
+hosts of two ranks on two cores, 64 MiB took 113 ms in pieces of 4 MiB and 86 ms whole: the CPU is the bottleneck there,
+and for each piece every rank must be scheduled once more.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from phalanx.backend.hosts.rails import INLINE_BYTES, Buffers, Rail, Span, Trans
 from phalanx.backend.hosts.running import Running
 from phalanx.backend.types import DTYPE_CODES, REDUCE_CODES, RedOpType, is_inexact
 
-_STAGED_BYTES = 512 * 1024  # blocks up to here are collected on their host before they cross
+_STAGED_BYTES = 512 * 1024  # up to this size, blocks are collected on one rank of their host before they cross
 _SUM, _AVG = (REDUCE_CODES[op][0] for op in (RedOpType.SUM, RedOpType.AVG))
 _DTYPES = [dtype for dtype, _ in sorted(DTYPE_CODES.items(), key=lambda entry: entry[1])]
 _BYTE = DTYPE_CODES[torch.uint8]
@@ -47,13 +46,14 @@ Addresses = Sequence[int]
 
 
 class Steps:
-    """The collectives of one group on several hosts. Each method bears a collective's name and takes addresses.
+    """The collectives of one group on several hosts. A public method with a collective's name takes addresses.
 
     Args:
         core: Core group of this host's ranks.
         hosts: Ranks of the group by host, each in ascending order.
         rank: This rank's number in the group.
-        rail: Channel to the ranks of the same number on all hosts, in the order of hosts; None: this rank is on none.
+        rail: Channel to the ranks with this rank's number on their hosts, in the order of hosts; None: some host has
+            too few ranks.
         everyone: Channel to all ranks of the group.
     """
 
@@ -88,9 +88,8 @@ class Steps:
         self._core.run(call, ins, outs, running.left, None)
 
     def _confirm(self, running: Running) -> None:
-        """Check that the ranks of this host made the same call, unless the core or a rail has compared it.
-
-        The core sees only the steps of a call, and a rank of a larger host may be on no rail.
+        """Check that the ranks of this host made the same call, unless the core or the rails have compared them.
+        The core compares only the steps of a call, and a rail only its own ranks, to which not all may belong.
         """
         is_average = running.call.code == _AVG and not is_inexact(_DTYPES[running.dtype])
         is_compared = self._is_even and running.op != "reduce" and not is_average
@@ -115,7 +114,7 @@ class Steps:
             self._rail.agree(running)
 
     def _agree_everywhere(self, running: Running) -> None:
-        """Check that all ranks are in this call, before a step in which different sizes could do harm."""
+        """Check that all ranks made this call, before a step in which different sizes could do harm."""
         self._compare_here(running)
         self._agree(running)
 
@@ -146,13 +145,13 @@ class Steps:
             self._share(running, message, bounds, is_whole=message.size <= INLINE_BYTES)
 
     def _bounds(self, message: Span, item: int) -> list[tuple[int, int]]:
-        """Return the range of bytes that each rail carries; a small message goes whole with the head of the call."""
+        """Return the range of bytes that each rail carries; a small message goes whole, on every rail."""
         if message.size <= INLINE_BYTES:
             return [(0, message.size)] * self._num_rails
         return bounds_of(message.size // item, self._num_rails, item)
 
     def _share(self, running: Running, message: Span, bounds: list[tuple[int, int]], *, is_whole: bool) -> None:
-        """Give every rank of this host the slices that its rails have received."""
+        """Give every rank of this host the slices that the rails have brought."""
         if not self._has_peers or (is_whole and self._is_even):
             return
         if is_whole:
@@ -206,11 +205,11 @@ class Steps:
     def _average(self, running: Running, kernel: int) -> tuple[int, Callable[[Span], object]]:
         """Return the kernel for the steps of a reduction, and a function that turns their result into the final one.
 
-        If all hosts have as many ranks, the average of averages is the average, and stays in the range of a half.
+        If all hosts have equally many ranks, the hosts' averages are averaged, which keeps halves in range.
         """
         if kernel != _AVG or self._is_even:
             return kernel, lambda result: None
-        # torch rounds a complex number divided by an integer differently from its two parts.
+        # Divides the parts: dividing a complex number by an integer, torch would round differently.
         dtype, world_size = _DTYPES[running.dtype].to_real(), self._size
         return _SUM, lambda result: result.tensor().view(dtype).div_(world_size)
 
@@ -255,7 +254,7 @@ class Steps:
         self._rail.reduce_parts(running, mine, call.kernel)
 
     def _reduce_blocks(self, running: Running, sources: Addresses, counts: Sequence[int], out: int) -> None:
-        """Reduce the blocks of all ranks everywhere, and keep this rank's."""
+        """Reduce the blocks of all ranks on every rank, and keep this rank's own block."""
         sizes = [count * running.item for count in counts]
         offsets = list(accumulate(sizes, initial=0))
         whole = self._buffers.span("whole", offsets[-1]).address
@@ -325,7 +324,10 @@ class Steps:
         self._scatter_wide(running, sends=others, recvs=own)
 
     def _with_far_root(self, running: Running, own: Addresses, all_at_root: Addresses) -> tuple[list[Span], list[Span]]:
-        """Return this rank's block for a root on another host, and at the root the blocks of other hosts' ranks."""
+        """Return the spans of a gather or scatter that cross hosts, by rank.
+        The first list holds this rank's block, if the root is on another host; the second, filled on the root alone,
+        holds the blocks of ranks on other hosts.
+        """
         num_bytes, root = running.call.count * running.item, running.call.root
         mine, others = [Span()] * self._size, [Span()] * self._size
         if self._rank == root:
@@ -353,7 +355,7 @@ class Steps:
         self._scatter_wide(running, sends, recvs)
 
     def _all_to_all_by_rails(self, running: Running, sources: Addresses, outs: Addresses) -> None:
-        """Collect on this rank what its host sends to each rank of its rail, and send it as one message."""
+        """Collect, on this rank, what this host's ranks send to each rank of its rail; send that as one message."""
         assert self._rail is not None
         count, num_local = running.call.count, len(self.here)
         num_bytes = count * running.item
@@ -383,12 +385,12 @@ class Steps:
                 raise running.failures.wrong_split(running.op, running.seq, r, num, expected)
 
     def _elsewhere(self, addresses: Addresses, sizes: Sequence[int]) -> list[Span]:
-        """Return the blocks of all ranks, empty for those of this host."""
+        """Return the blocks by rank; those of this host's ranks are empty."""
         blocks = enumerate(zip(addresses, sizes, strict=True))
         return [Span() if r in self.here else Span(address, size) for r, (address, size) in blocks]
 
     def _scatter_wide(self, running: Running, sends: Sequence[Span], recvs: Sequence[Span]) -> None:
-        """Exchange bytes with every rank of the other hosts directly."""
+        """Exchange bytes directly with every rank of the other hosts."""
         transfer = Transfer(self._everyone, running)
         transfer.start(running, range(len(sends)), sends, recvs)
         self._agree(running)
@@ -409,11 +411,11 @@ _STEPS: dict[str, Callable[[Steps, Running, Addresses, Addresses], None]] = {
 
 # ---------------------------------------------------------------- averages of integers
 #
-# Sums may overflow, and averages can't be averaged: so quotients and remainders are summed.
+# Sums may overflow, and an average of truncated averages is wrong; so quotients and remainders are summed.
 
 
 def _quotients_and_remainders(values: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Return the quotients and the remainders of integers, in int64 and in this order, to be summed over the ranks."""
+    """Return the quotients and then the remainders of integers, as int64, to be summed over the ranks."""
     is_unsigned = values.dtype is torch.uint64
     wide = values.to(torch.int64)
     quotients = _divide_towards_zero(wide, divisor, is_unsigned=is_unsigned)
@@ -431,7 +433,7 @@ def _integer_mean(sums: torch.Tensor, divisor: int, dtype: torch.dtype) -> torch
 
 
 def _divide_towards_zero(values: torch.Tensor, divisor: int, *, is_unsigned: bool) -> torch.Tensor:
-    """Divide int64 values towards zero; they may hold the bits of uint64, which torch can't divide."""
+    """Divide int64 values, truncating towards zero. With `is_unsigned` they hold the bits of uint64."""
     if not is_unsigned:
         return torch.div(values, divisor, rounding_mode="trunc")
     halves = (values >> 1) & torch.iinfo(torch.int64).max

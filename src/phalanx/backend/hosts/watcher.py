@@ -18,8 +18,8 @@ class Watcher:
 
     Args:
         links: Connections to watch, each with its rank; empty if the engine's can't be watched.
-        notice: Function called on the thread with the rank of each connection that ended; without connections,
-            called periodically with -1.
+        notice: Function that the thread calls with the rank whose connection has ended; without connections to watch,
+            it is called at intervals with -1.
     """
 
     def __init__(self, links: Sequence[tuple[int, Link]], notice: Callable[[int], None]) -> None:

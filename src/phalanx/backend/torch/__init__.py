@@ -1,4 +1,4 @@
-"""The shapes that each torch version expects of a backend, and the ways from its calls to our operations.
+"""The classes and methods that each torch version expects of a backend, and how its calls reach our operations.
 
 Start with `adapters`. Nothing here computes or waits.
 """

@@ -5,13 +5,13 @@ and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that
 
 torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands in front of it because torch wraps
 the Work that a Python backend returns in one whose ``is_completed()`` is always false and whose ``_source_rank()``
-raises, so ``dist.recv()`` from any source could not work. The group hands out the real Work, and saves some 5 us where
-nobody listens (no hook, profiler, dispatch mode or debug wrapper). Older torch: a Python class can only be a
-``ProcessGroup``. :class:`PhalanxGroup` runs the operations itself, and an inner Gloo backend serves those who ask for
-one (FSDP2, DCP) and the few C++ calls that cannot reach Python.
+raises, so ``dist.recv()`` from any source could not work. The group returns the real Work, and saves some 5 us when
+there is no hook, profiler, dispatch mode or debug wrapper. Older torch: a Python class can only be a ``ProcessGroup``,
+so :class:`PhalanxGroup` runs the operations itself, and contains a Gloo backend for code that asks for a backend
+(FSDP2, DCP) and for the few C++ calls that cannot reach Python.
 
-The Flight Recorder records only when it is asked to (``TORCH_FR_BUFFER_SIZE`` is set). torch 2.15 turns it on by
-default, which costs a Python backend about 10 us per operation; the black box holds the same facts.
+torch's Flight Recorder is on only if ``TORCH_FR_BUFFER_SIZE`` is set. torch 2.15 would turn it on by default, which
+costs a Python backend about 10 us per operation; our black box holds the same facts.
 
 Before torch 2.14 `dist.monitored_barrier` refuses every backend that is not named gloo, so it is wrapped there.
 """
@@ -96,7 +96,7 @@ class _Common:
 
     @property
     def timeout(self) -> timedelta:
-        """Deadline of operations that name none."""
+        """Timeout of operations that have none of their own."""
         return self._operations.timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -110,16 +110,16 @@ class PhalanxGroup(_Common, ProcessGroup):
     """The process group that Python callers see.
 
     Args:
-        store: Key-value store of this group alone, which holds nothing of an earlier one.
+        store: Key-value store of this group alone; it holds nothing of an earlier group.
         operations: Operations of the group.
         global_ranks: Rank in the world of each rank of the group.
-        build: `build_group` of this package, for groups split off it.
+        build: `build_group` of this package, which makes the groups that are split off this one.
 
     Attributes:
         life_store: The argument `store`.
         backend: Backend registered for C++ callers.
-        other_devices: Types of the devices whose tensors torch's dispatcher takes to another backend.
-        pids: Process of each member on this host, by its rank in the world.
+        other_devices: Types of the devices whose tensors torch's dispatcher passes to another backend.
+        pids: Process id of each member on this host, by its rank in the world.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     ) -> None:
         if HAS_PYTHON_BACKENDS:
             super().__init__(store, operations._rank, operations._size)
-        else:  # only this constructor makes an object that Python can override
+        else:  # of the base's constructors, only this one lets Python override methods
             super().__init__(operations._rank, operations._size)
         self.life_store = store
         self._operations = operations
@@ -149,7 +149,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         return self._operations.title
 
     def goes_direct(self) -> bool:
-        """Whether nobody listens to the dispatcher: no hook, profiler, dispatch mode or debug wrapper."""
+        """Whether a call may bypass torch's dispatcher: there is no hook, profiler, dispatch mode or debug wrapper."""
         if self._direct is None:
             self._direct = not (
                 self._listened or _env.wants_torchs_records() or c10d.get_debug_level() == c10d.DebugLevel.DETAIL
@@ -169,14 +169,13 @@ class PhalanxGroup(_Common, ProcessGroup):
     def average_coalesced(
         self, tensors: list[torch.Tensor], marks: torch.Tensor, *, with_squares: bool = False
     ) -> float:
-        """Replace CPU tensors by their means over the ranks, in one pass over them where they lie; blocks.
-
-        torch has no name for this. Data parallel training prefers it to copying gradients into buckets.
+        """Replace CPU tensors by their means over the ranks, in place and in one pass; blocks.
+        torch has no such operation. It spares data-parallel training the copies of gradients into buckets.
 
         Args:
             tensors: Dense tensors of floating or complex dtypes, with the same shapes and dtypes on all ranks.
             marks: One more tensor to average, contiguous, with the dtype of one of `tensors`.
-            with_squares: Whether to add up the squares of the means of `tensors` on the way.
+            with_squares: Whether to add up the squares of the means of `tensors` as well.
 
         Returns:
             The sum of squares, the same bits on all ranks; 0.0 without `with_squares`.
@@ -195,8 +194,8 @@ class PhalanxGroup(_Common, ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
         if hasattr(ProcessGroup, "set_timeout"):  # from torch 2.15 on
-            limit = timedelta(seconds=_env.seconds("timeout", timeout))  # C++ would overflow
-            ProcessGroup.set_timeout(self, limit)  # the backends of other devices
+            limit = timedelta(seconds=_env.seconds("timeout", timeout))  # bounded: longer ones overflow in C++
+            ProcessGroup.set_timeout(self, limit)  # for the backends of other devices
 
     def split_group(
         self,
@@ -228,7 +227,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     def shutdown(self) -> None:
         self._operations.shutdown()
         if os.getpid() != self._pid:
-            return  # forked: the inner backend's threads stayed in the parent, and destroying it would hang
+            return  # forked: the inner Gloo's threads stayed in the parent, and destroying it would hang
         super().shutdown()
         if self in _kept:
             _kept.discard(self)
@@ -260,8 +259,8 @@ class PhalanxGroup(_Common, ProcessGroup):
     recv = entry_point(RECV)
     recv_anysource = entry_point(RECV_ANYSOURCE)
 
-    # Before 2.14 nothing else implements these. Newer torch maps the former names to those above by itself, and would
-    # call these again from the base method.
+    # Before 2.14 these older names must be implemented, too. Newer torch maps them to the names above by itself, and a
+    # method here would be called again from the base method.
     if not HAS_PYTHON_BACKENDS:
         _allgather_base = entry_point(ALL_GATHER_SINGLE._replace(name="_allgather_base"))
         allgather_into_tensor_coalesced = entry_point(
@@ -291,7 +290,7 @@ class InnerGloo(c10d.ProcessGroupGloo):
 
 
 _kept: set[PhalanxGroup] = set()
-"""Groups to which torch may refer from C++ alone: their Python half must not be collected before they are shut down."""
+"""Groups that are not shut down. torch may refer to them from C++ alone, so this keeps their Python halves alive."""
 
 
 _left: list[int] = []
@@ -308,7 +307,7 @@ def kept_groups() -> list[PhalanxGroup]:
 
 
 def num_exchanges() -> int:
-    """Return how many collectives with data and messages this process has begun, in all groups that it ever had."""
+    """Return how many collectives with data and messages this process has begun, in all its groups, past ones too."""
     return sum(_left) + sum(group._operations.num_exchanges for group in kept_groups())
 
 
@@ -332,11 +331,11 @@ if HAS_PYTHON_BACKENDS:
 
         @property
         def supports_coalescing(self) -> bool:
-            return False  # messages of a batch progress together anyway
+            return False  # not needed: messages of a batch progress together anyway
 
         @property
         def supports_window(self) -> bool:
-            return False  # torch's default would ask Python again, endlessly; so would those below
+            return False  # defined because torch's default calls this method again, endlessly; so below
 
         supports_reconfigure = supports_shrinking = supports_window
         _supports_time_estimate = supports_time_estimate = supports_window  # torch 2.14 has no underscore
@@ -348,7 +347,7 @@ if HAS_PYTHON_BACKENDS:
             return self._operations.end_coalescing()
 
         def monitored_barrier(self, timeout: Any = UNSET, wait_all_ranks: bool = False) -> None:
-            is_given = isinstance(timeout, c10d.BarrierOptions)  # C++ passes options
+            is_given = isinstance(timeout, c10d.BarrierOptions)  # C++ passes the options in its place
             self._operations.monitored_barrier(timeout if is_given else Blocking(timeout), wait_all_ranks)
 
         def shutdown(self) -> None:
@@ -384,6 +383,6 @@ CLASSES = (_Common, PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_
 
 
 def keep_from_compiler(*classes: type) -> None:
-    """Keep torch.compile from tracing the methods of classes."""
+    """Keep torch.compile from tracing the methods of these classes."""
     members = [member for cls in classes for member in vars(cls).values()]
     _torch.keep_from_compiler(member.__code__ for member in members if isinstance(member, FunctionType))

@@ -1,4 +1,4 @@
-"""Routes a call of torch's to `Operations`: directly where nobody listens, otherwise through torch's dispatcher."""
+"""Routes a call of torch's to `Operations`: through torch's dispatcher if something listens there, else directly."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Operation(NamedTuple):
         name: Name of the method in torch.
         run: Method of `Operations` that runs it.
         num_args: Number of arguments before the options.
-        options: Class of the options; None: it takes none.
-        is_led_here: Whether torch's dispatcher leads to a Python backend; otherwise the operation goes directly even
-            if somebody listens.
+        options: Class of the options; None: the operation takes none.
+        is_led_here: Whether torch's dispatcher passes this operation to a Python backend. If not, it always goes
+            directly.
     """
 
     name: str
@@ -71,7 +71,7 @@ RECV_ANYSOURCE = Operation("recv_anysource", Operations.recv_anysource, 2)
 
 
 def _options(cls: type, extra: tuple[object, ...], named: dict[str, object]) -> object:
-    """Return the options of a call, built from torch's shorthands (reduce op, root, timeout) if they are not given."""
+    """Return the options of a call; if it has none, build them from its shorthands (reduce op, root, timeout)."""
     for value in (*extra, *named.values()):
         if isinstance(value, cls):
             return value
@@ -112,24 +112,24 @@ _FROM_LISTS = (Operations.scatter, Operations.reduce_scatter)
 
 
 _issued = threading.local()
-"""The works that the backend returned to this thread while a call went through torch's dispatcher, which wraps them."""
+"""The backend's own works of a call that goes through torch's dispatcher, which wraps them; by thread."""
 
 
 def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...]) -> object:
     """Run an operation without torch's dispatcher.
 
     Raises:
-        NotPlain: The dispatcher is needed.
+        NotPlain: A tensor is not plain, so the dispatcher has to unwrap it.
     """
     try:
         return run(operations, *args)
-    except Overridden:  # only here, because entering this costs as much as checking a tensor
+    except Overridden:  # the guard below is entered only now, because that costs as much as checking a tensor
         with torch.DisableTorchFunctionSubclass():
             return run(operations, *args)
 
 
 def _dispatchable(refusal: NotPlain) -> NotPlain:
-    """Return the refusal if torch's dispatcher leads back here; raise it if that would lead to Gloo."""
+    """Return the refusal if torch's dispatcher would come back here; raise it if it would lead to Gloo."""
     if HAS_PYTHON_BACKENDS:
         return refusal
     raise NotPlain(f"{refusal}, or use torch 2.14 or newer, which can unwrap some of these") from None
@@ -139,7 +139,7 @@ class _Dispatch:
     """Surrounds a call that goes through torch's dispatcher, which unwraps tensors and notifies listeners.
 
     Args:
-        refusal: Reason why the call could not go directly: only the dispatcher may know what its tensors mean.
+        refusal: Why the call could not go directly, if it was tried: perhaps the dispatcher can unwrap its tensors.
     """
 
     def __init__(self, refusal: NotPlain | None) -> None:
@@ -156,7 +156,7 @@ class _Dispatch:
             raise kind(f"{self._refusal}\n{error}") from error
 
     def unwrap(self, work: object) -> object:
-        """Return the backend's own work in place of torch's wrapper."""
+        """Return the backend's own work instead of `work`, torch's wrapper around it."""
         works = self._works
         if len(works) > 1:  # the dispatcher split the call, one operation for each inner tensor
             return joined(works)
@@ -170,7 +170,7 @@ def entry_point(operation: Operation) -> Any:
 
     def call(self: Any, *args: Any, **named: Any) -> object:
         refusal = None
-        # Only torch knows the names of the arguments.
+        # Named arguments go through torch's own method, which alone knows their names.
         if base is None or (len(args) >= num_args and self.goes_direct()):
             given = args
             if options is not None and (len(args) != num_args + 1 or not isinstance(args[-1], options)):
@@ -196,10 +196,10 @@ def backend_method(operation: Operation) -> Any:
     name, run, num_args, options, _ = operation
 
     def call(self: Any, *args: Any, **named: Any) -> object:
-        if options is not None and len(args) != num_args + 1:  # from Python; torch's dispatcher passes them all
+        if options is not None and len(args) != num_args + 1:  # a call from Python; torch's dispatcher passes all
             args = complete(operation, args, named)
         with torch.DisableTorchFunctionSubclass():
-            # A blocking operation has no work, but the Flight Recorder needs one to see that it is over.
+            # A blocking operation returns no work, but the Flight Recorder needs one to see that it is over.
             work = run(self._operations, *args) or finished([])
         if (works := getattr(_issued, "works", None)) is not None:
             works.append(work)
@@ -209,7 +209,7 @@ def backend_method(operation: Operation) -> Any:
 
 
 def named_as(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rename a function: tracebacks show the name, and pybind11 recognises a call of the base method by it."""
+    """Rename a function. Tracebacks show the name, and by it pybind11 recognises an override that calls its base."""
     function.__code__ = function.__code__.replace(co_name=name)
     function.__name__ = name
     function.__qualname__ = f"PhalanxGroup.{name}"

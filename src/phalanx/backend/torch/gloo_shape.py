@@ -1,8 +1,7 @@
-"""The class, name and options that torch and programs expect of Gloo, and Gloo itself for other devices.
-
-A group that replaces Gloo is an ordinary group that also knows the backend name that programs see and the devices that
-it takes. Python and profilers are told that name. C++ is told ``phalanx``, because the logger of torch's DDP casts a
-backend named gloo to the C++ `ProcessGroupGloo` and reads its members.
+"""Makes a group look like Gloo to torch and to programs: its class, name and options; and Gloo itself for GPU tensors.
+A group that replaces Gloo is an ordinary group with a second name, which programs see, and a list of devices that it
+takes. Python and profilers are told the name ``gloo``. C++ is told ``phalanx``, because the logger of torch's DDP casts
+a backend named gloo to the C++ `ProcessGroupGloo` and reads its members.
 
 From torch 2.14 on, `GlooShaped` has a ``__class__`` that is `ProcessGroupGloo`: `isinstance` says yes, while pybind11
 looks at the real type. Its options are Gloo's. Before 2.14 the group contains a real Gloo anyway.
@@ -29,7 +28,7 @@ from phalanx.backend.torch.dispatch import named_as
 
 
 def _by_device(run: Callable[..., Any]) -> Any:
-    """Return the method that runs a collective, or leaves it to Gloo if its tensors are on another device."""
+    """Return a method that runs a collective, or passes it to Gloo itself if its tensors are on another device."""
 
     def call(self: GlooShaped, *args: Any) -> object:
         try:
@@ -41,13 +40,12 @@ def _by_device(run: Callable[..., Any]) -> Any:
 
 
 class GlooShaped(PhalanxBackend):
-    """The backend of a group in the place of Gloo, from torch 2.14 on.
-
-    ``isinstance(backend, ProcessGroupGloo)`` is true. Collectives of tensors on a GPU, which Gloo takes as well, go to
-    a Gloo that all ranks make when the first of them comes.
+    """The backend of a group that replaces Gloo, from torch 2.14 on.
+    ``isinstance(backend, ProcessGroupGloo)`` is true. Gloo also takes tensors on a GPU. Collectives of those go to a
+    Gloo that all ranks create at the first such collective.
 
     Args:
-        store: Key-value store of the group, in which the ranks of that Gloo would meet.
+        store: Key-value store of the group, through which that Gloo connects its ranks.
     """
 
     def __init__(self, operations: Operations, store: Store, global_ranks: list[int]) -> None:
@@ -80,10 +78,10 @@ class GlooShaped(PhalanxBackend):
         self.set_timeout(timeout)
 
     def gloo(self) -> Any:
-        """Return Gloo itself, which every rank must ask for; the first call connects the ranks.
+        """Return Gloo itself. The first call connects the ranks, so all of them must make it.
 
         Raises:
-            CollectiveMismatch: A rank calls something else in the meantime.
+            CollectiveMismatch: Another rank made another call instead.
         """
         with self._making:
             if self._gloo is None:

@@ -1,7 +1,7 @@
 """Turns a command line into settings, together with the environment and the scheduler.
 
-The flags are a table of our own (`flags`), which argparse reads. A flag that is not given leaves nothing behind, so
-``--dry-run`` can tell where each value came from; the script and its arguments are the rest. All commands share one
+The flags are a table of our own (`flags`), from which argparse is set up. argparse adds no defaults, so ``--dry-run``
+can tell where each value came from. What follows the flags is the script and its arguments. All commands share one
 parser, `_command_line`, which costs 1.6 ms of a start.
 """
 
@@ -31,7 +31,7 @@ def read_flags(
 ) -> tuple[dict[str, Setting], list[str]]:
     """Return every flag's setting, and the script with its arguments.
 
-    The command line wins over PHALANX_*, that over PET_*, that over the scheduler, that over the default.
+    A value on the command line takes precedence, then PHALANX_*, PET_*, the scheduler's value, and the default.
 
     Args:
         argv: Words after ``phalanx run``.
@@ -62,7 +62,7 @@ def read_flags(
     return settings, target
 
 
-# Names of flags in other launchers, and what to use here.
+# Names that other launchers give to flags, for errors that name the flag to use here.
 _NUM_RANKS_ELSEWHERE = [
     "-n",
     "-np",
@@ -109,7 +109,7 @@ def _parse(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, tuple[str, st
     try:
         namespace, unknown = parser.parse_known_args(argv)
     except UsageError as error:
-        # argparse reads -hosts as -h.
+        # argparse takes -hosts for -h, and complains about the rest.
         if not found or f"{found[:2]} takes no value" not in str(error):
             raise
         unknown = [found]
@@ -131,7 +131,7 @@ def _spellings(flags: Sequence[Flag]) -> dict[str, Flag]:
 
 
 class _Given(argparse.Action):
-    """Keeps the spelling and the text of a flag; a flag that is not given leaves nothing."""
+    """Stores how a flag was spelled, and its text; stores nothing for a flag that is not given."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -140,7 +140,7 @@ class _Given(argparse.Action):
 
 
 def split_off_flags(words: Sequence[str], also: Sequence[Flag] = ()) -> tuple[list[str], list[str]]:
-    """Return the long flags of ours among a script's arguments, with their values, and the other arguments.
+    """Split a script's arguments into long flags of ours, with their values, and all other arguments.
 
     Args:
         also: Further flags of the command that is called.
@@ -160,7 +160,7 @@ def split_off_flags(words: Sequence[str], also: Sequence[Flag] = ()) -> tuple[li
 
 
 def hint_for_flags(refusal: str, command: Sequence[str]) -> str:
-    """Return the right order if a script has refused a flag of ours; else nothing.
+    """If a script has refused a flag that is ours, return a hint to put it before the script; otherwise "".
 
     Args:
         refusal: Last words of the script.
@@ -181,10 +181,10 @@ def hint_for_flags(refusal: str, command: Sequence[str]) -> str:
 def without_flags(
     names: Collection[str], argv: Sequence[str], target: Sequence[str], switches: Collection[str] = ()
 ) -> list[str]:
-    """Return a command line that ends in `target`, without the flags of these names and their values.
+    """Return a command line that ends in `target`, without the named flags and their values.
 
     Args:
-        switches: Names of those that have no value.
+        switches: Those of the names that take no value.
     """
     flags = list(argv[: len(argv) - len(target)])
     kept: list[str] = []

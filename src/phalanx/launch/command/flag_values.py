@@ -1,4 +1,4 @@
-"""Parsers of flags' values, which raise `ValueError` with the form that a value must have."""
+"""Parsers of flags' values. Each raises `ValueError` with the form that a value must have."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def switch(text: str) -> bool:
 
 
 def gloo(text: str) -> bool:
-    return text == "1" or replaces_gloo(text)  # of the switch, or of PHALANX_REPLACE
+    return text == "1" or replaces_gloo(text)  # the value of the switch, or one of PHALANX_REPLACE
 
 
 def choice(*choices: str) -> Callable[[str], str]:
@@ -76,11 +76,11 @@ def notice_url(text: str) -> str:
 
 
 def _is_url(text: str) -> bool:
-    """Return whether this is a valid address: nobody would notice that a wrong one gives no notice."""
+    """Return whether this is a valid URL. It must be checked: a wrong one would silently never give a notice."""
     try:
         parts = urllib.parse.urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
-    except ValueError:  # a wrong address in brackets, or a wrong port
+    except ValueError:  # a malformed address in brackets, or a malformed port
         return False
 
 
@@ -89,7 +89,7 @@ _RANKS = "a whole number of at least 1, auto, cpu or gpu, or MIN:MAX with MIN <=
 
 
 def num_ranks(text: str) -> int | str | tuple[int, int | str]:
-    """Return the number of ranks or a word for it; with MIN:MAX, the least number and that."""
+    """Return the number of ranks, or a word such as ``auto``; for MIN:MAX, a pair of MIN and MAX."""
     least_text, colon, most_text = text.rpartition(":")
     most = number(int, 1, _RANKS, words=_COUNTS)(most_text)
     if not colon:
@@ -114,7 +114,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def rendezvous_settings(text: str) -> dict[str, str]:
-    """Return the settings of the rendezvous; known ones are checked, others pass."""
+    """Return the settings of the rendezvous. Known ones are checked; others are accepted as they are."""
     pairs = _pairs(text)
     for name in _SECONDS & pairs.keys():
         try:
@@ -129,7 +129,7 @@ def rendezvous_settings(text: str) -> dict[str, str]:
 
 
 def streams(text: str) -> int | dict[int, int]:
-    """Return the streams of every local rank, or those of some: 1 is stdout, 2 is stderr, 3 both."""
+    """Return the streams (1 is stdout, 2 is stderr, 3 both) of all local ranks, or a dict of them by local rank."""
     try:
         pairs = [tuple(map(int, part.split(":"))) for part in text.split(",")]
     except ValueError:

@@ -1,13 +1,12 @@
-"""Launchers of one user on one machine: they meet in a folder, and the last one warns if cores are short.
-
-Each takes all cores that it may use, and only says what to set: the number of ranks and threads decides the result, to
-the bit, the job that runs can't change its own, and nobody knows who ends first. On two cores a step of a small model
-with two threads took 0.29 ms alone, 7 and 14 ms in two jobs at once, 0.98 ms in both with OMP_NUM_THREADS=1, and 1.7
-ms with threads that sleep while they wait. If only the second job has one thread, only that one is fast. Two ranks in
-each of two jobs took 1.7 ms, where one job took 0.58 ms.
-
-Each launcher holds a file in its user's folder under a record lock, which ends with its process and is inherited by
-none.
+"""Launchers of one user on one machine find each other in a folder, and the last to start warns if cores are short.
+The warning only says what to set; each launcher still takes all cores that it may use. Sharing them out automatically
+would not do: the numbers of ranks and threads decide the result, to the bit; a running job can't change its own; and
+nobody knows which job ends first. On two cores, a step of a small model with two threads took 0.29 ms alone, 7 and 14
+ms in two jobs at once, 0.98 ms in both with OMP_NUM_THREADS=1, and 1.7 ms with threads that sleep while they wait. If
+only the second job has one thread, only that one is fast. Two ranks in each of two jobs took 1.7 ms, where one job took
+0.58 ms.
+Each launcher keeps a file in its user's folder under a record lock. The lock ends with the process, and no child
+inherits it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _KIND = "launcher-"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A launcher's share of the machine.
+    """What a launcher uses of the machine.
 
     Attributes:
         launcher: Name of the launcher for users, such as ``phalanx run``.
@@ -56,13 +55,13 @@ class Claim:
 
 
 class Presence:
-    """Lets other launchers know of a claim until `close`.
+    """Shows a claim to other launchers until `close`.
 
     Attributes:
         others: Claims of the launchers that were there before, by pid.
 
-    A launcher that a rank starts does not count, since it uses the rank's cores, nor do trials of ``phalanx tune``,
-    which take turns. Without a folder to meet in, nobody counts.
+    Two kinds of launchers are left out: one that a rank has started, since it uses the rank's cores, and trials of
+    ``phalanx tune``, which take turns. If the folder can't be made, there are no others.
 
     Source: POSIX record locks. They end with their process, whatever ends it, and are not inherited by fork.
     """
@@ -75,7 +74,7 @@ class Presence:
             return
         with contextlib.suppress(OSError):
             folder = make_folder()
-            self._announce(folder, claim)  # first, so that of two that start at once at least one sees the other
+            self._announce(folder, claim)  # before it looks: if two start at once, at least one sees the other
             self.others = _claims_in(folder)
 
     def _announce(self, folder: str, claim: Claim) -> None:
@@ -85,7 +84,7 @@ class Presence:
         try:
             os.write(self._fd, json.dumps(dataclasses.asdict(claim)).encode())
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
-            os.rename(hidden, path)  # locked already: an unlocked file may be removed by anybody
+            os.rename(hidden, path)  # the lock is held by now, because others remove an unlocked file
         except OSError:
             os.unlink(hidden)
             raise
@@ -118,7 +117,7 @@ def _claims_in(folder: str) -> dict[int, Claim]:
             open(os.path.join(folder, name), "rb") as file,
         ):
             try:
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two readers are not owners
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, because two may read at once
             except OSError:
                 claims[int(pid)] = understand(file.read(), Claim)
             else:
@@ -127,7 +126,7 @@ def _claims_in(folder: str) -> dict[int, Claim]:
 
 
 def crowding(own: Claim, others: Mapping[int, Claim]) -> list[str]:
-    """Return who else uses our cores and what to set, if these are too few for all; nothing if they suffice.
+    """If our cores are too few for all jobs on them, return lines that name the others and say what to set.
 
     Nodes of one job on one machine imitate a cluster, so only their threads count, not their ranks.
     """

@@ -12,9 +12,9 @@ from phalanx.host.schedulers import Placement
 from phalanx.launch.command.flags import ELASTIC_CALL, STATIC_CALL, Setting
 
 STATIC_PORT = 29500
-"""Port of the static rendezvous; like the other, torchrun's."""
+"""Port of the static rendezvous. Both default ports are torchrun's."""
 _C10D_PORT = 29400
-_MOST_MEETING_PLACES = 4  # of a scheduler's hosts: each new node connects to all of them
+_MOST_MEETING_PLACES = 4  # hosts of a scheduler that become meeting places; each new node connects to all of them
 
 
 def scheduled_flags(place: Placement | None) -> dict[str, str]:
@@ -32,8 +32,8 @@ def scheduled_flags(place: Placement | None) -> dict[str, str]:
 def with_spares(settings: dict[str, Setting], place: Placement | None) -> dict[str, Setting]:
     """Return the settings as --spares changes them.
 
-    The nodes that a scheduler has started include the spares. A node that takes another's place can't have a fixed
-    number, so the backend is c10d unless one was named.
+    The nodes that a scheduler has started include the spares, so they are subtracted. A node that takes another's place
+    can't have a fixed number, so the rendezvous backend becomes c10d unless one was named.
     """
     spares, nnodes, changed = settings["spares"], settings["nnodes"], {}
     if not spares.value or settings["standalone"].value:

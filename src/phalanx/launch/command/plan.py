@@ -1,14 +1,13 @@
 """Plans the job from the flags, the scheduler and the machine: finds every number, refuses every contradiction.
 
-``--nproc-per-node`` is ``auto``, where torchrun starts one rank. ``cpu`` is every usable CPU as in torchrun; ``auto``
-counts physical cores, since two ranks on one core gain nothing, and GPUs only if the installed torch is one for GPUs.
-On one node the rendezvous flags change nothing but the port and the run's id: no store of an agent is needed there.
-
-No pinning under a cgroup quota shorter than the CPUs, nor when the user asks for more threads than a rank's CPUs:
-other processes run there too, and a pinned rank could not step aside.
-
-Inter-op threads and malloc arenas are left alone. torch starts the former when something asks for them, and lets a
-script set their number once: a launcher that did so would make the script's own call an error.
+``--nproc-per-node`` is ``auto`` by default, where torchrun starts one rank. ``cpu`` means every usable CPU, as in
+torchrun; ``auto`` counts physical cores, since two ranks on one core gain nothing, and counts GPUs only if the
+installed torch is built for GPUs.
+On one node, the rendezvous flags set only the port and the run's id: ranks need no agent's store there.
+Ranks are not pinned if a cgroup quota pays for fewer CPUs than there are, or if the user asks for more threads than a
+rank has CPUs: other processes then run on those CPUs, too, and a pinned rank could not move away.
+Inter-op threads and malloc arenas are left alone. torch starts inter-op threads when something asks for them, and lets
+a process set their number only once: if the launcher did, the script's own call would be an error.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ _TUNED = "auto: phalanx tune"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything that a command line comes to: a job, and how to start it.
+    """The meaning of a command line: a job, and how to start it.
 
     Attributes:
-        settings: Flags that it came from.
+        settings: Settings from which the plan was made, by flag.
         nproc_origin: Origin of the number of ranks.
-        is_dry: Whether only to show the plan.
-        is_warm: Whether to fork the job from a process that has torch imported already.
-        variables: Variables that flags ask for; the ranks inherit them.
+        is_dry: Whether only to show the plan (``--dry-run``).
+        is_warm: Whether to fork the job from a process that has already imported torch.
+        variables: Environment variables that flags ask for; the ranks inherit them.
         shared: Environment in which torch is imported for all ranks.
     """
 
@@ -146,7 +145,7 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
 def _tuned(
     settings: Mapping[str, Setting], command: Sequence[str], machine: Machine, environ: Mapping[str, str]
 ) -> Tuned | None:
-    """Return what ``phalanx tune`` has found for this command, if the number of ranks is free."""
+    """Return what ``phalanx tune`` has found for this command; None if nothing, or if the user set the ranks."""
     is_free = settings["nproc-per-node"].value == "auto" and settings["nnodes"].value == (1, 1)
     if not is_free or (torch_uses_gpus() and count_gpus(environ)):
         return None
@@ -184,7 +183,7 @@ def read_command(
 
 
 def count_local_ranks(asked: Setting, machine: Machine, environ: Mapping[str, str]) -> tuple[int, int, str]:
-    """Return the least and the largest number of ranks, and why."""
+    """Return the smallest and the largest number of ranks on this node, and where the number comes from."""
     if not isinstance(asked.value, tuple):
         number, why = _count_ranks(asked.value, asked.origin, machine, environ)
         return number, number, why

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 def run(job: Job, spare: Spare | None = None) -> int:
     """Run `job` and return the exit code for the shell.
 
-    0 if every rank exits with 0. Otherwise the code of the rank that was the cause, 128 plus the signal if one ended
-    it. When the supervisor itself is told to end while ranks live: 128 plus that signal; whoever read its output and
-    has gone is such a signal, SIGPIPE. Nothing that the job has
-    started lives when this returns; signals are held back from then on, since the outcome is decided.
+    It is 0 if every rank exits with 0. Otherwise it is the exit code of the rank that caused the failure, or 128 plus
+    the signal that ended that rank. If the supervisor itself is told to end while ranks live, it is 128 plus that
+    signal; the end of the process that reads its output counts as SIGPIPE. When this returns, nothing that the job has
+    started is alive, and signals are blocked, since the outcome is decided.
 
     Args:
-        spare: Process that becomes the first forker, of a warm start.
+        spare: In a warm start, the process that becomes the first forker.
     """
     if job.served_port and (problem := port_problem(job.served_port)):
         print(f"phalanx run: {problem}; {port_advice(job.max_nodes)}", file=sys.stderr)
@@ -97,7 +97,7 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
 
 
 def _hint_for_usage(culprit: Ending, job: Job) -> str:
-    """Return what to do if a script has ended because it was given a flag of ours; else nothing."""
+    """If a script has ended because it was given a flag that is ours, return what to do; otherwise ""."""
     words = culprit.last_words
     if culprit.signal or words.name not in ("", "SystemExit"):
         return ""

@@ -1,4 +1,4 @@
-"""The target of a job, a script, a module or a program: checked once, before every rank would refuse it."""
+"""The target of a job (a script, a module or a program), checked once here rather than failing in every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
     return (sys.executable, *target)
 
 
-_OURS = {  # flags that few scripts have, too
+_OURS = {  # flags of ours that few scripts use for themselves
     *("--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts", "--standalone", "--shutdown-timeout"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--regrow-after", "--replace-gloo"),
     *("--no-preload", "--no-keep", "--no-pin"),
@@ -43,11 +43,11 @@ _OURS = {  # flags that few scripts have, too
 
 
 def flags_behind_the_script(target: Sequence[str]) -> str:
-    """Return a remark on flags of ours that follow a script which does not know them; empty if there are none."""
+    """Return a remark if flags of ours were put after a script that does not know them; otherwise ""."""
     given = [word.partition("=")[0] for word in target[1:]]
     ours = [word for word in dict.fromkeys(given) if word.replace("_", "-") in _OURS]
     source = b""
-    with contextlib.suppress(OSError), open(target[0], "rb") as script:  # a module's source is elsewhere
+    with contextlib.suppress(OSError), open(target[0], "rb") as script:  # fails for a module, whose file is elsewhere
         source = script.read()
     ours = [word for word in ours if word[2:].replace("-", "_").encode() not in source.replace(b"-", b"_")]
     if not ours:
@@ -69,7 +69,7 @@ def _check_program(target: Sequence[str]) -> None:
 
 
 def _check_script(target: Sequence[str]) -> None:
-    """Refuse here, once, a script that every rank would refuse."""
+    """Raise UsageError for a script that every rank would fail to open or compile."""
     script = target[0]
     if not os.path.exists(script):
         if os.path.basename(script).startswith("python") and len(target) > 1:

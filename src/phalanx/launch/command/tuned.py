@@ -1,4 +1,4 @@
-"""The findings of ``phalanx tune`` for a script, in ``logs/<script>/tuned.json``: the meaning of ``auto`` for it."""
+"""What ``phalanx tune`` found for a script, in ``logs/<script>/tuned.json``; ``auto`` then means these settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tuned:
         command: Script with its arguments, without the interpreter.
         machine: Cores of the machine, in words.
         ranks: Number of ranks.
-        threads: Number of threads of each.
+        threads: Number of threads of each rank.
         memory: Value of ``--memory``.
     """
 
@@ -44,7 +44,7 @@ def remember(tuned: Tuned, file: str) -> None:
 
 
 def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | None:
-    """Return the settings for this very command on such a machine; None if there are none."""
+    """Return the settings that were found for exactly this command on such a machine; None if there are none."""
     with contextlib.suppress(OSError, ValueError, TypeError):  # the file may hold anything
         tuned = Tuned(**read_json(tuned_file(log_dir, command)))
         numbers = tuned.ranks, tuned.threads

@@ -1,4 +1,5 @@
 """A job on several nodes: an agent on each agrees with the others on who trains, and gives its supervisor orders.
 
-Start with `agreement`, which has the rules and neither socket nor clock, then `agent`. Nothing here starts a rank.
+Start with `agreement`, which holds the rules and uses neither socket nor clock, then `agent`. Nothing here starts a
+rank: the supervisor does.
 """

@@ -41,14 +41,14 @@ from phalanx.launch.replicas.holders import told_of
 from phalanx.wire.messages import as_facts, read_value, understand
 from phalanx.wire.packets import PacketSocket
 
-_BEATS = 4  # heartbeats in the silence after which a node is lost
+_BEATS = 4  # heartbeats sent during the time of silence after which a node counts as lost
 _LAST_CALL_S = 3.0
 _SILENCE_S = 2.0
 _NAME_PAUSE_S = 1.0
-_TOLD_AFTER_S = 2.0  # before a line says what this node is waiting for
+_TOLD_AFTER_S = 2.0  # time of waiting before a line says for what
 _PEER_AGAIN_S = 0.5
 _ASK_S = 1.0
-_TURN_S = 5.0  # for each earlier host in the list of meeting places to come up
+_TURN_S = 5.0  # time to wait, before leading, for each earlier host in the list of meeting places
 
 
 # Not with -m, which would let a json.py in the current folder shadow the standard library's.
@@ -69,7 +69,7 @@ class Agent:
     def __init__(self, channel: PacketSocket, job: messages.Settings) -> None:
         self._channel, self._job = channel, job
         config = job.rdzv_conf
-        self._turn: int | None = None  # index of this host in the list of meeting places
+        self._turn: int | None = None  # index of this host in the list of meeting places; None: it may not lead
         self._is_static = job.rdzv_backend == "static"
         self._join_s = float(config.get("timeout", NAME_S) if self._is_static else config.get("join_timeout", JOIN_S))
         self._meeting_places = [_place(text) for text in job.rdzv_endpoint.split(",")]
@@ -83,16 +83,16 @@ class Agent:
         self._joining_s = time.monotonic()
         self._times: dict[
             str, tuple[float, float]
-        ] = {}  # when each peer sent its last heartbeat, by its clock, and when it arrived
+        ] = {}  # by peer: when it sent its last heartbeat, by its clock, and when that arrived, by ours
         self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # linked nodes by id
-        self._signs: dict[str, messages.LossSign] = {}  # of lost nodes, by host
-        self._num_ranks: dict[str, int] = {}  # of each node, in the latest attempt of this one
+        self._signs: dict[str, messages.LossSign] = {}  # how the loss of a node was noticed, by host
+        self._num_ranks: dict[str, int] = {}  # ranks of each node in this node's latest attempt
         self._waits_for = ("", 0.0, False)
-        self._seen: dict[str, Node] = {}  # members of the job while this node was not one
+        self._seen: dict[str, Node] = {}  # members of the job, seen while this node was not one of them
         self._num_starts = job.num_starts
         self._is_running = self._is_leaving = False
-        self._is_next = True  # to leave, as the supervisor was told last
+        self._is_next = True  # what the supervisor was last told: whether this node is the next to leave
         name = json.dumps([job.run_id, job.rdzv_endpoint, job.rdzv_backend])
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._is_root = False
@@ -122,7 +122,7 @@ class Agent:
         has_port = may_lead or not is_here or (self._turn is not None and not asked)
         may_lead = may_lead and not self._job.joins
         port = self._endpoint[1]
-        # Of several nodes on one host, one gets the port. On other hosts a restarted node is looked for at that port.
+        # If several nodes share a host, one gets the port. On any host, a restarted node is looked for at that port.
         try:
             listener = open_listener(port if has_port else 0)
             self._is_root = may_lead
@@ -153,7 +153,7 @@ class Agent:
         self._links.introduce(self._me, self._handshake.told)
 
     def _await_name(self) -> int | None:
-        """Return the index of the meeting place on this host, once one of the names resolves; None: there is none.
+        """Wait until a meeting place's name resolves; return the index of the one on this host, None if none is.
 
         Raises:
             TimeoutError: No name resolved within the limit.
@@ -229,7 +229,7 @@ class Agent:
         self._leave(cause)
 
     def _begin_anew(self, why: str) -> None:
-        """Have the ranks stopped, and start over as an agent that joins the other side of this job."""
+        """Have the ranks stopped, and start over as an agent that joins the older of two sides of this job."""
         self._send(messages.Join(why))
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline and (self._agreement.others_stay or self._is_running):
@@ -240,10 +240,10 @@ class Agent:
         os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, sys.argv[1], json.dumps(as_facts(job))])
 
     def _leave(self, cause: Cause | None, *, waits: bool = True) -> None:
-        """Leave once the others know how the job has ended.
+        """Tell the supervisor that this node is done, and exit.
 
         Args:
-            waits: Whether the job ends; otherwise the others continue.
+            waits: Whether to wait first until the others know how the job has ended; not if they continue without us.
         """
         deadline = time.monotonic() + LEAVE_S
         self._beat(is_forced=True)
@@ -255,7 +255,7 @@ class Agent:
         self._links.flush(LEAVE_S)
 
     def _take_turn(self) -> None:
-        """Begin the job at this meeting place if no agent answers at the earlier ones."""
+        """Lead the job from this meeting place if no agent answers at the earlier ones."""
         job = self._job
         if self._agreement.view is not None or not self._turn or job.joins or "is_host" in job.rdzv_conf:
             return
@@ -280,7 +280,7 @@ class Agent:
                     self._links.dial(place)
 
     def _beat(self, *, is_forced: bool = False) -> None:
-        """Send heartbeats to all nodes: when the state changes, and several times before silence would count."""
+        """Send heartbeats to all nodes: when the state changes, and often enough not to count as silent."""
         now_s, state = time.monotonic(), self._agreement.state
         is_due = now_s - self._told_s >= self._rules.silence_s / _BEATS
         if is_forced or is_due or state != self._told:
@@ -329,7 +329,9 @@ class Agent:
             os._exit(1)
 
     def _ask_supervisor(self) -> None:
-        """Exit if the supervisor does not answer: it was stopped, and the others are to continue without it."""
+        """Ping the supervisor once a second; exit if it has not answered for `ANSWERS_S`.
+        Then it has been stopped (SIGSTOP), and the other nodes are to continue without this one.
+        """
         now_s = time.monotonic()
         if now_s - self._asked_s >= _ASK_S:
             if self._asked_s - self._answered_s >= ANSWERS_S:
@@ -355,7 +357,7 @@ class Agent:
         if "state" in message:
             beat, now_s = read_value(message, messages.Heartbeat), time.monotonic()
             if peer not in self._times:
-                self._told = None  # the peer counts this node's answers only once one echoes its own heartbeat
+                self._told = None  # sends one at once: the peer counts no answer before one echoes its heartbeat
             if beat.echo and peer in self._nodes:
                 self._clocks.heard(self._nodes[peer].host, beat.echo, beat.came, beat.at, now_s)
             self._times[peer] = beat.at, now_s
@@ -413,7 +415,7 @@ class Agent:
         self._channel.send(messages.as_packet(message))
 
     def _say_whose_place(self, members: Sequence[Node], numbers: Sequence[int]) -> None:
-        """Say whose place this node takes, if it was a spare until now."""
+        """If this node was a spare until now, say whose place it takes."""
         ids = [node.id for node in members]
         gone = [node.host for node in self._seen.values() if node.id not in ids]
         new = [one for one in ids if one not in self._seen]
@@ -424,7 +426,7 @@ class Agent:
 
 
 def attempt_in(view: View, member: str, port: int) -> Attempt:
-    """Return the attempt of a view as one of its members sees it; rank 0 serves the store on `port`."""
+    """Return the attempt of a view for the node `member`; rank 0 serves the store on `port`."""
     number = view.ids.index(member)
     return Attempt(
         world_size=view.first_rank(len(view.members)),

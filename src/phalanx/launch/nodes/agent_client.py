@@ -1,4 +1,4 @@
-"""The supervisor's client of its node's agent: the process that decides when ranks start and stop."""
+"""The supervisor's side of its node's agent, the process that decides when ranks start and stop."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from phalanx.launch.run.supervisor import Supervisor
 from phalanx.wire.messages import as_facts
 from phalanx.wire.packets import PacketSocket
 
-_OTHERS_S = 0.5  # for other nodes to announce that they leave, too
-_LOOK_S = 1.0  # between two checks that the agent has pinged
+_OTHERS_S = 0.5  # time for other nodes to announce that they leave, too
+_LOOK_S = 1.0  # time between two checks that the agent has pinged
 
 
 class AgentClient:
-    """The agent's process, and its orders that have not been carried out yet.
+    """The agent's process, and the orders of it that have not been carried out yet.
 
     Attributes:
         may_restart: Whether a failure of the present attempt may be followed by another attempt.
@@ -46,17 +46,17 @@ class AgentClient:
         self._reserved: ReservedPort | None = None
         self._replicas: Replicas | None = None
         self._running = self._stopped = False
-        self._steps: dict[bytes, int] | None = None  # of the newest snapshots while the next one is awaited; else None
-        self._heard_s = time.monotonic()  # last ping of the agent
+        self._steps: dict[bytes, int] | None = None  # newest steps when the wait for newer ones began
+        self._heard_s = time.monotonic()  # time of the agent's last ping
         self._stopped_s = 0.0  # longest pause between two pings
         self._num_asked = 0  # pings since the agent began
         self._how: Literal["", "succeeded", "failed", "stopped", "interrupted"] = (
-            ""  # end of the last attempt on this node
+            ""  # how the last attempt on this node ended
         )
         self._leaves_at_s = 0.0  # latest time to leave; 0: this node stays
-        self._leaves_from_s = 0.0  # earliest time: other leaving nodes are known by then
+        self._leaves_from_s = 0.0  # earliest time to leave: by then, other leaving nodes are known
         self._is_next = True  # whether this node is the next to leave
-        self._goes = False  # whether its ranks were ended so that it can leave
+        self._goes = False  # whether the ranks were ended so that this node can leave
         self._old_attempt = 0  # newest attempt with snapshots when this node began to leave; 0: none
 
     def __enter__(self) -> AgentClient:
@@ -92,7 +92,7 @@ class AgentClient:
             self._replicas.close()
 
     def replicate(self, told: dict[str, Any]) -> None:
-        """Have this node's snapshots replicated on the nodes of a new attempt."""
+        """Have this node's snapshots copied to other nodes of a new attempt; `told` names them."""
         if self._replicas is not None:
             self._replicas.follow(told)
 
@@ -116,7 +116,7 @@ class AgentClient:
             self._ranks.wait(min(_LOOK_S, _LOOK_S if said else max(0.0, patience_ends_s - time.monotonic())))
             if self._num_asked != num_asked or not num_asked:
                 num_asked, num_silent = self._num_asked, 0
-            else:  # rounds rather than seconds: this process may have been stopped together with the agent
+            else:  # counts rounds, not seconds: this process may have been stopped together with the agent
                 num_silent += time.monotonic() - began_s >= _LOOK_S
             if not self._pending and not said and time.monotonic() >= patience_ends_s:
                 said = True
@@ -135,7 +135,8 @@ class AgentClient:
     def _has_to_go(self) -> bool:
         """Whether this node leaves, now that its ranks have ended.
 
-        If they ended for another reason, it stays for the next attempt: others may lack the state that it holds.
+        If they ended for another reason, it stays for one more attempt, because others may lack the state that it
+        holds.
         """
         is_late = time.monotonic() > self._leaves_at_s
         return self._leaves_at_s > 0 and self._how != "succeeded" and (self._goes or not self._how or is_late)
@@ -149,7 +150,7 @@ class AgentClient:
     def report(self, number: int, culprit: Ending | None) -> None:
         """Tell the agent how this node's ranks of start `number` ended."""
         self._running = False
-        if culprit is not None and culprit.ended_for_restart:  # the other nodes know, or will in a moment
+        if culprit is not None and culprit.ended_for_restart:  # no failure: the other nodes know, or soon will
             self._stopped, culprit = True, None
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
         if self._ranks.received == signal.SIGINT and not self._ranks.was_preempted:
@@ -164,7 +165,9 @@ class AgentClient:
         self._send(messages.Ended(self._how, number, cause))
 
     def await_end(self) -> None:
-        """Wait until the other nodes know that the job has ended: an earlier exit would count as a loss."""
+        """Wait until the agent says that the job has ended, at most for the grace period.
+        If this node exited before the others know, they would count it as lost.
+        """
         deadline = time.monotonic() + self._job.grace_s
         while time.monotonic() < deadline and self._channel.alive and self._ranks.shutdown.by != signal.SIGKILL:
             if any(isinstance(order, (messages.Finish, messages.GiveUp)) for order in self._pending):
@@ -172,10 +175,12 @@ class AgentClient:
             self._ranks.wait(_LOOK_S)
 
     def look(self) -> bool:
-        """Report a new snapshot to the agent if it is watching for one; at once if the ranks take none.
+        """Do what is due while ranks run. The supervisor calls this regularly.
+        Kills the ranks if the agent has not pinged for `AGENT_S`. Asks for more ranks when it is time to. If a newer
+        snapshot is awaited, reports it once it is there, or at once if the ranks take none.
 
         Returns:
-            Whether to end the attempt on this node, because the node leaves.
+            Whether to end the attempt on this node, because the node leaves the job.
         """
         if time.monotonic() - self._heard_s >= AGENT_S:
             self._ranks.shutdown.kill()  # the agent was stopped, and the other nodes may be continuing without this one
@@ -216,13 +221,13 @@ class AgentClient:
         )
 
     def _take(self) -> None:
-        if self._num_asked:  # the agent pings once a second
+        if self._num_asked:  # from its first ping on, the agent pings once a second
             self._stopped_s = max(self._stopped_s, time.monotonic() - self._heard_s)
         for packet in self._channel.receive():
             self._obey(messages.read_packet(packet))
         if not self._channel.alive:
             self._ranks.events.unwatch(self._channel.fileno())
-            self._ranks.shutdown.kill()  # for the other nodes this one is dead, and they continue
+            self._ranks.shutdown.kill()  # the other nodes count this one as dead, and continue without it
 
     def _obey(self, order: Any) -> None:
         match order:
@@ -251,7 +256,7 @@ class AgentClient:
             case messages.Signal("stop"):
                 self._stop()
             case messages.Join():
-                self._num_asked = 0  # the agent begins anew, and may have to look for a name
+                self._num_asked = 0  # the agent begins anew, and may take long to resolve a name before it pings
                 self._pending.append(order)
                 self._stop()
             case _:

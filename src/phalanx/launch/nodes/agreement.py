@@ -1,4 +1,4 @@
-"""The agreement on which nodes train together: what one node knows of the others, and what it does next.
+"""How nodes agree on which of them train together: what one node knows of the others, and what it does next.
 
 Nothing in this module waits, reads a clock or owns a socket, so ``tests/launch/simulated_nodes.py`` plays thousands of
 accidents in a second. `links` carries the messages between nodes, and `agent` carries out what this module decides.
@@ -23,17 +23,18 @@ enough with the view's leader among them. A node that is not in a new view but c
 it starts; otherwise the death of its members could be counted against the old view.
 
 **Two nodes.** If the leader of two nodes loses power, the other can't continue, not even when the leader's host comes
-back as a new process: with its half of the votes the leader may have continued alone, admitted a third node and died,
+back as a new process: with its half of the votes, the leader may have continued alone, admitted a third node and died,
 and neither node could know. A shared disk could prove that this did not happen, but the launcher knows of none. So both
-wait, and say that a person has to decide. A process that is restarted at the meeting place and reaches nobody can't
-know of the others, and begins a job of its own. `checkpoint.disk.claim` fences what the two jobs write; when they meet,
-the younger one gives way.
+wait, and say that a person has to decide. A process that is restarted at the meeting place and reaches no other node
+can't know that there are any, and begins a job of its own. `checkpoint.disk.claim` keeps the two jobs from writing into
+one folder; when they meet, the younger one gives way.
 
 **Verification.** A model checker explores every order of events in ``model/agreement.pml`` within its bounds
 (model/README.md). It found a bug: answers counted as fresh from the moment of the link, so a handshake longer than 0.1
-of the silence limit let a vote count after it had been given to another. The simulation runs without each rule in turn,
-and two sides must then train within a thousand seeds. Two rules have no such variant (one vote in a term; no start
-without acceptance), because in the simulation they follow from the others.
+of the silence limit let a vote count after it had been given to another node. The simulation is also run with one rule
+left out, for each rule; two sides must then train at once within a thousand seeds, or the rule would be superfluous.
+Two rules have no such variant (one vote in a term; no start without acceptance): in the simulation, the others imply
+them.
 
 **Why not torch's agent.** A subclass of `SimpleElasticAgent` came first: the host of its store could not be lost, and
 a loss cost 14 to 48 s, since torch's agents wait for nodes that may still come.
@@ -64,7 +65,7 @@ _MAX_PLACES = 1000
 
 
 class Acts(Protocol):
-    """Actions of an agreement."""
+    """What an agreement has its agent do."""
 
     def hand(self, peer: str, view: View, is_started: bool) -> None:
         """Send a view to a peer."""
@@ -73,7 +74,7 @@ class Acts(Protocol):
         """Have this node's ranks started in a view, where they meet rank 0 on `port`."""
 
     def signal(self, what: Literal["stop", "reserve", "watch"]) -> None:
-        """Have the ranks stopped, a port reserved for rank 0, or the ranks' next snapshot watched for."""
+        """Have the ranks stopped, have a port reserved for rank 0, or ask to be told of the ranks' next snapshot."""
 
 
 class Agreement:
@@ -82,14 +83,14 @@ class Agreement:
     Args:
         me: This node.
         rules: Rules of the job, the same on all nodes.
-        acts: Implementation of the actions.
+        acts: What carries out the actions.
         is_root: Whether this node is at the meeting place, so that it leads first.
         now_s: Time on any clock that only grows.
 
     Attributes:
         view: The newest view that this node knows.
         result: End of the job; None: it has not ended.
-        out: Failure for which this node leaves the job, which continues without it; None: it stays.
+        out: Failure because of which this node leaves a job that continues without it; None: it stays.
     """
 
     def __init__(self, me: Node, rules: Rules, acts: Acts, *, is_root: bool, now_s: float) -> None:
@@ -172,7 +173,7 @@ class Agreement:
         self._has_started |= is_started and view.key == self._key
 
     def _judge(self, cause: Cause | None) -> None:
-        """Leave the job if the cause is a failure of this node's that leaves it with too few ranks."""
+        """Leave the job if its attempt failed because of this node, which then has too few ranks left."""
         failure = self._attempt.failure
         if failure is None or cause is None or failure.num_ranks != 0:
             return
@@ -180,7 +181,7 @@ class Agreement:
             self.out = failure
 
     def ranks_ended(self, how: str, cause: Cause | None) -> None:
-        """Handle the end of this node's ranks: "succeeded", "failed", "stopped", or "interrupted" without saving."""
+        """Handle the end of this node's ranks: "succeeded", "failed", "stopped", or "interrupted" by Ctrl-C."""
         self._is_interrupted = how == "interrupted"
         if self._ranks == "running" and self._trained_in == self._key and not self._is_interrupted:
             self._attempt.is_done = how == "succeeded"
@@ -198,11 +199,11 @@ class Agreement:
             self._attempt.failure = interruption_of(self.view, self.view.ids.index(self.me.id))
 
     def leave(self) -> None:
-        """Announce that this node is about to leave."""
+        """Announce that this node is about to leave the job on purpose."""
         self._is_leaving = True
 
     def ask_for(self, num_ranks: int) -> None:
-        """Ask for more ranks on this node, after the next snapshot or when the attempt ends for another reason."""
+        """Ask for more ranks on this node, from the next snapshot on or when the attempt ends for another reason."""
         if self._ranks != "idle" and self._trained_in == self._key:
             self._attempt.num_asked = num_ranks
 
@@ -211,7 +212,7 @@ class Agreement:
         self._attempt.port = port
 
     def lead_first(self, now_s: float, *, may: bool) -> None:
-        """Set whether this node may begin the job; it does if nobody has."""
+        """Set whether this node may begin the job; if it may, and there is no job yet, it begins one."""
         if may and not self._is_root:
             self._born_s = now_s
         self._is_root = may
@@ -263,12 +264,12 @@ class Agreement:
 
     @property
     def all_leave(self) -> bool:
-        """Whether no other node, spares included, would continue the job if this node left."""
+        """Whether the job would end if this node left, because no other node, not even a spare, would continue it."""
         return all(peer.state.is_leaving for peer in self._peers.values())
 
     @property
     def is_next_to_leave(self) -> bool:
-        """Whether no earlier node of the view is about to leave.
+        """Whether this node may leave now: no earlier node of the view is about to.
 
         Nodes leave one at a time, with an attempt in between, because one may hold the replica of another's part.
         """
@@ -277,7 +278,7 @@ class Agreement:
 
     @property
     def others_stay(self) -> bool:
-        """Whether a linked node does not know yet how the job has ended."""
+        """Whether a linked node does not yet know how the job has ended."""
         return any(peer.state.result is None for peer in self._peers.values())
 
     @property
@@ -328,12 +329,12 @@ class Agreement:
         return missing and f"{loss}{missing}"
 
     def _bases(self) -> tuple[Group, ...]:
-        """Return the groups of the views that may have started last, as far as this node knows."""
+        """Return the groups whose votes a leader needs: those of the views that may have been the last to start."""
         if self.view is None:
             return (Group(self.me.id, (self.me.id,)),)
         if self._has_started:
             return (self.view.group,)
-        is_ours = self.view.leader == self.me.id  # then this node knows that it has not started, and won't
+        is_ours = self.view.leader == self.me.id  # a leader knows that its view has not started, and won't
         return self.view.bases if is_ours else tuple(dict.fromkeys((*self.view.bases, self.view.group)))
 
     def _is_in_office(self) -> bool:
@@ -355,7 +356,7 @@ class Agreement:
     # ------------------------------------------------------------ what follows
 
     def decide(self, now_s: float) -> None:
-        """Act on everything that has happened."""
+        """Do what follows from everything that has happened; called after each event and regularly."""
         self._now_s = self._election.now_s = now_s
         while True:
             before = (self.state, self.view, self._ranks, self._attempt.has_asked_for_port)
@@ -372,7 +373,7 @@ class Agreement:
                 return
 
     def _hand_on(self) -> None:
-        for peer in [*self._peers.values()]:  # sending may drop a peer
+        for peer in [*self._peers.values()]:  # a copy, because sending may remove a peer
             key, handed_s = peer.handed
             is_due = key != self._key or self._now_s - handed_s >= SETTLE_S
             if self.view is not None and peer.state.key < self._key and is_due:
@@ -406,7 +407,7 @@ class Agreement:
         return [it.node for it in others if self._election.follows(it.node.id) and not it.state.is_leaving]
 
     def _is_coming(self, view: View) -> bool:
-        """Whether this node's proposal is being accepted, and none of its nodes is lost."""
+        """Whether this node's proposed view may still be accepted: none of its nodes is lost."""
         is_ours = view.leader == self.me.id and not self._has_started
         return is_ours and all(self._election.is_with_us(node) for node in view.ids)
 
@@ -419,7 +420,7 @@ class Agreement:
         )
 
     def _propose(self) -> None:
-        """Choose the view of the next attempt or end the job, once that can be decided."""
+        """Choose the view of the next attempt, or end the job, once that can be decided."""
         voters = self._idle_voters()
         if not voters:
             return
@@ -456,7 +457,9 @@ class Agreement:
         return [self.me, *(peer.node for peer in peers)] if is_idle else []
 
     def _next_members(self, voters: Sequence[Node], cause: Cause | None) -> tuple[Node, ...]:
-        """Return the members of the attempt that follows `cause`; empty while this node waits for more."""
+        """Return the members of the next attempt; empty while this node waits for more nodes.
+        `cause` is the failure that ended the last attempt.
+        """
         rules, old = self._rules, self.view.ids if self.view is not None else ()
         told = {self.me.id: self.state, **{name: peer.state for name, peer in self._peers.items()}}
         sized = [dataclasses.replace(node, num_ranks=num_ranks_after(cause, told[node.id])) for node in voters]

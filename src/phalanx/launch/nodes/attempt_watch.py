@@ -16,13 +16,13 @@ class AttemptWatch:
     Args:
         view: View of the attempt; None: there is no view yet.
         me: Id of this node.
-        watch: Function to call once, to hear of the ranks' next snapshot.
+        watch: Function that asks, once, to be told of the ranks' next snapshot.
 
     Attributes:
         known: Latest state of each other node in this view, kept after the node is lost.
         is_done: Whether this node's ranks have succeeded.
         has_left: Whether this node has stopped its ranks because it could not reach all other nodes.
-        failure: Failure of one of this node's ranks.
+        failure: Failure of one of this node's ranks; None: none has failed.
         num_asked: Number of ranks that this node asks for in the next attempt; 0: as many as now.
         port: Port that this node holds for rank 0; 0: none.
         has_asked_for_port: Whether the supervisor has been asked for a port.
@@ -43,7 +43,7 @@ class AttemptWatch:
         self.cause: Cause | None = None
         self._is_watched = False
         self._failed_since_s: float | None = None
-        self._room_since_s: float | None = None  # since when there have been newcomers, and room for them
+        self._room_since_s: float | None = None  # when newcomers, and room for them, were first seen
 
     def hear(self, peer: str, state: State) -> None:
         """Record the state of a node, if it belongs to this attempt."""
@@ -75,11 +75,11 @@ class AttemptWatch:
         if self.cause is not None or self._view is None:
             if self.cause is not None and self.cause.ending.preempted:
                 return self.cause
-            return interruption or self.cause  # an interruption ends the job, whatever failed before
+            return interruption or self.cause  # Ctrl-C ends the job, whatever failed before
         return cause_of_end(self._view, self._told, self.gone, self._election.why_lost)
 
     def is_to_end(self, now_s: float, *, is_idle: bool, has_newcomers: bool) -> bool:
-        """Return whether the leader ends the attempt: it can't continue, or it could continue with more nodes or ranks.
+        """Return whether the leader should end the attempt: it can't go on, or could go on with more nodes or ranks.
 
         Args:
             is_idle: Whether none of this node's ranks is running.
@@ -97,12 +97,12 @@ class AttemptWatch:
         return True
 
     def _patience_s(self, cause: Cause, *, is_idle: bool) -> float:
-        """Return how long the attempt may continue after a failure: for its cause to appear, or for ranks to save."""
+        """Return how long the attempt goes on after a failure, so that its cause can appear, or ranks can save."""
         if cause.ending.preempted:
             ids, peers = self._view.ids if self._view is not None else (), self._election.peers
             are_idle = is_idle and all(peers[node].state.is_idle for node in ids if node in peers)
             return 0.0 if are_idle else self._rules.preempted_s
-        if is_interruption(cause):  # its ranks may be saving, together with all others
+        if is_interruption(cause):  # the ranks of that node may be saving, together with all others
             told = (
                 [is_idle]
                 if self.failure == cause

@@ -14,25 +14,25 @@ from phalanx.failure.last_words import LastWords
 from phalanx.launch.nodes.views import Cause, State, View
 
 NODE_LOST = "NodeLost"
-"""Kind of a cause that is the loss of a node."""
+"""`kind` of a cause: a node was lost."""
 OTHER_SIDE = "OtherSide"
-"""Kind of a cause that ends the younger of two sides of a job, so that its nodes can join the older one."""
+"""`kind` of a cause: this is the younger of two sides of a job, and its nodes are to join the older one."""
 INTERRUPTED = "Interrupted"
-"""Kind of a cause that ends a job: Ctrl-C on one of its nodes."""
+"""`kind` of a cause: Ctrl-C on a node, which ends the job."""
 
 
 def cause_of(end: Ending, **what_follows: Any) -> Cause:
-    """Return the cause that other nodes are told of an ending.
+    """Return the ending of a rank as the cause that other nodes are told.
 
     Args:
         what_follows: `Cause.num_ranks` and `Cause.is_free`, if known.
     """
-    host, code = end.host or host_name(), end.exitcode or 1  # it has failed
+    host, code = end.host or host_name(), end.exitcode or 1  # not 0: the rank has failed
     return Cause(ending=dataclasses.replace(end.for_others(ROWS), host=host, exitcode=code), **what_follows)
 
 
 def ending_of(cause: Cause) -> Ending:
-    """Return the ending in a cause, without the host name if it is this host."""
+    """Return the ending in a cause; if it happened on this host, without the host's name."""
     end = cause.ending
     return dataclasses.replace(end, host="" if end.host == host_name() else end.host)
 
@@ -46,7 +46,7 @@ def with_own_kind(cause: Cause | None) -> Cause | None:
 
 
 def other_side(host: str) -> Cause:
-    """Return the cause that an older side of this job, with `host` in it, continues."""
+    """Return the cause that ends this side of the job because an older side, with `host` in it, goes on."""
     return _of_a_node(OTHER_SIDE, f"another side of this job is older, and {host} takes part in it", host)
 
 
@@ -81,12 +81,12 @@ def _of_a_node(kind: str, message: str, host: str, rank: int = -1, *, is_victim:
 def cause_of_end(
     view: View, known: Mapping[str, State], gone: set[str], why_lost: Callable[[str], str]
 ) -> Cause | None:
-    """Return the cause of an attempt's failure from everything that its nodes report; None if it did not fail.
+    """Return the cause of an attempt's failure, found from what all its nodes report; None if it did not fail.
 
     Args:
         known: Latest state of each node of the view.
         gone: Ids of the nodes that have left after announcing it.
-        why_lost: Function that returns how the node with an id was lost; empty: it was not.
+        why_lost: Function from the id of a node to how it was lost; "": it was not.
     """
     causes = [state.failure for state in known.values() if state.failure is not None]
     for number, node in enumerate(view.members):
@@ -94,12 +94,12 @@ def cause_of_end(
             continue
         if how := why_lost(node.id):
             causes.append(loss_of(view, number, how))
-        elif known.get(node.id, State()).has_left:  # another node is the cause, and may still be found
+        elif known.get(node.id, State()).has_left:  # it lost sight of another node, which may be found as the cause
             causes.append(loss_of(view, number, "it could not reach the others for a while", is_victim=True))
-    if gone:  # victims were killed by the departed nodes
+    if gone:  # ranks that failed as victims did so because these nodes left on purpose
         causes = [cause for cause in causes if not cause.ending.is_victim]
     preempted = next((cause for cause in causes if cause.ending.preempted), None)
-    if preempted is not None:  # a preemption is asked for, so its consequences are no failures
+    if preempted is not None:  # somebody asked for a preemption, so what follows from it is no failure
         return preempted
     if (interruption := next(filter(is_interruption, causes), None)) is not None:
         return interruption

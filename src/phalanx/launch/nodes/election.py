@@ -3,7 +3,8 @@
 - A leader needs the votes of more than half of a group of nodes, or of half of them with the group's leader, and a
   node gives one vote in a term.
 - A vote expires when the voter's answers are no longer fresh, which is before the other nodes consider the voter lost.
-  Over a new link only an echo over that link counts as fresh, so a node answers the first heartbeat of another at once.
+  Over a new link, only an answer to a heartbeat over that link counts as fresh, so the first heartbeat is answered at
+  once.
 - A node is dead when its kernel refuses connections to its port. The first living node in the order may then count the
   dead node's vote, but only if the last answer is younger than 0.9 of the silence limit: later, the dead node may have
   voted for another.
@@ -17,8 +18,8 @@ import math
 from phalanx.launch.nodes.views import NO_VIEW, Group, Key, Node, State, View
 
 SETTLE_S = 1.0
-"""For linked nodes to vote; between two terms of a candidate without votes; for another node to connect first."""
-_FRESH = 0.9  # fraction of the silence after which a node is lost
+"""Time for linked nodes to vote; pause between a candidate's terms; time in which the other node connects first."""
+_FRESH = 0.9  # an answer is fresh for this fraction of the silence after which a node counts as lost
 
 
 @dataclasses.dataclass
@@ -27,11 +28,11 @@ class Peer:
 
     Attributes:
         echo_s: Time at which this node sent the newest heartbeat that the peer has acknowledged over this link.
-        handed: Key of the newest view that was sent to the peer, and when.
+        handed: Key of the newest view that was sent to the peer, and the time of sending.
     """
 
     node: Node
-    echo_s: float = -math.inf  # none has been acknowledged yet
+    echo_s: float = -math.inf  # no heartbeat has been acknowledged yet
     state: State = dataclasses.field(default_factory=State)
     handed: tuple[Key, float] = (NO_VIEW, 0.0)
 
@@ -50,7 +51,7 @@ class Election:
         dead: Ids of nodes whose kernel reports that they have ended.
         term: Term in which this node has voted.
         leader: Id of the node that this node follows; empty: none.
-        now_s: Time against which freshness is measured.
+        now_s: Present time, against which freshness is measured.
     """
 
     def __init__(self, me: str, silence_s: float, *, is_root: bool, now_s: float) -> None:
@@ -78,7 +79,7 @@ class Election:
             self.dead.add(peer)
 
     def is_dialed(self, now_s: float) -> bool:
-        """Whether another node may still connect to this one first."""
+        """Whether to let another node connect first, a while longer."""
         return now_s - self._quiet_since_s < SETTLE_S
 
     @property
@@ -90,12 +91,12 @@ class Election:
         return now_s - peer.echo_s < _FRESH * self._silence_s
 
     def is_with_us(self, node: str) -> bool:
-        """Whether a node is this one, or its answers are fresh."""
+        """Whether a node is this one or one whose answers are fresh."""
         peer = self.peers.get(node)
         return node == self._me or (peer is not None and self._is_fresh(peer, self.now_s))
 
     def why_lost(self, node: str) -> str:
-        """Return how a node was lost; empty: it was not."""
+        """Return how a node was lost; "" if it was not."""
         if node in self.dead:
             return "its process has ended"
         return "" if self.is_with_us(node) else f"silent for {self._silence_s:g} s"
@@ -132,7 +133,7 @@ class Election:
         return 2 * len(votes) > len(group.ids) or (2 * len(votes) == len(group.ids) and group.leader in votes)
 
     def _holder(self, key: Key) -> Peer | None:
-        """Return the peer that claims to be in office; of several, the one with the newest term."""
+        """Return the peer that claims to lead with enough votes; of several, the one with the newest term."""
         holders = [
             peer
             for peer in self.peers.values()
@@ -153,7 +154,7 @@ class Election:
         return ""
 
     def choose(self, view: View | None, *, is_root: bool, is_in_office: bool) -> bool:
-        """Lead, follow or continue as before; return whether the choice of a view to train in starts over.
+        """Lead, follow or continue as before; return whether a new leader has to choose a view afresh.
 
         Args:
             view: Newest view that this node knows.
@@ -161,7 +162,7 @@ class Election:
             is_in_office: Whether this node leads with enough votes.
         """
         others = [peer.state.term for peer in self.peers.values() if peer.state.leader != self._me]
-        newest = max(others, default=-1)  # peers in this term can vote for this node only in a newer one
+        newest = max(others, default=-1)  # who voted in this term can vote for this node only in a newer one
         holder = self._holder(view.key if view is not None else NO_VIEW)
         if is_in_office:
             if holder is not None and holder.state.term > self.term:

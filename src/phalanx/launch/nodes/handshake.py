@@ -1,11 +1,10 @@
 """The handshake of two nodes: what each sends about its job, and whether both belong to the same one.
 
 Each node connects to all meeting places of the list. A node on the host of a place may begin the job, but waits 5 s for
-each place that precedes its own in the list. If two nodes begin anyway, there are two jobs, and the younger one gives
-way. A scheduler's list is cut to four places, because each of N nodes connects to every one.
-
-Scripts that differ between nodes are reported, not refused: a script on a shared folder is edited while a job runs,
-and a host that comes back then must be let in.
+each place before its own in the list. If two nodes begin anyway, there are two jobs, and the younger one gives way. A
+scheduler's list is cut to four places, because every node connects to every place.
+Scripts that differ between nodes are reported, not refused: somebody may edit a script in a shared folder while a job
+runs, and a host that comes back afterwards must be let in.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Handshake:
         return ""
 
     def differences(self, handshake: Mapping[str, Any]) -> list[str]:
-        """Return how another node of this job differs, once for each host; this is allowed, and may be intended."""
+        """Return how another node's script or versions differ, once per host. A difference may be intended."""
         node = handshake.get("node")
         host = str(node.get("host", ""))[:300] if isinstance(node, dict) else ""
         if host in self._differ:
@@ -104,13 +103,13 @@ class Handshake:
 
 
 def _version(handshake: Mapping[str, Any]) -> str:
-    """Return the versions of the package and of the protocol; two builds of one version may differ in the latter."""
+    """Return the versions of the package and of the protocol; builds of one package version may differ in protocol."""
     version, protocol = (str(handshake.get(name))[:40] for name in ("phalanx", "protocol"))
     return f"phalanx {version} (protocol {protocol})"
 
 
 def _flags_of_nodes(told: Any) -> str:
-    """Return the flags of a node that sends these numbers in its handshake."""
+    """Return the numbers in a node's handshake as the flags that set them, for messages."""
     if not (isinstance(told, list) and len(told) == 3 and all(type(number) is int for number in told)):
         return "another --nnodes"
     least, most, spares = told

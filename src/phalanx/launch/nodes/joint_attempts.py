@@ -1,16 +1,16 @@
 """A job on several nodes: each supervisor obeys its agent, which agrees with the agents of the other nodes.
 
 **How many ranks.** Each node has its own `LocalSize`. Only the node whose rank was the cause of a failure shrinks. The
-leader chooses the cause, so the node does not know it when its rank fails; the leader in turn knows neither the node's
-MIN nor its progress. So the report of a failure says what follows if it is the cause: the number of ranks, and whether
-it costs a restart. The node computes this on a copy of its `LocalSize` (see `SharedSize`), and adopts the copy if the
-next view has that number. A victim of another failure offers nothing.
+leader chooses the cause, so a node whose rank fails does not know yet whether its failure is the cause; the leader in
+turn knows neither the node's MIN nor its progress. So the report of a failure says what follows if it is the cause: the
+number of ranks, and whether it costs a restart. The node computes this on a copy of its `LocalSize` (see `SharedSize`),
+and adopts the copy if the next view has that number. A rank that failed as a victim changes no number.
 
-- ``State.num_ranks`` is the number with which a node would continue: the number in its view, unless the supervisor asks
-  for more. It does so when the wait is over and a snapshot has just been taken. The leader then waits for the next
-  snapshot, as for nodes that join, but without a limit. If another node's failure ends the attempt, all ranks restart
-  anyway, so a node that has made progress with fewer ranks asks for MAX before it reports that its ranks have ended. A
-  failure of that trial costs no restart either.
+- ``State.num_ranks`` is the number with which a node would continue: the number in its view, unless its supervisor asks
+  for more. It does so when ``--regrow-after`` is over and a snapshot has just been taken. The leader then waits for the
+  next snapshot, as for nodes that join, but without a limit. If another node's failure ends the attempt, all ranks
+  restart anyway, so a node that has made progress with fewer ranks asks for MAX before it reports that its ranks have
+  ended. If MAX ranks fail, that costs no restart either.
 - **A node below MIN** offers 0 ranks, and leaves once it knows that its failure was the cause: from the leader's
   ``State.cause``, or from the next view, which is without it. It does not leave earlier: a script that catches every
   error and exits, or a library that aborts when a peer has gone, looks like a cause, and the job would lose this node
@@ -18,9 +18,9 @@ next view has that number. A victim of another failure offers nothing.
 
 **Endings that are not failures.**
 
-- **A planned restart** is announced in the memory of one host. Ranks of a Trainer that are told to end agree on
-  whether one of them knows of it; otherwise some would save and others would not. Such a rank leaves a note in its log
-  folder, since it may end before its own launcher is told; the note says that its exit code 75 is not a failure. It
+- **A planned restart** is announced in the memory of one host. When ranks of a Trainer are told to end, they ask each
+  other whether one of them knows of such a restart; otherwise some would save and others would not. Such a rank leaves
+  a note in its log folder that its exit code 75 is not a failure, since it may end before its own launcher is told. It
   ends with an exception (`PlannedRestart`) that a kept process survives like that of a failed peer, so the other hosts
   start no new processes when a host leaves or joins.
 - **A preemption** of one node preempts the job on all nodes. It takes precedence over any other cause, and ends the job
@@ -133,10 +133,10 @@ def _note_failure(ranks: Supervisor, failure: Cause, sign: LossSign | None) -> N
 
 
 def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Cause | None, num_restarts: int) -> Ending | None:
-    """Return why the job ends on this node; None if it succeeded.
+    """Return the failure for which the job ends on this node; None if it succeeded.
 
     Raises:
-        SystemExit: Another node was lost or got Ctrl-C, or the job was preempted; the console says which.
+        SystemExit: The job ends for another reason: a lost node, Ctrl-C on a node, a preemption. The console names it.
     """
     if cause is None:
         return None

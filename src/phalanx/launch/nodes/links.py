@@ -22,9 +22,9 @@ from phalanx.launch.nodes.views import Node, Place
 from phalanx.wire.lines import as_line, read_line
 from phalanx.wire.messages import read_value
 
-_INTERACTIVE = 6  # priority of packets, ahead of bulk traffic
+_INTERACTIVE = 6  # SO_PRIORITY: ahead of bulk traffic
 _MOST_BYTES = 1 << 22  # in one line, or waiting to be sent
-_MOST_STRANGERS = 64  # connections that have not completed the handshake
+_MOST_STRANGERS = 64  # connections without a completed handshake
 _BUFFER_BYTES = 1 << 18
 
 
@@ -75,12 +75,12 @@ class _Peer:
         self.node = node
         self.link: _Link | None = link
         self.heard_s = link.heard_s
-        self.dialed_s = 0.0  # last attempt to reconnect
+        self.dialed_s = 0.0  # time of the last attempt to reconnect
         self.ended_s = 0.0
 
 
 _RESOLVE_AGAIN_S = 5.0
-_DIAL_AGAIN_S = 0.02  # a dying process may still accept a connection
+_DIAL_AGAIN_S = 0.02  # pause before reconnecting, because a dying process may still accept a connection
 
 
 class Links:
@@ -91,7 +91,7 @@ class Links:
         silence_s: Seconds of silence after which a node is lost.
 
     Attributes:
-        own: Places that turned out to be this agent's own.
+        own: Places at which this agent has reached itself.
     """
 
     def __init__(self, selector: selectors.BaseSelector, owner: LinkOwner, silence_s: float) -> None:
@@ -105,7 +105,7 @@ class Links:
         self.own: set[Place] = set()
 
     def introduce(self, me: Node, handshake: Mapping[str, Any]) -> None:
-        """Set the handshake; until then nothing is sent, and what arrives is read later."""
+        """Set the handshake. Before this call, nothing is sent and nothing read."""
         self._me, self._handshake = me, {**handshake, "node": me}
         for link in [*self._links]:
             if not link.is_connecting:
@@ -146,7 +146,7 @@ class Links:
             self._queue(link, as_line(self._handshake))
 
     def dial(self, place: Place) -> str:
-        """Connect to an agent, unless a connection is under way; return what is wrong with its name, if anything."""
+        """Connect to an agent, unless a connection is under way. Returns what is wrong with the host's name, or ""."""
         if place in self.own or any(link.dialed == place for link in self._links):
             return ""
         address, why = self._names.find(place)
@@ -160,12 +160,12 @@ class Links:
             self._add(_Link(end, time.monotonic(), place))
         else:
             end.close()
-        if result == errno.ECONNREFUSED:  # immediate on the same host
+        if result == errno.ECONNREFUSED:  # on the same host, the answer is immediate
             self._bury(place)
         return ""
 
     def own_address(self) -> str:
-        """Return this host's address on one of its connections; empty: there is none."""
+        """Return this host's address on one of its connections; "" if there is no connection."""
         addresses = (_plain(link.socket.getsockname()[0]) for link in self._links if not link.is_connecting)
         return next(addresses, "")
 
@@ -244,7 +244,7 @@ class Links:
             del link.came[: end + 1]
             try:
                 self._take(link, read_line(line))
-            except (ValueError, TypeError, KeyError, OverflowError):  # not from an agent
+            except (ValueError, TypeError, KeyError, OverflowError):  # no agent would send this
                 self._close(link)
         if len(link.came) > _MOST_BYTES:
             self._close(link)
@@ -256,7 +256,7 @@ class Links:
             return
         if "refused" in message:
             self._close(link)
-            if link.dialed is not None:  # only the dialed end may refuse
+            if link.dialed is not None:  # we dialed, and only the end that was dialed may refuse
                 self._owner.refused(str(message["refused"])[:500])
             return
         assert self._me is not None
@@ -266,14 +266,14 @@ class Links:
                 self.own.add(link.dialed)
             self._close(link)
         elif why := self._owner.problem_with(message):
-            if link.dialed is None:  # the dialed end reports the problem
+            if link.dialed is None:  # we were dialed, so we report the problem
                 self._queue(link, as_line({"refused": why}))
                 self._close(link)
         else:
             self._greeted(link, node)
 
     def _greeted(self, link: _Link, node: Node) -> None:
-        """Use a connection to a node. Of two connections, both ends keep the one that the lower id dialed."""
+        """Use a connection to a node. Of two, both ends keep the one that the node with the lower id dialed."""
         assert self._me is not None
         if link.dialed is not None:
             self._bury(link.dialed, but=node.id)
@@ -304,7 +304,7 @@ class Links:
                 self.redial()
 
     def _bury(self, place: Place | None, but: str = "") -> None:
-        """Report the nodes at a place as dead: nobody listens there any more, or another agent does."""
+        """Report the nodes at a place as dead, because nothing listens there any more, or another agent does."""
         for peer in [peer for peer in self._peers.values() if peer.node.place == place and peer.node.id != but]:
             if peer.link is None:
                 del self._peers[peer.node.id]
@@ -324,7 +324,7 @@ class Links:
             timeout_s = min(timeout_s, _DIAL_AGAIN_S)
         for key, _ in self._selector.select(timeout_s):
             now = self._selector.get_map().get(key.fd)
-            if now is not None and now.data is key.data:  # not closed by an earlier one in this round
+            if now is not None and now.data is key.data:  # an earlier callback of this round may have closed it
                 key.data()
 
     def lose_silent(self) -> None:

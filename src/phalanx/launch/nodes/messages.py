@@ -21,7 +21,7 @@ _OF_STATE = {field.name for field in dataclasses.fields(State)}
 
 
 def read_state(value: Any) -> State:
-    """Return the state of a node, which must have every field, also those with a default.
+    """Return the state of a node. Every field must be there, also those with a default.
 
     Raises:
         ValueError: It is not a state.
@@ -37,8 +37,8 @@ class Heartbeat:
 
     Attributes:
         at: Time of sending, by the sender's clock.
-        echo: Time at which the receiver sent the last heartbeat that the sender has, by the receiver's clock; 0: none.
-        came: Time at which that one arrived, by the sender's clock.
+        echo: Time at which the receiver sent its last heartbeat that the sender got, by the receiver's clock; 0: none.
+        came: Time at which that heartbeat arrived, by the sender's clock.
         age: Seconds for which the sender's job has lasted.
     """
 
@@ -84,7 +84,7 @@ class Settings:
     Attributes:
         script: Identity of the script, as `handshake.script_of` returns it.
         replica_port: Port on which this node takes replicas of snapshots; 0: it takes none.
-        joins: Whether this agent has left one side of the job to join the other.
+        joins: Whether this agent has left the younger side of the job to join the older.
         num_starts: Number of starts of the ranks so far; more than 0 only if the agent has started over.
     """
 
@@ -125,7 +125,7 @@ class Reserved:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The ranks of a start have ended; `cause` is that of their failure."""
+    """The ranks of start `number` have ended; `cause` is the cause of their failure, if they failed."""
 
     how: Literal["succeeded", "failed", "stopped", "interrupted"]
     number: int
@@ -134,7 +134,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class AskFor:
-    """This node would go on with more ranks."""
+    """This node could go on with more ranks."""
 
     num_ranks: int
 
@@ -171,7 +171,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class LossSign:
-    """How and when this node noticed the loss of another, by the monotonic clock of this host."""
+    """How this node noticed the loss of another, and when, by this host's monotonic clock."""
 
     how: Literal["refused", "silent"]
     since_s: float
@@ -195,14 +195,14 @@ class Restart:
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """Stop the ranks: this node joins the other side of the job."""
+    """Stop the ranks, because this node joins the other side of the job."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Finish:
-    """The job has ended; `cause` is that of its failure."""
+    """The job has ended; `cause` is the cause of its failure, None if it succeeded."""
 
     cause: Cause | None
 
@@ -218,7 +218,7 @@ class GiveUp:
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """What this node waits for, and for how long at most; None: without a limit."""
+    """What this node waits for, and the seconds left; None: there is no limit."""
 
     what: str
     left_s: float | None = None

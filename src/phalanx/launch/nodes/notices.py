@@ -2,10 +2,11 @@
 
 One thread polls for each kind, since a name lookup or a file system may hang. Nothing depends on the wall clock.
 
-**A file that was there before is no notice.** A drained host is started again by the same command, with the file of the
-last notice still in place; if that counted, the host would leave again each time. So only a change since the start is
-a notice, and a line names the leftover file. The provider's answer always counts, since it is about this machine. If
-no other node stays, a notice becomes a SIGTERM to the ranks, because snapshots in memory are lost with the last host.
+**A file that was there at the start is no notice.** A drained host is started again by the same command, with the file
+of the last notice still in place; if that counted, the host would leave again at once. So only a change after the start
+is a notice, and a line names the leftover file. The provider's answer always counts, since it is about this very
+machine. If no other node stays, a notice becomes a SIGTERM to the ranks, so that they save to disk: snapshots in memory
+are lost with the last host.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 LOOK_EVERY_S = 1.0
 ASK_EVERY_S = 5.0
-"""As AWS recommends. Google, Azure and AWS give 30 s, 30 s and two minutes of warning."""
+"""Pause between two polls, as AWS recommends. Google, Azure and AWS warn 30 s, 30 s and two minutes ahead."""
 _LIMIT_S = 2.0
 _MOST_BYTES = 1 << 16
 
@@ -50,7 +51,7 @@ def _azure_takes(answer: str) -> bool:
 
 
 SERVICES: Mapping[str, Service] = {
-    # 404 until there is a notice.
+    # The answer is 404 until there is a notice.
     "aws": Service(
         "http://169.254.169.254/latest/meta-data/spot/instance-action",
         token_url="http://169.254.169.254/latest/api/token",
@@ -103,7 +104,7 @@ class Notices:
         self._say(f"{self._service.url} says that this host is to go")
 
     def _say(self, notice: str) -> None:
-        if self._said.acquire(blocking=False):  # the first of two
+        if self._said.acquire(blocking=False):  # of two notices, only the first is told
             self._tell(notice)
 
 
@@ -117,7 +118,7 @@ def _stamp_of(file: str) -> tuple[int, int] | None:
 
 
 def asks_to_go(service: Service) -> bool:
-    """Return whether a service announces the end of this host; False if it does not answer."""
+    """Return whether a metadata service announces the end of this host; False if it does not answer."""
     headers = dict(service.headers)
     try:
         if service.token_url:

@@ -1,4 +1,4 @@
-"""Forwards the question of ``phalanx why`` to the other nodes, and answers theirs.
+"""Forwards the question of ``phalanx why`` to the other nodes, and answers questions that come from them.
 
 The command connects to a socket of its host's agent, which asks the agents of the other nodes. Each of them starts a
 process that gathers evidence about its ranks, and forwards the output.
@@ -21,7 +21,7 @@ from phalanx.wire.lines import as_line
 from phalanx.wire.peer import peer_of
 
 ANSWER_S = 3.0
-"""For the other nodes to answer."""
+"""Time for the other nodes to answer."""
 _MOST_BYTES = 1 << 20
 _MOST_AT_ONCE = 8
 _GATHER = "phalanx.diagnose.why.other_hosts"
@@ -69,7 +69,7 @@ class Questions:
         ] = {}  # socket of the user, deadline, nodes that have not answered
         self._looks: list[_Look] = []
         self._num_asked = 0
-        with contextlib.suppress(OSError):  # the job runs without it
+        with contextlib.suppress(OSError):  # without a socket, the job runs but takes no questions
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._listener.bind(socket_of(supervisor_pid))
             self._listener.listen()
@@ -113,7 +113,7 @@ class Questions:
                 look.said += more
                 return
             if len(look.said) < _MOST_BYTES:
-                with contextlib.suppress(ValueError):  # the process has failed, and nothing is sent
+                with contextlib.suppress(ValueError):  # the output of a process that failed is not sent
                     self._links.tell(look.peer, {"answers": look.number, "said": json.loads(look.said)})
             self._end(look)
 
@@ -125,7 +125,7 @@ class Questions:
         look.process.wait()
 
     def look(self) -> None:
-        """Finish what is complete or has taken too long."""
+        """Finish the questions that are answered completely, or that have taken too long."""
         now_s = time.monotonic()
         for look in [look for look in self._looks if now_s > look.ends_s]:
             self._end(look)

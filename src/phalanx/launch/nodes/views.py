@@ -11,7 +11,7 @@ from phalanx.failure.ending import Ending
 from phalanx.wire.messages import between, cropped, require
 
 Key = tuple[int, int]
-"""Term of the leader that chose a view, and the view's number; a greater one is newer."""
+"""Identity of a view: the term of the leader that chose it, and its number. A greater key is newer."""
 Place = tuple[str, int]
 """Address and port of an agent."""
 NO_VIEW: Key = (0, 0)
@@ -39,7 +39,7 @@ class Node:
         address: Address at which the other nodes reach it.
         port: Port on which the agent listens.
         num_ranks: Maximum number of ranks; in a view, the number in its attempt.
-        position: Fixed number of the node; -1 where nodes have none.
+        position: Fixed number of the node (static rendezvous); -1: it has none.
         label: Label shared by nodes that may be lost together; empty: none.
         replica_port: Port on which the node takes replicas of snapshots; 0: it takes none.
     """
@@ -84,7 +84,8 @@ class Cause:
     """Why an attempt failed.
 
     Attributes:
-        ending: Ending of the rank that was the cause. For a node: its host and first rank, with the event as exception.
+        ending: Ending of the rank that was the cause. If a node was: its host and first rank, and what happened as the
+            exception.
         num_ranks: Number of ranks that the node has in the next attempt; -1: as many as before.
         is_free: Whether this failure costs no restart.
     """
@@ -108,7 +109,7 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """End of a job, with the cause of its failure; None: the job succeeded."""
+    """The end of a job; `cause` is the cause of its failure, None if it succeeded."""
 
     cause: Cause | None
 
@@ -122,7 +123,7 @@ class View:
         attempt: Number of earlier attempts, however they ended.
         restarts: Number of failures so far.
         cause: Failure of the previous attempt; None: it did not fail.
-        bases: Groups of the views that may have started last.
+        bases: Groups of nodes of the views that may have been the last to start; each has to agree to this view.
         places: Addresses and ports of all nodes that have taken part, where a restarted node is looked for.
         job: Id of the node that proposed the first view of this job.
     """
@@ -160,25 +161,25 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a node sends to all others, repeatedly; the latest counts.
+    """What a node sends to all others, repeatedly; only its latest state counts.
 
     Attributes:
         term: Term in which the node has voted.
-        leader: Node that it follows; its own id: it is a candidate or the leader.
+        leader: Id of the node that it follows; its own id: it is a candidate or the leader.
         in_office: Whether it leads with enough votes.
-        key: Newest view that it has accepted.
+        key: Key of the newest view that it has accepted.
         is_settled: Whether it is linked to all nodes of that view, and every linked voter knows the view.
         is_idle: Whether none of its ranks is running.
         has_left: Whether it has stopped its ranks in this view because it could not reach all other nodes.
         is_leaving: Whether it is about to leave the job on purpose.
         is_done: Whether its ranks have succeeded in this view.
         failure: Failure of one of its ranks in this view.
-        running: View whose nodes are to train, if this node leads.
+        running: If this node leads: key of the view whose nodes are to train.
         port: Port that it holds for rank 0, if it is the first node of the view; 0: none yet.
         result: End of the job; None: the job has not ended.
-        job: Job of its view.
-        num_ranks: Number of its ranks in the next attempt, unless its own failure says otherwise.
-        cause: Reason for ending this view's attempt, if this node leads.
+        job: Id of the job of its view.
+        num_ranks: Number of its ranks in the next attempt; a failure of its own that is the cause can change it.
+        cause: If this node leads: reason for ending this view's attempt.
     """
 
     term: int = -1
@@ -205,7 +206,7 @@ class Rules:
 
     Attributes:
         silence_s: Seconds of silence after which a node is lost.
-        last_call_s: Seconds to wait for more nodes once the minimum is there, at the start of the job.
+        last_call_s: Seconds to wait for more nodes at the start of the job, once the minimum is there.
         join_s: Seconds that new nodes wait for the next snapshot; after that, all ranks restart without it.
         has_positions: Whether nodes have fixed numbers.
         spares: Number of nodes beyond the maximum that wait as spares.

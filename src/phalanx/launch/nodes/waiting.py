@@ -9,7 +9,7 @@ from phalanx.launch.nodes.views import Node, Rules, View
 
 
 def why_not_in(view: View, rules: Rules, me: Node) -> str:
-    """Return why a node does not take part in a running job; empty: it is about to."""
+    """Return why a node takes no part in a running job; "" if it is about to take part."""
     if len(view.members) < rules.max_nodes:
         return ""
     if rules.has_positions:
@@ -21,7 +21,7 @@ def why_not_in(view: View, rules: Rules, me: Node) -> str:
 
 
 def missing(nodes: Sequence[Node], rules: Rules) -> str:
-    """Return what is missing before `nodes` can start the job; empty: nothing that is known."""
+    """Return what is missing before `nodes` can start the job; "" if nothing is known to be."""
     here = ", ".join(node.host for node in nodes)
     if rules.has_positions:
         positions = [node.position for node in nodes]
@@ -37,7 +37,7 @@ def missing(nodes: Sequence[Node], rules: Rules) -> str:
 
 
 def why_no_majority(view: View, reached: Collection[str], here: Sequence[Node]) -> str:
-    """Return which nodes of a view are being waited for; empty if all are here.
+    """Return which nodes of a view are being waited for; "" if all are here.
 
     Args:
         reached: Ids of the nodes of the view that this node can reach.
