@@ -1,4 +1,4 @@
-"""What every process does with torch once it is a rank, whoever has started it."""
+"""What every process that has become a rank sets up in torch, whatever has started it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 def watch_torch() -> None:
     """Record groups of Gloo, shield data loaders, and postpone ``torch._dynamo``, in this process. Idempotent.
 
-    torch must have been imported, or be about to end its import. The imports below load the core, which a process that
-    only forks ranks does without.
+    torch must have been imported, or be at the end of its import. The imports below load the core; they are not at the
+    top, because a process that only forks ranks does without it.
     """
     from phalanx._torch import shield
     from phalanx._torch.dynamo import postpone_import

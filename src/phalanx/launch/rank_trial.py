@@ -1,9 +1,9 @@
 """The rank's side of ``phalanx tune`` and ``phalanx check``: takes optimizer steps on request.
 
-The jobs of a trial live side by side and take turns, so that other load on the machine slows all of them alike.
-Requests and answers are files in a folder, because a script may have any process group, or none. Waiting ranks look
-whether the file of requests has changed, 100 times a second. When each read it 500 times a second, thirteen of them
-took half of the speed of the one job that was measured.
+A trial compares several jobs. They live side by side and take turns, so that other load on the machine slows all of
+them alike. Requests and answers are files in a folder, because a script may have any process group, or none. Waiting
+ranks check 100 times a second whether the file of requests has changed. When each read the file 500 times a second,
+thirteen of them halved the speed of the job that was being measured.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from phalanx.wire.files import read_json, write_whole
 from phalanx.wire.messages import read_value, understand
 
 WARM_UP_STEPS = 3
-"""Number of steps before a rank first reports: they allocate memory and choose kernels."""
+"""Number of steps that a rank makes before it first reports: they allocate memory and choose kernels."""
 COMPILE = "compile"
-"""Change that compiles the model; it is not a setting of a Trainer."""
+"""Name of the change that compiles the model, which is not a setting of a Trainer."""
 _PAUSE_S = 0.01
-_WITH_FUSED_FORM = ("SGD", "Adam", "AdamW", "Adagrad")  # on a CPU
+_WITH_FUSED_FORM = ("SGD", "Adam", "AdamW", "Adagrad")  # optimizers that have one on a CPU
 _ENDLESS = 10**9
 
 _current: Trial | None = None
@@ -36,12 +36,12 @@ _current: Trial | None = None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What a rank is asked for.
+    """A request to the ranks of one job to take some steps.
 
     Attributes:
         serial: Number of the turn, from 1.
         steps: Number of steps to measure.
-        skip: Number of steps before them.
+        skip: Number of steps before those, which are not measured.
         threads: Number of threads of an operation.
         fused: Whether the optimizer steps in its fused form.
     """
@@ -72,9 +72,9 @@ def variables(folder: str, changes: Mapping[str, Any], first_steps: int = WARM_U
     """Return the variables that make ranks part of a trial.
 
     Args:
-        folder: Folder for what is asked and told.
-        changes: Settings of the Trainer to try; without one, ``num_workers`` is that of every DataLoader that has none.
-        first_steps: Number of steps before a rank's first word and its first wait.
+        folder: Folder for requests and reports.
+        changes: Settings of the Trainer to try. Without a Trainer, ``num_workers`` applies to every DataLoader without.
+        first_steps: Number of steps that a rank makes before its first report and its first wait.
     """
     return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "changes": {**changes}, "first_steps": first_steps})}
 
@@ -112,28 +112,28 @@ class Trial:
 
     def __init__(self, folder: str, changes: Mapping[str, Any], first_steps: int) -> None:
         self._folder, self._changes, self._first_steps = folder, dict(changes), first_steps
-        self._given: dict[str, Any] | None = None  # to a Trainer
+        self._given: dict[str, Any] | None = None  # settings that the script gave to its Trainer
         self._has_stream = False
-        self._optimizer: Any = None  # the first one that steps
+        self._optimizer: Any = None  # the first optimizer that steps
         self._hook: Any = None
         self._can_fuse = False
         self._num_steps = 0
         self._turn: Turn | None = None
         self._to_skip = 0
-        self._steps: list[tuple[float, int, float]] = []  # seconds, samples, and seconds of loading
+        self._steps: list[tuple[float, int, float]] = []  # of each step: seconds, samples, seconds of loading
         self._began_s = 0.0
         self._num_samples, self._loading_s = 0, 0.0
-        self._warm_up_samples: list[int] = []  # of each step
+        self._warm_up_samples: list[int] = []  # samples of each warm-up step
 
     def settings_over(self, given: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return the settings to try, without an end: the job is ended once it has been measured."""
+        """Return the settings to try. They let training go on for ever: the job is ended once it has been measured."""
         self._given = {**given}
         if self._changes.pop(COMPILE, False):
             model.compile()
-        self._hook.remove()  # the optimizer may step in pieces; `on_step` is called when all are done
+        self._hook.remove()  # a Trainer may step in pieces, and calls `on_step` when all are done
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
-        uncompared = {"compare_every": 0}  # ranks change threads and optimizers at different steps
+        uncompared = {"compare_every": 0}  # no comparison of ranks, which change threads at different steps
         return {**given, **endless, **unsaved, **uncompared, **self._changes}
 
     def watch(self) -> None:
@@ -166,7 +166,7 @@ class Trial:
         loader_class.__init__ = make_with_workers
 
     def count(self, batch: Any, loading_s: float) -> None:
-        """Count the samples of a batch: the first dimension of its first tensor."""
+        """Count the samples of a batch, as the first dimension of its first tensor."""
         from phalanx._torch.nested import tensors_in
 
         first = next(tensors_in(batch), None)
@@ -203,7 +203,7 @@ class Trial:
         self._began_s = time.perf_counter()
 
     def _refuse_multiprocess(self) -> None:
-        """Raise if another process of this rank takes part already: both would need the same turns.
+        """Raise if another process of this rank already takes part: both would answer the same requests.
 
         Raises:
             RuntimeError: There is one, and `multiprocess_file` now says so.
@@ -218,13 +218,13 @@ class Trial:
 
     @property
     def _rank(self) -> int:
-        return int(_env.environment().get("RANK", "0"))  # read late: torch may have been imported before a fork
+        return int(_env.environment().get("RANK", "0"))  # not at import, which may happen before the fork
 
     def _tell(self, serial: int, what: Mapping[str, Any]) -> None:
         write_whole(told_file(self._folder, serial, self._rank), json.dumps(what))
 
     def _take_turn(self, serial: int) -> None:
-        """Wait until the turn comes, and set what it asks for."""
+        """Wait for request number `serial`, and apply the settings that it asks for."""
         import torch
 
         from phalanx.wire.store import wait_until
@@ -235,7 +235,7 @@ class Trial:
             nonlocal last
             with contextlib.suppress(FileNotFoundError):
                 now = os.stat(asked)
-                if (now.st_ino, now.st_mtime_ns) != last:  # many ranks wait while one job is measured
+                if (now.st_ino, now.st_mtime_ns) != last:  # reads the file only then, to leave the CPUs to others
                     last = now.st_ino, now.st_mtime_ns
                     turn = read_value(read_json(asked), Turn)
                     return turn if turn.serial == serial else None
@@ -289,7 +289,7 @@ class _Counted:
 
 
 def _can_fuse(optimizer: Any) -> bool:
-    """Return whether torch has a fused form of this optimizer for its parameters, and the script left the form open."""
+    """Return whether the script leaves the form of this optimizer open and torch has a fused one for its parameters."""
     import torch
 
     kind = type(optimizer)

@@ -1,16 +1,14 @@
 """Finds in a script's source what it sets in its environment before it imports torch.
 
-torch reads variables when it is imported. Where ranks are forked from a process that has imported it, it must have
-read what each rank would have read; where that can't be known, ranks import it themselves, and the first line of the
-job says so. Nothing is executed here.
-
-Understood is ``os.environ["NAME"] = "value"``, and ``setdefault`` and ``update`` with literals, each as a statement of
-its own, up to the first import of torch. Whatever else mentions the environment for more than reading, or may change
-it unseen, is a doubt: code that is not in the source (``exec``, ``importlib``), and packages that are not known here.
-The reader knows what it understands, not what to beware of: a false doubt costs seconds, a missed one would be a wrong
-run.
-
-Executing the rank anew at its import of torch would need no reader, but would run twice whatever the head does.
+torch reads variables when it is imported. If ranks are forked from a process that has imported torch, that process must
+have read the same values as each rank would. If the source does not tell them for certain, ranks import torch
+themselves, and the first line of the job says so. Nothing of the script is executed here.
+The reader understands ``os.environ["NAME"] = "value"``, and ``setdefault`` and ``update`` with literals, each as a
+statement of its own, up to the first import of torch. Everything else that may change the environment is a doubt: other
+uses of it than reading, code that is not in the source (``exec``, ``importlib``), and packages that are not known here.
+So the reader lists what is harmless, and not what is dangerous: a false doubt costs seconds, but a missed one would
+make a wrong run.
+Executing the rank anew at its import of torch would need no reader, but everything before the import would run twice.
 """
 
 from __future__ import annotations
@@ -29,21 +27,21 @@ from phalanx.launch.processes.ahead import READ_BY_TORCH
 _MOST_FILES = 100
 _TORCH = ("torch", "phalanx", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "timm")
 """Packages that import torch as soon as they are imported."""
-_ANYTHING = ""  # the name of a variable that is not told
+_ANYTHING = ""  # stands for a variable whose name the source does not tell
 _KNOWN_PACKAGES = """
     PIL absl accelerate attr attrs click cv2 datasets einops evaluate fire h5py jsonargparse loguru matplotlib numpy
     omegaconf packaging pandas polars psutil pyarrow pydantic pytest regex requests rich safetensors scipy sentencepiece
     simple_parsing sklearn tabulate tensorboard tiktoken tokenizers tomli tqdm transformers triton typer
     typing_extensions wandb yaml
 """
-"""Packages whose functions leave alone what torch reads of the environment."""
+"""Packages whose functions never change a variable that torch reads."""
 _OPAQUE_MODULES = """
     bdb builtins cProfile code codeop ctypes doctest imp importlib nt pkgutil posix profile pydoc runpy timeit trace
     unittest
 """
-"""Modules of Python that execute what the source does not show, or change the environment."""
+"""Modules of the standard library that run code which the source does not show, or change the environment."""
 _OPAQUE_FUNCTIONS = ("exec", "eval", "__import__", "__builtins__")
-_SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # of those
+_SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # harmless parts of those
 _BEHIND_ENVIRON = ("environb", "putenv", "unsetenv")
 _COPYING = ("dict", "len", "list", "print", "set", "sorted")
 _READING = ("get", "copy", "items", "keys", "values")
@@ -51,11 +49,11 @@ _READING = ("get", "copy", "items", "keys", "values")
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What a script does before it imports torch; only of variables that torch reads meanwhile.
+    """What a script does, before it imports torch, to variables that torch reads.
 
     Attributes:
-        settings: Variables that it sets, whatever happens, and their values.
-        doubt: Words for what it may set, and to what is not known; empty if there is none.
+        settings: Variables that the script sets in any case, and their values.
+        doubt: Phrase about a change that it may make, or whose value is not known; "" if there is none.
     """
 
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -83,8 +81,8 @@ def read_head(command: Sequence[str], environ: Mapping[str, str]) -> Head:
 class _Reader:
     """Walks through statements in the order in which they run, up to the first import of torch.
 
-    A name that stands for something counts as that in all files, and whatever else it is bound to: which can only add
-    doubts.
+    A name that anywhere stands for something, such as ``os``, is taken for that in all files, even if it is bound to
+    something else: that can only add doubts.
 
     Args:
         folder: Folder of the script, in which its modules lie.
@@ -96,12 +94,12 @@ class _Reader:
         on_path = [path for path in sys.path if path not in ("", os.getcwd()) and not path.startswith(installed)]
         self._folders = [folder, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *on_path]
         self._environ = environ
-        self._imports_torch: dict[str, bool] = {}  # by the files that were read
+        self._imports_torch: dict[str, bool] = {}  # whether torch is imported by the end of a file, by file
         self._os_names = {"os"}
         self._environ_names = {"environ"}
         self._opaque_names = set(_BEHIND_ENVIRON)
         self._changes_path = False
-        self._is_certain = True  # that the next statement is executed, and that torch is not imported yet
+        self._is_certain = True  # whether the next statement is certainly executed, and before torch is imported
         self.settings: dict[str, str] = {}
         self.doubt: str = ""
 
@@ -113,11 +111,11 @@ class _Reader:
         if len(self._imports_torch) >= _MOST_FILES:
             self._take_change(_ANYTHING)
             return False
-        self._imports_torch[path] = False  # for modules that import each other
+        self._imports_torch[path] = False  # set first, for modules that import each other
         try:
             with open(path, "rb") as file:
                 tree = ast.parse(file.read())
-        except (OSError, SyntaxError, ValueError, RecursionError):  # a program of another kind, or one that fails
+        except (OSError, SyntaxError, ValueError, RecursionError):  # it is no Python source, or will fail by itself
             return False
         self._imports_torch[path] = self._walk(tree.body, path, is_program=is_program)
         return self._imports_torch[path]
@@ -134,7 +132,7 @@ class _Reader:
         return any(self._take(statement, path, is_program=is_program) for statement in body)
 
     def _maybe(self, bodies: Iterable[Iterable[ast.stmt]], path: str) -> None:
-        """Walk through what may be executed or not."""
+        """Walk through blocks that may be executed or not."""
         was_certain = self._is_certain
         imports_torch = False
         for body in bodies:
@@ -143,7 +141,7 @@ class _Reader:
         self._is_certain = was_certain and not imports_torch
 
     def _take(self, statement: ast.stmt, path: str, *, is_program: bool) -> bool:
-        """Take a statement in; return whether torch is imported behind it for certain."""
+        """Process a statement; return whether torch is certainly imported after it."""
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             if self._take_import(statement, path):
                 return True
@@ -161,11 +159,11 @@ class _Reader:
         if isinstance(statement, ast.If) and (wanted := _known_test(statement.test, is_program)) is not None:
             return self._walk(statement.body if wanted else statement.orelse, path)
         if isinstance(statement, ast.Try) and self._take(statement.body[0], path, is_program=is_program):
-            return True  # if that fails, there is no torch
+            return True  # if the import fails, there is no torch
         was_certain = self._is_certain
         self._maybe(_blocks_of(statement), path)
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            self._is_certain = was_certain  # its imports are executed when somebody calls it
+            self._is_certain = was_certain  # the body's imports are executed only when the function is called
         return False
 
     def _take_import(self, statement: ast.Import | ast.ImportFrom, path: str) -> bool:
@@ -186,7 +184,7 @@ class _Reader:
             elif package in _TORCH:
                 return True
             elif package not in sys.stdlib_module_names:
-                self._is_certain = False  # it may import torch
+                self._is_certain = False  # the call may import torch
                 if self._changes_path and not _is_installed(package):
                     self._take_change(_ANYTHING)
         return False
@@ -198,18 +196,18 @@ class _Reader:
         paths = [os.path.join(folder, package) for folder in self._folders]
         if any(os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__init__.py")) for path in paths):
             return True
-        is_folder = any(map(os.path.isdir, paths))  # which an installed package goes before
+        is_folder = any(map(os.path.isdir, paths))  # a folder counts only if no installed package has the name
         return is_folder and package not in sys.stdlib_module_names and not _is_installed(package)
 
     def _note_names(self, statement: ast.Import | ast.ImportFrom) -> None:
-        """Note which names stand for the environment from now on, and which for what is not seen through."""
+        """Note which names this import binds to the environment, and which to things that may change it unseen."""
         is_from = isinstance(statement, ast.ImportFrom)
         module = f"{statement.module}." if isinstance(statement, ast.ImportFrom) and not statement.level else ""
         for alias in statement.names:
             name = alias.asname or (alias.name if is_from else alias.name.partition(".")[0])
             origin = module + alias.name
             for known in (self._os_names, self._environ_names, self._opaque_names):
-                if alias.name in known:  # from os, or from a module that has it from there
+                if alias.name in known:  # imported from os, or from a module that has imported it from os
                     known.add(name)
             if origin in ("sys.path", "site"):
                 self._changes_path = True
@@ -256,7 +254,7 @@ class _Reader:
         return plain if len(plain) == len(changes) else []
 
     def _changes_in(self, node: ast.AST) -> Iterator[str]:
-        """Return the variables that the execution of an expression or a statement may change."""
+        """Return the variables that running an expression or a statement may change."""
         parts: Iterable[ast.AST] = ast.iter_child_nodes(node)
         match node:
             case ast.Subscript(owner, key) if self._is_environment(owner):
@@ -304,7 +302,7 @@ class _Reader:
             yield _text_of(first) or _ANYTHING
 
     def _is_set(self, name: str | None) -> bool:
-        return name in self._environ or name in self.settings or name == THREADS_VARIABLE  # which every rank has
+        return name in self._environ or name in self.settings or name == THREADS_VARIABLE  # the launcher sets the last
 
     def _is_environment(self, expression: ast.expr) -> bool:
         match expression:
@@ -316,7 +314,7 @@ class _Reader:
 
 
 def _files_of(name: str, folder: str, *, is_program: bool) -> Iterator[str]:
-    """Return the files that an import of a module in that folder executes, in their order."""
+    """Return the files that importing a module from that folder executes, in their order."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         package = os.path.join(folder, *parts[:i], part)
@@ -338,7 +336,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _known_test(test: ast.expr, is_program: bool) -> bool | None:
-    """Return what a condition comes to; None: that is not known."""
+    """Return the value of a condition; None if it is not known."""
     text = ast.unparse(test)
     if text in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
         return False
@@ -346,12 +344,12 @@ def _known_test(test: ast.expr, is_program: bool) -> bool | None:
 
 
 def _text_of(expression: ast.expr | None) -> str | None:
-    """Return the text that a literal is; None if it is not one."""
+    """Return the value of a string literal; None for any other expression."""
     return expression.value if isinstance(expression, ast.Constant) and isinstance(expression.value, str) else None
 
 
 def _blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """Return the blocks in a statement, one of which may be executed."""
+    """Return the blocks of a compound statement; each may be executed or not."""
     for name in ("body", "orelse", "finalbody"):
         if block := getattr(statement, name, None):
             yield block
@@ -360,7 +358,7 @@ def _blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 
 def _outside_of_blocks(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Return what is executed of a statement beside its blocks."""
+    """Return the parts of a statement that are always executed, such as the condition of an ``if``."""
     if not any(_blocks_of(statement)):
         yield statement
         return

@@ -1,11 +1,10 @@
 """The beginning of a rank, from its black box: the checkpoint that it loaded, its first step, and repeated steps.
 
-Repeated steps are those since the last that the attempt had loaded or saved. A script that catches the error and loads
-by itself has taken its steps back once, and these do not count again. Steps have numbers in the run under a Trainer
-alone; a loop by hand is told by the checkpoint that it loaded.
-
-A failure note is written when an operation fails: a first step or collective behind which no other began before the
-note has failed. It is no progress, so the line of a recovery does not name it.
+Repeated steps are those of the previous attempt after the checkpoint from which this one continues. If a script caught
+an error and loaded a checkpoint by itself during the previous attempt, the steps that it took back then are not counted
+again. Only under a Trainer do steps have numbers in the run; for a manual loop, the loaded checkpoint tells.
+A rank writes a failure note when an operation fails. If nothing began between the first step or collective and such a
+note, that step or collective has failed. It is no progress, so the line of a recovery does not name it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import NamedTuple
 from phalanx.record.box import FAILED, LOADED, LOADING, Box, Event
 
 _SAVING = ("checkpoint", "snapshot")
-_MOST = 10_000  # events of a kind that are kept
-_MARGIN = 16  # events that may be missing because they were just being written
+_MOST = 10_000  # number of events of each kind that are kept
+_MARGIN = 16  # events that may be missing because they were being written when the box was read
 
 
 class Before(NamedTuple):
@@ -25,7 +24,7 @@ class Before(NamedTuple):
     Attributes:
         last_step: Number in the run of the last finished step, which may not be the largest, because a script may
             catch an error and load a checkpoint by itself; 0: none, or steps have no such numbers.
-        saved: Time at which it last saved or loaded the checkpoint of each step.
+        saved: Time at which it last saved or loaded a checkpoint, by the step of the checkpoint.
         steps: Start times of its finished steps, in order.
         has_steps: Whether it has recorded any step.
         uses_checkpoints: Whether it has loaded or saved any.
@@ -39,7 +38,7 @@ class Before(NamedTuple):
 
 
 def read_before(box: Box | None) -> Before:
-    """Return what a box tells about the previous attempt; nothing if the box is lost."""
+    """Return what a box tells about the previous attempt; if the box is lost, a `Before` without steps."""
     events = box.events if box is not None else ()
     steps = [event for event in events if event.kind == "step"]
     done = [event for event in steps if event.ended_ns]
@@ -86,7 +85,7 @@ class Beginning:
         self._since_ns = since_ns
         self._events: dict[str, dict[int, Event]] = {"load": {}, "step": {}, "collective": {}}
         self._num_read = 0
-        self._failed_ns = 0  # time of the first note of an error of a group; 0: none
+        self._failed_ns = 0  # time of the first note about a failed operation; 0: none
         self.loaded_step: int | None = None
         self.has_gap = False
 
@@ -110,7 +109,7 @@ class Beginning:
 
     @property
     def has_ended_any(self) -> bool:
-        """Whether a step or a collective has ended, so that the first may be known."""
+        """Whether any step or collective has ended, so that `first` can return one."""
         events = [*self._events["step"].values(), *self._events["collective"].values()]
         return any(event.ended_ns for event in events)
 

@@ -1,8 +1,8 @@
 """Reads black boxes, of running processes and saved ones. ``csrc/memory/record.h`` has the layout.
 
-Imports neither torch nor the core: whoever asks about a job need not be able to run it. What is read may be anything,
-so a saved box is at most twice as large as one in memory (`GzipFile` would read zeros behind it to their end), and it
-tells its rank itself.
+Imports neither torch nor the core, so that a job can be inspected where it could not run. A file may hold anything, so
+a saved one is read only if it is at most twice as large as a box in memory (`GzipFile` would read trailing zeros to
+their end), and its rank is taken from its contents, not from its name.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Event(NamedTuple):
         number: Number in its box, from 1.
         begun_ns: Time of its beginning, by CLOCK_MONOTONIC of the host.
         ended_ns: Time of its end; 0 if it has not ended.
-        kind: "collective", "message", "step", "phase", "note", or "call" for a collective whose end is unknown.
+        kind: "collective", "message", "step", "phase", "note", or "call" for a collective whose end is not recorded.
         op: Name of the collective or the message, such as ``all_reduce``.
-        text: Name of the group or of the phase, or the text of a note; for a step ``of N``, the largest possible.
+        text: Name of the group or of the phase, or the text of a note; for a step, ``of N``, the largest possible.
         site: Line of the call, such as ``train.py:31``; empty if it is not known.
-        thread: The kernel's number of the thread.
-        seq: Number of the collective in its group or of the step; of a message, the peer's rank in the group + 1; of
-            the note of a loaded checkpoint, its step.
+        thread: The kernel's id of the thread.
+        seq: For a collective, its number in its group; for a step, its number; for a message, the peer's rank in the
+            group + 1; for the note of a loaded checkpoint, its step.
         value: Elements of a collective or a message; samples of a step; bytes of a note of memory.
     """
 
@@ -91,8 +91,8 @@ class Box:
     Attributes:
         start_time: Start of the process in clock ticks since boot, which tells a reused pid apart.
         realtime_less_monotonic_ns: Nanoseconds to add to an event's time to get the time since 1970.
-        num_events: Number of events that have ever begun; the oldest may be gone.
-        events: Events that are still there, oldest first.
+        num_events: Number of events that have begun since the box was made.
+        events: Events that have not been overwritten, oldest first.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class Box:
 
 
 def read_box(data: bytes) -> Box:
-    """Return the content of a box, which may be written meanwhile.
+    """Return the content of a box, into which its rank may be writing.
 
     Raises:
         ValueError: It is not a box, or of another version, or torn.
@@ -186,9 +186,9 @@ def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ())
         slots = b"".join(slots[slot * size : (slot + 1) * size] for slot in chosen)
     for number, begun, ended, kind, code, text, site, thread, seq, value in _EVENT.iter_unpack(slots):
         op = code & 0xFF
-        is_whole = 0 < number < _BEING_WRITTEN  # else the slot is empty, or was being written
+        is_whole = 0 < number < _BEING_WRITTEN  # otherwise the slot is empty, or its event was being written
         if is_whole and 0 < kind < len(_KINDS) and op < len(OPS) and max(text, site) < len(texts):
-            ended *= ended > begun  # an earlier end is that of the slot's previous event
+            ended *= ended > begun  # an end before the beginning belongs to the slot's previous event
             yield Event(number, begun, ended, _KINDS[kind], OPS[op], texts[text], texts[site], thread, seq, value)
 
 
@@ -203,7 +203,7 @@ def _texts(data: bytes) -> Iterator[str]:
 
 
 class Tail:
-    """Reads only what is new in a box, in a fraction of the time.
+    """Reads only what is new in a box, in a fraction of the time that reading all of it takes.
 
     Args:
         fd: Open file of the box, which stays the caller's.
@@ -223,7 +223,7 @@ class Tail:
         self._texts, self._num_text_bytes = [""], 0
 
     def read(self) -> Box | None:
-        """Return a box with the events that have begun or ended since the last call; None while nobody writes there.
+        """Return a box with the events that have begun or ended since the last call; None before a rank writes to it.
 
         Raises:
             ValueError: It can't be read.
@@ -278,7 +278,7 @@ def boxes_in(fd: int) -> Iterator[bytes]:
 
 
 def _at_rest(data: bytes, later: bytes) -> bytes:
-    """Return the later of two looks at a box without the events that changed, except by ending."""
+    """Return `later`, a second read of the box `data`, without events that changed in between, except by ending."""
     first, second = memoryview(data), memoryview(later)
     end = min(len(data), len(later), BOX_BYTES - _TEXT_BYTES)
     if first[_PAGE:end] == second[_PAGE:end]:
@@ -327,7 +327,7 @@ def open_box(pid: int) -> tuple[int, int] | None:
 def box_of_process(pid: int) -> Box | None:
     """Return the box of a running process; None if it has none.
 
-    Process and main thread have their numbers in this pid namespace, also if they run in a container.
+    The process id and that of the main thread are those in our pid namespace, even if it runs in a container.
 
     Raises:
         PermissionError: This user may not look into that process.
@@ -369,7 +369,7 @@ def save_boxes(fd: int, folder: Path) -> list[Path]:
     """Write each box of an open file into a file of its own, and return their paths."""
     saved = []
     for data in boxes_in(fd):
-        with contextlib.suppress(ValueError):  # of another version: the script uses its own phalanx
+        with contextlib.suppress(ValueError):  # a box of another version: the script uses another phalanx
             path = folder / _name_of(read_box(data).rank)
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, gzip.compress(data, 1))
@@ -385,12 +385,12 @@ def load_box(path: Path) -> Box:
     """
     try:
         with open_regular(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
-            if os.fstat(file.fileno()).st_size > _MOST_SAVED_BYTES:  # GzipFile reads zeros to their end
+            if os.fstat(file.fileno()).st_size > _MOST_SAVED_BYTES:  # GzipFile would read trailing zeros to their end
                 raise ValueError("it is larger than a black box")
-            data = unpacked.read(BOX_BYTES + 1)  # up to its end with the checksum, but no further
+            data = unpacked.read(BOX_BYTES + 1)  # one byte more, so that GzipFile reaches and checks the checksum
             box = read_box(data)
             if len(data) > BOX_BYTES:
-                raise ValueError("it continues past the end of a black box")  # and its checksum was not checked
+                raise ValueError("it continues past the end of a black box")  # so its checksum was not checked
             return box
     except (ValueError, OSError, EOFError, struct.error, zlib.error) as error:
         raise ValueError(f"{path} can't be read: {error}") from None

@@ -1,11 +1,12 @@
 """Decides when a rank is slower than the others, and not by chance.
 
-**The rule.** A rank's *excess* in a step is the time that it computes, less the median of the others' time in the same
-step, as a share of the median step. A rank is named if its mean excess is at least `LEAST_COST`, and more than z
-standard errors above 0. The mean leaves out a fifth of the steps at each end, so that single pauses count for nothing.
-Its error is Yuen's, of the winsorized steps, widened by their autocorrelation: a neighbour that takes a core slows
-several steps in a row. z is that of `FALSE_ALARMS` looks, divided by the number of ranks. Pauses that come back, but
-in few steps, are found by the same rule over the sums of `BLOCK` steps.
+**The rule.** A rank's *excess* in a step is the time that it computes, minus the median of the others' times in the
+same step, as a fraction of the median step. A rank is named if its mean excess is at least `LEAST_COST`, and more than
+z standard errors above 0. The mean leaves out a fifth of the steps at each end, so that single pauses count for
+nothing. Its error is Yuen's, of the winsorized steps, widened by their autocorrelation, because another program that
+takes a core slows several steps in a row. z is chosen so that all ranks together are named by chance in a fraction
+`FALSE_ALARMS` of the decisions. Pauses that recur, but in few steps, are found by applying the same rule to sums of
+`BLOCK` steps.
 
 **Why.** The median of the others, because with one slow rank of four the mean makes the three others look fast.
 Trimmed means, because steps have heavy tails. Of 120 simulated runs of 1,000 steps with independent jitter of 3 and 8
@@ -13,10 +14,9 @@ Trimmed means, because steps have heavy tails. Of 120 simulated runs of 1,000 st
 names a rank that was slow for some dozens of steps.
 
 **Tried: the lower tenth of the times** in place of the mean, since interruptions only add time. On recorded steps of
-two computing ranks, over stretches of 50, the difference between two equal ranks then spreads by 1.3 % against 1.9 %
-on a quiet machine, by 3.6 % against 2.4 % beside other programs, and not at all less on an idle one. What is left is
-no noise: cores differ in speed for dozens of steps (``python -m bench.stragglers``), and a rule that asked for more
-would find later.
+two equal computing ranks, in stretches of 50, their difference then spreads by 1.3 % instead of 1.9 % on a quiet
+machine, by 3.6 % instead of 2.4 % beside other programs, and equally on an idle one. The rest is not noise: cores do
+differ in speed for dozens of steps (``python -m bench.stragglers``), and a stricter rule would find slow ranks later.
 
 Source of mean and error: K. K. Yuen, "The two-sample trimmed t for unequal population variances", Biometrika 61, 1974.
 """
@@ -28,21 +28,21 @@ import statistics
 from collections.abc import Sequence
 
 LEAST_COST = 0.025
-"""Smallest excess, as a share of a step, for which a rank is named."""
+"""Smallest mean excess, as a fraction of a step, for which a rank is named."""
 LEAST_STEPS = 30
 """Number of steps needed before a rank is named."""
 FALSE_ALARMS = 1e-5
-"""Share of looks, over all ranks, at which a rank may be named by mere chance."""
+"""Fraction of decisions, over all ranks, in which a rank may be named by mere chance."""
 BLOCK = 10
 """Number of steps that are summed to find recurring pauses."""
 LEAST_BLOCKS = 20
 """Number of such sums needed before a rank is named."""
 
-_TRIMMED = 0.2  # at each end
+_TRIMMED = 0.2  # fraction of the steps that the mean leaves out at each end
 
 
 def over_others(times: Sequence[float]) -> list[float]:
-    """Return each time minus the median of all others; there are at least two times."""
+    """Return each time minus the median of all others. At least two times are needed."""
     order = sorted(range(len(times)), key=times.__getitem__)
     middle, is_even = divmod(len(times) - 1, 2)[0], len(times) % 2 == 1
     found = [0.0] * len(times)
@@ -87,6 +87,6 @@ def _error(values: Sequence[float]) -> float:
     if not squares:
         return 0.0
     repeats = sum(map(float.__mul__, off, off[1:])) / squares
-    repeats = min(0.95, max(0.0, repeats + (1 + 4 * repeats) / len(off)))  # too low in short series: Kendall 1954
+    repeats = min(0.95, max(0.0, repeats + (1 + 4 * repeats) / len(off)))  # bias of short series: Kendall 1954
     error = math.sqrt(squares / (len(off) - 1) / len(off)) / (1 - 2 * _TRIMMED)
     return error * math.sqrt((1 + repeats) / (1 - repeats))

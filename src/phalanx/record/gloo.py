@@ -1,12 +1,11 @@
 """Records the collectives of torch's own Gloo in the box of a rank: from torch 2.14 on, whose groups have hooks.
 
-A hook tells when a collective is called, and `Work.wait` when a caller has waited for it. What a program or DDP starts
-and waits for later is recorded as a call without an end, an event of a kind of its own; whether a rank waits for it is
-told by its stack, and the straggler ledger leaves such ranks out. Messages are not recorded: whether one waits is not
-known.
-
-A callback on the work's future would tell all ends, but Gloo calls it in a thread of its own, also after Python has
-ended: of sixteen jobs whose rank left while a collective ran, seven crashed.
+A hook tells when a collective is called, and `Work.wait` when a caller has waited for it. A collective that a program
+or DDP starts and waits for later is recorded as a "call", an event without an end. Whether a rank waits for it can be
+seen only from its stack, and the straggler ledger leaves such ranks out. Messages are not recorded, because it is not
+known whether they had to wait.
+A callback on the work's future would tell every end, but Gloo calls it in a thread of its own, even after Python has
+ended: of sixteen jobs in which a rank left while a collective ran, seven crashed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from phalanx import _torch
 from phalanx.record import sites, writer
 
 _WORLD = "default"
-_HOOK = 0x7068616C  # torch identifies hooks by numbers; others use small ones
+_HOOK = 0x7068616C  # our number for hooks: torch identifies them by numbers, and other users take small ones
 _OPS = {
     "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce", "BARRIER": "barrier", "BROADCAST": "broadcast",
     "REDUCE": "reduce", "REDUCE_SCATTER": "reduce_scatter", "REDUCE_SCATTER_BASE": "reduce_scatter",
@@ -33,7 +32,7 @@ _OPS = {
 }  # fmt: skip
 
 _awaited: dict[int, tuple[Any, int]] = {}
-"""Works that a call waits for, by identity, each with its event."""
+"""Event of each work for which a blocking call waits, by the identity of the work."""
 
 
 @functools.cache
@@ -47,21 +46,18 @@ def watch() -> None:
 
 
 def _ending(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Work.wait` that ends the event of the call which waits.
-
-    A callback of the work's future would do, too, but Gloo may call it when Python has ended already.
-    """
+    """Return a `Work.wait` that also ends the event of the call that waits."""
 
     @functools.wraps(wait)
     def ended(work: Any, *args: Any, **named: Any) -> Any:
         key = id(work)
         try:
             done = wait(work, *args, **named)
-        except BaseException:  # the open event shows where the rank was
+        except BaseException:  # the event stays open, and shows where the rank was
             _awaited.pop(key, None)
             raise
         finally:
-            del work  # a traceback keeps this frame, and with it the work and the engine's threads
+            del work  # a traceback may keep this frame, and must not keep the work and Gloo's threads
         if (found := _awaited.pop(key, None)) is not None:
             writer.end(found[1])
         return done
@@ -75,7 +71,7 @@ def _recorded(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def new_process_group_helper(*args: Any, **named: Any) -> Any:
         made = make(*args, **named)
-        with contextlib.suppress(Exception):  # a job is worth more than its record
+        with contextlib.suppress(Exception):  # an error of the record must not fail the job
             asked = signature.bind(*args, **named).arguments
             if _is_gloo(made[0]):
                 ranks = list(asked["global_ranks_in_group"])
@@ -92,7 +88,7 @@ def _is_gloo(group: Any) -> bool:
     import torch
     import torch.distributed as dist
 
-    if type(group) is not dist.ProcessGroup:  # a group of ours, or one without this rank
+    if type(group) is not dist.ProcessGroup:  # it is a group of phalanx's, or this rank is no member
         return False
     backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config(group)).split(",")}
     return backends == {"gloo"} and isinstance(_torch.get_backend(group, torch.device("cpu")), dist.ProcessGroupGloo)
@@ -107,7 +103,7 @@ class _Group:
         self._called: dict[int, int] = {}  # events of calls that torch is about to make, by torch's operation ids
 
     def record(self, group: Any) -> None:
-        writer.end(writer.begin_collective("join", 0, self._name, 0, 0, ""))  # makes this rank known as a member
+        writer.end(writer.begin_collective("join", 0, self._name, 0, 0, ""))  # shows readers that this rank is a member
         group.register_pre_hook(_HOOK, self._begin)
         group.register_post_hook(_HOOK, self._end)
         atexit.register(_leave, weakref.ref(group))
@@ -134,7 +130,7 @@ class _Group:
 
 
 def _end_what_is_over() -> None:
-    """End the events of calls that waited in native code, which Python does not notice."""
+    """End the events of calls whose wait was in native code, so that `_ending` did not see its end."""
     for work, event in [*_awaited.values()]:
         if work.is_completed():
             _awaited.pop(id(work), None)
@@ -142,7 +138,7 @@ def _end_what_is_over() -> None:
 
 
 def _leave(group: Callable[[], Any]) -> None:
-    """Remove the hooks from a group that still exists: torch frees some groups after Python has ended."""
+    """Remove the hooks from a group, if it still exists: torch frees some groups only after Python has ended."""
     _awaited.clear()
     if (found := group()) is not None:
         found.unregister_pre_hook(_HOOK)

@@ -1,7 +1,6 @@
-"""`Loop`: the steps and phases of a training loop by hand, as its model and its loader see them.
-
-The first forward pass after an averaged backward pass begins a step. Optimizers are not hooked: a global hook would
-break ``torch.compile(fullgraph=True)`` around a step.
+"""`Loop`: records the steps and phases of a manual training loop, as its model and its loader see them.
+A step begins with the first forward pass after a backward pass that averaged gradients. Optimizers are not hooked: a
+global hook would break ``torch.compile(fullgraph=True)`` around a step.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from phalanx.record import writer
 
 
 class Loop:
-    """Records the steps of a model that is trained by hand: each from its first forward pass to the next step's.
+    """Records the steps of a model in a manual loop: each lasts from its first forward pass to that of the next.
 
     A model calls these methods in turn. While a Trainer records steps and phases, nothing is recorded here.
     """
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._step = self._phase = 0  # events
+        self._step = self._phase = 0  # events of the present step and phase
         self._has_averaged = True
 
     def begin_forward(self) -> None:
-        """Record that a forward pass with gradients begins, the first since they were averaged or another one."""
+        """Record that a forward pass with gradients begins; if gradients were averaged before it, a step begins."""
         if writer.is_told:
             return
         if self._has_averaged:
@@ -50,7 +49,7 @@ class Loop:
         self._has_averaged = True
 
     def _begin(self, name: str) -> None:
-        writer.end(self._phase)  # an error may have ended that one
+        writer.end(self._phase)  # it is still open if an error ended the pass before
         self._phase = writer.begin_phase(name, self._num_steps)
 
 

@@ -1,9 +1,9 @@
 """`BoxMemory`: memory for the boxes of ranks, held by the process that starts them and outliving them.
 
 Each rank writes a ring of 8,192 events, one cache line each, into 640 KiB of a memfd that ranks open through
-``/proc``. The supervisor saves it after each attempt. Under torchrun, mpirun or by hand a rank's box lies in a memfd
-of its own, which ends with the rank: nobody is there to hold it, and a file in ``/dev/shm`` or ``/tmp`` would need
-somebody to clean it up. Whoever may read ``/proc/PID/fd`` can read a box.
+``/proc``. The supervisor saves it after each attempt. Under torchrun or mpirun, or without a launcher, a rank's box
+lies in a memfd of its own and is gone when the rank ends: no other process holds it, and a file in ``/dev/shm`` or
+``/tmp`` would have to be removed by somebody. A process that may read the rank's ``/proc/PID/fd`` can read its box.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from phalanx.wire.files import free_pages
 class BoxMemory:
     """Memory for one box of each rank on this host, in the order of local ranks.
 
-    If memory or descriptors are short, there is none, and each rank records in its own memory.
+    If memory or descriptors are short, there is none, and each rank records in memory of its own.
     """
 
     def __init__(self, num_boxes: int) -> None:
         self._num_boxes = num_boxes
-        self._fd = -1  # none
+        self._fd = -1  # -1: there is no memory
         with contextlib.suppress(OSError):
             self._fd = os.memfd_create(MEMORY_NAME)
             try:
                 os.ftruncate(self._fd, num_boxes * BOX_BYTES)
-            except OSError:  # RLIMIT_FSIZE
+            except OSError:  # such as RLIMIT_FSIZE, which applies to a memfd
                 self.close()
 
     def places(self, num_boxes: int) -> list[tuple[int, int]]:
@@ -38,7 +38,7 @@ class BoxMemory:
 
     @property
     def path(self) -> str:
-        """Path at which the ranks open it, for `_env.RECORD_VARIABLE`; empty: there is none."""
+        """Path at which ranks open the memory, for `_env.RECORD_VARIABLE`; "" if there is none."""
         return f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
 
     def save(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class BoxMemory:
             save_boxes(self._fd, folder)
         finally:
             with contextlib.suppress(OSError):
-                # Kept ranks still map it, so the file must keep its size.
+                # Ranks that are kept still map the file, so it must not shrink.
                 free_pages(self._fd, 0, self._num_boxes * BOX_BYTES)
 
     def close(self) -> None:

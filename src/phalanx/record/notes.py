@@ -24,7 +24,7 @@ def has_ended_for_restart(rank_folder: str) -> bool:
 
 
 def note_preempted() -> None:
-    """Let the supervisor know that this rank was asked to end and has saved: any program may exit with that code."""
+    """Tell the supervisor that this rank was asked to end and has saved; exit code 75 alone could mean anything."""
     _note(_PREEMPTED)
 
 
@@ -49,26 +49,26 @@ def note_checkpoints(folder: str) -> None:
 
 
 def words_of_checkpoints(rank_folder: str) -> str:
-    """Return which checkpoint of the rank's job is the newest on disk; empty if it has not said where they are."""
+    """Return a phrase about the newest checkpoint of the rank's job on disk; "" if the rank has not told the folder."""
     with contextlib.suppress(OSError, UnicodeDecodeError), open(os.path.join(rank_folder, _CHECKPOINTS)) as file:
         return words_on_disk(file.read())
     return ""
 
 
 def words_on_disk(checkpoints: str) -> str:
-    """Return which checkpoint of a folder is the newest, in words."""
+    """Return a phrase about the newest checkpoint in a folder."""
     with contextlib.suppress(OSError, ValueError), open(os.path.join(checkpoints, "latest")) as file:
         return f"the newest checkpoint on disk is that of step {int(file.read().rpartition('-')[2])}"
     return "no checkpoint is on disk"
 
 
 def run_logs() -> str:
-    """Return the folder with the logs of all attempts and ranks of this launch; empty outside ``phalanx run``."""
+    """Return the folder with the logs of all attempts and ranks of this launch; "" outside ``phalanx run``."""
     attempt, rank = os.path.split(own_folder())
     return os.path.dirname(attempt) if rank.startswith("rank_") else ""
 
 
 def own_folder() -> str:
-    """Return the folder of this rank's logs; empty if no supervisor reads it."""
+    """Return the folder of this rank's logs; "" if no supervisor reads it."""
     folder = os.path.dirname(_env.environment().get("TORCHELASTIC_ERROR_FILE", ""))
     return folder if os.path.isdir(folder) else ""

@@ -15,8 +15,8 @@ LAUNCH_LOG = "launch.log"
 NUM_KEPT = 20
 """Number of runs of a script whose logs are kept in the default folder."""
 _BASE, _TRAINERS = "logs", "runs"  # default parents of run folders, and of Trainers' folders
-_OWN = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")  # the name of a run's folder
-_PART = re.compile(r"attempt_\d+|blackbox")  # of a folder in it
+_OWN = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")  # matches the name of a run's folder
+_PART = re.compile(r"attempt_\d+|blackbox")  # matches the names of the folders in it
 
 
 class RunFolder:
@@ -28,13 +28,13 @@ class RunFolder:
 
     Attributes:
         path: Path of the folder, relative if `log_dir` is.
-        note: Reason why the logs are elsewhere than wanted; empty if they are not.
+        note: Why the logs are not where the user wanted them; "" if they are.
     """
 
     def __init__(self, log_dir: str, command: Sequence[str]) -> None:
         self.note: str = ""
         base = base_of(log_dir, command)
-        self._lock = -1  # held as long as this process lives, so that no other run removes the logs
+        self._lock = -1  # descriptor of a lock, held as long as this process lives, so that no run removes the logs
         run = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         try:
             os.makedirs(base, exist_ok=True)
@@ -60,7 +60,7 @@ class RunFolder:
 
 
 def _lock(path: str) -> int:
-    """Lock the log of a run against its removal; return the open file, which keeps the lock, or -1 if it is in use."""
+    """Lock a run's log against removal; return the descriptor that keeps the lock, or -1 if another process has it."""
     fd = os.open(os.path.join(path, LAUNCH_LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,7 +72,7 @@ def _lock(path: str) -> int:
 
 def _remove_old(base: str) -> None:
     """Remove what launchers wrote into the folders of old runs that have ended; other files stay."""
-    import shutil  # most runs do not need it
+    import shutil  # here, because most runs do not need it
 
     with contextlib.suppress(OSError):
         for name in sorted(filter(_OWN.fullmatch, os.listdir(base)))[:-NUM_KEPT]:

@@ -1,13 +1,11 @@
 """The time that each rank computed before each collective, from the black boxes of all ranks.
 
-A *stage* begins when a rank leaves a collective and ends when it arrives at the next one, so it is made of a rank's
-own time: waiting for others is in none. Only durations by a rank's own clock are compared, never times of two hosts.
-Comparing arrivals instead would blame a rank that is woken late for what the scheduler did, and would need one clock
-for all hosts.
-
-Collectives that overlap on any rank (started asynchronously, waited for later) are one: a stage then ends with the
-last arrival. Without steps in the record, a step ends with the collective before which ranks compute the most: buckets
-of gradients come in a burst, and one bucket's excess is no step's.
+A *stage* begins when a rank leaves a collective and ends when it arrives at the next one, so no stage contains a wait
+for other ranks. Only durations by a rank's own clock are compared, never times of two hosts. Comparing the times of
+arrival instead would blame a rank that the scheduler woke late, and would need one clock for all hosts.
+Collectives that overlap on any rank (started asynchronously, waited for later) count as one: a stage then ends with the
+last arrival. If no steps are recorded, a step ends with the collective before which ranks compute the most. Buckets of
+gradients come in a burst, and the time before one bucket is not that of a step.
 """
 
 from __future__ import annotations
@@ -20,14 +18,13 @@ from typing import NamedTuple
 from phalanx.record.box import Box, Event
 
 NO_STEP = -1
-"""Step of a stage if no steps are recorded."""
-_MAX_PENDING = 1024  # collectives that not all ranks have left
-
-Call = tuple[str, int]  # group and number
+"""Value of `Stage.step` if no steps are recorded."""
+_MAX_PENDING = 1024  # most collectives that some ranks have left and others have not; older ones are dropped
+Call = tuple[str, int]  # a collective: its group, and its number in the group
 
 
 class Stage(NamedTuple):
-    """The work of all ranks before one collective, or before several that overlap.
+    """What all ranks did before one collective, or before several that overlap.
 
     Attributes:
         step: Number of the optimizer step; `NO_STEP` if none is recorded.
@@ -35,8 +32,8 @@ class Stage(NamedTuple):
         busy_ns: Time of each rank between collectives, in the order of the ranks.
         span_ns: Typical time from leaving one collective to leaving the next: median over the ranks.
         phases_ns: The part of `busy_ns` that each rank spent in a phase, by the phase's name.
-        ended_ns: Time at which the rank of the highest number left the collective, by its own clock.
-        is_after_gap: Whether something before it is unknown.
+        ended_ns: Time at which the highest rank left the collective, by its own clock.
+        is_after_gap: Whether collectives before it are unknown, because events were lost.
     """
 
     step: int
@@ -60,19 +57,19 @@ class _Rank:
 
     def __init__(self) -> None:
         self.groups: set[str] = set()
-        self.hides_waits = False  # it calls collectives whose end is not recorded
-        self.left_ns = 0  # when it left the last collective
-        self.arrived_ns = 0  # its arrival at the newest collective of the present stage
-        self.leaves_ns = 0  # when it left all collectives of the present stage
+        self.hides_waits = False  # whether it calls collectives whose end is not recorded
+        self.left_ns = 0  # when this rank left the last collective of the previous stage
+        self.arrived_ns = 0  # when it arrived at the newest collective of the present stage
+        self.leaves_ns = 0  # when it left the last of the collectives of the present stage
         self.step = NO_STEP
-        self._next = 0  # number of the first event that was not read
-        self._open: set[int] = set()  # events before it that had not ended
+        self._next = 0  # number of the first event that was not read yet
+        self._open: set[int] = set()  # numbers of earlier events that had not ended when they were read
         self._phases: deque[_Phase] = deque()
         self._open_phases: dict[int, _Phase] = {}
         self._steps: deque[tuple[int, int]] = deque()
 
     def news(self, box: Box) -> Iterable[Event]:
-        """Yield the collectives that have ended since the last call; note steps and phases."""
+        """Yield the collectives that have ended since the last call; remember new steps and phases."""
         for event in box.events:
             number = event.number
             if number < self._next and number not in self._open:
@@ -111,13 +108,13 @@ class _Rank:
             self._open_phases[event.number] = phase
 
     def step_at(self, time_ns: int) -> int:
-        """Return the last step that had begun at a time; times ascend from call to call."""
+        """Return the last step that had begun at a time, which must not be earlier than in the last call."""
         while self._steps and self._steps[0][0] <= time_ns:
             self.step = self._steps.popleft()[1]
         return self.step
 
     def phases_within(self, begin_ns: int, end_ns: int) -> dict[str, int]:
-        """Return how long each phase took between two times, which ascend from call to call."""
+        """Return how long each phase took between two times, which must not be earlier than in the last call."""
         found: dict[str, int] = {}
         while self._phases and 0 < self._phases[0].ended_ns <= begin_ns:
             self._phases.popleft()
@@ -134,9 +131,9 @@ class Stages:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._states = [_Rank() for _ in boxes]
-        self._calls: dict[Call, list[Event | None]] = {}  # in the order of the first rank that came
+        self._calls: dict[Call, list[Event | None]] = {}  # events by rank, in the order in which a first rank left
         self._has_gap = True
-        self._present: Event | None = None  # newest collective of the present stage, as the first rank called it
+        self._present: Event | None = None  # newest collective of the present stage: the event of the first rank
 
     def add(self, boxes: Sequence[Box]) -> list[Stage]:
         """Return the stages that have ended since the last call.
@@ -160,11 +157,11 @@ class Stages:
                 stage = self._take(known)
                 if stage:
                     stages.append(stage)
-            elif call[1] <= newest.get(call[0], -1):  # overwritten before it was read
+            elif call[1] <= newest.get(call[0], -1):  # some rank's event was overwritten before it was read
                 self._forget()
-            elif all(call[0] in state.groups for state in self._states):  # in progress
+            elif all(call[0] in state.groups for state in self._states):  # some ranks have not left it yet
                 break
-            elif number >= num_extra:  # of a group of fewer ranks, as far as is known
+            elif number >= num_extra:  # not all ranks seem to be in this group
                 continue
             del self._calls[call]
         return stages

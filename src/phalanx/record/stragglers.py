@@ -1,8 +1,7 @@
-"""The straggler ledger: the rank that the others wait for, how long, in which phase, and whether that is chance.
-
-It stands below the launcher, which runs it without torch; the report and the commands read the same. It costs 7 us for
-each collective that is read, and 34 ms for a decision over 1,000 steps of 4 ranks, so the launcher looks once a second
-at no more than 2,000 events, and decides every 10 s. `stages` and `excess` have the method.
+"""The straggler ledger: which rank the others wait for, how long, in which phase, and whether that is chance.
+The launcher, the report and the commands all use it, the launcher without torch. It costs 7 us for each collective that
+is read, and 34 ms for a decision over 1,000 steps of 4 ranks; so the launcher reads at most 2,000 events per second,
+and decides every 10 s. `stages` and `excess` describe the method.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MOST_STEPS = 1000
 """Number of steps that a ledger remembers."""
 
 _MAX_STAGES = 8 * MOST_STEPS
-_JITTER = 0.05  # share of time that ranks wait without a single culprit, above which that is reported
+_JITTER = 0.05  # if ranks wait for more than this fraction of their time, that is reported even without a slow rank
 _REST = "outside of phases"
 _WHAT = {
     "load data": "data loading", "forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer step",
@@ -36,10 +35,10 @@ class Account:
     """The cost of one rank to the others.
 
     Attributes:
-        cost: Compute time beyond the median of the others, as a share of a step; may be negative.
+        cost: Compute time beyond the median of the others, as a fraction of a step; may be negative.
         awaited_s: Total seconds that the others waited for it.
-        phase: Phase in which it loses the most if it is named, or "before OP at LINE" where none is recorded.
-        ratio: Time in that phase, divided by the median of the others'; infinite where they take none.
+        phase: If it is named, the phase in which it loses the most, or "before OP at LINE" if no phase is recorded.
+        ratio: Time in that phase, divided by the median of the others'; infinite if theirs is 0.
         is_named: Whether it is slower, and not by chance; see `excess`.
     """
 
@@ -53,7 +52,7 @@ class Account:
 
     @property
     def what_is_slow(self) -> str:
-        """In words: ``data loading takes 2.1x the others'``; empty if nothing is."""
+        """Phrase such as ``data loading takes 2.1x the others'``; "" if no phase is slow."""
         if not self.phase:
             return ""
         ratio = "is nothing that the others do"
@@ -69,10 +68,10 @@ class Summary:
     Attributes:
         kind: "rank" (one), "ranks" (several), "host" (all of one host), "jitter" (a different one each time), "even"
             (no long waits), "unknown" (too few steps, or a single rank).
-        cost: The highest cost of a rank that is named; with "jitter" the share of their time that ranks wait.
-        num_steps: Number of steps covered: optimizer steps if they are recorded, else repetitions of collectives.
-        step_s: Median time of one.
-        accounts: One for each rank, in their order.
+        cost: The highest cost of a rank that is named; with "jitter", the fraction of their time that ranks wait.
+        num_steps: Number of steps covered: optimizer steps if they are recorded, otherwise see `stages`.
+        step_s: Median duration of a step, in seconds.
+        accounts: Account of each rank, in rank order.
     """
 
     kind: str
@@ -87,7 +86,7 @@ class Summary:
         return tuple(sorted((one for one in self.accounts if one.is_named), key=lambda one: -one.cost))
 
     def __str__(self) -> str:
-        """In words, such as ``rank 2 has cost 9% of the last 1,000 steps; its forward pass takes 2.1x the others'``."""
+        """Sentence such as ``rank 2 has cost 9% of the last 1,000 steps; its forward pass takes 2.1x the others'``."""
         steps = f"the last {counted(self.num_steps, 'step')}"
         if self.kind == "unknown":
             steps, ranks = counted(self.num_steps, "step"), counted(len(self.accounts), "rank")
@@ -109,7 +108,7 @@ class Summary:
 
 @dataclasses.dataclass
 class _Step:
-    """What all ranks did in one step; times in nanoseconds of each rank."""
+    """What all ranks did in one step; each field has a time in nanoseconds per rank."""
 
     busy: list[int]
     phases: dict[str, list[int]]
@@ -134,7 +133,7 @@ class _Step:
 
 
 class Ledger:
-    """Accumulates who waits for whom, from boxes that are read at any intervals.
+    """Accumulates which ranks wait for which, from boxes that may be read at any intervals.
 
     Args:
         window_s: Length of the time covered, back from the newest step.
@@ -163,7 +162,7 @@ class Ledger:
         self._kept.extend(self._stages.add(given))
 
     def summary(self) -> Summary:
-        """Return the recent cost of each rank, and which ranks are to blame."""
+        """Return the recent cost of each rank, and which ranks are slow."""
         stages = self._recent()
         steps = list(_steps(stages))[-MOST_STEPS:]
         step_ns = statistics.median(step.span for step in steps) if steps else 0
@@ -191,7 +190,7 @@ class Ledger:
         return [stage for stage in self._kept if stage.ended_ns >= since]
 
     def _slow_host(self, look: _Look) -> str | None:
-        """Return the host whose ranks are all slower than those of the others."""
+        """Return the host whose ranks are all slower than those of other hosts; None if there is none."""
         hosts = Counter(self._hosts)
         if len(hosts) < 2 or len(hosts) == len(self._ranks):
             return None
@@ -205,7 +204,7 @@ class Ledger:
 
 
 class _Look:
-    """All ranks compared over successive steps, or over sums of them.
+    """A comparison of all ranks over successive steps, or over sums of steps.
 
     Attributes:
         costs: Mean excess of each rank.
@@ -241,7 +240,7 @@ def _added_up(steps: Sequence[_Step]) -> list[_Step]:
 
 
 def _awaited(stages: Sequence[Stage]) -> tuple[list[float], float]:
-    """Return the seconds that others waited for each rank, and the share of time that ranks waited."""
+    """Return the seconds that others waited for each rank, and the fraction of their time that ranks waited."""
     num_ranks = len(stages[0].busy_ns)
     awaited_ns, span_ns = [0] * num_ranks, 0
     for stage in stages:
@@ -258,14 +257,14 @@ def _sums(one: Sequence[int], other: Sequence[int]) -> list[int]:
 def _steps(stages: Sequence[Stage]) -> Iterator[_Step]:
     """Yield the steps that are known from beginning to end.
 
-    If none are recorded, a step ends with the collective for which ranks compute the most.
+    If no steps are recorded, a step ends with the collective before which ranks compute the most.
     """
     is_numbered = any(stage.step != NO_STEP for stage in stages)
     work: Counter[tuple[str, int, str]] = Counter()
     for stage in stages:
         work[stage.ends_with] += sum(stage.busy_ns)
     heaviest = max(work, key=work.__getitem__) if work else None
-    step: _Step | None = None  # so far; None while its beginning is not known
+    step: _Step | None = None  # the step so far; None while its beginning is not known
     for before, stage in itertools.pairwise(stages):
         is_first = stage.step != before.step if is_numbered else before.ends_with == heaviest
         if is_first and step is not None and not stage.is_after_gap:

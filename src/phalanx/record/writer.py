@@ -1,9 +1,9 @@
 """The rank's side of the record: where its box lies, and the events that Python writes.
 
-The core records collectives of its groups and messages that had to wait; a group of several hosts tells its core not
-to, and records each of its own. Everything else goes through this module. A Trainer tells its steps and phases, and
-while it does (`telling`), models and loaders don't. An event that an error leaves open stays open in the box, which
-shows where it was.
+The core records the collectives of its groups, and messages that had to wait. In a group of several hosts, the core's
+collectives are only steps, so it does not record them; the group records its calls through this module, and so does
+everything else. While a Trainer records its steps and phases (`telling`), models and loaders don't. An event that an
+error interrupted never gets an end in the box, which shows where the error came from.
 
 Every function may be called at any time: without memory, descriptors or ``/proc``, nothing is recorded and nothing
 happens. A forked child forgets its parent's box.
@@ -30,7 +30,7 @@ _OP_CODES = {op: code for code, op in enumerate(OPS)}
 _MOST = 2**64 - 1
 
 _notes_warnings = False
-_fd = -1  # descriptor of the box, by which others find it
+_fd = -1  # descriptor of the box, by which other processes find it in /proc
 
 is_told: bool = False
 """Whether a Trainer records steps and phases, so that models and loaders must not; see `telling`."""
@@ -91,7 +91,7 @@ def _note_warnings() -> None:
 def _place() -> tuple[int, int]:
     environ = _env.environment()
     path, local_rank = environ.get(_env.RECORD_VARIABLE, ""), environ.get("LOCAL_RANK", "")
-    if path and local_rank.isdecimal() and _env.is_rank():  # a rank's child has its own box
+    if path and local_rank.isdecimal() and _env.is_rank():  # False in a child of a rank, which has a box of its own
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             offset = int(local_rank) * _core.BOX_BYTES
@@ -101,7 +101,7 @@ def _place() -> tuple[int, int]:
     fd = os.memfd_create(MEMORY_NAME)
     try:
         os.ftruncate(fd, _core.BOX_BYTES)
-    except OSError:  # RLIMIT_FSIZE
+    except OSError:  # such as RLIMIT_FSIZE, which applies to a memfd
         os.close(fd)
         raise
     return fd, 0
@@ -115,13 +115,13 @@ def _begin(kind: int, code: int, text: str, seq: int, value: int, site: str = ""
 
 
 def end(event: int) -> None:
-    """Record that an event has ended; 0 stands for none."""
+    """Record that an event has ended; does nothing for 0."""
     if event:
         _core.end_event(event)
 
 
 def begin_collective(op: str, dtype: int, group: str, seq: int, num_elems: int, site: str) -> int:
-    """Record that a collective begins of which the core does not know; return its event, for `end`."""
+    """Record that a collective begins, for one that the core does not record itself; return its event, for `end`."""
     return _begin(_COLLECTIVE, _OP_CODES[op] | dtype << 8, group, seq, num_elems, site)
 
 
@@ -169,7 +169,7 @@ def note_memory() -> None:
 
 @contextlib.contextmanager
 def telling() -> Iterator[None]:
-    """Keep models and loaders from recording steps and phases, because the body does it and knows more."""
+    """Keep models and loaders from recording steps and phases, because the context's body does so, and knows more."""
     global is_told
     before, is_told = is_told, True
     try:

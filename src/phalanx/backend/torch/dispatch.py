@@ -139,7 +139,8 @@ class _Dispatch:
     """Surrounds a call that goes through torch's dispatcher, which unwraps tensors and notifies listeners.
 
     Args:
-        refusal: Why the call could not go directly, if it was tried: perhaps the dispatcher can unwrap its tensors.
+        refusal: Reason why the call could not go directly, if it was tried: perhaps the dispatcher can unwrap its
+            tensors.
     """
 
     def __init__(self, refusal: NotPlain | None) -> None:

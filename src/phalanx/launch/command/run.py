@@ -33,7 +33,7 @@ def run(job: Job, spare: Spare | None = None) -> int:
     started is alive, and signals are blocked, since the outcome is decided.
 
     Args:
-        spare: In a warm start, the process that becomes the first forker.
+        spare: Process that becomes the first forker in a warm start.
     """
     if job.served_port and (problem := port_problem(job.served_port)):
         print(f"phalanx run: {problem}; {port_advice(job.max_nodes)}", file=sys.stderr)

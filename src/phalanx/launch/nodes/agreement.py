@@ -83,7 +83,7 @@ class Agreement:
     Args:
         me: This node.
         rules: Rules of the job, the same on all nodes.
-        acts: What carries out the actions.
+        acts: Object that carries out the actions.
         is_root: Whether this node is at the meeting place, so that it leads first.
         now_s: Time on any clock that only grows.
 

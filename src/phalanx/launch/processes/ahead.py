@@ -1,13 +1,11 @@
 """Imports modules ahead of the script, hidden from it until it imports them, and checks that nothing differs then.
 
-What a module reads of the environment while it is imported, it has read before the script ran. So the process that
-imports ahead notes which package has read what; a rank that is forked from it hides the packages, and compares when
-the script comes to import one. A difference, which only the import of an installed package can cause, is reported with
-the name of the variable. Where a library in native code reads, nobody can note it: of torch, whatever `READ_BY_TORCH`
-names counts as read. No torch.
-
-Variables of ours that ``import torch`` obeys (``PHALANX_REPLACE``) are unset while the forker or a fork server
-imports, and obeyed in the rank: at its import of torch, or before the function of `phalanx.spawn`.
+A module that is imported ahead reads the environment before the script has run, and the script might have changed it.
+So the process that imports ahead notes which package has read which variables. A rank that is forked from it hides the
+packages; when the script imports one, the rank compares. A variable that differs is reported by name. Reads by native
+code can't be noted; for torch, every variable in `READ_BY_TORCH` counts as read. This module imports no torch.
+Our own variables that ``import torch`` obeys (``PHALANX_REPLACE``) are unset while the forker or a fork server imports
+it, and obeyed later in the rank: at its import of torch, or before the function of `phalanx.spawn`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ READ_BY_TORCH = re.compile(
     """,
     re.VERBOSE,
 )
-"""Names of variables that ``import torch``, or what it loads, may read; what is read later, at use, is left out."""
+"""Variables that ``import torch``, or what it loads, may read. Those read only later, at use, are left out."""
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +43,7 @@ class Imports:
     """Record of the top-level packages that this process has imported ahead, and of the variables that they read.
 
     Attributes:
-        read: Value of each variable that a package has read, None where there was none, by package and name.
+        read: Value of each variable that a package has read, by package and name; None: it was not set.
         outer: Packages whose import was still running when a package was imported, by package.
         readers: Modules whose import was running when a variable was read, by variable.
     """
@@ -100,7 +98,7 @@ class Imports:
 
 
 def _being_imported(frame: FrameType | None) -> Iterator[str]:
-    """Return the modules that are being executed, innermost first, without Python's own."""
+    """Return the modules whose import is running, innermost first, without those of Python itself."""
     while frame is not None:
         if frame.f_code.co_name == "<module>":
             name = str(frame.f_globals.get("__name__", ""))
@@ -113,8 +111,8 @@ class Hidden:
     """An import finder that keeps packages out of ``sys.modules`` until they are imported, and then puts them back.
 
     Args:
-        imports: Facts about their import.
-        keep: Modules that stay in sight.
+        imports: Record of how the packages were imported.
+        keep: Modules that stay in ``sys.modules``.
         on_return: Function to call when a package is imported, with its name and the variables that have changed since
             it read them.
     """
@@ -124,13 +122,13 @@ class Hidden:
     ) -> None:
         self._imports, self._on_return = imports, on_return
         packages = set(imports.outer).difference(sys.stdlib_module_names, map(_package_of, keep))
-        self._specs: dict[str, ModuleSpec | None] = {}  # of packages that are being restored
+        self._specs: dict[str, ModuleSpec | None] = {}  # original specs of packages that are being restored
         self._modules: dict[str, dict[str, ModuleType]] = {}  # by package
         for name in [name for name in sys.modules if _package_of(name) in packages]:
             self._modules.setdefault(_package_of(name), {})[name] = sys.modules.pop(name)
         if self._modules:
             sys.meta_path.insert(0, self)
-            atexit.register(self._bring_back_all)  # the interpreter only tears down what is in sys.modules
+            atexit.register(self._bring_back_all)  # the interpreter tears down only what is in sys.modules
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -203,7 +201,7 @@ class Log:
 
 
 log: Log | None = None
-"""What this process has imported since it became a rank; None where nobody would read it."""
+"""The log of what this rank imports; None if nobody would read it."""
 
 
 def begin_log(given: Collection[str]) -> None:
@@ -213,7 +211,8 @@ def begin_log(given: Collection[str]) -> None:
 
 
 def replay(logs: Sequence[Mapping[str, Any]], imports: Imports, left_out: Collection[str]) -> set[str]:
-    """Import what the first of several ranks has imported, in the same steps; failures are left to the script.
+    """Import what the first of several ranks has imported, in the same steps. Errors are ignored: the script meets
+    them.
 
     Args:
         logs: Results of `Log.summary` in each rank.

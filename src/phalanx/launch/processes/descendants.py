@@ -1,4 +1,4 @@
-"""Processes below this one: whose end ends them, who adopts them, and how all of them are ended."""
+"""Descendants of this process: with which process they end, who adopts orphans, and how to end all of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hold_signals() -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Become the parent of every descendant whose own parent ends; or no longer."""
+    """Become the parent of every descendant whose own parent ends; with False, no longer."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
@@ -83,7 +83,7 @@ def has_ended(pid: int, limit_s: float = 0.0) -> bool:
 
 
 def reap(pid: int, limit_s: float) -> int | None:
-    """Wait for a child to end and return its wait status; None if it has not by the limit, or is no child of ours."""
+    """Wait for a child to end and return its wait status; None if it is still alive at the limit, or not our child."""
     if has_ended(pid, limit_s):
         with contextlib.suppress(ChildProcessError):
             ended, status = os.waitpid(pid, os.WNOHANG)

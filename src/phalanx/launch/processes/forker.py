@@ -3,8 +3,8 @@
 One process, one thread, no output of its own: what it forks is as clean as a new process. It takes requests over a
 socket from the supervisor. When that socket closes, however the supervisor ended, it kills the ranks and all that they
 have started, and exits. It is a child subreaper, and so is each rank: a process whose parent has died becomes the
-child of its rank, and when that has died, of the forker, which ends it. So no daemon of a rank escapes, nor outlives
-it, and the forker ends what a dead rank has started before it reports the rank's end, while other ranks live on.
+child of its rank, and when that has died, of the forker, which ends it. So no daemon of a rank escapes or outlives the
+rank. The forker ends what a dead rank has started before it reports the rank's end; other ranks are not touched.
 
 **Ranks are forked inside the user's own interpreter.** The forker is ``python train.py`` itself, stopped before the
 script is opened: a ``sitecustomize`` of ours is first on ``PYTHONPATH``, imports torch, and serves the supervisor's
@@ -12,10 +12,11 @@ requests. A rank is a fork that returns from that hook; the interpreter then goe
 script with `runpy` from a server was the alternative: tracebacks then show its frames, ``__main__`` is a stand-in that
 multiprocessing's spawn and pickle do not find, and ``-m``, zip files and folders each need an imitation of their own.
 
-**When ranks execute the command instead:** with ``--no-preload`` and ``--no-python``; where the user has OpenMP bind
-threads to CPUs (``OMP_PLACES`` and the like), because it chooses them when torch is imported, for all ranks alike;
-where a thread or a device came up before the fork, since something else that Python loads at start may do that; and
-where the script's folder has a namesake of a module that torch needs, such as its own ``json.py``.
+**In some cases a rank executes the command anew instead:** with ``--no-preload`` and ``--no-python``; if the user lets
+OpenMP bind threads to CPUs (``OMP_PLACES`` and the like), because it chooses the CPUs when torch is imported, and then
+the same ones for all ranks; if there are threads or a device in use before the fork, because something else that Python
+loads at start made them; and if the script's folder has a module with the name of one that torch needs, such as its own
+``json.py``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ MODULES_VARIABLE = "PHALANX_FORKER_MODULES"
 SETTINGS_VARIABLE = "PHALANX_FORKER_SETTINGS"
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
-# What ranks share, imported once. None of it may start a thread or touch a device.
+# Modules that ranks share, imported once before the forks. None may start a thread or touch a device.
 RANK_MODULES = (
     "torch",
     "torch.distributed",
@@ -107,13 +108,13 @@ def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
                     os.close(fd)
                 _become_rank(packet, fds, forker_pid)
                 its.shutdown(socket.SHUT_WR)
-                its.recv(1)  # end of file, once the supervisor knows of this rank: it may end at once
+                its.recv(1)  # returns when the supervisor has been told of this rank, which may end at once
                 its.close()
                 return begin(packet)
             its.close()
             for fd in fds:
                 os.close(fd)
-            ours.recv(1)  # end of file, once it leads a group that can be signalled, or has died
+            ours.recv(1)  # returns when the rank leads a process group that can be signalled, or has died
             living[pid] = os.pidfd_open(pid)
             channel.send({"started": pid, "rank": packet["start"]})
             ours.close()
@@ -126,37 +127,37 @@ def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
 
 
 def _bury(channel: PacketSocket, living: dict[int, int], pid: int) -> None:
-    """Reap a rank that has ended, and end all that it has started; return when nothing of it is left."""
-    # The number stays taken until waitpid, so its group is still its own.
+    """Reap a rank that has ended, end everything that it has started, and report its end."""
+    # Until waitpid nobody else can get this pid, so the process group of that number is the rank's.
     _signal_group(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(living.pop(pid))
-    end_children(living)  # what had left its group; orphans of a living rank are that rank's children
+    end_children(living)  # processes that had left its group; orphans of living ranks are children of those ranks
     channel.send({"ended": pid, "status": status})
 
 
 def _signal_group(pid: int, sig: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has left its group, or changed its user
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty, or runs as another user
         os.killpg(pid, sig)
 
 
 def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], forker_pid: int) -> None:
     """Make the forked process a rank: session, streams, CPUs, environment."""
     die_with_parent(forker_pid)
-    adopt_orphans()  # so that each daemon is known by its rank
+    adopt_orphans()  # so that daemons of this rank become its children, and end with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISORS_SIGNALS)
-    os.setsid()  # of its own, or opening /dev/tty would find a terminal whose foreground it can't have, and stop
+    os.setsid()  # otherwise it could open /dev/tty, and would be stopped, because it is not in the foreground
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     for fd in fds:
         if fd > 2:
             os.close(fd)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, packet["descriptors"])  # the user's: we have raised ours
+        resource.setrlimit(resource.RLIMIT_NOFILE, packet["descriptors"])  # the user's limit: we have raised our own
     if os.isatty(0):
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     if packet["cpus"]:
-        with contextlib.suppress(OSError):  # the cpuset has changed since: unpinned is slower, not wrong
+        with contextlib.suppress(OSError):  # the cpuset has changed meanwhile; an unpinned rank is slower, not wrong
             os.sched_setaffinity(0, packet["cpus"])
     _env.update({**packet["environ"], _env.PROCESS_VARIABLE: str(os.getpid())})
 
@@ -165,10 +166,10 @@ def execute(command: Sequence[str]) -> Begin:
     """Return a function that makes a forked rank run `command`."""
 
     def begin(packet: Mapping[str, Any]) -> None:
-        for sig in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
+        for sig in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored in Python; the program must not inherit that
             signal.signal(sig, signal.SIG_DFL)
         argv = list(command)
-        if packet["argument"]:  # right after the script or the module
+        if packet["argument"]:  # it is inserted right after the script or the module
             argv.insert(3 if command[1] == "-m" else 2, packet["argument"])
         try:
             os.execvp(command[0], argv)
@@ -180,9 +181,8 @@ def execute(command: Sequence[str]) -> Begin:
 
 
 def serve_preloaded(loaded_before: Collection[str]) -> None:
-    """Import what ranks share and serve; return in each rank, ready to go on into its script.
-
-    Where a fork could not go on as if nothing had been imported, it executes the command anew.
+    """Import what ranks share, and serve the supervisor; return in each rank, which then goes on into its script.
+    If a fork could not go on as if nothing had been imported, it executes the command anew.
 
     Args:
         loaded_before: Modules that Python itself loads at start.
@@ -192,7 +192,7 @@ def serve_preloaded(loaded_before: Collection[str]) -> None:
     settings = json.loads(_env.take(SETTINGS_VARIABLE))
     try:
         _prepare_and_serve(channel, modules, settings, loaded_before)
-    except BaseException as error:  # site would go on, and the script would run here
+    except BaseException as error:  # Python's site module would ignore it, and run the script in this process
         print(f"the process that starts the ranks failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -203,22 +203,22 @@ def _prepare_and_serve(
     settings: Mapping[str, str],
     loaded_before: Collection[str],
 ) -> None:
-    gc.disable()  # imports leave little garbage, and looking for it takes a sixth of the time
+    gc.disable()  # during the imports: they leave little garbage, and looking for it takes a sixth of the time
     imports = Imports()
     trouble = import_shared(imports, settings)
     unfit = set[str]()
     modules_files, left_out = modules
     if modules_files and not trouble:
         unfit = replay([_read_json(path) for path in modules_files], imports, left_out)
-        atexit.register(gc.unfreeze)  # in a rank: libraries report what the collector can't reach as leaked
-    gc.freeze()  # pages that the collector does not touch stay shared
+        atexit.register(gc.unfreeze)  # in a rank: otherwise libraries report as leaked what the collector can't reach
+    gc.freeze()  # so that the collector does not touch these pages, and they stay shared
     gc.enable()
     begin, can_go_on = way_into_script(sys.orig_argv, loaded_before, imports)
     serve(channel, begin, trouble=trouble, unfit=sorted(unfit), can_go_on=can_go_on and not trouble and not unfit)
 
 
 def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
-    """Import what every rank needs; return why that failed, empty if it did not.
+    """Import what every rank needs; return why that failed, or "".
 
     Args:
         settings: Variables that the script sets before it imports torch.
@@ -227,13 +227,13 @@ def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
         for name in RANK_MODULES:
             try:
                 __import__(name)
-            except BaseException as error:  # the script will meet the error and report it, as it would without us
+            except BaseException as error:  # no loss: the script will meet the error and report it
                 return f"{type(error).__name__}: {error}"
     return ""
 
 
 def way_into_script(command: Sequence[str], loaded_before: Collection[str], imports: Imports) -> tuple[Begin, bool]:
-    """Return how a rank begins, and whether it continues from here rather than executing the command."""
+    """Return the function that begins a rank, and whether the rank continues from here or executes the command."""
     can_go_on = not has_threads_or_devices() and not _hides_modules_of_the_script(command, loaded_before)
     return (partial(_go_on, imports, loaded_before) if can_go_on else execute(command)), can_go_on
 
@@ -254,7 +254,7 @@ def has_threads_or_devices() -> bool:
 
 
 def _hides_modules_of_the_script(command: Sequence[str], loaded_before: Collection[str]) -> bool:
-    """Whether the script's folder has a module, such as its own json.py, of which we have imported a namesake."""
+    """Whether the script's folder has a module, such as its own json.py, whose name is that of one we have imported."""
     if getattr(sys.flags, "safe_path", False):
         return False
     first = command[1]
@@ -268,18 +268,19 @@ def _hides_modules_of_the_script(command: Sequence[str], loaded_before: Collecti
 def _leave_libraries_alone() -> None:
     """Skip, at exit, the destructors of libraries that this process shares with the forker.
 
-    torch's alone take longer than the rest of the interpreter's end, and free what the kernel frees anyway. Those of
-    libraries that the script loads run before. A preloaded library, such as a profiler, may have waited for the end.
+    torch's alone take longer than the rest of the interpreter's end, and free only what the kernel frees anyway.
+    Destructors of libraries that the script has loaded still run. Nothing is skipped if a library was preloaded
+    (LD_PRELOAD), because it may do its work at exit, as profilers do.
     """
     if not _env.environment().get("LD_PRELOAD") and hasattr(_libc, "on_exit"):
-        _libc.on_exit(_libc._exit, None)  # called with the exit status
-        _libc.__cxa_atexit(_libc.fflush, None, None)  # before that
+        _libc.on_exit(_libc._exit, None)  # calls _exit with the exit status
+        _libc.__cxa_atexit(_libc.fflush, None, None)  # registered later, so it runs before that
 
 
 def draw_anew() -> None:
     """Reseed generators that were seeded at import: otherwise all forks would draw the same numbers.
 
-    ``random`` does so itself after a fork, and generators of GPUs start from a constant.
+    Not needed for ``random``, which reseeds itself after a fork, or for GPUs, whose generators start from a constant.
     """
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
@@ -296,7 +297,7 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
         watch_torch()
         rank_trial.begin()
     attached.listen()
-    # The script gets a fresh namespace: the collector ignores the frozen one and everything in it.
+    # The script gets a fresh namespace, because the collector ignores everything that the frozen one refers to.
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     if "__annotations__" in main.__dict__:
@@ -309,7 +310,7 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     draw_anew()
     Hidden(imports, loaded_before, _on_return)
-    if _env.environment().get(_env.SNAPSHOT_VARIABLE):  # it may be restarted
+    if _env.environment().get(_env.SNAPSHOT_VARIABLE):  # set if ranks may be restarted
         begin_log({*packet["environ"], _env.PROCESS_VARIABLE})
 
 

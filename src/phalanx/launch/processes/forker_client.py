@@ -1,9 +1,8 @@
 """The supervisor's view of its forker: starts it, has it start and signal ranks, hears of their ends.
 
-A stopped forker (``pkill -STOP -f train.py``) can neither start nor end ranks, and the whole job would wait for it as
-long as for ranks that do not end. So whatever the supervisor asks of it comes with a SIGCONT. An attempt that ends
-before the forker has imported torch starts no ranks at all. What is still missing is reported after 5 s, with the
-awaited rank, and by the other nodes after 2 s, with its host.
+A stopped forker (``pkill -STOP -f train.py``) can neither start nor end ranks, and the whole job would wait for it. So
+the supervisor sends a SIGCONT with every request. If an attempt ends before the forker has imported torch, no rank is
+started at all.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ class Forker:
         preload: Whether `command` is a Python interpreter to be stopped in the site hook and forked there.
         output_fd: Descriptor for the forker's own output, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
-        settings: Variables that are set while torch is imported, with `preload`.
-        modules_files: Files in which ranks name modules to import beside torch, with `preload`; see `ahead.replay`.
-        left_out: Packages to leave out of those.
-        spare: Process that becomes the reaper and the forker and has imported torch, with `preload`.
+        settings: With `preload`: variables that are set while torch is imported.
+        modules_files: With `preload`: files in which ranks name further modules to import, see `ahead.replay`.
+        left_out: Packages among those that are not to be imported.
+        spare: With `preload`: process that has imported torch, and becomes the reaper and the forker.
 
     Attributes:
         pid: Process id of the forker.
@@ -77,7 +76,7 @@ class Forker:
         self.reaper_pid: int = os.fork() if spare is None else spare.pid
         if self.reaper_pid == 0:
             try:
-                os.setpgid(0, 0)  # the supervisor passes Ctrl-C on
+                os.setpgid(0, 0)  # out of the terminal's group, because the supervisor passes Ctrl-C on
                 self.channel.close()
                 os.close(told)
                 _forget_handlers()
@@ -119,15 +118,15 @@ class Forker:
         self.go_on()
 
     def go_on(self) -> None:
-        """Continue it if somebody has stopped it: a stopped process can neither obey nor end."""
+        """Send the forker SIGCONT: if somebody has stopped it, it can neither obey nor end."""
         if self.channel.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> int:
-        """Return its wait status; its channel has closed, so it has ended or is about to."""
+        """Return the forker's wait status. To be called once its channel has closed, since it then ends soon."""
         if self._status is None:
-            self._status = reap(self.reaper_pid, KILL_S)  # it ends with the forker's status
+            self._status = reap(self.reaper_pid, KILL_S)  # the reaper ends with the forker's status
         return signal.SIGKILL if self._status is None else self._status
 
     def close(self, keep: Collection[int] = ()) -> None:
@@ -139,10 +138,10 @@ class Forker:
         self.channel.close()
         self.go_on()
         self.status()
-        end_children(keep)  # orphans of a forker that was killed
+        end_children(keep)  # also ends orphans of a forker that was killed
 
     def kill(self) -> None:
-        """End it at once: until it has started a rank, it may be busy importing."""
+        """Kill the forker, instead of asking it to end: it may be busy importing, as long as it has no ranks."""
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)

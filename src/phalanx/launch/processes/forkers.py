@@ -1,4 +1,4 @@
-"""The forkers of a job: the current one, its standby, and relieved ones whose ranks live on."""
+"""The forkers of a job: the current one, a standby that is being prepared, and former ones whose ranks live on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class Serving:
-    """A forker, what it prints, and the processes that it has forked and that live."""
+    """A forker, its output, and the living processes that it has forked."""
 
     forker: Forker
     output: Output
@@ -38,8 +38,8 @@ class Forkers:
         screen: Screen for what a forker prints.
         descriptors: Limits that ranks keep.
         on_start: Function to call with the rank and the pid of a forked process.
-        on_end: Function to call with the pid and the wait status of one that has ended.
-        on_loss: Function to call with a forker that has ended, together with its processes.
+        on_end: Function to call with the pid and the wait status of a forked process that has ended.
+        on_loss: Function to call with a forker that has ended, with which all its processes have ended.
 
     Attributes:
         environ: Environment of the forker in use, which all its ranks share.
@@ -112,18 +112,18 @@ class Forkers:
             return
         before = self._current
         self._serve(Serving(*ready, is_ready=True))
-        if before.pids:  # ranks that are kept
+        if before.pids:  # it has ranks that are kept, so it must stay
             self._relieved.append(before)
         else:
             self._end(before)
 
     def prepare_standby(self, rank_folders: Sequence[str]) -> bool:
-        """Start a standby once the ranks of those folders have noted their imports; return whether to call again."""
+        """Start a standby when the ranks of those folders have noted their imports; return whether to call again."""
         return self._standby.prepare(self.environ, rank_folders)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the forker in use can fork ranks, or has ended: either way there is nothing to wait for."""
+        """Whether there is nothing to wait for: the forker in use can fork ranks, or it has ended."""
         return self._current.is_ready or not self._current.forker.channel.alive
 
     @property
@@ -140,8 +140,8 @@ class Forkers:
     def end(self, sig: int, pids: Sequence[int]) -> None:
         """Tell ranks to end by `sig`; skip those that have ended.
 
-        Only the ranks of a Python script receive it: they may need what they have started, such as a logger's process,
-        to shut down. Any other program may not pass it on, so its whole group receives it.
+        If ranks are Python scripts, only they receive it: to shut down, they may need processes that they have started,
+        such as a logger's. Any other program may not pass it on, so its whole process group receives it.
         """
         self.signal(sig, pids, groups=sig == signal.SIGKILL or not self._job.is_python)
         self.signal(signal.SIGCONT, pids, groups=True)  # a stopped rank could not obey
@@ -152,10 +152,10 @@ class Forkers:
             if own := [pid for pid in pids if pid in serving.pids]:
                 serving.forker.signal(sig, own, groups=groups)
             else:
-                serving.forker.go_on()  # it may be about to fork one of them
+                serving.forker.go_on()  # it may be about to fork one of these ranks
 
     def kill(self) -> None:
-        """End all of them at once, and so all ranks."""
+        """Kill all forkers, and so all ranks."""
         for serving in (*self._relieved, self._current):
             serving.forker.kill()
 

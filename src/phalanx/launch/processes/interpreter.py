@@ -1,10 +1,9 @@
-"""Changes what this interpreter runs once its start has ended: another script or module than it was started on.
-
-A warm process is Python stopped in the site hook, where the script has not been opened yet. Which script that is
-stands in CPython's ``PyConfig``, and is replaced there by the calls that embedders use, so ``__main__``, ``sys.path``
-and tracebacks are made by the interpreter itself; `runpy` would show in every traceback. Where the members lie in that
-structure differs between versions: they are found by their contents, and read back by name after each change. A Python
-in which that fails gets no warm start.
+"""Makes this interpreter run another script or module than the one it was started on.
+A warm process is Python stopped in the site hook, before it has opened its script. The name of the script is in
+CPython's ``PyConfig``. It is replaced there with the functions that embedders use, so the interpreter itself makes
+``__main__``, ``sys.path`` and tracebacks; `runpy` would show in every traceback. The layout of that structure differs
+between versions, so its members are found by their contents, and read back by name after each change. If that fails,
+this Python gets no warm start.
 
 Source: PEP 587; ``pymain_run_python`` in CPython's ``Modules/main.c``; PR_SET_MM_MAP in prctl(2).
 """
@@ -21,7 +20,7 @@ from typing import Any
 from phalanx.host.proc_stat import stat_fields
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
-_CONFIG_BYTES = 1024  # at most; a PyConfig has some 450
+_CONFIG_BYTES = 1024  # the bytes to search; a PyConfig has some 450
 _WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _python = ctypes.pythonapi
 _libc = ctypes.CDLL(None)
@@ -66,7 +65,7 @@ class Interpreter:
         """Make the interpreter go on as if it had been started with `command`.
 
         Raises:
-            RuntimeError: It would not.
+            RuntimeError: The change did not take effect.
         """
         is_module = command[1] == "-m"
         path = None if is_module else _absolute(command[1])
@@ -106,7 +105,7 @@ def _read_back(member: str) -> Any:
 
 
 def _read(address: int, size: int) -> bytes:
-    """Return memory of this process; fewer bytes where it can't be read."""
+    """Return `size` bytes of this process's memory, or fewer if some can't be read."""
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         try:
             memory.seek(address)
@@ -127,11 +126,11 @@ def _text_at(address: int, length: int) -> str:
     return text[:-1] if len(text) == length + 1 and text[-1] == "\0" else ""
 
 
-_shown_command_line: mmap.mmap | None = None  # the kernel reads it for the life of this process
+_shown_command_line: mmap.mmap | None = None  # kept alive, because the kernel reads it as long as this process lives
 
 
 def show_command_line(command_line: bytes) -> None:
-    """Make ``ps`` and ``pkill -f`` see another command line of this process, where the kernel can."""
+    """Make ``ps`` and ``pkill -f`` see another command line of this process, if the kernel allows it."""
     global _shown_command_line
     stat = stat_fields()
     _libc.sbrk.restype = ctypes.c_void_p
@@ -142,7 +141,7 @@ def show_command_line(command_line: bytes) -> None:
     own = [int(stat[field]) for field in (*code, *data, heap_start)]
     addresses = [*own, _libc.sbrk(0), int(stat[stack]), start, start + len(command_line)]
     addresses += [int(stat[field]) for field in environ]
-    # struct prctl_mm_map: these, no auxiliary vector, no other executable
+    # struct prctl_mm_map: the addresses, then no new auxiliary vector and no new executable.
     layout = (ctypes.c_uint64 * 13)(*addresses, 0, 0xFFFFFFFF << 32)
     size = ctypes.c_ulong(ctypes.sizeof(layout))
     if _libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_MAP), ctypes.byref(layout), size, ctypes.c_ulong(0)) == 0:

@@ -1,4 +1,4 @@
-"""The modules that a rank has imported when it begins to train: a standby imports them ahead of the next start."""
+"""Notes which modules a rank has imported when it begins to train, so that a standby imports them before a restart."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def modules_file(rank_folder: str) -> str:
 
 
 def note_modules() -> None:
-    """Tell the supervisor which installed modules this rank has imported, and how; called once it trains.
-
-    Nothing happens outside ``phalanx run``, where no restart is allowed, or without preloading.
+    """Tell the supervisor which installed modules this rank has imported, and how. To be called once it trains.
+    Does nothing outside ``phalanx run``, if no restart is allowed, or without preloading.
     """
     folder = own_folder()
     if ahead.log is None or not folder:
@@ -32,9 +31,9 @@ def note_modules() -> None:
     names = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
-        is_ours = name.partition(".")[0] == "phalanx"  # its modules know their rank and attempt
+        is_ours = name.partition(".")[0] == "phalanx"  # left out: its modules hold the rank and the attempt
         if spec is not None and spec.name == name and str(spec.origin).startswith(places) and not is_ours:
             names.append(name)
     path = modules_file(folder)
-    with contextlib.suppress(OSError):  # a full disk: restarts are slower
+    with contextlib.suppress(OSError):  # such as a full disk; then restarts are slower
         write_whole(path, json.dumps(ahead.log.summary(names)))

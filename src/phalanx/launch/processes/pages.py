@@ -1,13 +1,13 @@
 """Keeps memory shared between a process and its forks, and makes forking it cheap.
 
-Imported modules are hidden from the garbage collector (`gc.freeze`), so that their pages stay shared and the
-interpreter's end need not visit them; unfreezing at the end cost 0.3 s per rank. ``__main__`` is made anew in each
-rank, or the collector would never finalise what the script holds.
+Imported modules are hidden from the garbage collector (`gc.freeze`), so that their pages stay shared and the end of the
+interpreter does not visit them; unfreezing them at the end cost 0.3 s per rank. ``__main__`` is made anew in each rank,
+because the collector would never finalise what a frozen one holds.
 
 A process that forks often (the servers of `phalanx.testing` and ``--fast-ranks``, pytest with the mark, a warm
 process) has its memory collapsed into huge pages: copying and freeing the list of 70,000 pages is a third of what a
-test of two ranks costs. That fills unused parts of pages, so it is done only where they are at most a quarter of the
-memory left, and for at most a second.
+test of two ranks costs. Collapsing takes memory for the unused parts of huge pages, so it is done only if they are at
+most a quarter of the memory that is left, and for at most a second.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from phalanx.host.cgroups import known_memory
 
 _MADV_COLLAPSE = 25  # since Linux 6.1
 _HUGE_BYTES, _PIECE_BYTES = 2 << 20, 64 << 20
-_LEAST_USED = 3 / 4  # of a range, to be worth huge pages
-_MOST_OF_ROOM = 1 / 4  # of the memory that is left
-_FIRST_FORKS, _NEXT_FORKS = 16, 32  # after which the savings equal the cost
-_LONG_S = 1.0  # longer means much memory, or a kernel that searches for huge pages: give up
+_LEAST_USED = 3 / 4  # fraction of a range that must be used for huge pages to be worthwhile
+_MOST_OF_ROOM = 1 / 4  # fraction of the memory left that their unused parts may take
+_FIRST_FORKS, _NEXT_FORKS = 16, 32  # forks whose savings pay for collapsing
+_LONG_S = 1.0  # collapsing that takes longer (much memory, or none free in one piece) is given up
 
 
 def share_pages() -> None:
     """Have all processes that this one forks share what it has imported, and make the forks cheap.
 
-    A garbage collection in a fork would touch, and so copy, every page: a third of a second. Not for a process whose
-    signal handlers raise: in the hook of a fork, an exception is printed and lost.
+    Otherwise a garbage collection in a fork would touch, and so copy, every page: a third of a second. Not to be used
+    in a process whose signal handlers raise, because an exception in the hook of a fork is printed and lost.
     """
     global _sharing
     gc.freeze()
@@ -44,7 +44,7 @@ def share_pages() -> None:
     _sharing = os.getpid()
 
 
-_sharing = 0  # pid of the process that shares its pages; its forks inherit the hook
+_sharing = 0  # pid of the process that shares its pages; its forks inherit the hook, and must not run it
 _forks = (0, 0)  # pid of the process whose forks are counted, and their number
 
 
@@ -69,7 +69,7 @@ def _collapse() -> None:
     if _is_slow or not offers_huge_pages():
         return
     ranges = []
-    with contextlib.suppress(OSError):  # emulations of Linux may lack smaps
+    with contextlib.suppress(OSError):  # emulations of Linux may have no /proc/self/smaps
         ranges = list(_own_memory())
     room_bytes = min((memory.left_bytes for memory in known_memory()), default=0)
     if sum(unused for _, _, unused in ranges) > _MOST_OF_ROOM * room_bytes:

@@ -1,20 +1,18 @@
-"""The parent of a forker: kills everything that it has started once the processes that it watches are gone.
-
-Of the supervisor, the reaper and the forker, whoever is left when others are killed ends the job: it learns of their
-end from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each is a subreaper and each rank leads
-a session, so every process under the forker has a living ancestor that kills it. When the supervisor is gone, the
-forker has six seconds to end the ranks by itself before the reaper kills it: if it were killed at once, nobody would
-be left if the reaper were killed in the next millisecond.
+"""The parent of a forker: kills everything that the forker has started, once the supervisor or the forker is gone.
+Supervisor, reaper and forker watch each other: if some of the three are killed, one that is left ends the job. It
+learns of the others' end from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each is a subreaper
+and each rank leads a session, so every process under the forker has a living ancestor that kills it. When the
+supervisor is gone, the forker has six seconds to end the ranks by itself before the reaper kills it. If the reaper
+killed it at once and were itself killed in the next millisecond, nobody would be left to end the ranks.
 
 The reaper does nothing else. It has a name and a command line of its own, because people kill a job by name (``pkill
--9 -f train.py``), and would otherwise kill all three at once. If all three are killed, what ranks have started is
-left, unless a cgroup is killed.
-
-The fork server of `phalanx.spawn` has a reaper too: the first module that it imports forks it, and the process that
-multiprocessing started stays as its parent. The server serves the calls of a script, so only the end of the script,
-however it comes, ends what ranks have left. Reaper and server lead a process group of their own, because ``timeout
--k`` and shells kill by group. The server has multiprocessing's loop and can't do what a forker does: a kill of the
-reaper alone ends the ranks, and leaves their daemons.
+-9 -f train.py``), and would otherwise kill all three at once. If all three are killed, processes that ranks have
+started stay alive, unless the whole cgroup was killed.
+The fork server of `phalanx.spawn` has a reaper, too: the first module that the server imports forks it, and the process
+that multiprocessing started becomes the reaper. A server serves all calls of a script, so what ranks leave behind is
+ended only when the script ends, in whatever way. Reaper and server are in a process group of their own, because
+``timeout -k`` and shells kill by group. The server runs multiprocessing's loop, and can't do all that a forker does: if
+the reaper alone is killed, the ranks end, but their daemons stay.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from phalanx.launch.processes.endings import end_like
 
 _PR_SET_NAME = 15
 NAME = "rank-reaper"
-"""Name that a reaper takes, instead of Python's."""
+"""Name under which tools show a reaper, instead of "python"."""
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
 
@@ -47,11 +45,11 @@ def fork_forker(supervisor_pid: int, told: int) -> None:
     """Return in the forker, a child of this process; this process becomes its reaper and does not return.
 
     Args:
-        told: Pipe on which the supervisor is told the forker's pid.
+        told: Pipe through which the supervisor learns the forker's pid.
     """
     supervisor, forker_pid = _fork_below(supervisor_pid)
     if forker_pid == 0:
-        os.write(told, b"%d" % os.getpid())  # before it prints anything, which the supervisor reads later
+        os.write(told, b"%d" % os.getpid())  # before the forker prints anything
         os.close(told)
         return
     _close_all_but(supervisor)
@@ -61,10 +59,10 @@ def fork_forker(supervisor_pid: int, told: int) -> None:
 def fork_server() -> None:
     """Return in the fork server, a child of this process; this process becomes its reaper and does not return.
 
-    The server adopts what ranks leave behind, and reaps it when it ends. Nobody ends it while the process that spawns
-    lives: a daemon of a rank may outlive its rank.
+    The server adopts processes that ranks leave behind, and reaps them. They are not ended while the spawning process
+    lives: here, a daemon may outlive its rank.
     """
-    os.setpgid(0, 0)  # outside the group with which the spawning process may be killed
+    os.setpgid(0, 0)  # out of the process group of the spawning process, which may be killed as a group
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     hold_signals()
     spawner, server_pid = _fork_below(os.getppid())
@@ -77,7 +75,7 @@ def fork_server() -> None:
 
 
 def _close_all_but(descriptor: int) -> None:
-    """Close what this process has inherited: a copy of a socket's end here would hide that its owner has gone."""
+    """Close inherited descriptors: a copy of a socket's end would keep others from seeing that its owner is gone."""
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
@@ -88,7 +86,7 @@ def _fork_below(parent_pid: int) -> tuple[int, int]:
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:  # it ended before the line above
         os._exit(128 + signal.SIGKILL)
-    outlive_parent()  # set by a warm start; from here on this process outlives its parent to clean up
+    outlive_parent()  # a warm start ties it to its parent; from here on it must outlive the parent to clean up
     adopt_orphans()
     pid = os.fork()
     if pid == 0:
@@ -101,16 +99,16 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
     """Wait until the parent or the child `pid` ends, kill all descendants, and end as the child has ended.
 
     Args:
-        patience_s: Seconds for the child to end its own descendants once the parent has ended. If this process killed
-            it at once and were killed next, nobody would be left to do so.
+        patience_s: Seconds that the child gets, after the parent's end, to end its descendants itself. If this process
+            killed it at once and were killed next, nobody would be left to end them.
     """
     _take_name()
     child = os.pidfd_open(pid)
     select.select([parent, child], [], [])
-    if children_of(pid):  # a standby that still imports has none
+    if children_of(pid):  # the child gets no time if it has none, like a standby that still imports
         select.select([child], [], [], patience_s)
     os.kill(pid, signal.SIGKILL)  # the kernel then kills the ranks, and makes us the parent of the rest
-    # It stays a zombie until we end, so that its pid is nobody else's while the supervisor may kill it.
+    # The child stays a zombie until we end, so that no other process gets its pid while the supervisor may kill it.
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     end_children((pid,))
     assert ended is not None
@@ -123,5 +121,5 @@ def _take_name() -> None:
     with contextlib.suppress(OSError):
         fields = stat_fields()
         start, end = int(fields[48]), int(fields[49])  # arg_start and arg_end
-        if end - start > len(NAME):  # otherwise the kernel does not tell
+        if end - start > len(NAME):  # False also if the kernel hides the addresses
             ctypes.memmove(start, NAME.encode().ljust(end - start, b"\0"), end - start)

@@ -1,8 +1,8 @@
 """The process that becomes the reaper and the forker of a warm job.
 
-A rank goes on into its script by returning from the site hook. So the forker is not forked from within the supervisor,
-whose calls it could not leave, but from a process that was forked before the supervisor began, and that turns into
-reaper and forker when the supervisor asks.
+A rank goes on into its script by returning from the site hook. If the forker were forked within the supervisor, ranks
+would have to return through the supervisor's own calls. So a process is forked before the supervisor begins, and turns
+into reaper and forker when the supervisor asks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from phalanx.wire.packets import PacketSocket
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A warm process's state that its jobs need.
+    """What a warm process passes on to its jobs.
 
     Attributes:
         interpreter: Interpreter of the process, which can go on into any script.
         environ: Environment with which it has imported torch.
-        imports: Modules that it has imported.
+        imports: Record of what it has imported.
         before: Modules that Python itself had loaded at start.
         shared: Modules that ranks keep; all others belong to the supervisor.
         words: Output of its imports.
-        tell: Pipe on which it learns how long to stay, as a C double.
+        tell: Pipe through which a job tells the warm process how long to stay, as a C double.
     """
 
     interpreter: Interpreter
@@ -49,7 +49,7 @@ class Loaded:
 
 
 class Spare:
-    """Handle of the supervisor on that process.
+    """The supervisor's handle of the process that `fork_spare` has forked.
 
     Attributes:
         pid: Process id; it is a child of this process.
@@ -62,10 +62,10 @@ class Spare:
         self._channel = channel
 
     def adopt(self, command: Sequence[str], environ: Mapping[str, str], fds: Sequence[int]) -> None:
-        """Turn it into the reaper of a forker that runs `command`.
+        """Turn the process into the reaper of a forker that runs `command`.
 
         Args:
-            fds: Channel of the forker, pipe on which the supervisor is told its pid, descriptor for its output.
+            fds: Channel of the forker, pipe through which the supervisor learns its pid, descriptor for its output.
         """
         self._channel.send([list(command), dict(environ)], fds)
         self._channel.close()
@@ -111,7 +111,7 @@ def _become_forker(channel: PacketSocket, loaded: Loaded, supervisor_pid: int) -
 
 
 def forget_all_but(shared: Collection[str]) -> None:
-    """Make this process look as if it had just imported only those modules: a script may have namesakes of others."""
+    """Make this process look as if it had imported only those modules: the script may have modules with other names."""
     for name in set(sys.modules).difference(shared):
         module = sys.modules.pop(name)
         for path in getattr(module, "__path__", ()):
@@ -121,19 +121,19 @@ def forget_all_but(shared: Collection[str]) -> None:
             with contextlib.suppress(AttributeError):
                 delattr(sys.modules[parent], child)
     for path, finder in list(sys.path_importer_cache.items()):
-        if finder is None and os.path.exists(path):  # the path did not exist yet
+        if finder is None and os.path.exists(path):  # cached while the path did not exist
             del sys.path_importer_cache[path]
     _draw_anew()
 
 
 def _draw_anew() -> None:
-    """Draw again what modules drew at import; otherwise all jobs of a warm process would share it.
-
-    ``tempfile`` draws in each process, ``uuid`` and ``secrets`` each time.
+    """Redo what modules did once at import, such as seeding; otherwise all jobs of a warm process would share it.
+    Not needed for ``tempfile``, which seeds in each process, or ``uuid`` and ``secrets``, which use the kernel's
+    numbers.
     """
     draw_anew()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
-    if "logging" in sys.modules:  # from which its relativeCreated counts: in nanoseconds since Python 3.13
+    if "logging" in sys.modules:  # the start from which relativeCreated counts; nanoseconds since Python 3.13
         logging = sys.modules["logging"]
         logging._startTime = time.time_ns() if isinstance(logging._startTime, int) else time.time()  # type: ignore[attr-defined]

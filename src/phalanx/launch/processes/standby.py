@@ -1,10 +1,10 @@
 """A second forker, prepared while the ranks run: it has imported what their script imports, so a restart is fast.
 
-The first forker knows nothing of the script. When restarts are allowed and rank 0 trains, the ranks tell which modules
-of the standard library and of installed packages they have, and in which environment each was imported; the next
-attempt is forked from a process that has them too. Modules of the user's own folder are never imported ahead, and
-packages that have read what differs between ranks or attempts are left to the ranks. The standby takes some seconds of
-one core, once.
+The first forker knows nothing of the script. If restarts are allowed, the ranks tell, once rank 0 trains, which modules
+of the standard library and of installed packages they have imported, and in which environment. The next attempt is
+forked from a process that has imported these, too. Modules of the user's own folder are never imported ahead, and
+packages that read variables which differ between ranks or attempts are left to the ranks. The standby takes some
+seconds of one core, once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from phalanx.launch.screen.ranks import Output
 
 
 class Standby:
-    """At most one forker that gets ready, or is.
+    """At most one forker that is ready, or getting ready.
 
     Args:
         screen: Screen on which its output would be shown.
         log: File for its log.
-        descriptors: Limits that its ranks keep.
+        descriptors: RLIMIT_NOFILE of its ranks, soft and hard.
     """
 
     def __init__(self, job: Job, events: EventLoop, screen: Screen, log: str, descriptors: tuple[int, int]) -> None:
@@ -37,15 +37,15 @@ class Standby:
         self._log = log
         self._descriptors = descriptors
         self._forker: Forker | None = None
-        self._is_ready = False  # it has imported everything, and its forks can continue as ranks
-        self._environ: Mapping[str, str] = {}  # of the ranks to come
-        self._files: Sequence[str] = ()  # that name its modules
-        self._left_out: tuple[str, ...] = ()  # packages
-        self._last_folder = ""  # of the first rank in the last try
+        self._is_ready = False  # whether it has imported everything, so that its forks can continue as ranks
+        self._environ: Mapping[str, str] = {}  # environment of the ranks to come
+        self._files: Sequence[str] = ()  # files that name the modules to import
+        self._left_out: tuple[str, ...] = ()  # packages not to import
+        self._last_folder = ""  # folder of the first rank at the last try
         self._has_relieved = False
 
     def prepare(self, environ: Mapping[str, str], rank_folders: Sequence[str]) -> bool:
-        """Start one that imports what the ranks of those folders have noted; return whether one may still be needed.
+        """Start a standby that imports what the ranks of those folders have noted; return whether to call again.
 
         Call it now and then while the ranks run, until it returns False.
         """
@@ -61,11 +61,11 @@ class Standby:
         return True
 
     def _start(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
-        with contextlib.suppress(OSError):  # no process, no descriptor: restarts are slower
+        with contextlib.suppress(OSError):  # without a process or a descriptor for it, restarts are slower
             self._start_importing(environ, files)
 
     def _start_importing(self, environ: Mapping[str, str], files: Sequence[str]) -> None:
-        # What an import prints, the ranks have printed already.
+        # Its output is not shown: the ranks have already printed what these imports print.
         self._output = Output(self._screen, b"", self._log, live=False, shown=False)
         forker = Forker(
             self._job.command,
@@ -108,12 +108,12 @@ class Standby:
             self._events.close_output(self._output)
 
     def start_over(self) -> None:
-        """Begin again after the job's forker was replaced: the old standby does not fit the new one."""
+        """Prepare another standby, because the job's forker was replaced and this one does not fit it."""
         self.drop()
         self._has_relieved = False
 
     def hand_over(self, environ: Mapping[str, str]) -> tuple[Forker, Output] | None:
-        """Return the forker, no longer watched, if it is ready and its ranks would have that environment."""
+        """Return the standby's forker and give it up, if it is ready and its ranks would have that environment."""
         forker = self._forker
         if forker is None or not (self._is_ready and forker.channel.alive and self._environ == environ):
             return None

@@ -1,4 +1,3 @@
-"""A process beside the supervisor that copies this node's snapshots to other nodes' memory, and keeps theirs.
-
-Start with `replicator`. Nothing here knows what a snapshot holds.
+"""The replicator: a process beside the supervisor that copies this node's snapshots into other nodes' memory, and keeps
+snapshots of theirs. Start with `replicator`. Nothing here knows what a snapshot holds.
 """

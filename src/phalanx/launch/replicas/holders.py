@@ -1,11 +1,11 @@
 """Chooses the other nodes that keep each node's snapshots.
 
-The next failure domain in the view's order (``--host-label``, else each host is one), there the node with the same
-number within its domain: where domains are equally large, each node holds for one other. One that refuses, for want of
-memory, is passed over. So is one that does not say within 5 s that it has heard an offer: making room may take longer,
-but the kernel alone also accepts connections for a process that is stopped or not yet started again. It is asked again
-after pauses that double, and a snapshot is left with fewer replicas once every holder has failed three times, or
-refused.
+The holder of a node's snapshots is a node of the next failure domain in the view's order (``--host-label``; without a
+label, each host is one): the one with the same number within its domain. If domains are equally large, each node holds
+for one other. A node that refuses, for lack of memory, is passed over. So is one that does not confirm an offer within
+5 s: a connection alone proves nothing, since the kernel accepts it also for a process that is stopped or not yet
+started again. A node that failed is asked again after pauses that double. A snapshot is left with fewer replicas once
+every holder has refused, or failed three times.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MORE = 4  # nodes to ask when the first ones refuse
 def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Node]:
     """Return the nodes to ask to keep a node's replicas, best first.
 
-    Nodes of other failure domains come first, one of each before a second of any. Where domains are equally large,
-    each node keeps as much as every other.
+    Nodes of other failure domains come first, one of each domain before a second of any. If domains are equally large,
+    all nodes keep equally much.
 
     Args:
         members: Nodes of a view, in its order.
@@ -43,7 +43,7 @@ def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Nod
 
 
 def told_of(members: Sequence[Node], me: Node, num_replicas: int) -> dict[str, Any]:
-    """Return what the replicator has to know of a view."""
+    """Return what the replicator has to know of a view, as JSON."""
     holders = holders_of(members, me, num_replicas)
     return {
         "me": me.id,

@@ -18,24 +18,24 @@ from phalanx.launch.processes.descendants import start_helper
 from phalanx.launch.screen.events import EventLoop
 from phalanx.wire.packets import PacketSocket
 
-# Not with -m, which would let a json.py in the current folder hide the library's.
+# Not started with -m, which would let a json.py in the current folder hide the standard library's.
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.replicas.replicator import main; main()"
-_FIRST_PAUSE_S = 0.5  # before it is started again, doubled each time
+_FIRST_PAUSE_S = 0.5  # before the first restart; each later pause is twice as long
 _MOST_PAUSE_S = 60.0
 
 
 class Replicas:
     """The process that keeps this node's snapshots on other nodes, and theirs here.
 
-    It is started again when it ends, after a pause that doubles each time. Meanwhile the newest snapshot that has
-    replicas stays where it is, here and on the other nodes.
+    If it ends, it is started again, after a pause that doubles each time. Meanwhile the newest snapshot that has
+    replicas is kept, here and on the other nodes.
 
     Args:
         events: Loop of the supervisor.
         say: Function that shows a line.
         snapshots_fd: Memory of the snapshots.
-        num_replicas: Number of other nodes that are to have each of them.
-        keep_list: Children of the supervisor that stay when ranks are ended; this process is added.
+        num_replicas: Number of other nodes that are to have each snapshot.
+        keep_list: Children of the supervisor that stay when ranks are ended; the replicator is added.
 
     Attributes:
         pid: Process id of the replicator.
@@ -71,7 +71,7 @@ class Replicas:
             self._channel.send(self._view)
 
     def follow(self, view: Mapping[str, Any]) -> None:
-        """Tell the process which nodes keep this node's snapshots from now on, as `holders.told_of` returns them."""
+        """Tell the process which nodes keep this node's snapshots from now on; `view` comes from `holders.told_of`."""
         self._view = view
         self._channel.send(view)
 

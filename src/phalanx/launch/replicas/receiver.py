@@ -1,8 +1,8 @@
 """The receiving side of a replicator, which keeps snapshots of other hosts: a thread for each host that sends.
 
-Strangers can reach the port. A message has 20 s for all of it, whoever is refused is disconnected, and where
-descriptors run out the listener rests between two tries. A holder that others know before it knows its own name lets
-them wait.
+Strangers can reach the port. So a message must be complete within 20 s, a sender that is refused is disconnected, and
+if descriptors run out the listener pauses between two tries. Other nodes may know this node's id before it does; it
+lets them wait until then.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from phalanx.host.spare_memory import shortage
 from phalanx.launch.deadlines import REPLICA_NAMED_S
 from phalanx.launch.replicas.wire import PIECE, TAKEN, Wire
 
-_MOST_HOSTS = 256  # that may send at once
-_MOST_IMAGES = 4096  # of one host
+_MOST_HOSTS = 256  # hosts that may send at the same time
+_MOST_IMAGES = 4096  # images of one host
 _AGAIN_S = 0.2
 
 
@@ -48,7 +48,7 @@ class Receiver:
         run_id: Name of the job.
 
     Attributes:
-        spent_s: Processor time spent on keeping; strangers at the listener are not counted.
+        spent_s: Processor time spent on receiving snapshots; that for strangers is not counted.
     """
 
     def __init__(self, listener: socket.socket, snapshots_fd: int, run_id: str) -> None:
@@ -57,15 +57,15 @@ class Receiver:
         self.spent_s: float = 0.0
         self._fd, self._run_id, self._listener = snapshots_fd, run_id, listener
         self._lock = threading.Lock()
-        self._receiving: dict[int, Wire] = {}  # by offset
-        self._lengths: dict[int, int] = {}  # of the regions that have memory, by offset
+        self._receiving: dict[int, Wire] = {}  # connections that fill a region now, by its offset
+        self._lengths: dict[int, int] = {}  # lengths of the regions that have memory, by offset
         listener.listen(16)
         listener.setblocking(True)
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
     def me(self) -> str:
-        """Id of this node, which a sender has to name; empty: not known yet."""
+        """Id of this node, which a sender has to name; "": not known yet."""
         return self._me
 
     @me.setter
@@ -83,22 +83,22 @@ class Receiver:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 threading.Thread(target=self._serve, args=(Wire(end),), daemon=True).start()
             except OSError:
-                time.sleep(_AGAIN_S)  # perhaps no descriptor is left: connections wait at the listener
+                time.sleep(_AGAIN_S)  # perhaps no descriptor is left; connections wait in the listener's queue
 
     def _serve(self, wire: Wire) -> None:
         with contextlib.closing(wire), contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            told = wire.hear()  # a sender speaks at once; silent or slow strangers are dropped
+            told = wire.hear()  # a sender sends its offer at once; silent or slow strangers time out
             while self._take(wire, told):
                 told = wire.hear(waits=True)
 
     def _take(self, wire: Wire, told: Mapping[str, Any]) -> bool:
-        """Keep what is offered, or say why not; return whether another offer may follow."""
+        """Keep the snapshot that is offered, or answer why not; return whether another offer may follow."""
         offsets: list[int] = []
         began_s = time.thread_time()
         try:
             try:
                 offer = self._read(told)
-                wire.tell({"heard": True})  # making room may take long
+                wire.tell({"heard": True})  # sent first, because making room may take long
                 with self._lock:
                     has_it = self._has(offer)
                     offsets = [] if has_it else self._make_room(offer, wire)
@@ -129,10 +129,10 @@ class Receiver:
         """Return the offer in a message.
 
         Raises:
-            ValueError, TypeError, KeyError: It is no offer of a host of ours.
+            ValueError, TypeError, KeyError: It is not an offer of a node of this job.
             _Refusal: It is meant for another node.
         """
-        if not self._is_known.wait(REPLICA_NAMED_S):  # others may know this node's name before its own replicator
+        if not self._is_known.wait(REPLICA_NAMED_S):  # others may know this node's id before its own replicator does
             raise ValueError("nobody knows this node")
         if told["run_id"] != self._run_id or told["holder"] != self.me:
             raise _Refusal("another node is there")
@@ -153,7 +153,7 @@ class Receiver:
     # ------------------------------------------------------------ memory
 
     def _has(self, offer: _Offer) -> bool:
-        """Return whether all of it is here: ranks may be loading it."""
+        """Return whether the whole snapshot is already here; then it is left alone, because ranks may be loading it."""
         return all(
             any(layout.head_at(self._fd, layout.region_of_others(number, slot)) == head for slot in range(FETCHED_SLOT))
             for number, head in zip(offer.numbers, offer.heads, strict=True)
@@ -187,7 +187,7 @@ class Receiver:
         return offsets
 
     def _choose(self, number: int, safe: tuple[int, int]) -> int:
-        """Return the region for an image: the one with the older snapshot, but never the safe one."""
+        """Return the region to overwrite with an image: of its two, the older, but never that of the safe snapshot."""
         found = []
         for slot in range(FETCHED_SLOT):
             offset = layout.region_of_others(number, slot)
@@ -198,7 +198,7 @@ class Receiver:
         return min(found)[1]
 
     def _free_old(self, safe: tuple[int, int]) -> None:
-        """Free what any host has had kept for attempts before that of the safe snapshot."""
+        """Free the snapshots, of any host, from attempts before that of the safe snapshot."""
         for offset in [*layout.used_regions(self._fd)]:
             if not layout.is_of_others(offset) or layout.is_fetched(offset) or offset in self._receiving:
                 continue

@@ -1,25 +1,22 @@
-"""Copies this host's snapshots to other hosts' memory, and keeps theirs in this one's. Imports no torch.
-
-A process for each host at the lowest priority, started by the supervisor: the agent's heartbeats may not wait, and the
-ranks' group is busy with training. One thread sends; one for each host that sends to us receives. It sends images from
-the memfd with `sendfile`, and the other host's replicator receives them into its own.
-
-The protocol, over TCP: an **offer** (a line of JSON) says which images are to come and which snapshot must not be
-overwritten for them. The holder says at once that it has heard it, and when it has made room, that the images may
-come, or why not. The images follow in pieces, each with its length before it and answered by a byte. `sendfile` lends
-pages, and what a rank writes there is sent until it has been answered. So at the end the sender checks that the ranks
-have left the images alone, and only then has the holder write the heads that say that they are whole.
-
-**Training goes first.** A piece is as long as takes 4 ms (8 KiB at least) and is answered before the next is sent, so
-a message of the ranks waits behind one piece, whatever the kernel's queues; between pieces the link is left alone for
-as long again. A limit of the rate (SO_MAX_PACING_RATE) would need a number that nobody knows. Between copies it rests
-until its time on the processors is 1 % of all; the training loses some three times as much, as the kernel's work for
-the link and colder caches are not in that time.
-
-**Its death.** The supervisor starts it again after a pause that doubles; the new process pauses itself, so the
-supervisor needs no timer. The supervisor keeps the listener open, so the port that other nodes know stays. Ranks go on
-wanting replicas: the safe snapshot then stays until a newer one has been copied, which a host that is lost in the
-pause needs.
+"""Copies this host's snapshots into other hosts' memory, and keeps theirs in this host's. Imports no torch.
+The supervisor starts one such process per host, at the lowest priority. It is a process of its own because the agent's
+heartbeats may not wait, and the ranks' group is busy with training. One thread sends; for each host that sends to us,
+one thread receives. Images are sent from the memfd of the snapshots with `sendfile`, and the other host's replicator
+receives them into its own memfd.
+The protocol, over TCP: an **offer** (a line of JSON) says which images are to come, and which snapshot must not be
+overwritten for them. The holder confirms at once that it has heard the offer. When it has made room, it answers that
+the images may come, or why not. The images follow in pieces, each preceded by its length and answered by a byte.
+`sendfile` does not copy: if a rank writes into a page before it has been answered, the new bytes may be sent. So at the
+end the sender checks that no rank has written into the images, and only then has the holder mark them as whole.
+**Training goes first.** A piece has as many bytes as the link carries in 4 ms (8 KiB at least), and is answered before
+the next is sent, so a message of the ranks never waits behind more than one piece; between pieces, the link is left
+alone for as long again. A limit of the rate (SO_MAX_PACING_RATE) would need a number that nobody knows. Between copies
+the process rests until it has used 1 % of the processors' time; training loses some three times as much, because the
+kernel's work for the link and colder caches are not in that time.
+**Its death.** The supervisor starts it again after a pause that doubles; the new process itself makes the pause, so the
+supervisor needs no timer. The supervisor keeps the listener open, so the port that other nodes know stays the same.
+Meanwhile ranks still ask for replicas, so the safe snapshot stays until a newer one has been copied; if a host is lost
+in the pause, that is the one needed.
 
 `phalanx.checkpoint.memory.slots` has the rules for which snapshot may be overwritten.
 """
@@ -44,13 +41,13 @@ from phalanx.launch.replicas.wire import PIECE, Wire
 from phalanx.wire.packets import PacketSocket
 
 _LOOK_S = 0.05
-_AGAIN_S, _MOST_AGAIN_S = 1.0, 60.0  # before a holder is asked again: doubled each time that it fails
-_SAID_FAILURES = 2  # of a holder; the first may be the end of a host, which others are about to notice
-_MOST_FAILURES = 3  # of a holder, before a snapshot is left with fewer replicas
+_AGAIN_S, _MOST_AGAIN_S = 1.0, 60.0  # first and longest pause before a holder that failed is asked again
+_SAID_FAILURES = 2  # failures of a holder that are reported; one alone may be the end of a host, reported elsewhere
+_MOST_FAILURES = 3  # failures of each holder after which a snapshot is left with fewer replicas
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
-_REST, _SLOW_REST = 1.0, 4.0  # rest, in durations of a piece; the second where even the smallest piece takes too long
-_SHARE_OF_CPUS = 0.01  # for copying and keeping; the training loses some three times as much
+_REST, _SLOW_REST = 1.0, 4.0  # rests, in durations of a piece; the second if even the smallest piece takes too long
+_SHARE_OF_CPUS = 0.01  # for copying and receiving; training loses some three times as much
 
 
 class Refused(Exception):
@@ -58,7 +55,7 @@ class Refused(Exception):
 
 
 class Changed(Exception):
-    """The ranks have written over what was being copied, or something else is wanted now."""
+    """A rank has written over what was being copied, or the ranks now want another snapshot copied."""
 
 
 class Replicator:
@@ -79,14 +76,14 @@ class Replicator:
         self._receiver = Receiver(listener, snapshots_fd, run_id)
         self._holders: list[dict[str, Any]] = []
         self._wires: dict[str, Wire] = {}
-        self._num_failures: dict[str, int] = {}  # in a row, by holder
-        self._asked_again_s: dict[str, float] = {}  # when to ask again, by holder that has failed
+        self._num_failures: dict[str, int] = {}  # failures in a row, by holder
+        self._asked_again_s: dict[str, float] = {}  # when to ask a holder that has failed again
         self._done: Copy | None = None
         self._has: set[str] = set()  # holders that have the snapshot that is being copied
         self._copying: Copy | None = None
         self._piece_bytes = _LEAST_PIECE_BYTES
         self._rests_until_s = 0.0
-        self._cpu_s = 0.0  # cost of copying and keeping when the rest began
+        self._cpu_s = 0.0  # processor time spent when the present rest began
         self._said: set[str] = set()
 
     def run(self) -> None:
@@ -110,7 +107,7 @@ class Replicator:
                 self._num_failures.clear()
                 self._asked_again_s.clear()
                 self._has.clear()
-                self._rests_until_s = 0.0  # what was lost is replicated again at once
+                self._rests_until_s = 0.0  # no rest: replicas that were lost with a node are made anew at once
                 for name in self._wires.keys() - {holder["id"] for holder in self._holders}:
                     self._wires.pop(name).close()
         return self._channel.alive
@@ -143,7 +140,7 @@ class Replicator:
                 num = self._num_failures.pop(name, 0)
                 has_come_back |= num >= _SAID_FAILURES
             except Refused as error:
-                self._wires.pop(name, Wire(None)).close()  # the holder closes its end, too
+                self._wires.pop(name, Wire(None)).close()  # the holder has closed its end as well
                 problems.append(f"{holder['host']} keeps none ({error})")
             except Changed:
                 return
@@ -167,7 +164,7 @@ class Replicator:
             self._channel.send({"say": "replicas of this host's snapshots: they are kept again"})
 
     def _spent_s(self) -> float:
-        """Return the processor time of copying and keeping; strangers at the listener are not counted."""
+        """Return the processor time spent on sending and receiving snapshots; that for strangers is not counted."""
         return time.thread_time() + self._receiver.spent_s
 
     def _note_failure(self, holder: Mapping[str, Any], error: str) -> None:
@@ -192,7 +189,7 @@ class Replicator:
 
         Raises:
             Refused: The holder refuses it.
-            Changed: The snapshot is no longer to be kept.
+            Changed: The snapshot was overwritten, or is no longer wanted.
             OSError, ValueError: The connection has ended, or a stranger is at the other end.
         """
         wire = self._wires.get(holder["id"])
@@ -226,7 +223,7 @@ class Replicator:
         return Changed()
 
     def _send_piece(self, wire: Wire, at: int, length: int) -> int:
-        """Send some bytes, wait until they have arrived, and leave the link to the ranks for a while."""
+        """Send a piece, wait until it has arrived, and then leave the link to the ranks for a while."""
         began_s = time.monotonic()
         wire.send(PIECE.pack(length))
         wire.send_file(self._fd, at, length)

@@ -13,9 +13,9 @@ from phalanx.launch.deadlines import REPLICA_CONNECT_S, REPLICA_HEARD_S, REPLICA
 from phalanx.wire.lines import as_line, receive_line
 
 PIECE = struct.Struct("<L")
-"""Length of the piece that follows; 0: the copy is complete and good."""
+"""Length of the piece that follows; 0: the copy is complete and valid."""
 TAKEN = b"."
-_BULK = 2  # priority of packets behind which no others wait
+_BULK = 2  # SO_PRIORITY: other traffic goes first
 _BUFFER_BYTES = 1 << 20
 
 
@@ -58,20 +58,20 @@ class Wire:
         """Return the next message.
 
         Args:
-            waits: Whether its first byte may take for ever.
+            waits: Whether to wait for its first byte without a limit.
             within_s: Time limit for the whole message; default: `REPLICA_SILENCE_S`.
 
         Raises:
             OSError: The other end has gone, or takes too long.
-            ValueError: It is no message.
+            ValueError: What came is not a message.
         """
         return receive_line(self._end, REPLICA_SILENCE_S if within_s is None else within_s, waits=waits)
 
     def ask(self, offer: Mapping[str, Any]) -> dict[str, Any]:
         """Make an offer and return the answer.
 
-        The other end first says that it has heard it, so a process that is stopped, or is being started again, is not
-        given the time that making room may take.
+        The other end first confirms that it has heard the offer. So one that is stopped, or is being started again, is
+        given up soon, although making room for an offer may take long.
 
         Raises:
             OSError, ValueError: As in `hear`.
@@ -106,17 +106,17 @@ class Wire:
         self._end.sendall(data)
 
     def send_file(self, fd: int, at: int, length: int) -> None:
-        """Send bytes of a file; what is written there before they have arrived may be sent in their place."""
+        """Send bytes of a file. If they are overwritten before they have arrived, the new bytes may be sent instead."""
         end = at + length
         while at < end:
             try:
                 at += os.sendfile(self.fileno(), fd, at, end - at)
-            except BlockingIOError:  # a socket with a timeout does not block
+            except BlockingIOError:  # the socket has a timeout, so in the kernel it does not block
                 if not select.select([], [self.fileno()], [], REPLICA_SILENCE_S)[1]:
                     raise TimeoutError("the other end takes nothing") from None
 
     def await_byte(self) -> None:
-        """Wait until the other end has taken what was sent."""
+        """Wait for the byte by which the other end confirms a piece."""
         if self._receive(1) != TAKEN:
             raise ValueError("the other end has not taken it")
 

@@ -4,11 +4,11 @@
 listen on it (both sides set SO_REUSEADDR), and the kernel gives it to nobody else. Each attempt has a new store, on a
 new port unless the user named one, so no rank can read an address of an earlier attempt.
 
-**A mistake in the script is not retried.** It is an exception that every rank raised at the same line within 10 s, with
-no snapshot and no sign of training. Once one rank has raised it, the others get half a second to do the same. Signs of
-training are a Trainer's step, a checkpoint, or more than 32 collectives in one group, which is more than comparing
-models and broadcasting their weights takes. Ranks note them in the launcher's memory when they save and when they
-leave.
+**A mistake in the script is not retried.** A failure counts as one if every rank raised the same exception at the same
+line within 10 s, with no snapshot and no sign of training. Once one rank has raised it, the others get half a second to
+do the same. Signs of training are a Trainer's step, a checkpoint, or more than 32 collectives in one group, which is
+more than comparing models and broadcasting their weights takes. Ranks note these signs in the launcher's memory when
+they save and when they leave a group.
 
 TORCHELASTIC_RESTART_COUNT counts every restart, because ranks use it to tell the snapshots of one attempt from those of
 another.
@@ -84,14 +84,14 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Ending | None:
 
 
 def words_of_used_restarts(job: Job, num_restarts: int) -> str:
-    """Return the message that all restarts are used; empty if some are left, or if the job had none."""
+    """Return the message that all restarts have been used; "" if some are left or the job had none."""
     if not job.max_restarts or num_restarts < job.max_restarts:
         return ""
     return f"{num_restarts} of {job.max_restarts} restarts are used; raise --max-restarts"
 
 
 def give_up_memory(ranks: Supervisor) -> None:
-    """Have later attempts take no snapshots and keep no freed memory, because the kernel ran out of memory."""
+    """After the kernel ran out of memory: have later attempts take no snapshots and keep no freed memory."""
     ranks.dismiss_survivors()
     forbid(ranks.snapshots_fd)
     ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
@@ -106,7 +106,7 @@ class RestartPolicy:
 
     Attributes:
         size: Number of ranks of the current attempt.
-        is_regrowing: Whether the current attempt is being ended only to start MAX ranks.
+        is_regrowing: Whether the current attempt is being ended for no other reason than to start MAX ranks.
         is_over: Whether there is no further attempt.
     """
 
@@ -116,7 +116,7 @@ class RestartPolicy:
         self.size = LocalSize(job, snapshots_fd)
         self.is_regrowing: bool = False
         self.is_over: bool = False
-        self._num_restarts = 0  # those that count against --max-restarts
+        self._num_restarts = 0  # restarts that count against --max-restarts
 
     @property
     def may_restart(self) -> bool:
@@ -142,13 +142,13 @@ class RestartPolicy:
         """Decide what follows a failed attempt; return the lines to print.
 
         Args:
-            ends: Ends of all ranks, if none of them has noted progress.
+            ends: Endings of all ranks, if none of them has noted progress; otherwise empty.
         """
         job, size = self._job, self.size
         before, has_progress, is_free = size.num_ranks, size.has_progress, size.is_free
         self.is_regrowing = False
         why = size.after_failure(culprit, lived_s=lived_s)
-        if is_free:  # the launcher started it, so it costs no restart
+        if is_free:  # the launcher itself chose to try MAX ranks, so this failure costs no restart
             return [why]
         if self._num_restarts == job.max_restarts:
             self.is_over = True
@@ -185,10 +185,10 @@ def _common_mistake(ends: Sequence[Ending]) -> str:
 def _reserve_port(ranks: Supervisor, job: Job) -> ReservedPort:
     with contextlib.suppress(OSError):
         return ReservedPort(job.master_port)
-    ranks.dismiss_survivors()  # the former rank 0 may still be listening
+    ranks.dismiss_survivors()  # a kept rank 0 may still listen on the port
     try:
         return ReservedPort(job.master_port)
-    except OSError:  # another process has taken it since
+    except OSError:  # another process has taken the port meanwhile
         problem = port_problem(job.master_port) or f"port {job.master_port} is taken"
         ranks.say(f"{problem}; {port_advice(job.max_nodes)}")
         raise SystemExit(1) from None

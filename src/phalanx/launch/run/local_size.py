@@ -1,7 +1,7 @@
 """The number of ranks on a node in each attempt.
 
 With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't be restarted, and adds them again
-later. The criterion is progress: a newer snapshot in the supervisor's memory, complete on every rank of the node.
+later. What decides is progress: a newer snapshot in the supervisor's memory, complete on every rank of the node.
 
 - **Shrinking.** After an attempt that fails within 10 s and without progress, the next one has one rank fewer. At MIN
   the job ends, because the same start would fail again.
@@ -9,14 +9,14 @@ later. The criterion is progress: a newer snapshot in the supervisor's memory, c
   ``--regrow-after`` seconds the supervisor waits for the next complete snapshot, ends the ranks as at the end of a job
   and starts MAX; at most the step under way is lost. A job without snapshots, or in which a rank has already finished,
   keeps its size.
-- **No cost.** That restart was the launcher's idea, so neither it nor the way back counts against ``--max-restarts``.
-  Each time that MAX makes no progress, the wait doubles.
+- **No cost.** The launcher itself decided to try MAX ranks, so neither that restart nor the one that goes back to fewer
+  counts against ``--max-restarts``. Each time that MAX ranks make no progress, the wait doubles.
 - **Threads** and CPUs are divided again. If the number of threads changes, the forker is replaced, because torch sizes
   its pools at import: such a restart takes one more import of torch.
 
-On several nodes, each node applies these rules for itself, see `nodes.joint_attempts`. Progress is then a snapshot of a
-newer attempt than any that was here before. A newer step is not enough: a snapshot of the previous attempt may reach
-its replica only now, and would count for an attempt that made no progress.
+On several nodes, each node applies these rules for itself, see `nodes.joint_attempts`. There, progress means a snapshot
+of a newer attempt than any before. A newer step is not enough: the copy of a snapshot to another node may be finished
+only in the next attempt, and would then count as progress of that one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LocalSize:
     """Chooses the number of ranks on this node for each attempt.
 
     Attributes:
-        num_ranks: Number of ranks of the current attempt; 0: there is none, because MIN ranks failed, too.
+        num_ranks: Number of ranks of the current attempt; 0: no attempt follows, because MIN ranks failed, too.
         num_ended: Number of attempts that have ended.
         is_trial: Whether the launcher tries MAX ranks in the current attempt, so that its failure costs no restart.
     """
@@ -46,11 +46,11 @@ class LocalSize:
         self._fd = snapshots_fd
         self.num_ranks: int = job.num_local_ranks
         self.num_ended: int = 0
-        self._proven = 0  # ranks that made progress before MAX was tried again; 0: it was not
+        self._proven = 0  # the number of ranks that made progress before MAX was tried again; 0: MAX was not
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # replicas included: one that is copied only now is no progress
-        self._steps_seen: dict[bytes, int] | None = None  # at the last look after the wait
+        self._attempt_before = newest_attempt(self._fd)  # of all snapshots that are here now, replicas included
+        self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check after the wait was over
 
     @property
     def has_progress(self) -> bool:
@@ -118,7 +118,9 @@ class LocalSize:
         return f"{failed}: going on with {counted(self.num_ranks, 'rank')} of {self.bounds}"
 
     def go_on(self, num_ranks: int) -> None:
-        """Begin an attempt that another node caused: reset what counts within an attempt."""
+        """Begin the next attempt with `num_ranks`, after one that ended for a reason outside this node.
+        If MAX is being tried, the trial goes on, unless MAX ranks have already made progress.
+        """
         is_trial, proven = self.is_trial, self._proven
         if self.has_progress and self.num_ranks == self._job.num_local_ranks:
             is_trial, proven, self._wait_s = False, 0, self._job.regrow_after_s
@@ -132,28 +134,27 @@ class LocalSize:
 
 
 class SharedSize:
-    """The number of ranks of one node among several: its offer to the others, and what they agreed on.
-
-    Only the node whose rank was the cause of a failure changes its number. Nodes agree on the cause after each has
-    reported its own failure, so the report says what the node would do if that is the cause.
+    """The number of ranks of one node among several: what it offers the others, and what they have agreed on.
+    Only the node whose rank was the cause of a failure changes its number. Nodes agree on the cause only after each has
+    reported its own failure, so the report says what the node will do if its failure is the cause.
     """
 
     def __init__(self, job: Job, snapshots_fd: int) -> None:
         self._most = job.num_local_ranks
         self._now = LocalSize(job, snapshots_fd)
-        self._blamed: tuple[Ending, LocalSize, str] | None = None  # if this node's failure is the cause
+        self._blamed: tuple[Ending, LocalSize, str] | None = None  # what follows if this node's failure is the cause
         self._has_begun = False
-        self._has_asked = False  # for MAX ranks
+        self._has_asked = False  # whether it has asked for MAX ranks
 
     @property
     def is_trial(self) -> bool:
         return self._now.is_trial
 
     def after_failure(self, culprit: Ending, *, lived_s: float, may_leave: bool) -> dict[str, Any]:
-        """Return `Cause.num_ranks` and `Cause.is_free` for the report of a failure; empty for a victim.
+        """Return `Cause.num_ranks` and `Cause.is_free` for the report of a failure; {} for a victim of another.
 
         Args:
-            may_leave: Whether this node may leave the job; if not, the job ends.
+            may_leave: Whether the job could go on without this node, if it is left with too few ranks.
         """
         if culprit.is_victim or culprit.preempted:
             return {}
@@ -229,8 +230,7 @@ def newest_steps(fd: int) -> dict[bytes, int]:
 def _heads_that_count(fd: int) -> list[Head]:
     """Return the heads of complete snapshots that count.
 
-    If hosts hold different parts of a snapshot, it counts once this host's part is replicated, where replicas are
-    wanted.
+    If hosts hold different parts of a snapshot and replicas are wanted, it counts only once this host's part has them.
     """
     copied, wants_copies = last_copied(fd), wanted_replicas(fd)
     newest_copied = (copied.attempt, copied.step) if copied is not None else (-1, -1)

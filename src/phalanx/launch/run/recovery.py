@@ -2,15 +2,15 @@
 
 The line of a loss is also saved beside the black boxes.
 
-All times are on this host's clock: the first sign, when the loss was known here, the end of the last rank, the start of
-the next attempt, and, from the box of the host's first rank, the begin and end of ``checkpoint.load`` and of the first
-step. One rank is enough, since a step needs all of them. Times of different hosts are never compared: each launcher
-reports its own. For a node, the first sign is the end of its connection, or the last message from it.
-
-The ranks contribute one phase and one note in ``checkpoint.load``. The supervisor looks 20 times a second for a minute
-after a restart, then once a second, and stops once the line is printed. The box of the previous attempt, which tells
+All times are by this host's clock: the first sign of the loss; the time when this launcher knew of it; the end of the
+last rank; the start of the next attempt; and, from the black box of the host's first rank, the beginning and end of
+``checkpoint.load`` and of the first step. One rank is enough, since a step needs all of them. Times of different hosts
+are never compared: each launcher reports its own. If a node was lost, the first sign is the end of its connection, or
+the last message from it.
+For this, ranks record one phase and one note in ``checkpoint.load``. The supervisor reads the box 20 times a second for
+a minute after a restart, then once a second, until the line is printed. The box of the previous attempt, which tells
 how many steps are repeated, is read only when a step has ended: before that, the starting ranks need the cores. If a
-rank records more than 8,192 events between two looks, its first step is lost, and the phase is called ``first
+rank records more than 8,192 events between two reads, its first step is lost, and the last phase is called ``first
 collective seen``.
 """
 
@@ -28,9 +28,9 @@ from phalanx.launch.nodes.messages import LossSign
 from phalanx.record.beginning import Before, Beginning, is_numbered, num_repeated, read_before
 from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
 
-_PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # between two looks
-_SOON_S = 60.0  # after the start
-_RAISED_S = 0.5  # for the error that ended a step or a collective to be recorded, or to end its rank
+_PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # between two reads, at first and later
+_SOON_S = 60.0  # time after the start during which the shorter pause applies
+_RAISED_S = 0.5  # time for an error, which may have ended the step, to be recorded or to end its rank
 
 
 class Recovery:
@@ -44,12 +44,12 @@ class Recovery:
 
     def __init__(self, run: Path, say: Callable[[str], None], *, agrees: bool) -> None:
         self._run, self._say, self._agrees = run, say, agrees
-        self._attempt = self._ended = -1  # the current one, and the one that the loss ended
+        self._attempt = self._ended = -1  # numbers of the current attempt and of the one that the loss ended
         self._began_s = self._told_s = 0.0
-        self._loss: Loss | None = None  # no step has completed since
-        self._is_planned = False  # whether the attempt was ended on purpose
+        self._loss: Loss | None = None  # the loss after which no step has completed yet
+        self._is_planned = False  # whether the last attempt was ended on purpose
         self._marks: dict[str, float] = {}  # the end of each phase, in order
-        self._first_rank = -1  # of this host, in that attempt
+        self._first_rank = -1  # first rank of this host in the current attempt
         self._before: Before | None = None
         self._tail: Tail | None = None
         self._seen = Beginning()
@@ -111,7 +111,7 @@ class Recovery:
     # ------------------------------------------------------------ records of the ranks
 
     def within(self, timeout_s: float | None) -> float | None:
-        """Return the supervisor's timeout, shortened to the next look."""
+        """Return `timeout_s`, the supervisor's, shortened to the time of the next read."""
         if self._tail is None:
             return timeout_s
         pause_s = max(0.0, self._next_s - time.monotonic())
@@ -121,7 +121,7 @@ class Recovery:
         """Read what the first rank has recorded; print the line once its first step is done.
 
         Args:
-            ends: Ends of the ranks of this attempt; None: they are running.
+            ends: Endings of the ranks of this attempt; None: they are running.
         """
         now_s = time.monotonic()
         if self._tail is None or (now_s < self._next_s and ends is None):
@@ -129,7 +129,7 @@ class Recovery:
         self._next_s = now_s + (_PAUSE_S if now_s - self._began_s < _SOON_S else _LATER_PAUSE_S)
         try:
             box = self._tail.read()
-        except (OSError, ValueError):  # the script has overwritten it
+        except (OSError, ValueError):  # the script has overwritten the box
             self._tail = None
             return
         if box is not None:
@@ -140,7 +140,7 @@ class Recovery:
         seen = self._seen
         if self._loss is None or not seen.has_ended_any:
             return
-        if self._before is None:  # not earlier: while ranks start, they need the cores
+        if self._before is None:  # read only now: while ranks start, they need the cores
             self._before = read_before(self._box_before())
         first = seen.first(self._before)
         if first is None or self._may_have_failed(first, ends):
@@ -165,7 +165,7 @@ class Recovery:
         self._loss = self._tail = None
 
     def _may_have_failed(self, first: Event, ends: Sequence[Ending] | None) -> bool:
-        """Return whether the first step or collective ended with an error, or may have: then it is no progress."""
+        """Return whether the first step or collective has, or may have, ended with an error: then it does not count."""
         known = self._seen.has_failed(first)
         if known is not None:
             return known
@@ -181,7 +181,7 @@ class Recovery:
     # ------------------------------------------------------------ marks
 
     def _mark(self, phase: str, when_s: float) -> None:
-        """Record the end of a phase, not before the end of the previous one."""
+        """Record the end of a phase; it is at least the end of the previous phase."""
         self._marks[phase] = max(when_s, *self._marks.values())
 
     def _save(self) -> None:
@@ -190,7 +190,7 @@ class Recovery:
         took = zip([*self._marks][1:], times, times[1:], strict=False)
         phases_s = {name: end_s - begin_s for name, begin_s, end_s in took}
         self._loss = dataclasses.replace(self._loss, phases_s=phases_s)
-        if self._is_planned:  # nothing was lost
+        if self._is_planned:  # nothing was lost, so nothing is saved
             return
-        with contextlib.suppress(OSError):  # for example a full disk; the line is on the screen
+        with contextlib.suppress(OSError):  # for example a full disk; the line is on the screen anyway
             save_loss(self._loss, self._run, self._ended)

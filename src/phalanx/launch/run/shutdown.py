@@ -1,18 +1,17 @@
 """Ends the ranks of an attempt: when, with which signal, when SIGKILL follows, and which processes are kept.
 
-**Who gets the signal.** The supervisor signals ranks, and not the processes they have started: torch treats the death
-of a loader's worker as a failure of the rank, which then saves nothing, and a logger's process is needed until the rank
-has ended. SIGKILL goes to whole process groups. With ``--no-python`` every signal does, because a wrapper may forward
-nothing. How workers survive a signal that is sent to every process from outside is explained in
-`phalanx._torch.shield`.
+**Who gets the signal.** The supervisor signals the ranks, not the processes that they have started: torch treats the
+death of a loader's worker as a failure of the rank, which then saves nothing, and a logger's process is needed until
+the rank has ended. SIGKILL goes to whole process groups. With ``--no-python`` every signal does, because a wrapper may
+not forward it. `phalanx._torch.shield` explains how workers survive a signal that somebody sends to every process.
 
 **Preemption.** A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). The supervisor
 gives the others their grace period, restarts nothing, and exits with 75 itself.
 
-**The reader is gone.** If the reader of the output ends (``phalanx run train.py | head``, a killed ``tee``), the job
-ends as after a signal: SIGTERM to the ranks, their grace period, exit code 141. Continuing unseen would surprise the
-user who closed the output, and an immediate kill would lose what a Trainer can save. After Ctrl-C, which ends the
-reader, too, this changes nothing.
+**The reader of the output is gone.** If it ends (``phalanx run train.py | head``, a killed ``tee``), the job ends as
+after a signal: SIGTERM to the ranks, their grace period, exit code 141. To continue unseen would surprise the user who
+closed the output, and an immediate kill would lose what a Trainer can save. After Ctrl-C, which also ends the reader,
+the job is ending anyway.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ class Shutdown:
         self.by: int | None = None
         self._first_failure_s: float | None = None
         self._may_keep = False
-        self._stopping: list[Rank] = []  # ranks told to leave their groups
-        self._late_at_s: float | None = None  # when to report which ranks have not ended
+        self._stopping: list[Rank] = []  # ranks that were told to leave their groups, in order to be kept
+        self._late_at_s: float | None = None  # time at which to report the ranks that have not ended
 
     def begin(self, *, may_keep: bool) -> None:
         """Begin another attempt.
 
         Args:
-            may_keep: Whether another attempt may follow it, for which processes can be kept.
+            may_keep: Whether another attempt may follow this one, for which processes can be kept.
         """
         self.by = self._first_failure_s = None
         self._may_keep = may_keep
@@ -89,13 +88,13 @@ class Shutdown:
         running = [rank for rank in self._ranks if rank.is_running]
         if culprit.is_victim:
             awaited = bool(running)
-        else:  # it gave no reason, and another rank has printed one and is dying
+        else:  # this rank gave no reason, but another one has printed one and is dying
             silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.said_why for rank in running)
         give_up_s = self._first_failure_s + CAUSE_S
-        if self._job.max_restarts and culprit.raised and not awaited:  # the others may raise the same: see attempts
+        if self._job.max_restarts and culprit.raised and not awaited:  # others may raise the same, see `attempts`
             awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
-        if culprit.preempted or culprit.ended_for_restart:  # the others will follow
+        if culprit.preempted or culprit.ended_for_restart:  # the other ranks end by themselves, too
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
         if awaited and time.monotonic() < give_up_s:
             self._events.deadline = give_up_s
@@ -121,7 +120,7 @@ class Shutdown:
             self._events.deadline = time.monotonic() + min(STOP_S, self._job.grace_s)
 
     def kill(self) -> None:
-        """Kill the ranks: they may not do another step."""
+        """Kill the ranks at once, because they must not make another step."""
         if any(rank.end is None for rank in self._ranks) and self.by != signal.SIGKILL:
             self.end(signal.SIGKILL)
 
@@ -146,7 +145,7 @@ class Shutdown:
             self._forkers.end(self.by, [pid])
 
     def refuse(self, rank: Rank) -> None:
-        """End a rank that was to be kept but can't be."""
+        """End a rank that was to be kept, but can't be."""
         if rank in self._stopping:
             self._stopping.remove(rank)
             self._forkers.end(signal.SIGTERM, [rank.pid])
@@ -161,7 +160,7 @@ class Shutdown:
             self._first_failure_s += stopped_s
 
     def keep_deadline(self) -> None:
-        """Escalate once the deadline has passed."""
+        """Take the next, harder step once the deadline has passed: end ranks that did not stop, then kill."""
         if self.by is None or not self._events.is_late:
             return
         running = [rank for rank in self._ranks if rank.is_running]
@@ -170,7 +169,7 @@ class Shutdown:
             why = f"no collective or snapshot within {STOP_S:g} s, so {they} started anew"
             self._say(f"{named('rank', late)} can't be kept: {why} (phalanx explain rank-not-kept)")
             self.end(signal.SIGTERM, running)
-        elif self._stopping:  # the grace period of the ranks that were not asked to stop
+        elif self._stopping:  # the deadline was that of the ranks that were not asked to stop
             self._stopping, self._events.deadline = [], time.monotonic() + self._job.grace_s
         elif self.by == signal.SIGKILL:
             self._forkers.kill()
@@ -179,7 +178,7 @@ class Shutdown:
             self.end(signal.SIGKILL, running or None)
 
     def within(self, timeout_s: float | None) -> float | None:
-        """Return the supervisor's timeout, shortened to the next report."""
+        """Return `timeout_s`, the supervisor's, shortened to the time of the next report."""
         if self._late_at_s is None:
             return timeout_s
         left_s = max(0.0, self._late_at_s - time.monotonic())
@@ -200,7 +199,7 @@ class Shutdown:
         self._say(f"{who} {has} not ended within {LATE_S:g} s of {signal_name(self.by)}{then}")
 
     def repeat_lost_interrupts(self) -> None:
-        """Send SIGINT again to ranks that printed and ignored its KeyboardInterrupt, as an import may do."""
+        """Send SIGINT again to ranks in which Python printed and dropped the KeyboardInterrupt, as in a callback."""
         if self.by == signal.SIGINT:
             lost = [rank.pid for rank in self._ranks if rank.end is None and rank.stderr.lost_interrupt()]
             if lost:

@@ -1,7 +1,7 @@
 """Starts the ranks, watches them and handles signals; `console` shows their output, `shutdown` ends them.
 
 ``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. The supervisor forks the forker at once and, while
-that imports torch, is ready for output and signals within 0.1 s. Its loop (see `events`) wakes for output, for a
+that imports torch, is ready for output and signals within 0.1 s. Its loop (see `screen.events`) wakes for output, for a
 signal, for a message of the forker about a rank, or at the end of a grace period.
 
 **Why supervisor and forker are two processes.** The supervisor handles signals, owns the terminal and imports nothing
@@ -11,8 +11,8 @@ heavy. The forker has torch in memory but no handlers, threads or output, so its
 **Signals to every process.** A service manager, or Slurm without cgroups, sends its signal to every process of a job.
 So the forker, and on several nodes the agent, block the signals that the supervisor handles, also across the exec of
 the script's interpreter, and each rank unblocks them after the fork. Once all ranks have ended, which the kernel knows
-before the forker reports it, the outcome is decided: a later signal only prevents a restart of the ranks. From then on
-until it exits, the supervisor blocks all signals; handlers would not be enough, since Python drops them while the
+before the forker reports it, the outcome is decided: a later signal only prevents a restart. When the job is over, the
+supervisor blocks all signals until it exits; handlers would not be enough, since Python removes them while the
 interpreter shuts down. SIGUSR1 and SIGUSR2 are forwarded to the ranks; torchrun dies of them.
 
 **A lost Ctrl-C.** If a KeyboardInterrupt is raised in a callback, for instance during an import, Python prints it and
@@ -78,29 +78,29 @@ class Supervisor:
         self._job = job
         self._folder = folder
         self._spare = spare
-        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # started by the shell
-        self.memory = job.memory  # policy of the next attempt for freed memory
+        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # which the shell has started
+        self.memory = job.memory  # the next attempt's treatment of freed memory
         self.events = EventLoop(self._say_log_problem)
         self._console = Console(job, folder, self.events, self._is_ending, self._lose_reader)
         self._ranks: list[Rank] = []
         self._num_attempts = 0
-        self.received: int | None = None  # signal that ends the job
-        self.drain: Callable[[], None] | None = None  # called on the first SIGTERM, which then ends no job
-        self.announce_interrupt: Callable[[], None] | None = None  # called on Ctrl-C, to tell the other nodes
-        self.cause_before: Ending | None = None  # failure that preceded the signal
-        self.clocks: Mapping[str, Sequence[float]] = {}  # as `clocks.Clocks.told` returns them
+        self.received: int | None = None  # the signal that ends the job
+        self.drain: Callable[[], None] | None = None  # called at the first SIGTERM, which then does not end the job
+        self.announce_interrupt: Callable[[], None] | None = None  # called at Ctrl-C, to tell the other nodes
+        self.cause_before: Ending | None = None  # a failure that happened before the signal
+        self.clocks: Mapping[str, Sequence[float]] = {}  # offsets of other hosts' clocks, from `clocks.Clocks.told`
         self._stopped_at_s: float | None = None
-        self._late: int | None = None  # signal received after all ranks had exited
+        self._late: int | None = None  # a signal that came after all ranks had exited
         self.began_s = 0.0  # when the ranks of this attempt were started
-        self._refusals: set[str] = set()  # reported in this attempt
+        self._refusals: set[str] = set()  # reasons why processes can't be kept, as reported in this attempt
         self._said_log_problem = False
         self.recovery = Recovery(Path(folder.path), self.say, agrees=job.max_nodes > 1)
 
     def __enter__(self) -> Supervisor:
-        adopt_orphans()  # those of a killed forker
+        adopt_orphans()  # to end the children of a forker that is killed
         self._descriptors = raise_descriptor_limit()
         self.events.catch((*self._job.signals, *_HARMLESS))
-        self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # of ranks, for the next attempt
+        self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # keeps the ranks' snapshots for the next attempt
         self._boxes = BoxMemory(self._job.num_local_ranks)  # where ranks record what they do
         self._notes = Notes()
         self._note_attempt(self._job.num_local_ranks if self._job.max_nodes == 1 else 0)
@@ -126,7 +126,7 @@ class Supervisor:
         environ[_env.COMMAND_VARIABLE] = self._job.typed
         environ[_env.RECORD_VARIABLE] = self._boxes.path
         environ |= self._keyboard.environment()
-        if not self._job.max_restarts:  # no attempt would read snapshots
+        if not self._job.max_restarts:  # without another attempt, nobody would read snapshots
             return environ
         return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self.snapshots_fd}"}
 
@@ -139,14 +139,14 @@ class Supervisor:
 
     @property
     def keep_list(self) -> list[int]:
-        """Children of this process that are not ranks, and are kept when ranks are reaped."""
+        """Children of this process that are not ranks, and stay when ranks are ended."""
         return self._forkers.keep_list
 
     def _wants_standby(self) -> bool:
         return self.shutdown.by is None and self._forkers.prepare_standby([rank.folder for rank in self._ranks])
 
     def __exit__(self, *_: object) -> None:
-        self.events.hold_signals()  # none may change the exit code from now on
+        self.events.hold_signals()  # from now on, no signal may change the exit code
         self._forkers.close()
         for output in (output for rank in self._ranks for output in rank.outputs):
             output.close()
@@ -186,7 +186,7 @@ class Supervisor:
         self._refusals.clear()
         if not self._start_attempt(attempt, may_keep=may_keep):
             if not any(rank.is_running for rank in self._ranks):
-                self.events.deadline = None  # nobody else clears it, and a past one keeps every later wait awake
+                self.events.deadline = None  # a deadline in the past would make every later wait return at once
             return None
         self.began_s = time.monotonic()
         self._watch_attempt(until)
@@ -217,13 +217,13 @@ class Supervisor:
             environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
             environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if may_keep else ""
             if not all(output.has_room(_env.environment().get("COLUMNS", "")) for output in rank.outputs):
-                environ["COLUMNS"] = ""  # the width of our screen, which the prefix narrows
+                environ["COLUMNS"] = ""  # it was the width of our screen, of which the prefix takes a part
             if rank in kept:
                 self._notes.note_start(rank.rank, rank.pid)
                 self._survivors.place(rank.pid, environ)
             else:
                 self._start_rank(rank, local_rank, environ, shares[local_rank])
-            self.wait(0)  # read the forker's report of the start: hundreds of unread ones would block both processes
+            self.wait(0)  # reads the forker's reports of starts: hundreds of unread ones would block both processes
         return True
 
     def _await_forker(self) -> None:
@@ -275,7 +275,7 @@ class Supervisor:
 
     @property
     def has_progress(self) -> bool:
-        """Whether a rank of the last attempt has noted a sign of training."""
+        """Whether a rank of the last attempt has noted a sign of training, see `attempts`."""
         return self._notes.has_progress
 
     @property
@@ -300,12 +300,12 @@ class Supervisor:
             self._say_log_problem(error.strerror or str(error))
 
     def _has_obeyed(self, end: Ending) -> bool:
-        """Return whether a rank ended because it was told to, and not by somebody else's SIGKILL."""
+        """Return whether a rank ended because the supervisor told it to, and not by somebody else's SIGKILL."""
         by_another = end.exitcode == -signal.SIGKILL and self.shutdown.by != signal.SIGKILL
         return end.ended_by_us and (not by_another or self._forker_failure is not None)
 
     def keep_reason(self, reason: str) -> None:
-        """Save the reason for the end of this run if it is not the failure of a rank."""
+        """Save why this run ended, if the reason is not the failure of a rank."""
         try:
             save_reason(f"phalanx run {reason}", Path(self._folder.path, "blackbox"))
         except OSError as error:
@@ -427,16 +427,16 @@ class Supervisor:
             elif sig == signal.SIGWINCH:
                 for output in (output for rank in self._ranks for output in rank.outputs):
                     output.resize()
-            elif sig in _ONLY_FORWARDED:  # only to ranks: most processes that they have started would die of it
+            elif sig in _ONLY_FORWARDED:  # goes only to ranks: most processes that they have started would die of it
                 self._forkers.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.is_running])
             elif sig == signal.SIGTERM and self.drain is not None:
                 drain, self.drain = self.drain, None
                 drain()
-            elif self.received not in (None, signal.SIGPIPE):  # the second request kills at once
+            elif self.received not in (None, signal.SIGPIPE):  # a second request to end kills at once
                 self._say_kill(sig)
                 self.shutdown.end(signal.SIGKILL)
             elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):
-                self._late = sig  # the outcome is decided, unless the ranks are about to be restarted
+                self._late = sig  # all ranks have ended: it matters only if they are about to be restarted
             else:
                 self.received = sig
                 self.cause_before = find_culprit([rank.end for rank in self._ranks if rank.end])
@@ -461,7 +461,7 @@ class Supervisor:
         if self._stopped_at_s is None:
             self._stopped_at_s = time.monotonic()
             self._signal_all(signal.SIGSTOP)
-        if self._spare is None:  # with a warm start, the shell stops the client
+        if self._spare is None:  # in a warm start, the shell stops the client instead
             self.events.stop_process()
             self._continue_all()
 
@@ -488,12 +488,12 @@ class Supervisor:
             self.say(f"{signal_name(sig)}{again}: killing {counted(len(living), 'rank')} at once; {saved}")
 
     def _lose_reader(self) -> None:
-        """End as on SIGPIPE, so that ranks can save; not after a signal, since Ctrl-C ends the reader, too."""
+        """End as after SIGPIPE, so that ranks can save, unless the job is ending: Ctrl-C ends the reader, too."""
         if not self._is_ending():
             self.events.note(signal.SIGPIPE)
 
     def _is_ending(self) -> bool:
-        """Whether this process was told to end: then it must not wait for a reader of its output."""
+        """Whether this process was told to end, so that it must not wait for a reader of its output."""
         return self.received is not None or any(sig not in _HARMLESS for sig in self.events.signals)
 
     # ------------------------------------------------------------ words

@@ -1,19 +1,19 @@
 """Ranks whose processes survive the failure of another rank: told to stop, awaited, and given a new rank.
 
-A rank that asks to be kept (`phalanx.resilient`, or a Trainer) connects to the supervisor. When an attempt is over, it
-is told to stop, and one of its threads aborts every process group. Its current or next collective raises, the stack
-unwinds, all groups are destroyed, and the rank reports that it is waiting; the supervisor treats that as an end with
-`LastWords` like any other. The next attempt sends it a new environment, and forks the other ranks. On several nodes the
-agent's "stop" does the same, and the agreement knows nothing of it. The rank's side is `phalanx.session.survival`.
-
-- **A rank that does not stop** within 2 s, at a collective, is ended and forked again. No signal interrupts it: an
-  exception in the middle of a loader or of native code would leave an undefined state.
+A rank that asks to be kept (`phalanx.resilient`, or a Trainer) connects to the supervisor. When an attempt is over, the
+supervisor tells it to stop, and one of its threads aborts every process group. Its current or next collective raises,
+the stack unwinds, all groups are destroyed, and the rank reports that it is waiting; for the supervisor, that is an end
+with `LastWords` like any other. For the next attempt, the supervisor sends it a new environment, and forks the other
+ranks. On several nodes the agent's "stop" has the same effect; other nodes need not know. The rank's side is
+`phalanx.session.survival`.
+- **A rank that has not stopped** after 2 s, because it reached no collective, is ended and forked again. No signal
+  interrupts it: an exception in the middle of a loader or of native code would leave an undefined state.
 - **Forkers.** A kept process is the child of the forker that forked it. The standby forks the others; the relieved
   forker stays until its last rank has ended.
 - **Boxes and logs.** The streams stay open, and continue in the folder of the new attempt. The box is saved, and its
   pages are freed rather than truncated, because a kept rank still maps them.
-- **Fallbacks,** each reported in a line: another number of local ranks, a kill by the kernel for want of memory, a
-  process that can't be kept.
+- **When no process is kept,** which a line reports: if the number of local ranks changes, if the kernel killed a rank
+  for lack of memory, or if a process can't be kept.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Survivors:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         pid, user = peer_of(connection)
-        if pid in self._connections:  # it may have closed the old one, which has not been read yet
+        if pid in self._connections:  # a process may connect anew before the end of its old connection is noticed
             self._hear(pid)
         if user != os.geteuid() or pid in self._connections:
             connection.close()

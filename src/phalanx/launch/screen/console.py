@@ -1,4 +1,4 @@
-"""The terminal or the pipes of a job: what its ranks print, and the launcher's own lines in between."""
+"""The output of a job, on a terminal or in pipes: what its ranks print, and the launcher's own lines in between."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Console:
     """Shows the streams of all ranks, and keeps each in its log.
 
     Args:
-        is_ending: Function that returns whether to drop what nobody reads.
+        is_ending: Function that returns whether the launcher is ending, so that output without a reader is dropped.
         on_closed: Function to call once, when the reader of our output has gone.
 
     Attributes:
@@ -51,7 +51,7 @@ class Console:
     # ------------------------------------------------------------ streams of ranks
 
     def begin_attempt(self, num_local_ranks: int) -> None:
-        """Begin to gather the warnings of ranks anew."""
+        """Forget the warnings that were gathered from ranks of an earlier attempt."""
         self._num_shown = len(self._job.shown_ranks) if self._job.shown_ranks else num_local_ranks
         self._filter = WarningFilter(self.err.write_lines, self._num_shown)
 
@@ -80,13 +80,13 @@ class Console:
         return Rank(number, folder, *before.outputs, pid=before.pid)
 
     def _way_of(self, name: str, number: int, folder: str) -> tuple[bytes, str, Callable[[Stream], Stream] | None]:
-        """Return the prefix, the log and the filter of a rank's stream."""
+        """Return the prefix, the log file and the filter of a rank's stream."""
         screen = self.out if name == "stdout" else self.err
         filtered = partial(FilteredStream, self._filter, number) if name == "stderr" and self._num_shown > 1 else None
         return prefix(number, colour=screen.is_terminal), os.path.join(folder, f"{name}.log"), filtered
 
     def is_holding(self, ranks: Sequence[Rank]) -> bool:
-        """Return whether something is held back for a moment: a traceback, or a warning of some ranks."""
+        """Return whether output is held back for a moment: a traceback, or a warning that others may repeat."""
         return self._filter.is_waiting or any(rank.stderr.is_holding for rank in ranks)
 
     def release_late(self, ranks: Sequence[Rank]) -> None:
@@ -111,24 +111,24 @@ class Console:
         self._log(printable(line))
 
     def say_last(self, text: str) -> None:
-        """Write the last words of the job unchanged."""
+        """Write the final report of the job unchanged."""
         self.out.end_line()
         self.err.end_line()
         self.err.write(printable(self._broken(text)))
         self._log(printable(text))
 
     def _broken(self, text: str) -> str:
-        """Return lines broken between words to fit a terminal; elsewhere unchanged."""
+        """Return the text with lines broken between words to fit the terminal; unchanged if there is none."""
         if not self.err.is_terminal:
             return text
         try:
             width = os.get_terminal_size(self.err.fd).columns
-        except OSError:  # it has hung up
+        except OSError:  # the terminal has hung up
             return text
         return "".join(f"{line}\n" for line in broken_at(width, text.split("\n")[:-1]))
 
     def _log(self, words: bytes) -> None:
-        """Keep what is said beside the logs of the ranks; writing those reports a full disk."""
+        """Append to the launcher's own log. Errors are ignored: the ranks' logs report a full disk."""
         with contextlib.suppress(OSError), open(os.path.join(self._folder.path, LAUNCH_LOG), "ab") as file:
             file.write(words)
 

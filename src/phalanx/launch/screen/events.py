@@ -1,4 +1,4 @@
-"""The supervisor's loop: descriptors that can be read, signals, a deadline. One thread, and nothing in it blocks."""
+"""The supervisor's loop: waits for readable descriptors, signals and a deadline. One thread; no callback may block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EventLoop:
         """Note these signals from now on, except those that were ignored when this process started."""
         # Handlers only note the signal; Python writes a byte to the pipe, which wakes the loop.
         for sig in dict.fromkeys(signals):
-            if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup stays nohup
+            if signal.getsignal(sig) is not signal.SIG_IGN:  # so that a job under nohup still ignores SIGHUP
                 signal.signal(sig, lambda got, _: self.signals.append(got))
                 self._caught.append(sig)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -58,7 +58,7 @@ class EventLoop:
         signal.signal(signal.SIGTSTP, before)
 
     def hold_signals(self) -> None:
-        """Block the caught signals for good: while Python exits its handlers are gone, and a signal would kill."""
+        """Block the caught signals for good. While Python exits, its handlers are gone, and a signal would kill it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self._caught)
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class EventLoop:
         return fd in self._selector.get_map()
 
     def watch_output(self, output: Output) -> None:
-        """Forward what is written there until it ends."""
+        """Forward `output` until it ends."""
 
         def carry() -> None:
             output.carry()

@@ -17,13 +17,13 @@ from phalanx.wire.lines import receive_line
 from phalanx.wire.peer import peer_of
 from phalanx.wire.places import make_path
 
-_END_OF_INPUT = b"\x04"  # as a terminal writes it
-_HELLO_S = 1.0  # for a rank that asks to say who it is
+_END_OF_INPUT = b"\x04"  # Ctrl-D, which a terminal takes for the end of input
+_HELLO_S = 1.0  # time for a process that asks for the terminal to tell its rank
 _RUNS = RUNS.encode()
 
 
 class _Debugger(NamedTuple):
-    """A connected debugger, and the rank that it stops."""
+    """The connection of a debugger, and the rank in which it runs."""
 
     connection: socket.socket
     rank: int
@@ -33,22 +33,22 @@ class Keyboard:
     """The launcher's own input, which one rank at a time reads.
 
     Args:
-        screen: Screen for a debugger's prompt, whichever streams of its rank are shown.
+        screen: Screen for a debugger's prompt, even if output of its rank is not shown.
         terminal_pid: Process that the shell started.
     """
 
     def __init__(self, events: EventLoop, screen: Screen, terminal_pid: int) -> None:
         self._events, self._screen, self._terminal_pid = events, screen, terminal_pid
-        self._first: Rank | None = None  # receives our input at its terminal
-        self._debugger: _Debugger | None = None  # that has the terminal
-        self._runs = False  # whether its program runs, so that its prompt is closed
+        self._first: Rank | None = None  # the first rank, which gets our input through its terminal
+        self._debugger: _Debugger | None = None  # the debugger that has our terminal now
+        self._runs = False  # whether the program under `_debugger` runs, so that it shows no prompt
         self._view: LiveStream | None = None
-        self._queue: list[_Debugger] = []  # those that wait for their turn
-        self._running: list[_Debugger] = []  # those that had a turn and have not asked again
+        self._queue: list[_Debugger] = []  # debuggers that wait for the terminal
+        self._running: list[_Debugger] = []  # debuggers that had the terminal and have not asked for it again
         self._listener: socket.socket | None = None
         self._path = ""
         if os.isatty(0):
-            with contextlib.suppress(OSError):  # no place for a socket: ranks then have no debugger
+            with contextlib.suppress(OSError):  # without a place for the socket, ranks have no debugger
                 self._path, self._listener = listen_at(make_path("prompts"))
                 self._events.watch(self._listener.fileno(), self._lend)
 
@@ -60,7 +60,7 @@ class Keyboard:
         """Return the stdin of the first rank: our own input, or its terminal, to which our input is passed on."""
         self._first = None
         if not os.isatty(0):
-            with contextlib.suppress(OSError):  # closed
+            with contextlib.suppress(OSError):  # our stdin is closed
                 return os.dup(0)
         elif os.isatty(rank.stdout.rank_fd):
             self._first = rank
@@ -96,7 +96,7 @@ class Keyboard:
         if not typed or self._first is None:
             self._events.unwatch(0)
         if self._first is not None:
-            with contextlib.suppress(BlockingIOError):  # it does not read: what is typed ahead is dropped
+            with contextlib.suppress(BlockingIOError):  # the rank does not read, so what is typed ahead is dropped
                 os.write(self._first.stdout.fd, typed or _END_OF_INPUT)
 
     # ------------------------------------------------------------ debuggers have it by turns
@@ -120,7 +120,7 @@ class Keyboard:
         """Give the terminal to the debugger that has waited longest, unless another is at its prompt."""
         if not self._queue or (self._debugger is not None and not self._runs):
             return
-        if (before := self._debugger) is not None:  # queued again when it writes
+        if (before := self._debugger) is not None:  # it is queued again when it writes
             self._end_turn()
             self._running.append(before)
             self._events.watch(before.connection.fileno(), lambda: self._ask_again(before))
@@ -143,7 +143,7 @@ class Keyboard:
             said = self._debugger.connection.recv(65536)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # it was killed
+        except ConnectionResetError:  # the debugger's process was killed
             said = b""
         if not said:
             self._take_back()
@@ -157,7 +157,7 @@ class Keyboard:
 
     def _answer_prompt(self, typed: bytes) -> None:
         assert self._debugger is not None
-        # The terminal has echoed what was typed, with the line's end.
+        # The terminal itself has echoed what was typed, newline included, so no line is open.
         if typed.endswith(b"\n"):
             self._screen.open_line = b""
         with contextlib.suppress(OSError):

@@ -1,13 +1,12 @@
 """The output of all ranks, on one terminal or in one pipe, without mixing lines.
 
-Lines of all ranks go out whole, each behind ``[rank N]``. On a terminal rank 0 prints live instead, character by
-character, so that its progress bar moves; a line of another rank is slipped in above it. While a debugger's prompt is
-open, rank 0 is such another rank.
-
-Rank 0 writes to a pseudo-terminal when we are on a terminal; all others write to pipes. The pseudo-terminal is
-narrower than the screen by the prefix, and a COLUMNS that is wider is emptied for the rank, since a bar that wraps is
-not rewritten in place. The Trainer's bar is rich's, which wraps what goes to stderr and moves it to stdout; under
-``phalanx run`` warnings bypass it, or those of rank 0 would differ from the others'.
+Every rank's lines are written whole, each with the prefix ``[rank N]``. On a terminal, rank 0 is shown live instead,
+character by character, so that its progress bar moves; lines of other ranks are inserted above the line that it is
+writing. While a debugger's prompt is open, the prompt is live, and rank 0 is shown like the others.
+If we are on a terminal, rank 0 writes to a pseudo-terminal; all others write to pipes. The pseudo-terminal is narrower
+than the screen by the length of the prefix, because a progress bar that wraps can't be rewritten in place; for the same
+reason a COLUMNS that is too wide is emptied for the rank. The Trainer's bar is rich's, which captures stderr and shows
+it on stdout; under ``phalanx run``, warnings bypass it, or those of rank 0 would look different from the others'.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import select
 from collections.abc import Callable
 
 _STDOUT, _STDERR = 1, 2
-_ATOMIC_BYTES = select.PIPE_BUF  # as much as never blocks once there is room
+_ATOMIC_BYTES = select.PIPE_BUF  # once a pipe has room, writing this much never blocks
 _LOOK_UP_MS = 100
-_MAX_LINE_BYTES = 1 << 20  # a rank that never ends its line can't fill the memory
-_MAX_KEPT_BYTES = 1 << 14  # of the line under the cursor: more than a terminal shows
-_MAX_SEQUENCE_BYTES = 1 << 12  # of an escape sequence that has begun: a longer one is none
+_MAX_LINE_BYTES = 1 << 20  # a longer line is cut, so that a rank that never ends its line can't fill the memory
+_MAX_KEPT_BYTES = 1 << 14  # kept of the line under the cursor: more than a terminal shows
+_MAX_SEQUENCE_BYTES = 1 << 12  # a longer escape sequence is not taken for one
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
@@ -36,7 +35,7 @@ _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
 def printable(text: str) -> bytes:
-    """Return the launcher's own text, which may quote ranks and other hosts, without control characters."""
+    """Return a text of the launcher without control characters, which may come from ranks or hosts that it quotes."""
     return text.translate(_CONTROLS).encode(errors="backslashreplace")
 
 
@@ -52,8 +51,8 @@ class Screen:
     """One of the launcher's own outputs, shared by all ranks; nothing else writes to it.
 
     Args:
-        is_ending: Function that returns, while nobody reads, whether to drop the rest.
-        on_closed: Function to call once, when whoever read this output has gone.
+        is_ending: Function that is asked while nobody reads: whether to drop the rest, because the launcher ends.
+        on_closed: Function to call once, when the reader of this output is gone.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class Screen:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self.is_terminal: bool = os.isatty(fd)
-        # Of the live rank, whose two outputs share the cursor, as without a launcher.
-        self.open_line: bytes = b""  # on the terminal, not yet ended
-        self.style = b""  # set before the line has begun
-        self.writer: LiveStream | None = None  # of the open line
-        self.borrower: LiveStream | None = None  # has its prompt under the cursor; all other lines go above it
+        # State of the live rank, whose stdout and stderr share the cursor, as without a launcher.
+        self.open_line: bytes = b""  # what the terminal shows of the line that has not ended
+        self.style = b""  # escape sequences for the style, received before the line began
+        self.writer: LiveStream | None = None  # the stream that writes the open line
+        self.borrower: LiveStream | None = None  # a debugger whose prompt is at the cursor; other lines go above it
         self._is_broken = False
         self._hides_cursor = False
 
@@ -83,7 +82,7 @@ class Screen:
         self.write(_ERASE_LINE + lines + self.open_line if self.open_line else lines)
 
     def end_line(self) -> None:
-        """Go to the start of a line, if the cursor is not there."""
+        """Move the cursor to the start of a new line, unless it is at the start of one."""
         if self.open_line:
             self.open_line = b""
             if self.writer is not None:
@@ -120,7 +119,7 @@ class Screen:
 
 
 class LineStream:
-    """Forwards the output of a rank in whole lines; of a rewritten line, only the last state."""
+    """Forwards the output of a rank in whole lines; of a line that was rewritten, only its last state."""
 
     def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen
@@ -146,7 +145,7 @@ class LineStream:
         return pending
 
     def _line(self, line: bytes) -> bytes:
-        # A progress bar returns and overwrites: a terminal shows what follows the last return.
+        # A progress bar overwrites its line after each "\r", so a terminal shows only what follows the last one.
         shown = line.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in line else line
         return self._prefix + shown + b"\n"
 
@@ -154,18 +153,18 @@ class LineStream:
 class LiveStream:
     """Forwards the output of the one rank that owns the cursor, with a prefix at the start of each line.
 
-    Escape sequences that move or erase pass at once; those that set a style wait until the prefix is written, because
-    the prefix resets the style.
+    Escape sequences that move the cursor or erase are forwarded at once. Those that set a style wait until the prefix
+    is written, because the prefix resets the style.
 
     Attributes:
-        is_cut: Whether another writer ended our line, so that its own end is still to come.
+        is_cut: Whether another writer has ended our line on the screen, so that the newline still to come is dropped.
     """
 
     def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen
         self._prefix = line_prefix
         self._pending = b""
-        self._aside = LineStream(screen, line_prefix)  # for output while another one has the cursor
+        self._aside = LineStream(screen, line_prefix)  # takes the output while another stream has the cursor
         self.is_cut = False
 
     def feed(self, data: bytes) -> None:

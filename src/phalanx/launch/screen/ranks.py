@@ -1,9 +1,8 @@
-"""One rank as the supervisor sees it: a process, two streams, and where they go.
-
-From the beginning of a traceback on, a rank's stderr is held back until the rank ends, and then belongs to the report
-of the failure, or until it has evidently gone on: 5 s, or 30 s behind torch's prefix, which only an uncaught exception
-has. The logs have everything at once. Logs that can't be written end no job: training needs another disk, and this one
-may be full because of the logs.
+"""One rank as the supervisor sees it: a process and two streams.
+When a traceback begins on a rank's stderr, it is held back on the screen. If the rank ends, the traceback goes into the
+report of the failure. If it does not end within 5 s (30 s after torch's own prefix, which only an uncaught exception
+has), the rank has evidently gone on, and the traceback is shown. The logs get everything at once. A log that can't be
+written does not end the job: training may write to another disk, and this one may be full because of the logs.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from phalanx.launch.screen.output import LineStream, LiveStream, Screen, prefix
 from phalanx.record.notes import has_ended_for_restart, was_preempted
 
 _LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
-_MAX_READS = 64  # more than a full pipe
-_TAIL_BYTES = 64 * 1024  # of stderr: enough for the longest traceback that anybody reads
+_MAX_READS = 64  # buffers; more than a full pipe holds
+_TAIL_BYTES = 64 * 1024  # kept of stderr: enough for the longest traceback that anybody reads
 
 
 class Output:
@@ -38,14 +37,14 @@ class Output:
 
     Args:
         live: Whether the stream has a terminal of its own and is shown character by character.
-        filtered: Function that wraps the stream to show in a filter; None: no filter.
+        filtered: Function that puts a filter in front of the shown stream; None: no filter.
 
     Attributes:
-        fd: The launcher's end, which does not block.
+        fd: The launcher's end of the pipe or terminal; reading it does not block.
         rank_fd: The rank's end, until it is handed over.
         tail: Last part of the output, in which the cause of a failure is looked for.
-        log_problem: Reason for which the log is incomplete; empty if it is complete.
-        ended: Whether nobody can write to it any more.
+        log_problem: Why the log is incomplete; "" if it is complete.
+        ended: Whether no process can write to it any more.
     """
 
     def __init__(
@@ -80,13 +79,13 @@ class Output:
             self.log_problem = error.strerror or str(error)
             self._log = open(os.devnull, "ab", buffering=0)  # noqa: SIM115 closed with the stream
         self.tail: bytes = b""
-        self._num_lost = 0  # interrupts
+        self._num_lost = 0  # number of times that the rank has printed and dropped a KeyboardInterrupt
         kind = LiveStream if self._live else LineStream
         view: Stream = kind(self._screen, line_prefix)
         self._view = HeldTracebacks(filtered(view) if filtered else view) if self._shown else None
 
     def go_on(self, line_prefix: bytes, log_path: str, filtered: Callable[[Stream], Stream] | None) -> None:
-        """Switch to the log of another attempt: the process was kept."""
+        """Continue with the log and prefix of another attempt, for which the process was kept."""
         self._log.close()
         self._open(line_prefix, log_path, filtered)
 
@@ -96,7 +95,7 @@ class Output:
             data = os.read(self.fd, 65536)
         except BlockingIOError:
             return False
-        except OSError:  # EIO: nobody has the terminal's other side any more
+        except OSError:  # EIO: no process has the other side of the terminal open
             data = b""
         self.ended = not data
         if data:
@@ -113,10 +112,10 @@ class Output:
         """Forward all remaining output of a rank that has ended, with the unfinished last line.
 
         Args:
-            drops_last_words: Whether to drop the traceback that it ended with, if that is still held back: a report
-                shows it.
+            drops_last_words: Whether to drop the traceback with which it ended, if that is still held back, because a
+                report shows it.
         """
-        for _ in range(_MAX_READS):  # a process that escaped from the rank may write for ever
+        for _ in range(_MAX_READS):  # not for ever: a process that escaped from the rank may still write
             if not self.carry():
                 break
         if self._view is not None:
@@ -140,7 +139,7 @@ class Output:
             self._view.hides_interrupts = True
 
     def lost_interrupt(self) -> bool:
-        """Return whether the rank has printed since the last call that it ignored a KeyboardInterrupt."""
+        """Return whether, since the last call, Python in the rank has printed and dropped a KeyboardInterrupt."""
         before, self._num_lost = self._num_lost, len(_LOST_INTERRUPT.findall(self.tail))
         return self._num_lost > before
 
@@ -166,7 +165,7 @@ class Output:
                 self._view.finish()
 
     def hand_over(self) -> None:
-        """Close the rank's end, of which the rank has a copy now."""
+        """Close our copy of the rank's end, because the rank has its own now."""
         os.close(self.rank_fd)
         self.rank_fd = -1
 
@@ -185,7 +184,7 @@ class Rank:
         self.stderr = stderr
         self.pid = pid  # 0 until the forker has forked it
         self.asked_to_end = False
-        self.was_killed = False  # by us
+        self.was_killed = False  # whether the supervisor has sent it SIGKILL
         self.end: Ending | None = None
         self.pause: Ending | None = None
 
@@ -195,7 +194,7 @@ class Rank:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has neither ended nor begun to wait for the next attempt."""
+        """Whether it is in this attempt: it has not ended, and does not wait for the next one."""
         return self.end is None and self.pause is None
 
     @property
@@ -226,7 +225,7 @@ class Rank:
         """
         code = os.waitstatus_to_exitcode(status)
         self._drain(is_reported=is_reported and code != 0)
-        is_crash = code < 0 and not self.asked_to_end  # after an exception, too: stderr says what it was doing
+        is_crash = code < 0 and not self.asked_to_end  # even if it raised before: stderr says what it was doing
         words = read_stderr(self.stderr.tail) if is_crash else self._last_words() if code else LastWords()
         self.end = self._outcome(code, words)
         if self.end.failed:
@@ -262,9 +261,9 @@ class Rank:
 def _open_terminal(screen: Screen) -> tuple[int, int]:
     """Return the launcher's and the rank's side of a terminal as large as the screen, so that progress bars work."""
     ours, theirs = os.openpty()
-    tty.setraw(theirs)  # line ends are translated once, by the real terminal
+    tty.setraw(theirs)  # so that newlines are translated once, by the real terminal
     modes = termios.tcgetattr(theirs)
-    modes[3] |= termios.ICANON  # except that Ctrl-D, the end of our input, ends input there, too
+    modes[3] |= termios.ICANON  # but Ctrl-D must end the rank's input, as it ends ours
     modes[6][termios.VEOF] = b"\x04"
     termios.tcsetattr(theirs, termios.TCSANOW, modes)
     _copy_size(screen, theirs)
@@ -274,5 +273,5 @@ def _open_terminal(screen: Screen) -> tuple[int, int]:
 def _copy_size(screen: Screen, fd: int) -> None:
     with contextlib.suppress(OSError):
         columns, lines = os.get_terminal_size(screen.fd)
-        room = max(20, columns - len(prefix(0, colour=False))) if columns else 0  # 0: unknown
+        room = max(20, columns - len(prefix(0, colour=False))) if columns else 0  # 0: the width is unknown
         fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, room, 0, 0))

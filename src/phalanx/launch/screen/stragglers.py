@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from phalanx.record.stragglers import Ledger
 
 LOOK_S = 1.0
-"""Time between two looks; in it, a rank rarely fills its box."""
+"""Time between two reads of the boxes; short enough that a rank rarely fills its box in between."""
 
-_LEAST_COST = 0.05  # share of a step
+_LEAST_COST = 0.05  # fraction of a step that a rank must cost the others to be named
 _LEAST_S = 60.0
 _JUDGE_S = 10.0
-_MOST_EVENTS = 2000  # of all ranks in a look; with more, only the newest count, which are a sample
-_LEAST_EVENTS = 100  # of each
+_MOST_EVENTS = 2000  # read of all ranks together; if there are more, the newest are taken as a sample
+_LEAST_EVENTS = 100  # read of each rank at least, however many ranks there are
 
 
 class StragglerWatch:
@@ -27,10 +27,10 @@ class StragglerWatch:
     Args:
         places: Open file and offset of each rank's box; the files stay the caller's.
         say: Function to call once with a line about a rank that has cost too much for a minute.
-        now_s: Clock.
+        now_s: Function that returns the time.
 
     Attributes:
-        line: Present summary, if a rank costs too much; empty otherwise.
+        line: Present summary, if a rank costs too much; otherwise "".
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StragglerWatch:
         self._ledger: Ledger | None = None
         self._next_s = self._judge_s = now_s() + _JUDGE_S
         self._named: Sequence[int] = ()  # ranks that the last summary named
-        self._since_s = 0.0  # when they were first named
+        self._since_s = 0.0  # since when every summary has named them
         self._said: set[int] = set()
 
     @property
@@ -60,7 +60,7 @@ class StragglerWatch:
             return
         self._next_s = self._now_s() + LOOK_S
         if self._ledger is None:
-            from phalanx.record.stragglers import Ledger  # not imported in short jobs
+            from phalanx.record.stragglers import Ledger  # here, so that short jobs do without it
 
             self._ledger = Ledger(_LEAST_S)
         try:

@@ -1,6 +1,5 @@
-"""Warnings that every rank prints alike, shown once for all of them.
-
-A warning waits half a second for the same one of other ranks.
+"""Shows a warning that several ranks print only once, with the ranks.
+A warning is held back for half a second, in which other ranks may print the same.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class WarningFilter:
 
     Args:
         show: Function that writes whole lines above the unfinished one.
-        num_ranks: Ranks whose output is shown here.
+        num_ranks: Number of ranks whose output is shown here.
     """
 
     def __init__(self, show: Callable[[bytes], None], num_ranks: int) -> None:

@@ -1,5 +1,4 @@
-"""`phalanx.spawn`: a function on several ranks of this machine, forked from one server that has imported torch.
-
-Start with `spawn`, then `workers`, the side of the parent, and `worker`, the side of a rank. `phalanx.testing` stands
-on the same.
+"""`phalanx.spawn`: runs a function on several ranks of this machine, forked from one server that has imported torch.
+Start with `spawn`, then `workers`, the parent's side, and `worker`, the rank's side. `phalanx.testing` uses them, too.
+Nothing here restarts ranks, keeps logs or knows of other hosts: that is `phalanx run`'s.
 """

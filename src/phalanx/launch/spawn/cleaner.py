@@ -1,8 +1,7 @@
-"""Ends what forked ranks have started, however the ranks or the process that forked them have ended.
-
-The kernel ends the ranks themselves with that process, but not the processes below them. These are in the ranks'
-process groups, or have their rank in the environment. A shell that waits for the end of its input knows the ranks'
-pids, and ends them. While the process lives, it adopts what ranks leave behind and ends that itself.
+"""Ends the processes that forked ranks have started, however the ranks or their parent end.
+If the parent is killed, the kernel kills the ranks, but not the processes below them. Those are killed by the cleaner,
+a shell that knows the ranks' process groups and waits for the end of its input. As long as the parent lives, it adopts
+processes that ranks leave behind, recognises them by the rank in their environment, and ends them itself.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ done 2> /dev/null
 
 
 class Cleaner:
-    """The cleaner of this process. It starts with the first ranks, and ends with this process.
+    """The cleaner of this process. It is started with the first ranks, and ends with this process.
 
     Attributes:
         pid: Process id of the cleaner; None: there is none yet.
@@ -51,10 +50,10 @@ class Cleaner:
         return self._pipe
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Have the process groups of these ranks, and no others, killed if this process is killed."""
+        """Have the process groups of exactly these ranks killed if this process is killed."""
         if self._owner != os.getpid():
             self._start()
-        with contextlib.suppress(OSError):  # somebody has killed the cleaner
+        with contextlib.suppress(OSError):  # the cleaner itself was killed
             os.write(self._pipe, f"{' '.join(map(str, pids))}\n".encode())
 
     def let_go(self) -> None:
@@ -74,7 +73,7 @@ class Cleaner:
         finally:
             os.close(theirs)
         self.pid, self._owner = self._process.pid, os.getpid()
-        self._process.returncode = 0  # nobody waits for it, and Python need not warn
+        self._process.returncode = 0  # nobody waits for it; this keeps Python from warning about that
 
 
 cleaner = Cleaner()
@@ -82,10 +81,9 @@ cleaner = Cleaner()
 
 
 class Orphans:
-    """Processes that ranks, forked from now on, leave behind, whatever their session.
-
-    This process adopts it meanwhile, and so adopts what others below it leave behind, which it lets live. A child of
-    another thread is in that thread's list, and taken for none.
+    """Adopts and ends processes that ranks, forked from now on, leave behind, whatever their session.
+    While this exists, the process also adopts orphans of other descendants; those are left alone. Children that another
+    thread has started are in that thread's list in ``/proc``, and are not taken for orphans.
     """
 
     def __init__(self) -> None:
@@ -95,7 +93,7 @@ class Orphans:
         adopt_orphans(True)
 
     def end(self, ranks: Sequence[int]) -> None:
-        """Kill and reap them with all their descendants. Idempotent.
+        """Kill and reap the orphans of ranks, with all their descendants. Idempotent.
 
         Args:
             ranks: Process ids of the ranks, which have been waited for.
@@ -122,7 +120,7 @@ def _is_of_ranks(pid: int, marks: Sequence[bytes]) -> bool:
     own = Path(f"/proc/{pid}")
     try:
         environ = (own / "environ").read_bytes()
-        if not environ:  # it has ended, or its environment is empty
+        if not environ:  # the process has ended, or its environment is empty
             return True
         is_fork = environ == Path("/proc/self/environ").read_bytes()
         return is_fork or any(mark in environ.split(b"\0") for mark in marks)

@@ -1,7 +1,6 @@
-"""Imported first by the fork server of `phalanx.spawn`, and nowhere else: puts a reaper between it and its parent.
-
-With a warm start, the server is a fork of a warm process, which runs this module again; the first process then only
-stands for it.
+"""The first module that the fork server of `phalanx.spawn` imports: puts a reaper between the server and its parent.
+Nothing else imports it. With a warm start, the server is a fork of a warm process, which runs this module again; the
+process that multiprocessing started then only stands for the server.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ fork_server()
 
 @functools.cache
 def _keep_sharing() -> None:
-    """Have ranks go on sharing what this server has imported: all of it, by the time it forks the first."""
+    """Let ranks share the memory of what this server has imported by the time it forks the first rank."""
     share_pages()
-    atexit.register(gc.unfreeze)  # or libraries would report as leaked what the server can't collect at its end
+    atexit.register(gc.unfreeze)  # otherwise libraries would report as leaked what the server can't collect at its end
 
 
 os.register_at_fork(before=_keep_sharing)
-# It reaps what it has adopted, and has nothing to warn of.
+# The server reaps processes that it has adopted; multiprocessing would warn that it does not know them.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")

@@ -1,7 +1,7 @@
 """`phalanx.spawn`: a function on several ranks of this machine, from a script, a notebook or a test.
 
-Each rank imports the script, as with torch's: top-level code such as a seed takes effect there. What a notebook's cell
-or ``python -c`` defines travels by value (cloudpickle).
+Each rank imports the script, as with ``torch.multiprocessing.spawn``, so top-level code such as a seed takes effect
+there. A function that a notebook's cell or ``python -c`` defines is sent by value (cloudpickle).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.launch.environment import thread_environment
 from phalanx.launch.spawn.workers import Workers
 
 _RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"
-_said: set[str] = set()  # of other launchers
+_said: set[str] = set()  # remarks about other launchers that were printed
 _INSTEAD = "\nor call fn(phalanx.init().rank) alone: a launcher has started this script on each rank"
 
 
@@ -41,7 +41,7 @@ def spawn(
 
     Each rank has torchrun's environment, so ``init_process_group()`` needs no arguments. Cores are divided among the
     ranks, through OMP_NUM_THREADS unless it is set. No rank outlives this process, or the failure of another rank.
-    Processes that a rank starts end with the rank, or with this process if they leave the rank's process group.
+    Processes that a rank starts end with the rank; those that leave its process group end with this process.
 
     Args:
         fn: Function of a module, of a script that guards its call with ``if __name__ == "__main__":``, or of a
@@ -53,8 +53,8 @@ def spawn(
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``: they may have no children.
         start_method: Accepted as in torch, which warns of anything but "spawn", too. Ranks are forked from a server
             process that has imported torch.
-        warm: Whether that server process is forked from one that has torch imported already and outlives this script;
-            the first call of each script is then as fast as the others. PHALANX_WARM=1 asks for it, too.
+        warm: Whether that server is forked from a process that has already imported torch and outlives this script, so
+            that the first call of a script is as fast as later ones. PHALANX_WARM=1 asks for it, too.
 
     Raises:
         RankError: A rank raised or died. It names the first true failure and has its remote traceback; its
@@ -125,7 +125,7 @@ class SpawnContext:
         self._is_daemon = daemon
         self._joined = False
         self.results: list[Any] = []
-        atexit.register(self._finish)  # also what keeps it alive until then
+        atexit.register(self._finish)  # this reference also keeps the object alive until then
 
     @property
     def processes(self) -> list[Any]:
@@ -205,7 +205,7 @@ class SpawnContext:
 
 
 def _say_once(pieces: list[str]) -> None:
-    """Say what is short on this machine; a loop of calls beside the same launcher is told once."""
+    """Print a remark that cores are short on this machine, but not the same one again."""
     if pieces and pieces[0] not in _said:
         _said.add(pieces[0])
         print(f"phalanx.spawn: {'; '.join(pieces)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The rank's side of `phalanx.spawn`: what crosses to it, how it starts, and how it reports."""
+"""The rank's side of `phalanx.spawn`: what it is sent, how it starts, and how it reports."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from phalanx.launch.spawn.cleaner import cleaner
 
 @dataclasses.dataclass
 class Assignment:
-    """What all ranks of one group have in common.
+    """What a rank is sent; the same for all ranks of one call.
 
     Attributes:
         call: Function and arguments, pickled by `dumps` in the parent so that tensors travel by value and not by shared
             descriptors; the pair itself for a rank that is forked from the parent.
-        folder: Private to the group.
+        folder: Folder for the files of this call's ranks.
         notes: File in which the parent records the ranks that have ended.
         environ: Environment of every rank, beside the variables from `attempt`.
         memory: Treatment of memory that ranks free.
@@ -58,7 +58,7 @@ class Assignment:
 
 @dataclasses.dataclass
 class Function:
-    """A top-level function by module and name; by file too, if its module is not on the path."""
+    """A reference to a top-level function by module and name, and by file if its module is not on the path."""
 
     module: str
     qualname: str
@@ -95,7 +95,7 @@ class Function:
 
 
 def _below_guard(name: str) -> AttributeError:
-    """Return the error for a name that a rank, which imports the script, does not find there."""
+    """Return the error for a name that a rank does not find in the script, because it is defined below the guard."""
     return AttributeError(
         f"a rank imports the script, and {name} is not there then: define it at the top level of the script, above "
         'if __name__ == "__main__":, or in a module that the script imports'
@@ -122,7 +122,7 @@ def _load_call(
 
 
 def _named_by(fn: Callable[..., Any]) -> object:
-    """Return what the name of `fn` refers to: another object, if the name was bound again."""
+    """Return the object to which the name of `fn` refers; that is another one if the name was bound again."""
     found: object = sys.modules.get(fn.__module__)
     for part in fn.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -135,9 +135,9 @@ def load_function(function: Function | Callable[..., Any]) -> Callable[..., Any]
 
 
 def dumps(value: object) -> bytes:
-    """Return `value` pickled for another process of this group: by name where it has one there, else by value.
-
-    What a notebook's cell or ``python -c`` defines has no name elsewhere, nor has a lambda.
+    """Return `value` pickled for another process of this group.
+    Functions and classes are pickled by name if they can be imported there. Those that a notebook's cell or ``python
+    -c`` defines, and lambdas, can't be, and are pickled by value.
     """
     if _main_can_be_imported():
         with contextlib.suppress(Exception):
@@ -154,9 +154,9 @@ def _main_can_be_imported() -> bool:
 
 
 class Inherited:
-    """A descriptor of the parent, given to the rank under the same number.
-
-    The server may have been started under another capture of stdout.
+    """A descriptor of the parent, which the rank gets under the same number.
+    It is needed for stdout and stderr: those of the server, of which ranks are forks, may lead elsewhere (pytest's
+    capture changes between tests).
     """
 
     def __init__(self, fd: int) -> None:
@@ -203,12 +203,12 @@ def worker_main(
     except BaseException as error:
         _report(pipe, error)
         code = error.code if isinstance(error, SystemExit) else 1
-        # Without finalizers: a broken group could hang there and hide the failure.
+        # Ends without finalizers: in a broken group they could hang, and hide the failure.
         _leave(code if isinstance(code, int) else 1)
     if isinstance(answer, Exception):
         _report(pipe, answer)
         _leave(1)
-    with contextlib.suppress(OSError):  # the parent has gone
+    with contextlib.suppress(OSError):  # the parent is gone
         pipe.send_bytes(answer)
     # multiprocessing now ends this process as usual, with its finalizers.
 
@@ -228,12 +228,12 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
     """Return what the user's function returns.
 
     Args:
-        form: Arguments as documented, such as ``rank, *args``; for the error if the function takes others.
+        form: How the function is called, such as ``rank, *args``; shown in the error if it takes other arguments.
     """
     try:
         return fn(*args, **kwargs)
     except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised within the function
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # the function itself raised it
             raise
         name = getattr(fn, "__name__", type(fn).__name__)
         named = (f"{key}={shortened(reprlib.repr(value))}" for key, value in kwargs.items())
@@ -242,7 +242,7 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
 
 
 def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], *, is_script: bool) -> Any:
-    """Return what a rank's function returns; with `is_script`, ``sys.exit()`` is a normal end, in a test a failure."""
+    """Return what a rank's function returns. With `is_script`, ``sys.exit()`` ends it normally; in a test it fails."""
     try:
         return call(fn, "rank, *args", rank, *args)
     except SystemExit as end:
@@ -253,11 +253,11 @@ def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], *, is_script
 
 def _settle(rank: int, assignment: Assignment) -> None:
     """Make the forked process look as if the parent had started it."""
-    die_with_parent(os.getppid())  # the server ends with the parent, and its ranks end with the server
-    os.setpgid(0, 0)  # the parent passes Ctrl-C on
+    die_with_parent(os.getppid())  # the parent here is the server, which itself ends with the spawning process
+    os.setpgid(0, 0)  # out of the terminal's group: the spawning process passes Ctrl-C on
     _let_go_of_server()
     cleaner.let_go()
-    if isinstance(assignment.call, bytes):  # a test continues its parent's random state
+    if isinstance(assignment.call, bytes):  # not in a test, which continues its parent's random state
         draw_anew()
     os.sched_setaffinity(0, assignment.cpus)
     stacks = open(os.path.join(assignment.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
@@ -267,9 +267,9 @@ def _settle(rank: int, assignment: Assignment) -> None:
     own[_env.PROCESS_VARIABLE] = str(os.getpid())
     _env.replace_all({**assignment.environ, **own, **launch, **of_rank(assignment.memory)})
     obey_launcher()
-    replace.obey()  # the server imported torch without this setting
+    replace.obey()  # PHALANX_REPLACE, which was unset while the server imported torch
     watch_torch()
-    # Not that of the server, whose children would import everything.
+    # Set, because the server's own start method would make children of this rank import everything.
     multiprocessing.set_start_method(assignment.start_method, force=True)
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
@@ -277,9 +277,8 @@ def _settle(rank: int, assignment: Assignment) -> None:
 
 
 def _let_go_of_server() -> None:
-    """Close the descriptor that keeps the server running while any process holds it: only the parent's copy counts.
-
-    multiprocessing hands it to each child for children of its own, so the number stays open, on /dev/null.
+    """Close this rank's copy of the descriptor that keeps the server running: only the parent's copy may do that.
+    multiprocessing hands the number on to children of this rank, so it stays open, on /dev/null.
     """
     alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
     if alive_fd is not None:
@@ -291,7 +290,7 @@ def _let_go_of_server() -> None:
 def _report(pipe: connection.Connection, error: BaseException) -> None:
     when_s = time.monotonic()
     words = LastWords.of_error(error)
-    from phalanx.record import writer  # loads the core, which the parent of ranks may do without
+    from phalanx.record import writer  # here, because it loads the core, which the spawning process may do without
 
     writer.note(words.note)
     stand_in = RuntimeError(class_and_message(error))

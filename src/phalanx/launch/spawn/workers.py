@@ -1,10 +1,10 @@
 """The parent's side of `phalanx.spawn`: starts the ranks, hears from them, signals them, ends them.
 
 Ranks are forked from a server process that has imported torch and that ends with this process, so that a group of two
-starts in a tenth of a second. What torch reads of the environment while it is imported, a server has read, so there is
-a server for each set of such variables, at most four; the longest unused one ends first, if nothing runs below it.
-What the launcher sets by itself (threads, how these wait) makes no other server, since the number of threads is also
-set in the rank.
+starts in a tenth of a second. torch has read the environment when it was imported, so each set of variables that it
+reads needs a server of its own. At most four are kept; the least recently used one without ranks ends first. Variables
+that the launcher itself sets (the number of threads, and how they wait) need no other server, since the number of
+threads is also set in the rank.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from phalanx.record.memory import BoxMemory
 from phalanx.rendezvous.launched import Notes
 from phalanx.wire.sockets import keep_paths_short
 
-# What every rank needs, imported once in the server, under its reaper. None of it may start a thread there.
+# Modules that every rank needs, imported once in the server. The first puts a reaper above it. None may start a thread.
 _PRELOAD = ("phalanx.launch.spawn.server", *RANK_MODULES, "phalanx.launch.spawn.worker")
-# What this process has imported, its ranks need soon: torch._dynamo by the first optimizer, and slow.
+# If this process has imported one of these, its ranks will soon need it, too. torch._dynamo is slow to import, and the
+# first optimizer does so.
 _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
-_NO_GUARD = 88  # exit code of a rank whose import of the script comes to start ranks again
+_NO_GUARD = 88  # exit code of a rank that, while importing the script, reached the call that starts ranks
 
 
 _MAX_SERVERS = 4
 
 
 class _Servers:
-    """The processes that ranks are forked from: one for each environment that ``import torch`` may read.
-
-    multiprocessing knows one at a time: the one that was chosen last.
+    """The servers from which ranks are forked: one for each set of variables that ``import torch`` may read.
+    multiprocessing knows only one at a time, the one that was chosen last.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # held while ranks start: another thread would choose another server
-        self._states: dict[frozenset[tuple[str, str]], dict[str, Any]] = {}  # oldest first
+        self.lock = threading.RLock()  # held while ranks start, so that no other thread chooses another server
+        self._states: dict[frozenset[tuple[str, str]], dict[str, Any]] = {}  # least recently used first
 
     def choose(self, environ: Mapping[str, str]) -> None:
-        """Give multiprocessing the server for an environment, or none, so that it starts one."""
+        """Make multiprocessing use the server for an environment; if there is none, it will start one."""
         server = forkserver._forkserver
         names = [name for name in vars(server) if name.startswith("_forkserver_")]
         state = self._states.pop(frozenset(relevant(environ).items()), None) or dict.fromkeys(names)
@@ -71,21 +71,21 @@ class _Servers:
             pass
 
     def keep(self, environ: Mapping[str, str]) -> None:
-        """Store multiprocessing's state of the server that it has started or found."""
+        """Store multiprocessing's state about the server that it uses now."""
         known = vars(forkserver._forkserver)
         state = {name: value for name, value in known.items() if name.startswith("_forkserver_")}
         self._states[frozenset(relevant(environ).items())] = state
 
     @property
     def known(self) -> tuple[set[int], set[int]]:
-        """The processes of all servers, and the descriptors that keep them alive."""
+        """Return the process ids of all servers, and the descriptors that keep them alive."""
         states = self._states.values()
         return {one["_forkserver_pid"] for one in states}, {one["_forkserver_alive_fd"] for one in states}
 
     def _end_one(self) -> bool:
         """End the least recently used server without ranks; return whether there is one.
 
-        A server that a warm process has forked stays: it is not a descendant of its reaper here, and shares memory.
+        A server that a warm process has forked is left alone: it is no descendant of this process's reaper.
         """
         for key, state in self._states.items():
             reaper = state["_forkserver_pid"]
@@ -94,7 +94,7 @@ class _Servers:
                 os.kill(reaper, signal.SIGKILL)  # the kernel then kills the server
                 os.waitpid(reaper, 0)
                 os.close(state["_forkserver_alive_fd"])
-                with contextlib.suppress(OSError, TypeError):  # an abstract address is no file
+                with contextlib.suppress(OSError, TypeError):  # an abstract address has no file to remove
                     os.unlink(state["_forkserver_address"])
                 del self._states[key]
                 return True
@@ -102,7 +102,7 @@ class _Servers:
 
 
 servers = _Servers()
-"""Those of this process."""
+"""The servers of this process."""
 
 
 def start_server(environ: Mapping[str, str] | None = None, *, warm: bool = False) -> None:
@@ -114,7 +114,7 @@ def start_server(environ: Mapping[str, str] | None = None, *, warm: bool = False
     Args:
         environ: Environment of its ranks; None: that of this process.
         warm: Whether it is forked from a process that has torch imported and outlives this one, as with ``phalanx run
-            --warm``; the default without PHALANX_WARM=1.
+            --warm``. PHALANX_WARM=1 asks for it, too.
 
     Example:
         >>> phalanx.testing.start_server()
@@ -148,7 +148,7 @@ class Workers:
     """The ranks of one group, running ``fn(rank, *args)``; `close` ends and forgets them.
 
     Args:
-        environ: Environment of every rank, beside torchrun's variables.
+        environ: Environment of every rank, to which torchrun's variables are added.
         defaults: Variables that ranks have unless they are in `environ`.
         num_threads: Number of torch's threads in each rank.
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``.
@@ -176,14 +176,14 @@ class Workers:
     ) -> None:
         require_linux("starting ranks", "start the script with torchrun")
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            os._exit(_NO_GUARD)  # the parent reports it, once
+            os._exit(_NO_GUARD)  # the parent reports it, once for all ranks
         call = (fn, tuple(args)) if forked else _sendable(fn, args)
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
         self._port = ReservedPort()
         self._notes = Notes()
         self._notes.note_attempt("phalanx.spawn", "", "", num_ranks)
         self._boxes = BoxMemory(num_ranks)
-        # Forked ranks run a test, which ends before keeping memory pays.
+        # Ranks that are forked from this process run a test, which ends before keeping memory pays.
         wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
         self._forked = forked
         self._orphans = Orphans() if forked else None
@@ -216,7 +216,7 @@ class Workers:
         streams = (Inherited(1), Inherited(2)) if start_method == "forkserver" else (None, None)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()  # so that our output precedes theirs
+                stream.flush()  # so that our output comes before that of the ranks
         for rank in range(assignment.attempt.world_size):
             ours, theirs = context.Pipe()
             args = (rank, assignment, theirs, *streams)
@@ -252,7 +252,7 @@ class Workers:
 
         Args:
             call: Call that has started the ranks.
-            instead: Alternative to show after it.
+            instead: Alternative to that call, which the error shows.
 
         Raises:
             RuntimeError: A rank has reached the call; the message shows the right form.
@@ -320,7 +320,7 @@ def _sendable(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 @contextlib.contextmanager
 def _without_pseudo_file() -> Iterator[None]:
-    """Hide ``__main__.__file__`` where it is not a file, as in ``python - < train.py``: ranks would import it."""
+    """Hide ``__main__.__file__`` if there is no such file, as in ``python - < train.py``: ranks would import it."""
     main = sys.modules["__main__"]
     name = getattr(main, "__file__", None)
     if name is None or os.path.exists(name):
@@ -354,7 +354,7 @@ class Handle:
             self._pidfd: int | None = os.pidfd_open(process.pid)
         except ProcessLookupError:
             self._pidfd = None
-        # multiprocessing's sentinel of a fork stays silent while any child of the rank lives.
+        # For a forked rank the pidfd: multiprocessing's sentinel reports its end only when all its children have ended.
         self._end = process.sentinel if self._pidfd is None or not forked else self._pidfd
 
     def sources(self) -> list[Any]:
@@ -370,22 +370,22 @@ class Handle:
                 signal.pidfd_send_signal(self._pidfd, sig)
 
     def send(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # the rank has gone, as its outcome says
+        with contextlib.suppress(OSError):  # the rank is gone, as its outcome will say
             self._pipe.send_bytes(pickle.dumps(message))
 
     def take_news(self) -> None:
-        ended = not self.process.is_alive()  # checked first: by then the pipe has all that it sent
+        ended = not self.process.is_alive()  # checked first, so that the pipe then holds all that the rank has sent
         try:
             while not self._pipe.closed and self._pipe.poll():
                 self._take(self._pipe.recv_bytes())
-        except (EOFError, OSError):  # it has ended, perhaps in the middle of a message
+        except (EOFError, OSError):  # the rank has ended, perhaps in the middle of a message
             self._pipe.close()
         if ended:
             self._record_end()
 
     def _record_end(self) -> None:
         self.ended = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # what a killed rank leaves in its group
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # ends what a killed rank left in its group
             os.killpg(self.outcome.pid, signal.SIGKILL)
         self.outcome.exitcode = self.process.exitcode
         self.outcome.when_s = self.outcome.when_s or time.monotonic()
@@ -398,7 +398,7 @@ class Handle:
     def _take(self, data: bytes) -> None:
         try:
             message = pickle.loads(data)
-        except Exception as error:  # a message that can't be unpickled is a failure of the rank
+        except Exception as error:  # a message that can't be unpickled counts as a failure of the rank
             ours = TypeError(f"its result can't be unpickled here: {error}")
             ours.__cause__ = error
             self.outcome.error, self.outcome.when_s = ours, time.monotonic()
@@ -410,7 +410,7 @@ class Handle:
             self.outcome.value, self._has_returned = message[1], True
         else:
             _, raised, self.outcome.error, self.outcome.last_words, self.outcome.when_s = message
-            with contextlib.suppress(Exception):  # what was pickled may fail to unpickle; the stand-in remains
+            with contextlib.suppress(Exception):  # if the exception can't be unpickled, the stand-in remains
                 self.outcome.error = pickle.loads(raised)
 
     def close(self) -> None:
@@ -419,5 +419,5 @@ class Handle:
             os.close(self._pidfd)
             self._pidfd = None
         if self.ended:
-            with contextlib.suppress(ValueError):  # closed before
+            with contextlib.suppress(ValueError):  # it was closed before
                 self.process.close()

@@ -1,17 +1,15 @@
 """The client of ``phalanx run --warm``: hands the job over, stands for it at the terminal, and ends as it ends.
 
-The job is forked elsewhere, but its streams, its folder, its umask, its environment and its open files (SCM_RIGHTS)
-are those of this process, which passes signals on and ends by the wait status that it is told. It is imported before
-anything else of a command, so it imports next to nothing itself.
-
-The warm process greets first and only then is told what is wanted. The client's open files follow once the fork that
-is to have them says "go"; that fork says "began" when it has them. Descriptors in the queue of a stopped process would
-keep pipes open for good. Until "began" the client starts the job cold if anything fails; afterwards nothing needs the
-warm process. With "began" comes a pidfd of the supervisor, which the client keeps: by it, ``phalanx why PID`` finds
-the job of a client.
-
-The job has the terminal's descriptors but is in another session, which may read what the shell should. So the
-supervisor checks in ``/proc`` that the client is in the foreground before it reads what is typed.
+The job is forked elsewhere, but its streams, folder, umask, environment and open files (SCM_RIGHTS) are those of this
+process. The client passes signals on, and ends by the wait status that it is told. A command imports this module before
+anything else, so it imports next to nothing itself.
+The warm process greets first, and only then does the client say what it wants. The fork that is to become the job
+answers "go"; then the client sends it the open files, and it answers "began". Files are sent so late because
+descriptors in the queue of a stopped process would keep pipes open for good. If anything fails before "began", the
+client starts the job cold; after it, nothing depends on the warm process. With "began" comes a pidfd of the supervisor,
+which the client keeps: by it, ``phalanx why PID`` finds the job of a client.
+The job has the terminal's descriptors but is in another session, so the kernel would let it read what is typed for the
+shell. So before it reads, the supervisor checks in ``/proc`` that the client is in the foreground.
 """
 
 from __future__ import annotations
@@ -34,30 +32,30 @@ from phalanx.wire.packets import MAX_FDS, PacketSocket
 from phalanx.wire.peer import peer_of
 
 HANDSHAKE = "ready"
-"""First packet of a warm process; anything else is why it can't serve."""
+"""First packet of a warm process; any other first packet says why it can't serve."""
 _OURS = """
     SIGKILL SIGSTOP SIGCONT SIGCHLD SIGTTIN SIGTTOU SIGURG SIGSEGV SIGBUS SIGFPE SIGILL SIGTRAP SIGSYS SIGABRT SIGPIPE
 """
-# Signals that are not passed on: they end this process, and so the job, or concern only this process.
+# Signals that are not passed on, because they end this process, and so the job, or concern only this process.
 _NOT_PASSED_ON = {getattr(signal, name) for name in _OURS.split()}
 
 
 def is_asked_for(argv: Sequence[str] = ()) -> bool:
-    """Return whether this may be a warm start; flags of the script in `argv` are taken for flags of ``phalanx run``."""
+    """Return whether this may be a warm start. A script's own ``--warm`` in `argv` counts, too."""
     environ = _env.environment()
-    if _env.TRIAL_VARIABLE in environ:  # the trial inspects its launcher, whose facts are kept in modules
+    if _env.TRIAL_VARIABLE in environ:  # a trial is always started cold, see `starter`
         return False
     return "--warm" in argv or _env.is_on(environ.get(_env.WARM_VARIABLE, ""))
 
 
 def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, is_trial: bool = False) -> list[str]:
-    """Have a warm process do this one's work, and end as that ends; return the refusals if none does.
+    """Have a warm process do this one's work, and end as it ends. If none does, return their reasons.
 
     Args:
         kind: "run" for a job of ``phalanx run``, "server" for the fork server of ``phalanx.spawn``.
         words: Arguments of the command, or the program of a fork server.
         passes_signals: Whether signals to this process are passed on; otherwise they are blocked.
-        is_trial: Whether only to ask; an answer of "go" is then returned, too.
+        is_trial: Whether only to ask; then the answer "go" is returned, too.
     """
     answers = []
     for path in places.sockets():
@@ -79,9 +77,8 @@ def connect(path: str) -> PacketSocket | None:
 
 
 def _greeted(channel: PacketSocket, path: str) -> str:
-    """Wait for the warm process, which may still import torch; return what is wrong with it, or nothing.
-
-    One that does not answer in time is stopped or stuck, so its socket is removed.
+    """Wait for the greeting of a warm process, which may still import torch; return what is wrong with it, or "".
+    If it does not answer in time, it is stopped or stuck, and its socket is removed.
     """
     deadline = time.monotonic() + WARM_IMPORT_S
     while True:
@@ -102,8 +99,8 @@ def _greeted(channel: PacketSocket, path: str) -> str:
 def _offer(channel: PacketSocket, kind: str, words: Sequence[str], is_trial: bool) -> str:
     """Return "began", or "go" for a trial, or why the warm process refuses.
 
-    Open files go only to the process that is to have them, once it has said that it goes on in our place: in the
-    queue of one that is stuck, they would stay open. From it we keep a pidfd, by which `diagnose.jobs` finds it.
+    Open files are sent only after the process that becomes the job has answered: in the queue of a process that is
+    stuck, they would stay open. That process's pidfd is kept, by which `diagnose.jobs` finds it.
     """
     try:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
@@ -160,18 +157,18 @@ def _request(kind: str, words: Sequence[str], is_trial: bool) -> dict[str, Any]:
         "command_line": command_line,
         "umask": old_umask,
         "blocked": [int(sig) for sig in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-        "fds": [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_passed_on(fd)],  # importing host takes longer
+        "fds": [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_passed_on(fd)],  # `host` is slow to import
         "is_trial": is_trial,
     }
 
 
 def interpreter_options() -> list[object]:
-    """Return the options of this interpreter; those of ``phalanx run`` itself do not matter for ranks."""
+    """Return those options of this interpreter that ranks would inherit."""
     return [list(sys.flags), sys.warnoptions, sorted(map(repr, sys._xoptions.items()))]
 
 
 def _is_passed_on(fd: int) -> bool:
-    with contextlib.suppress(OSError):  # the descriptor of the listing itself
+    with contextlib.suppress(OSError):  # fails for the descriptor with which the folder was listed
         return os.get_inheritable(fd)
     return False
 
@@ -194,10 +191,10 @@ def _pass_signals_on(channel: PacketSocket) -> None:
         channel.send(sig)
         signal.signal(sig, signal.SIG_DFL)
         os.kill(os.getpid(), sig)
-        signal.signal(sig, stop)  # somebody has sent SIGCONT by now
+        signal.signal(sig, stop)  # reached when somebody has sent SIGCONT
         channel.send(int(signal.SIGCONT))
 
     for sig in set(range(1, signal.NSIG)) - _NOT_PASSED_ON:
-        with contextlib.suppress(OSError, ValueError):  # the C library's own
-            if signal.getsignal(sig) != signal.SIG_IGN:  # nohup stays nohup
+        with contextlib.suppress(OSError, ValueError):  # some numbers are reserved by the C library
+            if signal.getsignal(sig) != signal.SIG_IGN:  # so that a job under nohup still ignores SIGHUP
                 signal.signal(sig, stop if sig == signal.SIGTSTP else pass_on)

@@ -1,4 +1,4 @@
-"""Facts that count only when a process starts: a warm process serves jobs that would have started with the same."""
+"""Facts that a process inherits when it starts. A warm process serves only jobs that would have inherited the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IOPRIO_GET = {"x86_64": 251, "aarch64": 31}.get(platform.machine())
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_SHIFT = 1, 13
 _libc = ctypes.CDLL(None)
 
-# Variables that shells, terminals, sessions and test runners set for each command, and launchers for each rank.
+# Variables that may differ: shells, terminals, sessions and test runners set them for each command, launchers per rank.
 _OF_SESSIONS = """
     _ PWD OLDPWD SHLVL COLUMNS LINES TERM COLORTERM TERM_PROGRAM TERM_PROGRAM_VERSION TERM_SESSION_ID WINDOWID
     WINDOW STY TMUX TMUX_PANE SSH_TTY SSH_CLIENT SSH_CONNECTION SSH_AUTH_SOCK GPG_TTY DISPLAY XAUTHORITY
@@ -36,7 +36,7 @@ _READ_LATER = (_env.LAUNCH_VARIABLES | set(_OF_SESSIONS.split())) - {_env.REPLAC
 
 
 def facts_of(pid: int | str) -> dict[str, str]:
-    """Return the properties that a process has inherited and passes on, by name; ``pid`` may be "self"."""
+    """Return the properties that a process has inherited and passes on, by name; `pid` may be "self"."""
     with open(f"/proc/{pid}/status") as file:
         facts: dict[str, str] = dict(_STATUS.findall(file.read()))
     for name in _FILES:
@@ -46,9 +46,9 @@ def facts_of(pid: int | str) -> dict[str, str]:
         with contextlib.suppress(OSError):
             facts[f"{name} namespace"] = os.readlink(f"/proc/{pid}/ns/{name}")
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/numa_maps") as file:
-        facts["memory policy"] = file.readline().split()[1]  # as numactl sets it
+        facts["memory policy"] = file.readline().split()[1]  # what numactl sets
     root = os.stat(f"/proc/{pid}/root/")
-    number = os.getpid() if pid == "self" else int(pid)  # not 0, for which the kernel answers differently
+    number = os.getpid() if pid == "self" else int(pid)  # not 0: the kernel gives another answer for it
     facts["root folder"] = f"{root.st_dev} {root.st_ino}"
     facts["nice"] = str(os.getpriority(os.PRIO_PROCESS, number))
     facts["scheduling"] = f"{os.sched_getscheduler(number)} {os.sched_getparam(number).sched_priority}"
@@ -103,7 +103,7 @@ class Watch:
         for path, before in self._before.items():
             if _signature(path) != before:
                 return path
-        # In the user's own folders, most changes do not matter.
+        # In the user's own folders, only a new file with the name of an imported module matters.
         return next((path for path, before in self._namesakes.items() if self._namesakes_in(path) != before), "")
 
     def _namesakes_in(self, folder: str) -> set[str]:
@@ -114,9 +114,8 @@ class Watch:
 
 
 def _zip_of(entry: str) -> str:
-    """Return the zip file that a path entry is, lies in or may become; empty for a folder.
-
-    ``zipimport`` caches the directories of the zip files that it has read.
+    """Return the zip file that a path entry is, lies in or may become; "" for a folder.
+    It is watched because ``zipimport`` caches the directories of zip files.
     """
     if os.path.isdir(entry):
         return ""

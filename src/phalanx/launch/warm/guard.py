@@ -1,9 +1,9 @@
-"""The parent of a warm job's supervisor while the job lasts: passes its end to the client, and ends with it.
+"""The parent of a warm job's supervisor: tells the client how the supervisor ends, and ends the job with the client.
 
 Guards are children of the warm process, in sessions of their own; a running job does not depend on the warm process.
-The guard learns the supervisor's wait status, even if the supervisor was killed. Client and guard are not parent and
-child, so the end of the client is the end of a connection. When the guard ends, the kernel kills the supervisor, and
-reaper and forker do what they always do then.
+As its parent, the guard learns the supervisor's wait status even if the supervisor was killed. Client and guard are not
+parent and child, so the guard notices the client's end by the end of their connection. When the guard ends, the kernel
+kills the supervisor, and reaper and forker end the job as they always do.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _watch(channel: PacketSocket, pid: int, begun: int) -> NoReturn:
     # Until the job begins, the client talks to that process, not to this one.
     if not os.read(begun, 1):
         _, status = os.waitpid(pid, 0)
-        # The client uses the first answer that it gets.
+        # If the process has answered as well, the client uses whichever answer came first.
         channel.send(f"has ended with {_ending(status)} before the job began")
         os._exit(0)
     poll = select.poll()
@@ -83,7 +83,7 @@ def _watch(channel: PacketSocket, pid: int, begun: int) -> NoReturn:
             channel.send(status)
             os._exit(0)
         sig = channel.wait()
-        if sig is None:  # the client has gone, and the job goes with it
+        if sig is None:  # the client is gone, and the job must end with it
             os._exit(0)
         os.kill(pid, sig)
 
@@ -94,12 +94,12 @@ def _ending(status: int) -> str:
 
 
 class _Place:
-    """Makes this process look like the client: folder, mask, environment, and its open files once the client agrees.
+    """Makes this process look like the client: its folder, umask and environment; its open files once it sends them.
 
     Args:
         fds: Descriptors that came with the request: the client's current folder.
         tell: Pipe `Loaded.tell`.
-        beginning: Pipe on which the guard learns that the job begins.
+        beginning: Pipe through which the guard learns that the job begins.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class _Place:
         null = os.open(os.devnull, os.O_RDONLY)
         self._tell, self._beginning = _lifted(tell, above), _lifted(beginning, above)
         self._channel = PacketSocket(socket(fileno=_lifted(channel.end.detach(), above)), marshals=True)
-        # From here on nothing is opened.
+        # From here on, nothing may be opened, because a new descriptor could get one of the client's numbers.
         for number in set(self._numbers).difference((*_STREAMS, null)):  # reserves these numbers
             os.dup2(null, number)
         if null not in self._numbers:
@@ -143,10 +143,10 @@ class _Place:
         files: list[int] = []
         while len(files) < len(self._numbers):
             _, fds = self._channel.take()
-            if not fds:  # the client has gone
+            if not fds:  # the client is gone
                 os._exit(0)
             files += [_lifted(fd, self._above) for fd in fds]
-        own = os.pidfd_open(os.getpid())  # by which whoever asks about the client's process finds this one
+        own = os.pidfd_open(os.getpid())  # kept by the client, so that tools find this process by the client's
         self._channel.send("began", [own])
         os.close(own)
         if not self._channel.is_open():
@@ -157,7 +157,7 @@ class _Place:
         with contextlib.suppress(OSError):  # the warm process may have ended, or be stopped
             os.write(self._tell, struct.pack("d", stay_s))
         os.close(self._tell)
-        for number, fd in zip(self._numbers, files, strict=True):  # a stream that the client lacks remains /dev/null
+        for number, fd in zip(self._numbers, files, strict=True):  # a stream that the client lacks stays /dev/null
             os.dup2(fd, number)
             os.close(fd)
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -166,7 +166,7 @@ class _Place:
 
 
 def _lifted(fd: int, least: int) -> int:
-    """Move a descriptor to a number of at least `least`, and close it on exec."""
+    """Move a descriptor to a number of at least `least`, and mark it close-on-exec."""
     lifted = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, least)
     os.close(fd)
     return lifted
@@ -193,7 +193,7 @@ def _supervise(place: _Place, client_pid: int, loaded: Loaded) -> None:
 
 
 def _plan(request: Mapping[str, Any], loaded: Loaded) -> Plan | str:
-    """Return the plan of the job, or why no warm process, or not this one, can run it."""
+    """Return the plan of the job, or why this warm process, or any, can't run it."""
     try:
         plan = make_plan(request["words"], _env.environment())
     except UsageError:
@@ -220,10 +220,10 @@ def _be_fork_server(place: _Place, loaded: Loaded) -> NoReturn:
     if name:
         place.refuse(f"was started with another {name}")
     place.take_streams(WARM_STAY_S)
-    _env.withdraw([_env.WARM_VARIABLE])  # meant for this process only
+    _env.withdraw([_env.WARM_VARIABLE])  # it is meant for this process only
     forget_all_but(loaded.shared)
     sys.argv[:], sys.orig_argv[:] = ["-c"], request["words"]
-    del sys.modules["sitecustomize"]  # ours, which is running; the user's follow now
+    del sys.modules["sitecustomize"]  # ours, which is running; now the user's own is imported
     site.execsitecustomize()
     if site.ENABLE_USER_SITE:
         site.execusercustomize()

@@ -34,6 +34,6 @@ def serve_warm(loaded_before: Collection[str]) -> None:
         share_pages()
         gc.enable()
         server.serve()
-    except BaseException as error:  # site would continue, and run the script that this process was started on
+    except BaseException as error:  # Python's site module would ignore it, and go on to run a script
         print(f"the warm process failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)

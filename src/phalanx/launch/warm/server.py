@@ -1,13 +1,12 @@
 """The warm process: Python stopped in its site hook with torch imported, which forks a job for each client that asks.
 
-It has no threads, and nothing of a job. It ends when nobody has needed it for a while, when what it was made of has
-changed, and when it is told to; running jobs continue.
-
-Its socket exists before it has imported torch, made by whoever starts it, so the second of two jobs that come at once
-waits in its backlog and starts none. The mode of the socket says whether torch has been imported, and so whether to
-wait two seconds or two minutes for the handshake. The process listens again itself, so the kernel tells clients its
-pid, also while it imports or is stuck. The fork server of `phalanx.spawn` can be a fork of it, too, under the same
-reaper.
+It has no threads, and keeps nothing of a job. It ends when nobody has needed it for a while, when a file that it has
+imported has changed, or when it is told to; running jobs continue.
+The client that starts it makes its socket, before torch is imported. So if two jobs start at once, the second waits in
+the backlog and does not start another process. The mode of the socket file says whether torch has been imported, and so
+whether to wait two seconds or two minutes for the greeting. The process itself calls listen() once more, so that the
+kernel tells clients its pid, even while it imports or is stuck. The fork server of `phalanx.spawn` can be a fork of it,
+too.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from phalanx.wire import places
 from phalanx.wire.packets import PacketSocket
 from phalanx.wire.peer import peer_of
 
-_LOOK_S = 60.0  # between looks whether the socket is still there
+_LOOK_S = 60.0  # time between two checks that the socket is still there
 _MAX_WORDS_BYTES = 1 << 20
 
 
@@ -96,14 +95,14 @@ class WarmServer:
                 channel = self._accept()
                 if channel is not None and self._answer(channel):
                     return
-            if self._is_over:  # or its socket was removed while it was stopped
+            if self._is_over:  # checked again: the socket may have been removed while this process was stopped
                 self._leave()
 
     def _note_job(self, stay_s: float) -> None:
         self._stay_s = stay_s
         self._num_jobs += 1
         with contextlib.suppress(OSError):
-            os.utime(self._path)  # clients try the most recently used one first
+            os.utime(self._path)  # clients try the most recently used process first
 
     @property
     def _left_s(self) -> float:
@@ -153,7 +152,7 @@ class WarmServer:
         return False
 
     def _refusal(self, request: Mapping[str, Any], pid: int) -> str:
-        """Return why the client's job must not be forked from this process; empty if it may be."""
+        """Return why the client's job must not be forked from this process; "" if it may be."""
         changed = self._watch.changed()
         self._is_stale = bool(changed)
         if changed:
@@ -192,7 +191,7 @@ class WarmServer:
         os._exit(0)
 
     def _end(self, trouble: str) -> NoReturn:
-        """Tell clients that wait already that there is no warm start, and end."""
+        """Tell the clients in the backlog why there is no warm start, and end."""
         self._listener.settimeout(0)
         with contextlib.suppress(OSError):
             while (channel := self._accept()) is not None:

@@ -1,4 +1,4 @@
-"""Starts a warm process where there is none that fits, and hands the job to it."""
+"""Starts a warm process if none of those that run fits, and hands the job to it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from phalanx.launch.warm import client, facts
 from phalanx.wire import places
 from phalanx.wire.peer import peer_of
 
-_MAX_PROCESSES = 4  # of one user; the least recently used one is ended
-_NAME = "phalanx-warm"  # shown by ps as its script; there is no such script
+_MAX_PROCESSES = 4  # per user; beyond that, the least recently used one is ended
+_NAME = "phalanx-warm"  # shown by ps in place of a script; there is no such script
 _PIPE_BYTES = 1 << 20
 NOT_WARM = "no warm start"
 """Beginning of each message that says why a job starts cold."""
@@ -40,7 +40,7 @@ def run_warm(
     *,
     passes_signals: bool = True,
 ) -> str:
-    """Have a warm process do this one's work, and end as that ends; return why none does.
+    """Have a warm process do this one's work, and end as it ends. Returns only if none does, with the reason.
 
     Args:
         kind: Argument of `client.hand_over`.
@@ -55,22 +55,22 @@ def run_warm(
         known: set[str] = set()
         new = ""
         while True:
-            with _locked():  # of several clients at once, one starts a process and the others wait for it
+            with _locked():  # if several clients come at once, one starts a process and the others wait for it
                 if known.issuperset(places.sockets()):
                     new = start(environ, settings)
                 known |= set(places.sockets())
             answers = client.hand_over(kind, words, passes_signals=passes_signals)
             if new:
-                stop(new)  # it would refuse the next such job, too
+                stop(new)  # it has refused this job, and would refuse the next such job, too
                 return f"{NOT_WARM}: the new process {answers[0] if answers else 'has ended'}"
     except OSError as error:
         return f"{NOT_WARM}: {_no_place(error)}"
 
 
 def stand_for_server() -> str:
-    """Have a warm process act as the fork server that multiprocessing has started; return why none does."""
-    os.setpgid(0, 0)  # outside the group with which the spawning process may be killed
-    die_with_parent(os.getppid())  # and the server ends with this process
+    """Have a warm process act as the fork server that multiprocessing has started. Returns only if none does: why."""
+    os.setpgid(0, 0)  # out of the process group of the spawning process, which may be killed as a group
+    die_with_parent(os.getppid())  # the server in turn ends with this process
     return run_warm("server", sys.orig_argv, _env.environment(), passes_signals=False)
 
 
@@ -95,9 +95,9 @@ def _no_place(error: OSError) -> str:
 
 
 def _problem(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return why no warm process, not even a new one, can serve; empty if one can."""
+    """Return why no warm process, not even a new one, can serve; "" if one can."""
     if _env.TRIAL_VARIABLE in environ:
-        return "it is a trial of phalanx check or phalanx tune"  # later jobs would join it, through torch
+        return "it is a trial of phalanx check or phalanx tune"  # its variables would make later jobs part of it
     if kind == "server" and _has_own_options():
         return "this interpreter was started with options of its own"
     if entry := facts.relative_path(environ):
@@ -134,7 +134,7 @@ def start(environ: Mapping[str, str], settings: Mapping[str, str]) -> str:
         stop(path)
     path, listener = places.make_socket()
     words, output = os.pipe()
-    os.set_blocking(output, False)  # if an import prints more than fits, the rest is dropped
+    os.set_blocking(output, False)  # if an import prints more than fits into the pipe, the rest is dropped
     with contextlib.suppress(OSError):
         fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     child = os.fork()
@@ -163,7 +163,7 @@ def _execute(
         places.listen(listener)
         take_streams(output)
         for fd in open_files():
-            with contextlib.suppress(OSError):  # the listing's own
+            with contextlib.suppress(OSError):  # fails for the descriptor with which the folder was listed
                 os.set_inheritable(fd, fd in (0, 1, 2, listener.fileno(), words))
         os.chdir("/")
         serves = {
@@ -176,12 +176,12 @@ def _execute(
 
 
 def describe(path: str) -> dict[str, Any] | None:
-    """Return a warm process's description, or its pid and "state" if it does not answer; None if there is none."""
+    """Return a warm process's description of itself, or its pid and "state" if it is silent; None if none is there."""
     return _ask(path, "list")
 
 
 def stop(path: str) -> int | None:
-    """End a warm process and return its pid, 0 if that is unknown; None if there is none.
+    """End the warm process behind a socket; return its pid, 0 if that is unknown, None if there is no process.
 
     A process that does not answer, such as one that still imports torch, is killed.
     """

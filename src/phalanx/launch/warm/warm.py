@@ -1,4 +1,7 @@
-"""``phalanx warm``: shows and ends the processes that warm jobs are forked from."""
+"""``phalanx warm``: lists the warm processes of this user, from which ``phalanx run --warm`` forks jobs, and ends them.
+A warm process answers with a description of itself, see `starter.describe`; one that does not answer is listed by pid
+and state. `server` decides when a warm process ends by itself.
+"""
 
 from __future__ import annotations
 

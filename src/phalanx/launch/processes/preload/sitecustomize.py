@@ -1,9 +1,8 @@
-"""Found first on PYTHONPATH by the interpreter that ``phalanx run`` has started on the user's script.
-
-Python imports this module at start, before it opens the script. Here torch is imported once, and here the process stays
-as the forker; each rank is a fork that comes back from :func:`serve_preloaded` and goes on as ``python script.py``
+"""The program of the forker: ``phalanx run`` puts this folder first on PYTHONPATH and starts Python on the user's
+script. Python imports this module at start, before it opens the script. It imports torch once, and the process stays
+here as the forker. Each rank is a fork that returns from :func:`serve_preloaded` and goes on as ``python script.py``
 would: the interpreter itself runs the script, so ``__main__``, ``sys.argv``, ``sys.path`` and tracebacks are its own. A
-warm process stays here for jobs to come, started on no script at all.
+warm process stays here, too, started on no script, and waits for jobs.
 """
 
 import os
@@ -13,7 +12,7 @@ _LOADED_BEFORE = frozenset(sys.modules)
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGES = os.path.abspath(os.path.join(_HERE, *[".."] * 4))
 
-# As if this folder had never been on the path.
+# From here on, this folder must look as if it had never been on the path.
 sys.path[:] = [path for path in sys.path if path != _HERE]
 sys.path_importer_cache.pop(_HERE, None)
 _rest = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
@@ -22,20 +21,20 @@ if _rest:
 else:
     del os.environ["PYTHONPATH"]
 
-sys.path.insert(0, _PACKAGES)  # phalanx may have been found by the supervisor's path alone
+sys.path.insert(0, _PACKAGES)  # phalanx may be on the supervisor's path alone
 try:
     if "PHALANX_WARM_SERVER" in os.environ:
         from phalanx.launch.warm.loader import serve_warm as serve
     else:
         from phalanx.launch.processes.forker import serve_preloaded as serve
-except BaseException as error:  # site would go on, and the script would run here, alone
+except BaseException as error:  # Python's site module would ignore it, and run the script in this process, alone
     print(f"can't load phalanx from {_PACKAGES}: {error!r}", file=sys.stderr, flush=True)
     os._exit(1)
 
 sys.path.remove(_PACKAGES)
 serve(_LOADED_BEFORE)
 
-# Whoever else owns the name runs now. If nobody does, the import fails as it would have without us: site expects that,
-# and takes this module out of sys.modules.
+# Now import another sitecustomize, if the user has one. If not, the import fails as it would have without us; site
+# expects that, and takes this module out of sys.modules.
 del sys.modules["sitecustomize"]
 import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401
