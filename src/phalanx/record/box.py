@@ -67,7 +67,7 @@ class Event(NamedTuple):
         text: Name of the group or of the phase, or the text of a note; for a step, ``of N``, the largest possible.
         site: Line of the call, such as ``train.py:31``; empty if it is not known.
         thread: The kernel's id of the thread.
-        seq: For a collective, its number in its group; for a step, its number; for a message, the peer's rank in the
+        seq: Number of a collective in its group, or of a step; for a message, the peer's rank in the
             group + 1; for the note of a loaded checkpoint, its step.
         value: Elements of a collective or a message; samples of a step; bytes of a note of memory.
     """

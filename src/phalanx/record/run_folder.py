@@ -28,7 +28,7 @@ class RunFolder:
 
     Attributes:
         path: Path of the folder, relative if `log_dir` is.
-        note: Why the logs are not where the user wanted them; "" if they are.
+        note: Reason why the logs are not where the user wanted them; "" if they are.
     """
 
     def __init__(self, log_dir: str, command: Sequence[str]) -> None:

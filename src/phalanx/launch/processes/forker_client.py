@@ -42,10 +42,10 @@ class Forker:
         preload: Whether `command` is a Python interpreter to be stopped in the site hook and forked there.
         output_fd: Descriptor for the forker's own output, such as a warning of ``import torch``.
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
-        settings: With `preload`: variables that are set while torch is imported.
-        modules_files: With `preload`: files in which ranks name further modules to import, see `ahead.replay`.
+        settings: Variables that are set while torch is imported, with `preload`.
+        modules_files: Files in which ranks name further modules to import, with `preload`; see `ahead.replay`.
         left_out: Packages among those that are not to be imported.
-        spare: With `preload`: process that has imported torch, and becomes the reaper and the forker.
+        spare: Process that has imported torch, and becomes the reaper and the forker, with `preload`.
 
     Attributes:
         pid: Process id of the forker.

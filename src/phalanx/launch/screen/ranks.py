@@ -43,7 +43,7 @@ class Output:
         fd: The launcher's end of the pipe or terminal; reading it does not block.
         rank_fd: The rank's end, until it is handed over.
         tail: Last part of the output, in which the cause of a failure is looked for.
-        log_problem: Why the log is incomplete; "" if it is complete.
+        log_problem: Reason why the log is incomplete; "" if it is complete.
         ended: Whether no process can write to it any more.
     """
 

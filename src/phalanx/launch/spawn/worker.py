@@ -228,7 +228,7 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
     """Return what the user's function returns.
 
     Args:
-        form: How the function is called, such as ``rank, *args``; shown in the error if it takes other arguments.
+        form: Form of the call, such as ``rank, *args``; shown in the error if it takes other arguments.
     """
     try:
         return fn(*args, **kwargs)
