@@ -1,6 +1,6 @@
 """Observes ranks, running and ended: from black boxes, stacks, ``/proc`` and logs.
 
-`jobs` finds which processes are ranks of which job, `stacks` reads their stacks. `why/` says whom a job waits for,
-`top/` shows it live, `trace/` draws a timeline, `check/` tries a script before its job is started, and `attach` opens
-a debugger. Start with `jobs`, then `why/evidence`. Nothing here changes what a rank does.
+`jobs` finds which processes are ranks of which job, `stacks` reads their stacks. `why/` says which ranks a job waits
+for, `top/` shows it live, `trace/` draws a timeline, `check/` tries a script before its job is started, and `attach`
+opens a debugger. Start with `jobs`, then `why/evidence`. Except for `attach`, nothing here changes what a rank does.
 """

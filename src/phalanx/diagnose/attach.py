@@ -140,7 +140,7 @@ def _refuse_if_deaf(who: str, pid: int) -> None:
             "signal, or it runs no Python"
         )
     threads = (status_of(pid, thread) for thread in threads_of(pid))
-    if all(int(thread["SigBlk"], 16) & bit for thread in threads if thread):  # any of them may take it
+    if all(int(thread["SigBlk"], 16) & bit for thread in threads if thread):  # one thread that takes it is enough
         raise NoRank(f"{who} blocks {name}, which opens a debugger: its script has called pthread_sigmask")
 
 
@@ -160,7 +160,7 @@ def _talk(connection: socket.socket) -> None:
     poll.register(connection, select.POLLIN)
     if sys.stdin is not None:
         poll.register(0, select.POLLIN)
-    else:  # closed, which counts as Ctrl-D; another file may use descriptor 0 by now
+    else:  # stdin is closed, which counts as Ctrl-D; another file may have got descriptor 0
         connection.shutdown(socket.SHUT_WR)
     while True:
         for fd, _ in poll.poll():
@@ -170,7 +170,7 @@ def _talk(connection: socket.socket) -> None:
                 continue
             try:
                 said = connection.recv(65536)
-            except ConnectionResetError:  # it was killed
+            except ConnectionResetError:  # the rank was killed
                 said = b""
             if not said:
                 return

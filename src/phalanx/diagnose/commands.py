@@ -11,7 +11,7 @@ from phalanx.host.processes import command_of, working_folder
 
 _PYTESTS = ("pytest", "py.test")
 BY_HAND = "by hand"
-"""Launcher of a job that a person started, for example from a shell."""
+"""Name that stands for the launcher of a job that a person started without one, for example from a shell."""
 _STARTERS = {
     "torchrun": "torchrun",
     "torch.distributed.run": "torchrun",
@@ -53,7 +53,7 @@ def script_name(words: Sequence[str]) -> str:
     for word, following in itertools.pairwise([*words, ""]):
         if (script := _script_in(word)) is not None:
             return os.path.basename(script)
-        if word == "-m" and following in _PYTESTS:  # its test file is the script
+        if word == "-m" and following in _PYTESTS:  # pytest: the test file is the script
             program = following
         elif word == "-m" and following:
             return following

@@ -1,12 +1,12 @@
 """Finds the processes of this host that are ranks of a job, whoever started them.
 
-Three sources, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black boxes that
-processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them. A launcher is known by its
-program: ``vim torchrun`` is none. torchrun without ranks is a job that starts. A process that is no rank is a job of
-its own whose rank has the number -1, so that stacks of any Python can be asked for.
-
-A job in a container is seen from its host, where its processes have other numbers: what its launcher notes and what a
-box says of its process is translated by ``NSpid``, or ranks would be taken for the host's processes of these numbers.
+Three sources are used, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black
+boxes that processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them. A launcher is
+recognised by its program, so ``vim torchrun`` is not one. A torchrun without ranks is a job that is starting. A process
+that is not a rank can be asked about, too: it counts as a job with one rank of number -1.
+The processes of a job in a container have other numbers in it than on its host, where the job can be seen. So process
+numbers in its launcher's notes and in boxes are translated by ``NSpid``; otherwise they would be taken for unrelated
+processes of the host.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ NO_RANK = -1
 _STARTING = "starting"
 _TABLE_WIDTH = 80
 _SCRIPT_WIDTH = 24
-_FOLDER = 2  # column of the folder
-_MOST_DIGITS = 20  # of a pid: Python converts no more than 4,300, and the kernel gives out no number of 8
+_FOLDER = 2  # index of the table's column with the folder
+_MOST_DIGITS = 20  # longer text is not taken for a pid; Python refuses to convert more than 4,300 digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Job:
 
     @property
     def is_of_this_host(self) -> bool:
-        """Whether a person started it and its ranks meet on this host, so that nothing suggests another host."""
+        """Whether nothing suggests that it uses other hosts: no launcher started it, and its ranks meet on this one."""
         if self.launcher != BY_HAND or not self.ranks:
             return False
         address = environment_of(self.ranks[0].pid).get("MASTER_ADDR", "")
@@ -137,8 +137,8 @@ class Matches:
     """The running jobs that fit what a user has typed.
 
     Attributes:
-        jobs: These; one if the user can mean no other.
-        problem: Reason why no single one is meant, with the jobs to choose from; empty if one is.
+        jobs: Jobs that fit; exactly one if it is clear which the user means.
+        problem: Reason why it is not clear, with the jobs to choose from; "" if it is.
     """
 
     jobs: tuple[Job, ...]
@@ -170,7 +170,7 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
 
     Raises:
         LookupError: There is none, or there are several; the message lists them.
-        NoRank: It is another user's, of a launcher whose pid is asked for.
+        NoRank: The pid is that of another user's launcher.
     """
     found = match_jobs(wanted, has_notes)
     if found.problem:
@@ -189,7 +189,7 @@ def match_jobs(wanted: str, has_notes: bool = False) -> Matches:
         has_notes: Whether only jobs started by phalanx count, unless a pid is asked for.
 
     Raises:
-        NoRank: It is another user's, of a launcher whose pid is asked for.
+        NoRank: The pid is that of another user's launcher.
     """
     jobs = find_jobs()
     if wanted.isdecimal():
@@ -227,16 +227,16 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
     for job in jobs:
         if pid in job.pids:
             return Matches((job,))
-    for job in jobs:  # except a solo job: it may be a notebook, which may start anything
+    for job in jobs:  # a solo job has no descendants that count: it may be a notebook, which may start anything
         if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
             return Matches((job,))
     process = process_of(pid)
     if process is None or process.is_kernel:
         return Matches((), f"{pid} is a thread of the kernel" if process else f"there is no process {wanted}")
     launcher, name = launcher_of(pid), script_name(command_of(pid)) or process.name
-    if launcher != BY_HAND:  # mpirun starts ranks through a daemon
+    if launcher != BY_HAND:  # also looks further down, because mpirun starts ranks through a daemon
         processes = processes_of(os.geteuid())
-        stand_ins = awaited_by(pid)  # of a warm start
+        stand_ins = awaited_by(pid)  # the processes for which a warm start's client stands
         for job in jobs:
             if job.launcher_pid in stand_ins or any(_is_below(one, {pid}, processes) for one in job.pids):
                 return Matches((job,))
@@ -317,12 +317,12 @@ def _is_in(folder: str, wanted: str) -> bool:
 
 
 def _is_in_or_beside(folder: str, wanted: str) -> bool:
-    """Whether the same holds for the wanted folder, or for the logs that belong to it as a Trainer's folder."""
+    """Whether a run's folder is in the wanted one, or in the logs beside it, if that is a Trainer's folder."""
     return any(_is_in(folder, one) for one in {wanted, logs_beside(wanted)} - {""})
 
 
 def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]:
-    """Yield the jobs started by phalanx. Forked processes hold the launcher's memory open, too, but are younger."""
+    """Yield the jobs started by phalanx. Of several processes that hold the same notes, the oldest is the launcher."""
     seen: set[tuple[int, int]] = set()
     for pid in sorted(pythons, key=lambda pid: processes[pid].start_time):
         with contextlib.suppress(OSError, ValueError):
@@ -335,7 +335,7 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
                 outside = _outside(pid, processes)
                 ranks = [_rank(rank, outside(of), processes) for rank, of in sorted(started.pids.items())]
                 if started.state and not started.pids.keys() - started.ended.keys():
-                    ranks = []  # the notes are those of the previous attempt
+                    ranks = []  # the notes are still those of the previous attempt
                 words = shlex.split(started.command)[2:] if started.command else command_of(pid)[1:]
                 yield Job(
                     script_name(words), started.launcher, pid, started.world_size, tuple(ranks), started.folder, path,
@@ -345,9 +345,8 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 
 
 def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int], int]:
-    """Return a function that translates a launcher's pids into those of this pid namespace.
-
-    They differ if the launcher runs in a container; a process that has ended there becomes 0.
+    """Return a function that translates the pids in a launcher's notes into those of this pid namespace.
+    They differ if the launcher runs in a container. For a process that has ended there, the function returns 0.
     """
     if number_inside(launcher) == launcher:
         return lambda pid: pid
@@ -362,7 +361,7 @@ def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
     for pid in pythons:
         with contextlib.suppress(OSError, ValueError):
             if (recorded := box.box_of_process(pid)) is not None:
-                key: tuple[object, ...] = (pid,)  # a world of one
+                key: tuple[object, ...] = (pid,)  # a job with a single rank
                 if recorded.world_size > 1:
                     key = _meeting(environment_of(pid)) or (processes[pid].parent, recorded.world_size)
                 found.setdefault(key, []).append((recorded.rank, pid, recorded.world_size))
@@ -371,7 +370,7 @@ def _boxed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 
 
 def _meeting(environ: Mapping[str, str]) -> tuple[object, ...]:
-    """Return the rendezvous of ranks with this environment, which no two jobs share; empty if it is not there."""
+    """Return the rendezvous of ranks with this environment, by which jobs can be told apart; () if it has none."""
     place = detect(environ)
     if place is None or place.master_port is None:
         return ()
@@ -390,7 +389,7 @@ def _placed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job
             ranks = found.setdefault(_meeting(environ) or (place.world_size, place.scheduler), {})
             if not _is_below(
                 pid, {of for of, _ in ranks.values()}, processes
-            ):  # a child of a rank inherits its environment
+            ):  # it is a child of a rank, and has inherited the environment
                 ranks[place.rank] = pid, place
     for ranks in found.values():
         parent = processes[next(iter(ranks.values()))[0]].parent

@@ -1,13 +1,12 @@
 """Python stacks of running and stopped processes, read from outside by py-spy, and the holder of the GIL.
 
-A process is not halted for it, and is never asked: py-spy reads its memory without ptrace (``--nonblocking``), which
-takes 20 ms, works on stopped processes and interrupts no system call of the job. A stack that was torn because the
-process ran is read again.
-
-Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So they are read only of
-culprits that sleep in native code with the GIL, and only if every thread of the process is in a system call that the
-kernel restarts after a halt: recv with a time limit, accept, epoll_wait, semop and others end with EINTR. For other
-culprits a line says what to type.
+A process is not halted for it, and need not cooperate: py-spy reads its memory without ptrace (``--nonblocking``). That
+takes 20 ms, works on stopped processes and interrupts no system call of the job. If a stack changed while it was read,
+it is read again.
+Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So they are read only of culprits
+that sleep in native code with the GIL, and only if every thread of the process is in a system call that the kernel
+restarts after a halt. Others (recv with a time limit, accept, epoll_wait, semop) would fail with EINTR; for such
+culprits, a line tells the user which command reads native frames.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Thread:
     """A Python thread of a process.
 
     Attributes:
-        number: The kernel's number of the thread; that of the main thread is the pid.
+        number: The kernel's id of the thread; that of the main thread is the pid.
         is_active: Whether it was running when it was looked at.
         owns_gil: Whether it held the global interpreter lock.
         frames: The frames, innermost first.
@@ -167,9 +166,9 @@ def folder_of(pid: int) -> str:
 
 def _frame(facts: dict[str, Any], folder: str) -> Frame:
     path = facts["filename"] or facts["module"] or ""
-    if facts["module"]:  # of a library; frames of Python have none
+    if facts["module"]:  # set for native frames, to their library
         return Frame(facts["name"], os.path.basename(facts["module"]), 0, "native")
-    owner = "" if path == "<string>" else owner_of(path)  # of python -c
+    owner = "" if path == "<string>" else owner_of(path)  # "<string>" is the user's: code of python -c
     shown = _LIBRARY.sub("", path) if owner else path.removeprefix(folder)
     return Frame(facts["name"], shown, facts["line"], owner)
 

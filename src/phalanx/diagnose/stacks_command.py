@@ -16,7 +16,7 @@ from phalanx.diagnose.why.evidence import RankSeen, look_at
 from phalanx.diagnose.why.wording import thread_lines
 
 RIGHT_CALL = "phalanx stacks [JOB | PID]"
-_TIME_S = 5.0  # native frames need the symbols of large libraries
+_TIME_S = 5.0  # time limit; long, because native frames need the symbols of large libraries
 _ALL = 10_000
 
 

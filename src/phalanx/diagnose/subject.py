@@ -1,4 +1,4 @@
-"""The subject of a user's question, as typed: a running job, or a run that has ended."""
+"""Finds what a user asks about, from what was typed: a running job, or a run that has ended."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class Run(NamedTuple):
 
 
 def subject_of(wanted: str) -> Job | Run:
-    """Return the running job that a user means, else the run that has ended.
-
-    A job that runs in another folder gives way to a run of that name in this one.
+    """Return the running job that a user means, or else the ended run.
+    If a job of that name runs in another folder, and one has ended in this folder, the ended one is meant.
 
     Args:
         wanted: Script, module, pid or folder as the user has typed it; empty: the one job, or the last run.
@@ -83,7 +82,7 @@ def newest_run(of_script: Path | None = None) -> Path | None:
         of_script: Folder with the runs of one script or of several; None: ``logs``.
     """
     above = Path(logs_of("")) if of_script is None else of_script
-    if not os.path.isdir(above):  # also where the name is too long for a path
+    if not os.path.isdir(above):  # also for a name that is too long for a path
         return None
     return max(filter(is_run, [*above.glob("*"), *above.glob("*/*")]), key=lambda path: path.name, default=None)
 
@@ -101,7 +100,7 @@ def last_run_of(wanted: str) -> Path | None:
 
 
 def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
-    """Return the last run here of a script if jobs of its name run, all of them in other folders; else None."""
+    """Return the last run of a script in this folder, if jobs of its name run, but only in other folders; else None."""
     if not wanted or not jobs or not all(job.is_elsewhere for job in jobs):
         return None
     own = last_run_of(wanted)
@@ -111,7 +110,7 @@ def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
 
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run of ``phalanx run``."""
-    if not os.path.isdir(path):  # also where the name is too long for a path
+    if not os.path.isdir(path):  # also for a name that is too long for a path
         return False
     return any(map(os.path.isdir, path.glob("attempt_*/rank_*"))) or bool(load_reason(path / "blackbox"))
 

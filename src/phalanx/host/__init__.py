@@ -1,5 +1,6 @@
 """This machine, as the kernel and the cluster show it: processors, memory, network, processes, schedulers.
 
 ``/proc``, ``/sys`` and the schedulers' variables are read only here; other packages ask this one. Start with `cpus`,
-then `cgroups`. Nothing here imports torch, knows of jobs or ranks, or keeps state.
+then `cgroups`. Functions that share out the machine take a number of ranks and know no more of a job. Nothing here
+starts or signals a process, or knows of process groups and launchers; only `block_pool` imports torch, and keeps state.
 """

@@ -1,9 +1,10 @@
 """Decides once whether this process keeps the large blocks that torch frees, and says why.
 
-The core does it (``csrc/process/blocks.h`` has the reasons and numbers): a tensor's block comes from a pool and
-returns to it, so the next step finds its pages there. The pool gives unused blocks back to the kernel, and all blocks
-once a memory limit comes near. A limit or a usage that exists but can't be read counts as near, both when the launcher
-decides and while a rank runs. After a kill by the OOM killer, the launcher's next attempt keeps nothing.
+The core keeps them (``csrc/process/blocks.h`` has the reasons and numbers): a tensor's block comes from a pool and
+returns to it, so that the next step reuses its pages. The pool gives unused blocks back to the kernel, and all blocks
+once a memory limit comes near. A limit or a usage file that exists but can't be read counts as a limit that is near,
+both when the launcher decides and while a rank runs. After a kill by the OOM killer, the launcher's next attempt keeps
+nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from phalanx._text import in_units
 from phalanx.host.cgroups import cgroup_memory, host_memory, memory_gauges, read, unreadable
 
 CHOICES = ("auto", "default")
-_LEAST_BYTES = 1 << 30  # for each rank: with less, kept blocks would be given back all the time
-_LEAST_SHARE = 8  # a limit is near if less than this part of it is left, see Headroom in block_pool.cpp
+_LEAST_BYTES = 1 << 30  # that must be left for each rank; with less, kept blocks would be given back all the time
+_LEAST_SHARE = 8  # a limit is near if less than an eighth of it is left, see Headroom in block_pool.cpp
 _MORE_MEMORY = "free memory, start fewer ranks, or raise the limit (docker run --memory, srun --mem, limits.memory)"
 _HUGE_PAGES = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; steps may then be faster"
-_ALLOCATING = ("malloc", "posix_memalign", "free")  # an allocator that replaces one of them replaces all
+_ALLOCATING = ("malloc", "posix_memalign", "free")  # an allocator that replaces one of these replaces all
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class MemoryPolicy:
     Attributes:
         keeps: Whether they are kept and reused while memory is plentiful; otherwise they go back to the system.
         huge_pages: Whether they lie in huge pages.
-        why: Reason for whatever is not done; empty if all is.
-        todo: Advice on how to have it done; empty if there is none.
+        why: Reason why blocks are not kept, or not in huge pages; "" if both are.
+        todo: Advice on what to change to have both; "" if there is none.
     """
 
     keeps: bool = False
@@ -49,7 +50,7 @@ class MemoryPolicy:
         return "kept, huge pages" if self.huge_pages else f"kept ({self.why})"
 
 
-_in_force: MemoryPolicy | None = None  # as decided when this process began; the core may have ended it
+_in_force: MemoryPolicy | None = None  # the policy as first applied; the core may have stopped keeping blocks since
 
 
 def choose(environ: Mapping[str, str], *, wanted: str = "auto", num_ranks: int = 1, root: str = "/") -> MemoryPolicy:
@@ -94,7 +95,7 @@ def huge_pages(root: str = "/") -> str:
 
 
 def offers_huge_pages(root: str = "/") -> bool:
-    """Whether the kernel gives huge pages to whoever asks for them."""
+    """Whether the kernel gives huge pages to a process that asks for them."""
     return huge_pages(root) in ("madvise", "always")
 
 
@@ -133,10 +134,10 @@ def _file_of(libc: ctypes.CDLL, name: str) -> str:
 def _apply(policy: MemoryPolicy) -> MemoryPolicy:
     """Put `policy` into force in this process as far as possible; return the policy in force."""
     global _in_force
-    if policy.keeps and (other := _foreign_allocator()):  # the launcher's may differ
+    if policy.keeps and (other := _foreign_allocator()):  # asked here, because the launcher may have another allocator
         policy = _left_alone(other)
     if policy.keeps:
-        from phalanx import _core  # not at the top: the supervisor only chooses
+        from phalanx import _core  # not at the top, because the supervisor, which only chooses, loads no core
 
         limits = [
             (gauge.limit_bytes, *(os.path.join(gauge.folder, name) for name in (gauge.used_name, "memory.stat")),
@@ -144,7 +145,8 @@ def _apply(policy: MemoryPolicy) -> MemoryPolicy:
             for gauge in memory_gauges()
         ]  # fmt: skip
         try:
-            # Address space only, twice as much as there can be memory: free spans lie between blocks.
+            # Reserves addresses, not memory: twice as much as there can be memory, because free spans lie between
+            # blocks.
             done = _core.start_block_pool(2 * host_memory().limit_bytes, policy.huge_pages, limits)
             why = "" if done else "this torch allocates otherwise"
         except OSError:
@@ -169,9 +171,9 @@ def tune_process() -> MemoryPolicy:
 
     A training step frees its activations and gradients, and the next one allocates them again. glibc gives large blocks
     back to the kernel each time, which then has to clear new pages. From this call on, blocks of CPU tensors of 1 MiB
-    and more are kept and reused, in huge pages where the kernel offers them. At most 1/8 more is resident than tensors
-    needed at once; what lies unused for 20 s is given back, and everything, for good, when a limit of the host or of a
-    cgroup comes near.
+    and more are kept and reused, in huge pages where the kernel offers them. At most 1/8 more memory is resident than
+    tensors needed at once. Blocks that are unused for 20 s are given back; when a limit of the host or of a cgroup
+    comes near, all are, for good.
 
     Call it first thing in the script, before other threads run. Tensors from before stay where they are. With another
     C library or allocator, with ``GLIBC_TUNABLES``, ``MALLOC_*`` or ``THP_MEM_ALLOC_ENABLE`` in the environment, or
@@ -179,7 +181,7 @@ def tune_process() -> MemoryPolicy:
     `phalanx.spawn` need no call, and a second call does nothing.
 
     Returns:
-        What is in force now; its ``str`` says it in a few words.
+        Policy that is in force now; its ``str`` says it in a few words.
 
     Example:
         >>> memory = phalanx.tune_process()
@@ -203,5 +205,5 @@ def obey_launcher() -> None:
     """
     text = _env.environment().get(_env.ALLOCATION_VARIABLE)
     if text and _in_force is None:
-        with contextlib.suppress(ValueError, TypeError):  # not what a launcher of this version writes
+        with contextlib.suppress(ValueError, TypeError):  # the value may come from a launcher of another version
             _apply(MemoryPolicy(**json.loads(text)))

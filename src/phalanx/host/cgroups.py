@@ -45,7 +45,8 @@ def folders(controller: str, root: str = "/") -> Iterator[str]:
         if controllers and controller not in controllers.split(","):
             continue
         for top, point in mounts["cgroup" if controllers else "cgroup2"]:
-            # In a container the mount may show only our branch of the tree, while the path is the host's.
+            # In a container, the mount may show only our part of the tree, while the path is relative to the host's
+            # root.
             below = path.removeprefix(top.rstrip("/")) if f"{path}/".startswith(f"{top.rstrip('/')}/") else ""
             below = "" if "/.." in below else below.strip("/")
             while below:
@@ -97,7 +98,7 @@ def memory_gauges(root: str = "/") -> list[Gauge]:
     found = []
     for folder in folders("memory", root):
         for limit_names, used_name, cache_name in _MEMORY_FILES:
-            # Version 1 also reports limits further up than we can see.
+            # Version 1 also reports limits of ancestors that we can't see.
             limits = [
                 *(_number(folder, name) for name in limit_names),
                 read_numbers(folder, "memory.stat").get("hierarchical_memory_limit"),

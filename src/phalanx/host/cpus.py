@@ -76,7 +76,7 @@ class Machine:
 
     @property
     def has_short_quota(self) -> bool:
-        """Whether the quota is less than the CPUs: others are meant to run on them too."""
+        """Whether the quota pays for fewer CPUs than we may use; other processes are then meant to run on them, too."""
         return self.quota_cpus is not None and self.quota_cpus < self.num_cpus
 
     @property
@@ -189,7 +189,7 @@ def has_module(name: str, *folders: str) -> bool:
 def _find_spec(name: str) -> ModuleSpec | None:
     if spec := PathFinder.find_spec(name):
         return spec
-    from importlib.util import find_spec  # asks the finders of editable installs too
+    from importlib.util import find_spec  # it also asks the finders of editable installs
 
     return find_spec(name)
 
@@ -200,9 +200,10 @@ def _find_spec(name: str) -> ModuleSpec | None:
 def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str = "", num_threads: int = 0) -> Division:
     """Divide the machine among `num_ranks`.
 
-    Every rank has the same number of threads. Ranks are pinned to whole cores of their own, within one NUMA node
-    where that divides evenly enough, unless there are fewer cores than ranks or CPUs than threads, or a quota is less
-    than the CPUs: then other processes run on them too, and a pinned rank could not step aside.
+    Every rank gets the same number of threads. Ranks are pinned to whole cores of their own, within one NUMA node if
+    that divides evenly enough. They are not pinned if there are fewer cores than ranks, fewer CPUs than threads, or a
+    quota for fewer CPUs than there are: then other processes run on the CPUs, too, and a pinned rank could not move
+    away.
 
     Args:
         omp_num_threads: OMP_NUM_THREADS as the user has set it; it stays.
@@ -235,9 +236,9 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
 
 
 def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, ...]]]:
-    """Return the cores of each rank; all are given away.
-
-    Within a NUMA node, or in whole nodes, if ranks and nodes divide each other; else in ranges of equal length.
+    """Return the cores of each rank; every core belongs to one.
+    If ranks and NUMA nodes divide each other, a rank gets a part of one node or whole nodes; otherwise ranks get ranges
+    of equal length.
     """
     nodes = sorted(set(machine.numa_nodes))
     by_node = [[c for c, at in zip(machine.cores, machine.numa_nodes, strict=True) if at == node] for node in nodes]

@@ -1,4 +1,4 @@
-"""Descriptors of this process: its own streams, and room for those of many ranks."""
+"""Descriptors of this process: its standard streams, and the limit on their number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PER_RANK, _OF_OURS = 6, 32
 
 
 def open_streams() -> None:
-    """Open the standard streams that this process was started without, so that no socket takes their numbers."""
+    """Open those standard streams that are closed, so that no socket gets their numbers."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

@@ -27,9 +27,9 @@ _GO_ON_AFTER_A_HALT = {
     "", "futex", "nanosleep", "poll", "select", "wait4", "waitid", "read", "write", "open", "fcntl", "flock", "fsync",
     "fdatasync",
 }  # fmt: skip
-"""System calls that the kernel restarts by itself, see signal(7); empty: none, or unknown."""
+"""System calls that the kernel restarts after a halt, see signal(7); "" stands for no call, or an unknown one."""
 _LOOPS = {"pt_tcpstore_uv", "gloo_tcp_loop"}
-"""torch's threads that wait for events, and resume waiting after a halt."""
+"""Names of torch's threads that wait for events, and resume waiting after a halt."""
 _LOCK_COMMANDS = {7, 38}  # F_SETLKW, F_OFD_SETLKW
 _WITH_DESCRIPTOR = {
     "read", "write", "fcntl", "flock", "fsync", "fdatasync", "connect", "accept", "sendto", "recvfrom", "recvmsg",
@@ -60,7 +60,7 @@ class Stand:
 
 
 def stand_of(pid: int, thread: int = 0) -> Stand:
-    """Return where a thread stands; without a thread, the main one. One that has ended has no state."""
+    """Return where a thread stands, by default the main one. If it has ended, its state is ""."""
     folder = f"/proc/{pid}/task/{thread or pid}"
     status = status_of(pid, thread)
     state = status.get("State", " ")[0].strip()
@@ -84,7 +84,7 @@ def status_of(pid: int, thread: int = 0) -> dict[str, str]:
 
 
 def threads_of(pid: int) -> list[int]:
-    """Return the kernel's numbers of the threads of a process; none if it has ended."""
+    """Return the kernel's ids of the threads of a process; none if it has ended."""
     with contextlib.suppress(OSError):
         return list(map(int, os.listdir(f"/proc/{pid}/task")))
     return []
@@ -113,7 +113,7 @@ def call_ended_by_a_halt(pid: int) -> str:
 
 def _call(words: list[str]) -> tuple[str, int]:
     """Return the system call that ``/proc/PID/syscall`` shows, and its descriptor."""
-    if len(words) < 3 or not words[0].isdecimal():  # it runs, or is in none: -1
+    if len(words) < 3 or not words[0].isdecimal():  # "running", or -1 for no system call
         return "", -1
     call = _BY_NUMBER.get(int(words[0]), f"system call {words[0]}")
     first, second = (int(word, 16) for word in words[1:3])
@@ -133,7 +133,7 @@ def _still_s(folder: str) -> float | None:
     """Return how long a thread has not run, by the scheduler's clock, which only a thread on the same CPU can read."""
     then, cpu = _last_ran_ms(f"{folder}/sched"), _last_cpu(folder)
     now = _clock_ms(cpu) if then else 0.0
-    # It may have moved to another CPU meanwhile, which has another clock.
+    # Read again, because it may have moved meanwhile to another CPU, which has another clock.
     is_same = cpu == _last_cpu(folder) and then == _last_ran_ms(f"{folder}/sched")
     return max(now - then, 0.0) / 1000 if then and now and is_same else None
 

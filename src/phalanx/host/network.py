@@ -2,7 +2,7 @@
 
 The kernel provides both: addresses through ``SIOCGIFCONF`` and ``/proc/net/if_inet6``, the route through the source
 address of a connected UDP socket. Nothing is sent except the resolver's queries. The standard library can't list
-addresses, and psutil would be a dependency in place of the thirty lines at the end.
+addresses, and psutil would be another dependency in place of thirty lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913  # linux/sockios.h
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40  # linux/if.h
 _IFREQ_BYTES = 40  # struct ifreq with 8-byte pointers: a name of 16 bytes, and the largest member
 _MOST_ADDRESSES = 1024
-_DISCARD_PORT = 9  # any would do: nothing is sent
+_DISCARD_PORT = 9  # any port would do, because nothing is sent
 
 
 class Interface(NamedTuple):
@@ -126,8 +126,8 @@ def preferred_address(found: Sequence[Interface]) -> str:
 def host_identity(pretended: str = "") -> str:
     """Return an identity of this host: its boot, and the network and PID namespaces of its ranks.
 
-    Containers share the machine's kernel, but a container with its own network or PID namespace is a host of its own:
-    ranks find each other through the one and watch each other through the other.
+    Containers share the machine's kernel, but a container with its own network or PID namespace counts as a host of its
+    own: ranks find each other through the network namespace and watch each other through the PID namespace.
 
     Args:
         pretended: Value of PHALANX_HOST, which divides one host into several.
@@ -167,7 +167,7 @@ def _owner_of(source: tuple, target: str, host: str, allow_loopback: bool) -> In
             "loopback",
         )
     mine = [one for one in known if one.address == address]
-    # 127.0.0.2 has no entry of its own: lo answers for all of 127.0.0.0/8.
+    # lo answers for all of 127.0.0.0/8, so an address such as 127.0.0.2 has no entry of its own.
     mine = mine or [one._replace(address=address) for one in known if one.is_loopback and is_loopback(address)]
     if not mine:
         raise NetworkError(f"no interface has {address}, from which {host} is reached", host, "interface")
@@ -195,7 +195,7 @@ def _v4_addresses() -> Iterator[tuple[str, str]]:
         yield (
             label.partition(":")[0],
             socket.inet_ntoa(filled[start + 20 : start + 24]),
-        )  # the alias eth0:1 belongs to eth0
+        )  # without the suffix of an alias such as eth0:1
 
 
 def _v6_addresses() -> Iterator[tuple[str, str]]:

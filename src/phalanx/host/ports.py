@@ -1,4 +1,4 @@
-"""The port on which rank 0 will listen: reserved without listening, and its owner named when it is taken."""
+"""The port on which rank 0 will listen: reserves it without listening, and names the process that has it already."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _BACKLOG = 128  # connections that wait to be accepted
 class ReservedPort:
     """A TCP port bound but not listened on, so that no other job is given it.
 
-    SO_REUSEADDR on both sides lets rank 0 bind and listen on it although we hold it; the kernel gives it to nobody who
-    asks for any free port, nor to an outgoing connection (``inet_csk_get_port``).
+    SO_REUSEADDR on both sides lets rank 0 bind and listen on it although we hold it. The kernel does not give it to a
+    process that asks for any free port, nor to an outgoing connection (``inet_csk_get_port``).
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -30,7 +30,7 @@ class ReservedPort:
 def port_problem(port: int) -> str | None:
     """Return why rank 0 could not listen on `port` of this machine, with the owner's name; None if it could."""
     try:
-        open_listener(port).close()  # where some kernels let us bind beside a listener, none lets us listen
+        open_listener(port).close()  # some kernels would let us bind beside a listener, but none would let us listen
     except PermissionError:
         return f"port {port} needs root"
     except OSError as error:
@@ -41,7 +41,7 @@ def port_problem(port: int) -> str | None:
 
 
 def port_advice(max_nodes: int) -> str:
-    """Return what to do where `port_problem` has found one."""
+    """Return advice for a problem that `port_problem` has found."""
     if max_nodes > 1:
         return "name another --master-port (or --rdzv-endpoint), the same on every node"
     return "name another --master-port, or leave it out to have a free one chosen"
@@ -92,7 +92,7 @@ def _bound(family: socket.AddressFamily, address: tuple[str, int]) -> socket.soc
 
 
 def _owner(port: int) -> str:
-    """Return ``pid 4242 (python train.py)`` of the process that listens on `port`; empty if it can't be seen."""
+    """Return the process that listens on `port`, as ``pid 4242 (python train.py)``; "" if it can't be seen."""
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listeners(table, port)}
     wanted = {f"socket:[{inode}]" for inode in inodes}
     for pid in filter(str.isdigit, os.listdir("/proc")):

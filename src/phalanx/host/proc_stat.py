@@ -19,7 +19,7 @@ def stat_fields(process: int | str = "self") -> list[str]:
         OSError: The process has ended, or ``/proc`` does not show it.
     """
     with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
-        head, _, tail = file.read().rpartition(")")  # a name may hold spaces and parentheses
+        head, _, tail = file.read().rpartition(")")  # the process's name may hold spaces and parentheses
     pid, _, name = head.partition("(")
     return ["", pid.strip(), name, *tail.split()]
 

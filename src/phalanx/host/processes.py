@@ -24,7 +24,7 @@ class Process:
         start_time: Clock ticks from the host's boot to its start: tells a reused pid apart.
         cpu_s: CPU time of all its threads so far, in seconds.
         rss_bytes: Resident memory; shared pages count in each process.
-        is_kernel: Whether it is a thread of the kernel's own.
+        is_kernel: Whether it is a kernel thread, and no program.
     """
 
     pid: int
@@ -147,9 +147,9 @@ def owner_of(pid: int) -> str:
 
 
 def off_limits(pid: int) -> str:
-    """Return words that a process may not be looked into, and why; empty if it may, or has ended."""
+    """Return a phrase that says why this user may not look into a process; "" if it may, or the process has ended."""
     try:
-        os.readlink(f"/proc/{pid}/cwd")  # needs the right to read memory; listing a folder only needs its user
+        os.readlink(f"/proc/{pid}/cwd")  # fails unless this user may read its memory
     except PermissionError:
         with contextlib.suppress(FileNotFoundError):
             is_own = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
@@ -181,7 +181,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def awaited_by(pid: int) -> set[int]:
-    """Return the live processes of which a process holds a pidfd."""
+    """Return the pids of the living processes for which a process holds a pidfd."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fdinfo"):

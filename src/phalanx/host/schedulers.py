@@ -1,7 +1,6 @@
-"""The launcher of this process and the place that it gave: torchrun's contract, MPI, Slurm or Kubeflow.
-
-One small class per environment answers one question, `place`. The first that knows the answer is right: a rank that
-``phalanx run`` starts inside a Slurm job has the variables of both, and the inner one counts.
+"""Which launcher started this process, and its rank and host there: torchrun's contract, MPI, Slurm or Kubeflow.
+One small class per environment answers one question, `place`. They are asked from the innermost launcher outwards, and
+the first answer counts: a rank that ``phalanx run`` starts inside a Slurm job has the variables of both.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ class Placement:
         hosts: All hosts, that of rank 0 first; empty: not told.
         master_port: Port on that host, the same on every rank and used by no other job; None: not told.
         rank_variable: Environment variable that the launcher sets in each process, but does not have itself.
-        knows_hosts: Whether anybody has said which ranks share a host; else `local_rank` and the like mean nothing.
+        knows_hosts: Whether the environment tells which ranks share a host; otherwise `local_rank` and the like mean
+            nothing.
     """
 
     scheduler: str
@@ -73,7 +73,7 @@ class Scheduler(Protocol):
 
 
 class Contract:
-    """torchrun's variables, set by any launcher, or by hand without those that describe the hosts."""
+    """torchrun's variables, set by any launcher; if they were set by hand, those about hosts may be missing."""
 
     name = "the environment"
 
@@ -85,7 +85,7 @@ class Contract:
         if not given:
             return None
         rank, size = _int(environ, "RANK"), _int(environ, "WORLD_SIZE")
-        # Nothing that only this rank could know may decide: all must come to the same number of hosts.
+        # Facts that only this rank knows must not decide, because all ranks must find the same number of hosts.
         knows_hosts = "LOCAL_RANK" in environ and "LOCAL_WORLD_SIZE" in environ
         local_rank = _int(environ, "LOCAL_RANK") if knows_hosts else 0
         local_size = max(1, _int(environ, "LOCAL_WORLD_SIZE")) if knows_hosts else 1
@@ -131,7 +131,7 @@ class Hydra:
 
 
 class Slurm:
-    """A task that ``srun`` started. A batch script itself, or a shell in an allocation, is no task: it runs alone."""
+    """A task that ``srun`` started. A batch script, or a shell in an allocation, is not a task: it runs alone."""
 
     name = "Slurm"
 
@@ -145,7 +145,7 @@ class Slurm:
         per_node = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
         counts = expand_counts(per_node) if per_node else [size // num_nodes] * num_nodes
         hosts = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        # Every task can compute it, and it differs for other steps and jobs, which may share the host.
+        # The port: every task computes the same, and other steps and jobs, which may share the host, another one.
         job, step = _int(environ, "SLURM_JOB_ID", 0), _int(environ, "SLURM_STEP_ID", 0)
         return Placement(
             scheduler=self.name,
@@ -211,8 +211,8 @@ def detect(environ: Mapping[str, str]) -> Placement | None:
 def detect_node(environ: Mapping[str, str]) -> Placement | None:
     """Return the place of a launcher that has this environment, one task of what a scheduler started.
 
-    None in a rank of torchrun's contract: a launcher started by a rank runs a job of its own. PET_* are flags to a
-    launcher, not a place.
+    None if the environment is that of a rank, because a launcher that a rank starts runs a job of its own. Variables
+    PET_* are not considered: for a launcher they are flags.
     """
     if "LOCAL_RANK" in environ and "RANK" in environ:
         return None
@@ -264,7 +264,7 @@ def _mpi_place(
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    # A batch script has SLURM_PROCID too; a shell of salloc may be a step, but of its own kind, numbered from the top.
+    # A batch script has SLURM_PROCID, too; a shell of salloc may be a step, but one with a number near 2**32.
     step = _first(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < 0xFFFFFFF0
 

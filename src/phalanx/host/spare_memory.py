@@ -1,11 +1,11 @@
-"""Tests whether there is memory for snapshots: they must never make the kernel kill a job."""
+"""Checks whether there is memory for snapshots, which must never make the kernel kill a job."""
 
 from __future__ import annotations
 
 from phalanx.host.cgroups import cgroup_memory, host_memory
 
-_MAX_SHARE = 0.25  # of the host's memory and of each cgroup's limit, for all snapshots
-_MAX_SHARE_OF_REST = 0.5  # of what is still unused of them: training will need some
+_MAX_SHARE = 0.25  # fraction of the host's memory, and of each cgroup's limit, that all snapshots may take
+_MAX_SHARE_OF_REST = 0.5  # fraction of the unused memory that they may take, because training will need some
 
 
 def shortage(what: str, total_bytes: int, held_bytes: int) -> str:

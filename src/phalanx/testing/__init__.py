@@ -13,7 +13,8 @@ for tests that kill, stop or step them.
 
 Ranks are forked from one server process that has imported torch, so a group of two starts in well under a tenth of a
 second. A rank never outlives the test: it is killed at its time limit, at the end of the block, and when the test's own
-process dies. Start with `ranks`, the side of the test.
+process dies. Start with `ranks`, the test's side, then `rank`, the rank's side. Nothing here is used outside of tests:
+no other room imports it.
 """
 
 from typing import TYPE_CHECKING
@@ -44,5 +45,5 @@ _MODULES = {
     "testing.ranks": "Ranks run_ranks spawn_ranks",
 }
 
-if not TYPE_CHECKING:  # they would accept any name
+if not TYPE_CHECKING:  # with a module __getattr__, type checkers would accept any name
     __getattr__, __dir__ = _on_first_use(__name__, _MODULES)

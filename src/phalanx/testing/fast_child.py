@@ -29,7 +29,7 @@ _RESOURCES = tuple(getattr(resource, name) for name in dir(resource) if name.sta
 def installed_modules(besides: Collection[str] = ()) -> list[str]:
     """Return the modules of installed packages that this process has imported, in the order of their import.
 
-    Tests and the code under test need not be installed: each process imports them anew.
+    Tests and code that is not installed are left out: each process imports those anew.
     """
     paths = sysconfig.get_paths()
     folders = {paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()}
@@ -54,7 +54,7 @@ class Settings:
         self.folder = folder
         self._environ = _env.environment()
         self._group = os.getpgrp()
-        # os.umask would change it, which other threads would see.
+        # Not read with os.umask, which would change it for a moment, also for other threads.
         self._umask = int(status_of(os.getpid()).get("Umask", "022"), 8)
         self._limits = {which: resource.getrlimit(which) for which in _RESOURCES}
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -63,7 +63,7 @@ class Settings:
     def obey(self) -> None:
         """Give this fork of the server the state that a new process would have inherited."""
         _forget_server()
-        with contextlib.suppress(OSError):  # the parent is in another session
+        with contextlib.suppress(OSError):  # fails if the parent is in another session
             os.setpgid(0, self._group)
         _env.replace_all(self._environ)
         time.tzset()
@@ -83,7 +83,7 @@ class Settings:
         importlib.invalidate_caches()
         draw_anew()
         if plugin := sys.modules.get("phalanx._plugin"):
-            plugin.autoload()  # by the variables that the server did not have
+            plugin.autoload()  # according to variables that the server did not have
 
 
 def _forget_server() -> None:
@@ -96,7 +96,7 @@ def _forget_server() -> None:
 
 
 class Preparation:
-    """The data that multiprocessing sends a child first, preceded by `Settings`; unpickles to the data."""
+    """What multiprocessing first sends to a child, preceded by `Settings`; unpickles to multiprocessing's data."""
 
     def __init__(self, settings: Settings, told: Mapping[str, Any]) -> None:
         self._settings, self._told = settings, dict(told)
@@ -120,7 +120,7 @@ def _prepare(_streams: object, settings: Settings, told: dict[str, Any]) -> dict
 
 
 class Child:
-    """Stand-in for a process object that multiprocessing runs."""
+    """Stands in for the process object that multiprocessing runs in a child."""
 
     def __init__(self, process: Any, folder: str, *, runs_exit_functions: bool) -> None:
         self._process, self._folder, self._runs_exit_functions = process, folder, runs_exit_functions
@@ -128,15 +128,15 @@ class Child:
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         code: int = self._process._bootstrap(parent_sentinel)
         _note_imports(self._folder)
-        if self._runs_exit_functions:  # a spawned process runs them at its end, a fork does not
-            with contextlib.suppress(BaseException):  # printed
+        if self._runs_exit_functions:  # a spawned process runs them at its end; multiprocessing's forks do not
+            with contextlib.suppress(BaseException):  # errors have been printed
                 atexit._run_exitfuncs()
         multiprocessing_util._flush_std_streams()  # type: ignore[attr-defined]
         return code
 
 
 class Nobody:
-    """Child that does nothing; its start shows that the server has finished its imports."""
+    """A child that does nothing. That it was started shows that the server has finished its imports."""
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         return 0

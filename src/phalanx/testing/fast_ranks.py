@@ -1,19 +1,17 @@
-"""Processes that tests start by spawn or forkserver, forked from a server that has imported their packages.
-
-``pytest --fast-ranks`` needs no change of the tests: multiprocessing pickles the same process object for each of its
-methods, so a server of ours can stand behind both, under the same reaper as `phalanx.spawn`. Three things make a fork
-the same as a new process:
-
-- What a child inherits by exec is sent along, and obeyed before anything of the test is unpickled (`fast_child`).
-- What can't be sent chooses the server: what the interpreter and torch read, the CPUs, and what packages have read
-  while the server imported them. From a variable's third value on, the modules that read it are left to each process,
-  as torch's exam gives each test a folder of its own.
-- The server imports only installed packages, afresh, so it has nothing of the test's. Before each fork it imports what
-  children have imported meanwhile.
-
-A package that leaves a thread ends the server (OpenBLAS's threads end before a fork, so they are counted after one),
-and the next one does without it. A child runs its exit functions, and is not finalized. Where a fork could not be the
-same as a new process, there is a new process, and a line says why.
+"""``--fast-ranks``: processes that tests start by spawn or forkserver are forked from a server instead.
+The server has imported the packages that the tests use. The tests need not be changed: multiprocessing pickles the same
+process object for both start methods, so our server can serve both, under the same reaper as `phalanx.spawn`. Three
+rules make a fork the same as a new process:
+- State that a child would inherit by exec is sent to it, and applied before anything of the test is unpickled
+  (`fast_child`).
+- State that can't be sent (variables that the interpreter and torch read, the CPUs, variables that packages read while
+  the server imported them) determines which server is used. If a variable takes a third value, the modules that read it
+  are no longer imported by servers but by each child: torch's own tests, for one, give each test another folder.
+- The server imports only installed packages, in a process of its own, so it has nothing of the test's. Before each fork
+  it also imports what children have imported meanwhile.
+If a package leaves a thread behind, the server ends, and the next one leaves that package out (OpenBLAS's threads end
+before a fork, so threads are counted after one). A child runs its exit functions, but its interpreter is not finalized.
+If a fork can't be the same as a new process, a new process is started, and a line says why.
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ from phalanx.wire.sockets import keep_paths_short
 
 _PRELOAD = "phalanx.testing.fast_server"
 _READ_BY_INTERPRETER = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LANGUAGE|LC_.*")
-_OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # different for each test, so it must not choose the server
+_OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # differs in each test, so it must not determine the server
 _MEASURED_BY = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
-_MAX_SERVERS = 4  # at a time
-_MAX_STARTS = 16  # in a session: beyond that, servers cost more than they save
+_MAX_SERVERS = 4  # at the same time
+_MAX_STARTS = 16  # servers started in a session; more would cost more than they save
 
 _METHODS: dict[str, Any] = {"spawn": context.SpawnProcess, "forkserver": context.ForkServerProcess}
 
@@ -85,7 +83,7 @@ class _Server:
             raise
 
     def ask_for(self, modules: Sequence[str]) -> None:
-        """Make it import more modules, unless it has."""
+        """Make it import these modules, unless it already has."""
         if new := [name for name in modules if name not in self._asked]:
             self._write_wanted(new)
             self._await_imports()
@@ -112,7 +110,7 @@ class _Server:
             raise ended
         try:
             status, data = self._forks.connect_to_new_process(fds)
-        except (ConnectionError, FileNotFoundError):  # its reaper has not noticed its end yet
+        except (ConnectionError, FileNotFoundError):  # the server has ended, and its reaper has not noticed yet
             raise ended from None
         return status, data
 
@@ -171,11 +169,11 @@ class _Servers:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._servers: dict[_Server, object] = {}  # with the key of its environment; most recently used last
+        self._servers: dict[_Server, object] = {}  # servers with the key of their environment; most recently used last
         self._wanted: dict[str, None] = {}
         self._left_out: set[str] = set()
         self._unfit: list[tuple[object, str]] = []  # environments in which no server works, and why
-        self._varying: set[str] = set()  # modules that read frequently changing variables: each process imports them
+        self._varying: set[str] = set()  # modules that read variables with many values: each child imports them
         self._num_starts = 0
         self.notes: dict[str, None] = {}
 
@@ -292,7 +290,7 @@ class _Popen(popen_forkserver.Popen):
 
     def __init__(self, process_obj: Any, server: _Server, method: str) -> None:
         self._server = server
-        self.method = method  # type: ignore[misc] # the class has one for all
+        self.method = method  # type: ignore[misc] # in the base class, all objects share one
         super().__init__(process_obj)
 
     def _launch(self, process_obj: Any) -> None:
@@ -306,7 +304,7 @@ class _Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         self.sentinel, data = self._server.connect(self._fds)
-        alive = os.dup(data)  # lets the child notice the end of its parent
+        alive = os.dup(data)  # by this descriptor the child notices the end of its parent
         self.finalizer = util.Finalize(self, util.close_fds, (alive, self.sentinel))  # type: ignore[attr-defined]
         with open(data, "wb") as file:
             file.write(buffer.getbuffer())
@@ -318,7 +316,7 @@ _originals: dict[str, Any] = {}
 
 
 def begin() -> None:
-    """From now on, fork from a server what this process starts by spawn or forkserver. Idempotent."""
+    """From now on, fork processes from a server that are started by spawn or forkserver. Idempotent."""
     global _servers
     if _servers is not None or not sys.platform.startswith("linux"):
         return
@@ -329,7 +327,7 @@ def begin() -> None:
 
 
 def end() -> list[str]:
-    """Undo `begin`, and end what still runs below a server.
+    """Undo `begin`, and end processes that still run below a server.
 
     Returns:
         Lines that say what was started normally, and why.
@@ -377,7 +375,7 @@ class Plugin:
 
     def pytest_sessionfinish(self) -> None:
         self._lines.update(dict.fromkeys(end()))
-        if (output := getattr(self._config, "workeroutput", None)) is not None:  # of pytest-xdist
+        if (output := getattr(self._config, "workeroutput", None)) is not None:  # in a worker of pytest-xdist
             output["phalanx_fast_ranks"] = list(self._lines)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

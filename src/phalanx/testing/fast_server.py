@@ -1,7 +1,6 @@
-"""Imported by the fork server of `phalanx.testing.fast_ranks`, and nowhere else: imports what the tests use.
-
-Before each fork it checks for requests to import more. It reports what its imports have read of the environment. If an
-import has left a thread or touched a device, neither of which survives a fork, it says so and ends.
+"""The program of the fork server of `phalanx.testing.fast_ranks`, which alone imports it: imports what the tests use.
+Before each fork it checks for requests to import more. It reports which variables its imports have read. If an import
+has left a thread or touched a device, neither of which survives a fork, it says so and ends.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class _Server:
         imports = Imports()
         with imports.noted({}):
             for name in names:
-                with contextlib.suppress(BaseException):  # it fails in the child as well, or the child doesn't need it
+                with contextlib.suppress(BaseException):  # the child meets the error itself, if it needs the module
                     importlib.import_module(name)
                 if (num_threads := _num_threads()) > self._num_threads:
                     self._num_threads = _num_threads_after_fork()
@@ -78,7 +77,7 @@ class _Server:
         imported_by_server.update(sys.modules)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()  # or each child would print it again
+                stream.flush()  # otherwise each child would print buffered output again
 
     def _give_up(self, package: str, why: str) -> None:
         self._say({"left_out": package, "why": why})

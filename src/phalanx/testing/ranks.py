@@ -20,7 +20,7 @@ from phalanx.testing.results import ends_session, result_of
 
 HELD = "held by a debugger"
 """Point that a rank reaches with True when a debugger opens, and with False when it resumes the rank."""
-_MAX_ROWS = 400  # of a failure: pytest shows what it has caught once
+_MAX_ROWS = 400  # most lines of a failure's report
 
 
 def run_ranks(
@@ -57,7 +57,7 @@ def run_ranks(
         >>> phalanx.testing.run_ranks(divmod, 2)  # divmod(rank, world_size)
         [(0, 0), (0, 1)]
     """
-    __tracebackhide__ = True  # by pytest, which then shows the test's own line
+    __tracebackhide__ = True  # makes pytest show the test's own line instead of this function
     if unknown := [name for name in options if name not in OPTIONS]:
         given = ", ".join(f"{name!r}: {options[name]!r}" for name in unknown)
         raise TypeError(
@@ -253,5 +253,5 @@ class Ranks:
             if not handle.ended:
                 handle.outcome.hung = True
                 handle.outcome.when_s = time.monotonic()
-        self._workers.end(signal.SIGABRT, STACKS_S)  # answered by faulthandler, even inside C
+        self._workers.end(signal.SIGABRT, STACKS_S)  # faulthandler then prints the stacks, even inside C code
         self._workers.close()

@@ -1,4 +1,4 @@
-"""A rank's result of its test: skip it, its failure is expected, end the session. Imports no pytest."""
+"""What a rank may decide about the whole test: skip it, expect its failure, end the session. Imports no pytest."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import Any
 
 from phalanx.failure.ending import Ending
 
-_RESULTS = ("skip", "xfail", "exit")  # of pytest's functions; what fail() raises is the failure of a rank
+_RESULTS = ("skip", "xfail", "exit")  # functions of pytest that do so; fail() is left out, as it only fails its rank
 
 
 def make_portable(error: BaseException) -> None:
-    """Make the exceptions of pytest's functions picklable: their classes can't be found by name."""
+    """Make an exception that pytest's functions raise picklable; otherwise its class can't be found by name."""
     for name in (*_RESULTS, "fail"):
         if type(error) is _raised_by(name):
             copyreg.pickle(type(error), _reduce)
 
 
 def result_of(outcomes: Sequence[Ending]) -> BaseException | None:
-    """Return what a rank raised about the whole test; None if there is nothing, or another rank has failed.
-
-    Victims of the rank that left, and ranks that still wait for it, have not failed. Ranks with such a result are
-    marked as `Ending.skipped`, so that none is taken for the cause of another's failure.
+    """Return the exception by which a rank decided about the whole test; None if there is none, or a rank has failed.
+    Ranks that failed only because that rank left, or that still wait for it, do not count as failed. The rank's
+    `Ending` is marked as ``skipped``, so that it is not taken for the cause of another's failure.
     """
     for outcome in outcomes:
         outcome.skipped = _is_result(outcome.error)

@@ -2,7 +2,8 @@
 
 Names are loaded on first use, because reading a run's metrics and writing its report need no torch.
 
-Start with `trainer`, which holds `fit()`, then `step.stepper`. A loop written by hand needs nothing of this.
+Start with `trainer`, which holds `fit()`, then `step.stepper`. Nothing here starts processes or watches them, and a
+loop written by hand needs nothing of this room.
 """
 
 from typing import TYPE_CHECKING
@@ -24,5 +25,5 @@ _MODULES = {
     "train.trainer": "Trainer",
 }
 
-if not TYPE_CHECKING:  # they would accept any name
+if not TYPE_CHECKING:  # with a module __getattr__, type checkers would accept any name
     __getattr__, __dir__ = _on_first_use(__name__, _MODULES)

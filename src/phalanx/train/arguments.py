@@ -1,4 +1,4 @@
-"""Checks the arguments of a `Trainer` that are not settings: names each mistake at once, with the right call."""
+"""Checks the arguments of a `Trainer` that are not settings. Each error names the mistake and shows the right call."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _LOSS = "nn.functional.cross_entropy or nn.CrossEntropyLoss()"
 _OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1)"
 _SCHEDULER = "scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)"
 _OF_PLATEAU = "Trainer: ReduceLROnPlateau needs no number of steps: pass the schedule itself, not a function"
-_LENGTHS = ("total_steps", "T_max", "total_iters")  # as torch's schedules call the number of steps
-_FIXED = ("model", "module", "optimizer", "scheduler", "settings", "folder", "checkpoints")  # of a Trainer, once made
+_LENGTHS = ("total_steps", "T_max", "total_iters")  # names that torch's schedules give to the number of steps
+_FIXED = ("model", "module", "optimizer", "scheduler", "settings", "folder", "checkpoints")  # can't be set on a Trainer
 _RESERVED = {
     "time", "kind", "attempt", "step", "epoch", "lr", "samples_per_s", "grad_norm", "phases_s", "phases_by_rank",
     "spread",
@@ -139,7 +139,7 @@ def check_fit(
         ("validation_data", validation_data, has_epochs, "a dataset, the loader itself"),
         ("batch_sampler", batch_sampler, True, "a BatchSampler"),
     ):
-        if isinstance(given, Iterator) and is_again and not hasattr(given, "reset"):  # some loaders have one
+        if isinstance(given, Iterator) and is_again and not hasattr(given, "reset"):  # some have one
             raise ValueError(
                 f"Trainer: {name} is needed in each epoch, and an iterator ({type(given).__name__}) is used up after "
                 f"one: pass {instead}, or a list of batches, such as [*batches]"
@@ -167,7 +167,7 @@ def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -
     if hasattr(trainer, name) and (callable(value) or not callable(own) or isinstance(own, nn.Module)):
         return
     meant = f"trainer.{name}()" if callable(own) else attribute_meant(trainer, name)
-    if is_subclass and not meant.endswith("()"):  # its attributes may have names that other trainers use
+    if is_subclass and not meant.endswith("()"):  # it may have attributes with names that other trainers use
         return
     known = sorted(attribute for attribute in vars(trainer) if not attribute.startswith("_"))
     if name in Settings.__dataclass_fields__:
@@ -272,7 +272,7 @@ def _check_partial_schedule(function: functools.partial[Any], kind: type) -> Non
     """Refuse a partial schedule class that would take the number of steps for another argument.
 
     Raises:
-        TypeError: It would.
+        TypeError: The number of steps would go to another argument.
         ValueError: The class is ReduceLROnPlateau.
     """
     if issubclass(kind, lr_scheduler.ReduceLROnPlateau):
@@ -313,7 +313,7 @@ def _check_callbacks(callbacks: Any) -> None:
 def _check_function(name: str, function: Any) -> None:
     if function is None:
         return
-    if name != "collate_fn":  # which may be a class, such as list
+    if name != "collate_fn":  # a collate_fn may be a class, such as list
         _refuse_class(name, function, f"{name}={{}}()")
     if not callable(function):
         raise _wrong(name, "a function", function, f"loss={_LOSS}" if name == "loss" else f"{name}=function")

@@ -1,4 +1,4 @@
-"""Callbacks of a script: the methods that the trainer calls; anything else is refused."""
+"""Callbacks of a script: which methods the trainer calls. Objects without any of them are refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx._env import nearest
 from phalanx._text import listed
 
 HOOKS = ("on_fit_start", "on_step", "on_epoch", "on_evaluation", "on_save", "on_fit_end")
-"""Methods of a callback that the trainer calls, each with itself."""
+"""Methods of a callback that the trainer calls, with itself as the argument."""
 
-_OTHER_NAMES = {  # in other trainers
+_OTHER_NAMES = {  # names in other trainers, and ours
     "on_train_start": "on_fit_start", "on_train_begin": "on_fit_start",
     "on_step_end": "on_step", "on_batch_end": "on_step", "on_train_batch_end": "on_step",
     "on_optimizer_step": "on_step", "on_epoch_end": "on_epoch", "on_train_epoch_end": "on_epoch",
@@ -58,7 +58,7 @@ def call(callbacks: Iterable[Any], hook: str, trainer: Any) -> None:
 
 
 def _right_use(callback: Any) -> str:
-    """Return how to use an object that is no callback; empty if unknown."""
+    """Return the right use of an object that is not a callback; "" if it is unknown."""
     kind = type(callback).__qualname__
     if callable(getattr(callback, "update_parameters", None)):
         return (

@@ -1,4 +1,4 @@
-"""Names that other trainers use for what ours has: the error for one names ours."""
+"""Names that other trainers give to things that ours has under another name, for errors that name ours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from phalanx._env import unknown_argument
 
-_ARGUMENTS = {  # of a Trainer
+_ARGUMENTS = {  # arguments of a Trainer
     "epochs": "max_epochs", "num_epochs": "max_epochs", "num_train_epochs": "max_epochs", "n_epochs": "max_epochs",
     "steps": "max_steps", "num_steps": "max_steps", "max_iters": "max_steps", "max_iterations": "max_steps",
     "limit_train_batches": "max_steps",
@@ -27,7 +27,7 @@ _OF_OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1), as the optimizer"
 _LAUNCH = "phalanx run --nproc-per-node N script.py"
 _FIT = "trainer.fit(data, validation_data)"
 _RESUME = 'trainer.fit(data), which resumes from the newest checkpoint in the folder, unless resume="never"'
-_ELSEWHERE = {  # not arguments of a Trainer
+_ELSEWHERE = {  # what is done outside a Trainer, or by a method
     **dict.fromkeys(("learning_rate", "lr", "momentum", "weight_decay"), _OF_OPTIMIZER),
     **dict.fromkeys(
         ("devices", "accelerator", "strategy", "gpus", "num_gpus", "num_processes", "nprocs", "nproc_per_node",

@@ -19,8 +19,8 @@ _MODES: dict[str, Literal["min", "max"]] = {
     **dict.fromkeys(
         ("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "r2", "recall"), "max"
     ),
-}  # by a word in the name of a value
-_TURNING = frozenset(  # words that may reverse what is better, or leave it open
+}  # whether a lower or a higher value is better, by a word in its name
+_TURNING = frozenset(  # words after which neither is certain
     ("change", "decrease", "delta", "diff", "drop", "gain", "gap", "improvement", "increase", "inverse", "neg",
      "negative", "reduction", "std", "var", "variance")
 )  # fmt: skip
@@ -30,13 +30,13 @@ _CHOICES = {
     "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"), "on_nan": ("raise", "warn", "ignore"),
     "divide_optimizer": ("auto", "always", "never"), "mode": (None, "min", "max"),
 }  # fmt: skip
-_OTHER_VALUES = {  # the value that is meant, as a script writes it
+_OTHER_VALUES = {  # by setting: wrong values, and the value that is probably meant
     "resume": {"True": '"auto"', "False": '"never"'}, "deterministic": {"True": '"world"', "False": "None"},
     "divide_optimizer": {"True": '"always"', "False": '"never"'},
     "scheduler_interval": {"batch": '"step"', "iteration": '"step"'}, "on_nan": {"error": '"raise"'},
     "mode": {"lower": '"min"', "minimize": '"min"', "higher": '"max"', "maximize": '"max"', "auto": "None"},
 }  # fmt: skip
-_LEAST = {  # values of whole numbers
+_LEAST = {  # the smallest value of each setting that is a whole number
     "max_epochs": 1, "max_steps": 1, "micro_batch_size": 1, "patience": 1, "save_every": 1, "global_batch_size": 1,
     "keep_last": 1, "log_every": 1, "virtual_shards": 1, "num_workers": 0, "snapshot_every": 0, "compare_every": 0,
     "seed": 0,
@@ -165,7 +165,7 @@ class Settings:
     deterministic: Literal["world"] | None = None
     virtual_shards: int = 8
 
-    _is_made = False  # from then on a change that would mean nothing is refused
+    _is_made = False  # once True, changes that would have no effect are refused
 
     @classmethod
     def of(cls, given: Mapping[str, Any], known: Collection[str]) -> Settings:

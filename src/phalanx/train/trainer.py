@@ -153,7 +153,7 @@ class Trainer:
         torch.Size([64, 1])
     """
 
-    _is_made = False  # once made, it refuses attributes that would have no effect
+    _is_made = False  # once True, attributes that would have no effect are refused
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Trainer:
         self.optimizer: torch.optim.Optimizer = optimizer
         is_function = scheduler is not None and not hasattr(scheduler, "step")
         self._make_scheduler: Callable[[Any, int], Any] | None = scheduler if is_function else None
-        self._length_of_schedule: int | None = None  # for which the function has made it
+        self._length_of_schedule: int | None = None  # number of steps for which the script's function made the schedule
         self.scheduler: Any = None if is_function else scheduler
         self.callbacks: Sequence[Any] = callbacks
         self._given_model, self._given_loggers = model, loggers
@@ -228,7 +228,7 @@ class Trainer:
 
         def __getattr__(self, name: str) -> Any:
             """Refuse an attribute that only other trainers have, and name the right one."""
-            is_own = hasattr(type(self), name)  # a property that has raised this error itself
+            is_own = hasattr(type(self), name)  # it is a property of this class, which has raised AttributeError
             if self._is_made and not is_own and (meant := attribute_meant(self, name)):
                 raise AttributeError(f"Trainer: there is no attribute {name}; right: {meant}")
             return super().__getattribute__(name)
@@ -300,7 +300,7 @@ class Trainer:
 
     @property
     def _in_group(self) -> _Attempt:
-        """The attempt in the present process group; joins the job again if the last group has failed."""
+        """Return the attempt in the present process group; if the last group has failed, join the job again."""
         return self._attempt or self._join()
 
     def _join(self) -> _Attempt:
@@ -405,7 +405,7 @@ class _Attempt:
     def _fit(self, data: Any, validation_data: Any, batch_sampler: Iterable[Iterable[int]] | None) -> dict[str, float]:
         trainer, s = self._trainer, self._settings
         refuse_differences(trainer._facts, s, evaluates=validation_data is not None, ranks=self._ranks)
-        check_callbacks(trainer.callbacks)  # the script may have added some
+        check_callbacks(trainer.callbacks)  # again, because the script may have added some
         check_fit(
             data, validation_data, batch_sampler, s, trainer._given,
             is_plateau=trainer._is_plateau, needs_pairs=trainer._objective.is_split and trainer._collate_fn is None,
@@ -422,7 +422,7 @@ class _Attempt:
         if not self._is_over():
             refuse_unwritable(trainer.checkpoints, self._ranks)
         with (
-            # Before any output: whoever reads that training begins may already send a signal.
+            # Opened before any output: a reader of "training begins" may at once send a signal.
             Preemption(speaks=self.session.is_main, checkpoints=trainer.checkpoints) as self._preemption,
             self._begin(loaded) as self.run_log,
             self.stepper,
@@ -465,7 +465,7 @@ class _Attempt:
     def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
         """Make what the steps need, and record and show how the run begins."""
         trainer, s = self._trainer, self._settings
-        self._feed.resize(self._batch_size())  # now that it is known
+        self._feed.resize(self._batch_size())  # it depends on the checkpoint, and is known only now
         if trainer._make_scheduler is not None and not self._is_over():
             length = length_of_schedule(s, self._feed, trainer.step, trainer.epoch)
             if length != trainer._length_of_schedule or self._identity.is_forced:
@@ -503,7 +503,7 @@ class _Attempt:
         """Have the function make a schedule of that length, and step it to where the run is."""
         trainer, s = self._trainer, self._settings
         assert trainer._make_scheduler is not None
-        if trainer.scheduler is not None:  # begin where the earlier schedule began
+        if trainer.scheduler is not None:  # restore the learning rates with which the earlier schedule began
             trainer._hyperparameters.give_again(trainer.optimizer, keep_state=True)
         trainer._change("scheduler", trainer._make_scheduler(trainer.optimizer, length))
         check_schedule(trainer.scheduler, trainer._make_scheduler)
@@ -521,7 +521,7 @@ class _Attempt:
         numbered = ((f"{i} {type(c).__qualname__}", c) for i, c in enumerate(trainer.callbacks))
         stateful = {name: callback for name, callback in numbered if hasattr(callback, "load_state_dict")}
         state = {
-            "trainer": Progress(trainer, self._identity, stateful),  # first: it may refuse all the rest
+            "trainer": Progress(trainer, self._identity, stateful),  # first: it may refuse the checkpoint
             "model": trainer.module, "optimizer": trainer.optimizer, "scaler": self.stepper.scaler,
             "random": RandomState(), "callbacks": stateful, "data": self._feed, "judge": trainer._best_metric,
         }  # fmt: skip
@@ -536,11 +536,11 @@ class _Attempt:
         self._feed.begin_epoch(trainer.epoch)
         has_ended, is_empty = True, self._feed.is_at_start
         self.run_log.begin_epoch(trainer.step + 1, is_whole=is_empty)
-        is_at_last = trainer.step == s.max_steps  # restored from a snapshot: the end of the epoch may be missing
+        is_at_last = trainer.step == s.max_steps  # possible after a snapshot: the end of the epoch is still to be done
         for parts, num_samples in self._in_step(iter(()) if is_at_last else self._feed.steps()):
             loss = self.stepper.backward(parts, num_samples, trainer.step + 1, trainer.epoch)
-            del parts  # the next batch reuses its memory, which is in the caches
-            if self.consensus.is_due(trainer.step):  # here the ranks have just met
+            del parts  # so that the next batch reuses this memory, which is in the caches
+            if self.consensus.is_due(trainer.step):  # done here, where the ranks have just met
                 self.consensus.agree(trainer.step)
             self.stepper.optimize(trainer.step + 1, trainer.epoch)
             trainer.step += 1
@@ -589,7 +589,7 @@ class _Attempt:
         trainer, s, run_log = self._trainer, self._settings, self.run_log
         self._lock.check()
         run_log.count(loss, num_samples)
-        self._call("on_step")  # before the snapshot, which includes the callbacks' state
+        self._call("on_step")  # before the snapshot, because that includes the callbacks' state
         run_log.clock.lap("callbacks")
         if self._asks_in_steps:
             self.consensus.agree_to_stop()
@@ -614,11 +614,11 @@ class _Attempt:
         self._guard.look_at_log(self.run_log.last_losses, self.session.rank, trainer.step, trainer.epoch)
 
     def _after_epoch(self, validation_data: Any, *, has_ended: bool) -> None:
-        """Evaluate, log and save; also if `max_steps` ended the epoch in the middle."""
+        """Evaluate, log and save at the end of an epoch, or where `max_steps` or a stop ended it in the middle."""
         trainer, s = self._trainer, self._settings
         is_best = False
         if validation_data is not None:
-            # A run that continues here has no such evaluation, so the random numbers that it draws must not count.
+            # In the middle of an epoch, random state is restored: a run without that end would not have evaluated here.
             with contextlib.nullcontext() if has_ended else random_state_kept():
                 trainer.evaluation = trainer.evaluate(validation_data)
                 is_best = has_ended and trainer._best_metric.update(trainer.evaluation, trainer.step)
@@ -636,7 +636,7 @@ class _Attempt:
         if is_best or is_last or (s.save_every is None and self._saver.is_due(trainer.step)):
             self._save()
         self._saver.say_left_out(trainer.step)
-        self.consensus.agree(trainer.step)  # an epoch may have few steps, and all this has taken time
+        self.consensus.agree(trainer.step)  # because all this has taken time, and the epoch may have had few steps
 
     # ---- what is kept, and the end -----------------------------------------------------------------------------------
 
@@ -655,7 +655,7 @@ class _Attempt:
         return bool(self._why_over())
 
     def _may_keep(self) -> bool:
-        last_epoch = max(0, self._trainer.epoch - self._feed.is_at_start)  # that of the last step
+        last_epoch = max(0, self._trainer.epoch - self._feed.is_at_start)  # the epoch of the last step
         return self._guard.may_keep(self._trainer.step, last_epoch)
 
     def _save(self, *, wait: bool = False) -> bool:
@@ -670,7 +670,7 @@ class _Attempt:
         step = self._trainer.step
         if self._ranks.largest(
             memory().restart_is_planned
-        ):  # of several hosts, one launcher may know before the others
+        ):  # asked on all ranks: on several hosts, one launcher may know of the restart before the others
             self._snapshots.take(step)
             raise PlannedRestart
         if self.run_log.has_news:

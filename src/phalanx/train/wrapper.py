@@ -1,4 +1,6 @@
-"""The wrapper that keeps a model the same on all ranks: phalanx's, torch's, or FSDP2's."""
+"""Puts a model into the wrapper that keeps it the same on all ranks, and tells which a model has: ours, torch's,
+FSDP2's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def can_wrap(model: nn.Module) -> bool:
-    """Return whether `wrap` makes the wrapper, so that it can be made again for another process group."""
+    """Return whether the model has no wrapper of the script's, so that `wrap` can make one again for another group."""
     return model is checkpoint.unwrap(model) and not is_sharded(model)
 
 

@@ -1,17 +1,15 @@
-"""The search of ``phalanx tune`` for the fastest setup, as far as turns can tell it from noise.
-
-First ranks x threads, with plain python as the row that all others are compared with; then each further change alone,
-over the best so far; then everything together that gained something.
-
-- What is compared is the time from one optimizer step to the next, without the slowest tenth, where an evaluation or a
-  new epoch lies, and the samples that loaders have handed out. Ratios are taken round by round, every second round
+"""The search of ``phalanx tune`` for the fastest setup, as far as it can be told from noise.
+First come ranks and threads, all compared with plain python; then each further change alone, on top of the best so far;
+then all changes together that gained something. Setups are measured in turns of 0.3 s, in rounds (a race).
+- Compared are the times from one optimizer step to the next, without the slowest tenth, in which an evaluation or a new
+  epoch may fall, and the samples that loaders have yielded. Ratios are taken within a round; every second round goes
   backwards.
-- A race ends when the differences are clear, or too small to matter; setups far behind drop out. A change counts only
-  if it gains more than twice the standard error of its ratio, and more than 1 %.
-- A turn may take a quarter of what is left of the search, 10 s at least, and a start four times as long as another
-  job's. A job that fails or hangs is a line of the table, and the others go on.
-- Where a script keeps the batches that it has loaded, a step counts as many samples as one did in the beginning; where
-  none was loaded for it, all speeds are in steps.
+- A race ends when the differences are clear, or too small to matter; setups that are far behind drop out. A change
+  counts only if it gains more than twice the standard error of its ratio, and more than 1 %.
+- A turn may take a quarter of the time left for the search, or 10 s if that is more; a start may take four times as
+  long as another job's. A job that fails or hangs becomes a line of the table, and the others go on.
+- If a script keeps the batches that it has loaded, each later step counts as many samples as a step did at first. If no
+  samples were ever loaded, all speeds are in steps.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from phalanx.tune.trials import Failed, Setup, Trials
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _LEAST_GAIN = 0.01  # a smaller gain is not worth another flag
-_HOPELESS = 0.85  # of the fastest's speed, in every round so far
-_LEAST_START_S = 60.0  # for the first job to start, however little time is left
-_TURN_WITH_ALL_S = 0.6  # a turn with its overhead
-_SHARE_OF_RANKS = 0.3  # of the time left, for the race of ranks and threads
+_HOPELESS = 0.85  # a setup slower than this fraction of the fastest, in every round so far, drops out
+_LEAST_START_S = 60.0  # time for the first job to start, however little is left
+_TURN_WITH_ALL_S = 0.6  # duration of a turn with its overhead
+_SHARE_OF_RANKS = 0.3  # fraction of the time left that the race of ranks and threads may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +139,7 @@ def compare(speeds: Sequence[float], others: Sequence[float]) -> Gain:
     """Return the gain of the first speeds over the others, compared round by round."""
     ratios = gains(speeds, others)
     spread = statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else math.inf
-    return Gain(statistics.median(ratios), 2 * 1.25 * spread / math.sqrt(len(ratios)))  # the median's standard error
+    return Gain(statistics.median(ratios), 2 * 1.25 * spread / math.sqrt(len(ratios)))  # two of the median's errors
 
 
 def fastest(found: Mapping[Setup, Sequence[float]]) -> Setup:

@@ -1,6 +1,5 @@
-"""The folder of a search: removed when the search ends, or by the next search if it was killed.
-
-It is locked as long as the search lives; the next search removes those that are not.
+"""The folder of a search. It is removed when the search ends; if that was killed, by the next search.
+A lock in the folder is held as long as the search lives. The next search removes folders whose locks are free.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from collections.abc import Iterator
 from phalanx.wire.files import open_regular
 
 PREFIX = "phalanx-tune-"
-_LOCK = "lock"  # held until the search ends, in whatever way
+_LOCK = "lock"  # file whose lock is held until the search ends, in whatever way
 
 
 @contextlib.contextmanager
 def folder_of_jobs() -> Iterator[str]:
-    """Make a folder for the output of jobs, and remove those of killed searches; the folder goes with the context.
+    """Make a folder for the output of jobs, removed at the end of the context; also remove those of killed searches.
 
     Raises:
         OSError: The folder can't be made.
@@ -38,10 +37,10 @@ def folder_of_jobs() -> Iterator[str]:
 def _sweep(parent: str) -> None:
     """Remove this user's folders whose searches have ended."""
     entries: list[os.DirEntry[str]] = []
-    with contextlib.suppress(PermissionError):  # a folder that may be written to, and not listed
+    with contextlib.suppress(PermissionError):  # the parent may be writable, but not listable
         entries += os.scandir(parent)
     for entry in entries:
-        with contextlib.suppress(OSError):  # another search was faster, or the folder is in use
+        with contextlib.suppress(OSError):  # another search has removed it, or the folder is in use
             facts = entry.stat(follow_symlinks=False)
             if entry.name.startswith(PREFIX) and stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid():
                 with open_regular(os.path.join(entry.path, _LOCK)) as lock:

@@ -14,7 +14,7 @@ from phalanx.launch import rank_trial
 from phalanx.launch.processes.descendants import die_with_parent
 from phalanx.wire.files import read_json
 
-_TAIL_BYTES = 64 << 10  # scripts print hundreds of megabytes, which take seconds to read
+_TAIL_BYTES = 64 << 10  # read of the output; scripts may print hundreds of megabytes, which take seconds to read
 
 
 class Ended(Exception):
@@ -41,12 +41,12 @@ class TrialJob:
         everything = {**_env.environment(), **environ}
         everything[_env.FOLDER_VARIABLE] = os.path.join(room, "run")
         everything["PHALANX_LOG_DIR"] = self.log_dir
-        everything.pop("OMP_NUM_THREADS", None)  # each turn says how many
+        everything.pop("OMP_NUM_THREADS", None)  # each turn sets the number of threads
         command = [sys.executable, "-m", "phalanx", "run", "--shutdown-timeout", "0", *words]
         with open(self._output, "wb") as output:
             self._process = subprocess.Popen(
                 command, env=everything, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the job
+                start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends the job
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),  # its reaper then ends the ranks
             )  # fmt: skip
         self.pid = self._process.pid
@@ -80,7 +80,7 @@ class TrialJob:
 
     @property
     def multiprocess(self) -> str:
-        """Why the job can't take turns: its ranks train in several processes; empty if they do not."""
+        """Why the job can't take turns, which is that its ranks train in several processes; "" if it can."""
         try:
             with open(rank_trial.multiprocess_file(self.room)) as file:
                 return file.read()

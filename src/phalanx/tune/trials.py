@@ -1,11 +1,11 @@
 """The jobs of ``phalanx tune``: each is the user's script under ``phalanx run``, and steps on request.
 
-The script is started as often as there are settings that a running process can't change (ranks, memory, settings of a
-Trainer), and these jobs stay alive side by side. A hook on the optimizer's step holds each of them until it is asked
-to step, so jobs take turns of 0.3 s, other load on the machine slows all of them alike, and a script is imported once.
-Threads and the optimizer's fused form change from turn to turn within a job. A Trainer in a trial has no end, saves
-nothing and follows no schedule; any other script that is over is started again. The kernel kills the supervisor of a
-job when the tuner ends (PDEATHSIG), and its reaper then ends the ranks.
+The script is started once for each combination of settings that a running process can't change (ranks, memory, settings
+of a Trainer), and these jobs stay alive side by side. A hook on the optimizer's step holds each job until it is asked
+to step. So jobs take turns of 0.3 s, other load on the machine slows all of them alike, and each imports the script
+only once. The number of threads and the optimizer's fused form change from turn to turn within a job. A Trainer in a
+trial has no end, saves nothing and follows no schedule; any other script that has ended is started again. When the
+tuner ends, the kernel kills the supervisors of its jobs (PDEATHSIG), and their reapers then end the ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _Answer = TypeVar("_Answer")
 _PAUSE_S = 0.002
 _TURN_S = 0.3
 _LEAST_STEPS = 3
-_SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # in which a Trainer decides how to step its optimizer
-_LEAST_PATIENCE_S, _SHARE_OF_PATIENCE = 10.0, 0.25  # for a turn; a share of the time left in the search
-_LEAST_START_S, _STARTS = 30.0, 4  # a start may take this many times as long as another job's
-_SKIPPED = 0.25  # steps before a turn, as a share of those that are measured
-_OUTLIERS = 0.1  # share of the steps that do not count, such as those after an evaluation or a new epoch
+_SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # steps in which a Trainer decides how to step
+_LEAST_PATIENCE_S, _SHARE_OF_PATIENCE = 10.0, 0.25  # limit of a turn: seconds, or a fraction of the time left if more
+_LEAST_START_S, _STARTS = 30.0, 4  # limit of a start: seconds, or so many times the longest start so far if more
+_SKIPPED = 0.25  # steps at the start of a turn that are not measured, as a fraction of those that are
+_OUTLIERS = 0.1  # fraction of the steps, the slowest, that do not count, such as those after an evaluation
 _MOST_RESTARTS = 20
 _LATE = "has not taken its steps in time; --seconds gives it more"
 
@@ -90,7 +90,7 @@ class Trial:
     def __init__(self, setup: Setup, words: Sequence[str], folder: str, deadline: float) -> None:
         self._setup, self._words, self._folder, self._deadline = setup, words, folder, deadline
         self._num_restarts = 0
-        self._step_s: dict[int, float] = {}  # by threads
+        self._step_s: dict[int, float] = {}  # duration of a step, by number of threads
         self._most_steps = 2000
         self.facts: Mapping[str, Any] = {}
         self.start_s = 0.0
@@ -129,7 +129,9 @@ class Trial:
         return True
 
     def rate(self, setup: Setup, *, counts_samples: bool) -> float:
-        """Take a turn, and return the speed of all ranks together, in samples or steps a second.
+        """Measure the speed of all ranks together, in samples or steps per second.
+        The first time with a number of threads, short turns come first, to learn how long a step takes and to let a
+        Trainer decide how to step.
 
         Raises:
             Failed: The script has failed, or has ended too soon too often.
@@ -152,7 +154,7 @@ class Trial:
         while True:
             self._serial += 1
             steps = max(_LEAST_STEPS, min(steps, self._most_steps))
-            skip = max(1, round(steps * _SKIPPED))  # caches are cold, and workers have loaded ahead
+            skip = max(1, round(steps * _SKIPPED))  # not measured: caches are cold, and workers have loaded ahead
             turn = rank_trial.Turn(
                 serial=self._serial, steps=steps, skip=skip, threads=setup.threads, fused=setup.fused
             )
@@ -222,7 +224,7 @@ def _rate(steps: Sequence[tuple[float, int, float]], usual_samples: float) -> fl
     """Return the speed of a rank's steps, in samples a second, or in steps if `usual_samples` is 0."""
     kept = sorted(steps)[: max(1, round(len(steps) * (1 - _OUTLIERS)))]
     loaded = sum(step[1] for step in kept)
-    # A script that no longer loads anything trains on batches that it has kept.
+    # If a script no longer loads anything, it trains on batches that it has kept, of the usual number of samples.
     done = (loaded or usual_samples * len(kept)) if usual_samples else len(kept)
     return done / sum(step[0] for step in kept)
 

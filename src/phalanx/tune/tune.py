@@ -38,7 +38,7 @@ _OWN_PROCESSES = re.compile(
 _SEARCHED = ("--nproc-per-node", "--memory", "--shutdown-timeout")
 _TAIL_LINES, _WIDTH = 20, 80
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SHARE_OF_SEARCH = 0.9  # of the time; the rest is for the last round and for ending all jobs
+_SHARE_OF_SEARCH = 0.9  # fraction of the time for the search; the rest is for the last round and for ending all jobs
 _seconds = number(float, 5, "seconds from 5 to 86400", most=86400)
 OWN_FLAGS = (
     Flag("seconds", "approximate length of the search, including the starts of the script", _seconds, "SECONDS", "60"),
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             return _search(words, target, job, limits, settings["json"].value)
     except BrokenPipeError:
         raise
-    except OSError as error:  # no room for the trials' output
+    except OSError as error:  # there is no room for the trials' output
         print(f"phalanx tune: {error}; TMPDIR names another folder for the trials", file=sys.stderr)
         return 1
 
@@ -107,13 +107,13 @@ def _check_json(path: str) -> None:
 
 def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limits, json_file: str) -> int:
     for end in _ENDS:
-        if signal.getsignal(end) != signal.SIG_IGN:  # nohup
+        if signal.getsignal(end) != signal.SIG_IGN:  # so that under nohup SIGHUP stays ignored
             signal.signal(end, _leave)
     began_s = time.monotonic()
     script = shlex.join(target)
     if behind := [word for word in split_off_flags(target[1:], OWN_FLAGS)[0] if word.startswith("--")]:
         _say(f"{', '.join(behind)} goes to {target[0]}: flags of phalanx tune come before the script")
-    in_trials = without_flags(["--log-dir"], words, target)  # each has a folder of its own
+    in_trials = without_flags(["--log-dir"], words, target)  # because each trial has a folder of its own
     with folder_of_jobs() as folder, Trials(in_trials, folder, limits.deadline) as trials:
         search = Search(trials, limits, _say)
         try:
@@ -152,7 +152,7 @@ def _remember(search: Search, job: Job) -> str:
 def _leave(number: int, _: Any) -> NoReturn:
     for end in _ENDS:
         signal.signal(end, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
-    raise SystemExit(128 + number)  # through the contexts that end jobs and remove folders
+    raise SystemExit(128 + number)  # on its way out, contexts end the jobs and remove the folders
 
 
 def _say(text: str) -> None:

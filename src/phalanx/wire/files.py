@@ -1,4 +1,4 @@
-"""Reading files that anybody may have created, writing files atomically, and freeing the pages of those in memory."""
+"""Reads files that any process may have created, writes files atomically, and frees the pages of files in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 from phalanx.wire.messages import parse_json
 
 _LOCK_EVERY_S = 0.005
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
-_MOST_BYTES = 4 << 20  # of JSON: 10,000 hosts or ranks, each with a long name and a few numbers
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of fallocate(2)
+_MOST_BYTES = 4 << 20  # most bytes of a JSON file: 10,000 hosts or ranks, each with a long name and a few numbers
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> FileIO:
@@ -28,7 +28,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> File
     Raises:
         OSError: `path` can't be opened, or is not a regular file.
     """
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # otherwise opening a FIFO waits for its other end
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # O_NONBLOCK: opening a FIFO would wait
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(fd, "r+b" if flags & os.O_RDWR else "rb", buffering=0)
@@ -83,7 +83,7 @@ def write_regular(path: str | os.PathLike[str], content: str | bytes, flags: int
     Raises:
         OSError: `path` can't be opened or written, or is not a regular file.
     """
-    data = content if isinstance(content, bytes) else content.encode(errors="replace")  # a name need not be UTF-8
+    data = content if isinstance(content, bytes) else content.encode(errors="replace")  # names in it may not be UTF-8
     with io.BufferedWriter(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | flags)) as file:
         file.write(data)
         file.flush()

@@ -22,7 +22,7 @@ def read_line(line: bytes | bytearray) -> dict[str, Any]:
     """Return the message that a line holds.
 
     Raises:
-        ValueError: The line holds none.
+        ValueError: The line does not hold a message.
     """
     message: dict[str, Any] = understand(line, dict)
     return message

@@ -1,9 +1,8 @@
-"""The one reader of what other processes say: plain data in, a value of the declared form out, or a refusal by name.
-
-What comes from outside this process may be from another version or another program, cut short, or made up: an
-agent's line, the value of a key in a store, a file in a run's folder. So nobody picks fields out of parsed JSON. The
-code declares a form, most often a dataclass, and `read_value` returns an object of that form or raises a
-`GarbledError` that says what is wrong. Bounds belong to the form::
+"""Reads what other processes send: turns plain data into a value of a declared form, or raises an error that says why
+not. Data from outside this process (an agent's line, the value of a key in a store, a file in a run's folder) may be
+from another version or another program, cut short, or made up. So no code picks fields out of parsed JSON. It declares
+a form, most often a dataclass, and `read_value` returns an object of that form or raises a `GarbledError` that says
+what is wrong. Bounds are part of the form::
 
     @dataclass(frozen=True)
     class Node:
@@ -27,18 +26,18 @@ from typing import Any, NoReturn
 Shape = Any
 """Form of a value.
 
-A type hint: a plain type, a dataclass, ``list``, ``tuple``, ``dict`` or ``Literal`` with arguments, a union,
-``Annotated`` with functions that check a value and return it as read. Or ``{"key": shape}``, a table that may have
-other keys; ``[shape]``, a list of any length; ``(shape, shape)``, a list of these items; a function that returns the
-value as read or raises ValueError.
+It is a type hint (a plain type; a dataclass; ``list``, ``tuple``, ``dict`` or ``Literal`` with arguments; a union;
+``Annotated`` with functions that check a value and return it) or one of: ``{"key": shape}``, a table that may have
+other keys; ``[shape]``, a list of any length; ``(shape, shape)``, a list of exactly these items; a function that
+returns the value as read or raises ValueError.
 """
 
 LOCAL = types.MappingProxyType({"local": True})
-"""Metadata of a dataclass's field that never leaves this process: it is neither written nor read."""
+"""Metadata of a dataclass's field that is neither written nor read, because it never leaves this process."""
 
 _MOST = 2**63
 _MOST_DIGITS = 20
-_SHOWN = 80  # characters of a refused value
+_SHOWN = 80  # characters of a refused value that its error shows
 _NAMES = {
     str: "a text",
     int: "a whole number",
@@ -70,7 +69,7 @@ def _int(text: str) -> int:
 
 
 def _float(text: str) -> float:
-    value = float(text)  # of NaN, too, which lies in no range
+    value = float(text)  # also NaN, which lies in no range and is refused below
     return value if -_MOST <= value < _MOST else _refuse_number(text)
 
 
@@ -125,7 +124,7 @@ def read_value(value: Any, shape: Shape) -> Any:
         require(value is None, "nothing", value)
         return None
     if isinstance(shape, type):
-        # Not a subclass: True is not a number.
+        # Subclasses are refused: True is not a number.
         require(type(value) is shape or (shape is float and type(value) is int), _NAMES.get(shape, str(shape)), value)
         return value
     return _apply(shape, value)
@@ -203,7 +202,7 @@ def _first_that_fits(value: Any, options: tuple[Shape, ...]) -> Any:
     for option in others:
         with contextlib.suppress(GarbledError):
             return read_value(value, option)
-    return read_value(value, last)  # whose refusal is reported
+    return read_value(value, last)  # not within `try`, so that its error is raised
 
 
 def _apply(check: Callable[[Any], Any], value: Any) -> Any:

@@ -1,7 +1,6 @@
-"""Packets, one at a time, between two processes of one host and one user, with descriptors if there are any.
-
-Packets are JSON. A warm process and its clients use marshal instead: both run the same Python, and a client that only
-hands a job over would spend more time on importing json than on using it. For the same reason this module imports next
+"""Packets between two processes of one host and one user, optionally with descriptors.
+Packets are JSON. A warm process and its clients use marshal instead: both run the same Python, and a client, which only
+hands a job over, would spend more time on importing json than on using it. For the same reason this module imports next
 to nothing.
 """
 
@@ -32,7 +31,7 @@ class PacketSocket:
         marshals: Whether packets are marshalled instead of JSON.
 
     Attributes:
-        alive: Whether the other end was there when we last looked.
+        alive: Whether the other end was still open at the last operation.
     """
 
     def __init__(self, end: _socket.socket, *, marshals: bool = False) -> None:
@@ -84,7 +83,7 @@ class PacketSocket:
             self.alive = False
         except (BlockingIOError, TimeoutError):
             pass
-        except (OSError, ValueError, EOFError, TypeError):  # not a packet of ours
+        except (OSError, ValueError, EOFError, TypeError):  # it is not a packet of ours
             self.alive = False
         for fd in fds:
             os.close(fd)
@@ -100,12 +99,12 @@ class PacketSocket:
         size = _socket.CMSG_SPACE(MAX_FDS * _INT_BYTES)
         try:
             data, rights, _, _ = self.end.recvmsg(_MAX_BYTES, size, flags | _socket.MSG_CMSG_CLOEXEC)
-        except ConnectionResetError:  # raised once if the other end left data unread; what it sent comes afterwards
+        except ConnectionResetError:  # raised once if the other end left data unread; packets may still follow
             data, rights, _, _ = self.end.recvmsg(_MAX_BYTES, size, flags | _socket.MSG_CMSG_CLOEXEC)
         return data, rights
 
     def is_open(self) -> bool:
-        """Return whether the other end seems to be there, without waiting; the socket does not block from then on."""
+        """Return whether the other end seems to be open, without waiting. Makes the socket non-blocking."""
         self.end.settimeout(0)
         try:
             return bool(self.end.recv(1, _socket.MSG_PEEK))

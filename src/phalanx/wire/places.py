@@ -1,4 +1,4 @@
-"""The places where warm processes listen: a socket each, in a folder that only its user can enter."""
+"""Where warm processes listen: each has a socket in a folder that only its user can enter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 READY_S = 2.0
 """Seconds within which a warm process that has imported torch answers."""
 _BACKLOG = 1024
-_MADE_S = 1.0  # longer than it takes from a socket's file to a listening socket
-_IMPORTING_MODE, _READY_MODE = 0o600, 0o700  # of the socket, before and after its process has imported torch
+_MADE_S = 1.0  # after this time, a socket file that does not listen never will
+_IMPORTING_MODE, _READY_MODE = 0o600, 0o700  # modes of the socket file before and after the import of torch
 _SUFFIX = ".sock"
 
 
@@ -95,7 +95,7 @@ def _in_first_folder(use: Callable[[str], _T]) -> _T:
 def _listen(path: str) -> tuple[str, _socket.socket]:
     listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     try:
-        # Under another name first, so that a socket under its own name accepts connections or is stale.
+        # Bound under another name and renamed when it listens, so that a socket under its own name listens or is stale.
         listener.bind(f"{path}.new")
         try:
             os.chmod(f"{path}.new", _IMPORTING_MODE)
@@ -135,7 +135,7 @@ def connect(path: str) -> _socket.socket | None:
     """
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     try:
-        # Linux waits this long for room in the backlog; on a non-blocking socket, or with Python's timeout, not at all.
+        # Linux waits so long for room in the backlog; with a Python timeout, the socket would not wait at all.
         connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(READY_S))
         connection.connect(path)
         connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(0))
@@ -143,10 +143,10 @@ def connect(path: str) -> _socket.socket | None:
             return connection
     except ConnectionRefusedError:
         forget(path)
-    except BlockingIOError:  # no one accepts the waiting connections
+    except BlockingIOError:  # the backlog stayed full: its process accepts no connections
         if not is_importing(path):
             forget(path)
-    except OSError:  # it has just gone, or is something else
+    except OSError:  # it is gone, or is something else
         pass
     connection.close()
     return None

@@ -1,4 +1,4 @@
-"""Messages among the ranks of a process group; a process without a group is rank 0 of 1."""
+"""What the ranks of a process group tell each other; a process without a group counts as rank 0 of 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _on_meeting: Callable[[], None] | None = None
 
 
 def call_when_solo(look: Callable[[], None] | None) -> None:
-    """Have `look` called where a group of several ranks would meet: in a group of one, no collective can fail."""
+    """Have `look` called, in a group of one, where several ranks would call a collective; it may raise."""
     global _on_meeting
     _on_meeting = look
 

@@ -1,4 +1,4 @@
-"""The folder of multiprocessing's sockets, whose path must be short enough for a socket, whatever TMPDIR is."""
+"""Chooses a folder for multiprocessing's sockets whose path is short enough, whatever TMPDIR is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """torch's Store as the processes of a job use it: JSON of a checked shape, and a time limit for every answer.
 
 Most calls of a store have no deadline: if the process that serves it is stopped, they wait inside native code. So a
-separate thread makes the call and may be left behind, and the caller waits only so long for its answer.
+separate thread makes the call, and the caller waits for a limited time. If no answer comes, the thread is left behind.
 
 Waits poll the store and do not use its own `wait`, which notices nothing but its key and, in TCPStore, prints a
 warning whenever it times out. With four ranks, polling costs some 3 ms for each new group.
@@ -24,11 +24,11 @@ from torch.distributed import Store
 from phalanx.wire.messages import Shape, understand
 
 T = TypeVar("T")
-_ANSWER_S, _WRITE_S = 1.0, 5.0  # for an answer, and for a write
-_IDLE_S = 0.2  # without a question before the thread ends
-_BEGIN_S, _END_S = 0.5, 0.1  # for the thread to begin, and to end
-_FIRST_PAUSE_S, _GROWTH = 0.0002, 1.25  # of the pause, and so of the delay that a wait adds
-_MANY = 50  # ranks for which the pause doubles
+_ANSWER_S, _WRITE_S = 1.0, 5.0  # time limits of an answer, and of a write
+_IDLE_S = 0.2  # time without a question after which the thread ends
+_BEGIN_S, _END_S = 0.5, 0.1  # time for the thread to begin, and to end
+_FIRST_PAUSE_S, _GROWTH = 0.0002, 1.25  # the first pause between two polls, and by how much each next one is longer
+_MANY = 50  # number of ranks for which pauses are doubled
 
 
 class StoreGoneError(ConnectionError):
@@ -47,7 +47,7 @@ def wait_until(
     seldom_s: float = 0.1,
     most_s: float = 0.02,
 ) -> T | None:
-    """Return what `look` finds, as soon as that is not None; None at the deadline.
+    """Call `look` repeatedly until it returns something other than None, and return that; None at the deadline.
 
     Args:
         look: Function that looks once, called ever less often. If it raises `StoreSilentError`, nothing was found.
@@ -78,9 +78,9 @@ def shared_pause(shortest_s: float, num_ranks: int) -> float:
 class JsonStore:
     """A store of torch's that holds JSON and answers within a limited time. Threads and signal handlers may share it.
 
-    Every method raises `StoreGoneError` once the store has failed, from then on at once, because TCPStore prints a
-    traceback on each failure. It raises `StoreSilentError` if no answer comes, and at once while a question that was
-    given up is still unanswered.
+    Once the store has failed, every method raises `StoreGoneError` without asking it again, because TCPStore prints a
+    traceback on each failure. If no answer comes in time, a method raises `StoreSilentError`; until that answer comes,
+    further calls raise the same at once.
 
     Attributes:
         raw: torch's store, for code that must talk to it directly.
@@ -97,7 +97,7 @@ class JsonStore:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a question that was given up is still unanswered."""
+        """Whether the answer to a question that timed out has still not come."""
         return self._given_up is not None and not self._given_up.done()
 
     def get(self, key: str, shape: Shape) -> Any:
@@ -125,15 +125,15 @@ class JsonStore:
         return int(self.ask(lambda store: store.add(counter, 1), limit_s))
 
     def close(self) -> None:
-        """End the thread, unless the store is blocking it. Further questions are allowed."""
+        """End the thread, unless the store is blocking it. A further question starts another thread."""
         self._clerk.dismiss()
 
     def ask(self, question: Callable[[Store], T], limit_s: float | None = None) -> T:
         """Return the store's answer.
 
         Args:
-            limit_s: Time for this answer and those of earlier questions; None: `answer_s`, or no time at all if the
-                store is silent.
+            limit_s: Seconds for this answer and those of earlier questions; None: `answer_s`, or 0 if the store is
+                silent.
         """
         if self.is_gone:
             raise StoreGoneError("it has failed before")
@@ -152,17 +152,17 @@ class JsonStore:
 
 
 class _Clerk:
-    """The thread that asks: it starts with a question, and ends when there has been none for a while.
+    """The thread that asks the store: it starts with a question, and ends when there has been none for a while.
 
     If memory is short, a new thread may fail before its first line, and `threading.Thread` would wait for it forever.
-    So the thread is a bare one, and if it does not begin, the caller asks the question itself.
+    So the thread is started by `_thread`, and if it does not begin, the caller asks the question itself.
     """
 
     def __init__(self) -> None:
         self._questions: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
         self._questions = queue.SimpleQueue()
-        # Reentrant, because a signal handler may ask while it interrupts a question. A second thread that may then
-        # start serves the same queue.
+        # Reentrant, because a signal handler may ask while it interrupts a question. If that starts a second thread,
+        # both serve the same queue.
         self._lock = threading.RLock()
         self._is_running, self._has_ended = False, threading.Event()
 
@@ -207,4 +207,4 @@ class _Clerk:
                 future.set_result(question())
             except BaseException as error:
                 future.set_exception(error)
-            del item, future, question  # they refer to the caller
+            del item, future, question  # otherwise they would keep the caller's objects alive while this thread waits

@@ -1,7 +1,6 @@
-"""The calls of ranks, taken from their black boxes: the first in which they differ, and who waits for whom.
-
-Sizes are compared where each rank must bring as many elements; the core itself refuses calls that differ in dtype or
-root.
+"""The calls of ranks, taken from their black boxes: the first in which they differ, and which ranks wait for which.
+Sizes are compared for operations in which all ranks must pass equally many elements. dtype and root need no comparison
+here: the core itself refuses calls that differ in them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Call:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The facts on which all ranks must agree."""
+        """The facts that must be the same on all ranks."""
         return self.op, self.num_elems if self.op in _SAME_SIZE else 0
 
     def __str__(self) -> str:
@@ -107,10 +106,10 @@ def _call(rank: int, event: Event) -> Call:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first number in a group at which ranks called different things.
+    """The first call number of a group for which ranks made different calls.
 
     Attributes:
-        lines: Line for each different call, or for the ranks that made none.
+        lines: Line for each of the different calls, and for ranks that made none.
     """
 
     group: str
@@ -127,7 +126,7 @@ def first_difference(record: Record, finished: Collection[int] = ()) -> Differen
     found: list[tuple[int, Difference]] = []
     for group, members in record.members.items():
         made = {rank: record.collectives(rank, group) for rank in members}
-        # A full box drops its oldest calls, and each rank drops different ones.
+        # A full box drops its oldest calls, on each rank others: begin where all ranks have calls.
         first = 0 if record.is_whole else max(min(calls, default=0) for calls in made.values())
         for seq in sorted({seq for calls in made.values() for seq in calls if seq >= first}):
             by_key: dict[tuple[str, int] | None, list[int]] = {}
@@ -161,7 +160,7 @@ def awaited(record: Record, call: Call) -> list[int]:
 
 
 def circle(record: Record) -> list[Call]:
-    """Return the calls of ranks each of which waits for the next, and the last for the first; empty if none do."""
+    """Return the calls of ranks that wait for each other in a circle; empty if there is none."""
     waits = record.waiting()
     for start in waits:
         path: list[int] = []

@@ -84,13 +84,13 @@ def main(argv: Sequence[str]) -> int:
 
         return check_resume(words)
     for end in _ENDS:
-        if signal.getsignal(end) != signal.SIG_IGN:  # nohup
+        if signal.getsignal(end) != signal.SIG_IGN:  # so that under nohup SIGHUP stays ignored
             signal.signal(end, _leave)
     try:
         return _check(words, target, num_ranks, {name: setting.value for name, setting in settings.items()})
     except BrokenPipeError:
         raise
-    except OSError as error:  # no room for what the job writes
+    except OSError as error:  # there is no room for what the job writes
         print(f"phalanx check: {error}; TMPDIR names another folder for the trial", file=sys.stderr)
         return FOUND
 
@@ -120,7 +120,7 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
             watch.close()
         printed = [
             line for line in watch.printed.rstrip().splitlines() if folder not in line
-        ]  # which is deleted by then
+        ]  # left out: that folder is deleted at the end
     result = result_of(record, end, num_ranks, settings["steps"])
     if settings["json"]:
         print(json.dumps(as_json(record, result, end), indent=1))
@@ -154,4 +154,4 @@ def _tell(result: Result, printed: Sequence[str], of_what: str) -> None:
 def _leave(number: int, _: Any) -> NoReturn:
     for end in _ENDS:
         signal.signal(end, signal.SIG_IGN)  # a second signal would interrupt the cleanup
-    raise SystemExit(128 + number)  # unwinds through what ends the job and removes the folder
+    raise SystemExit(128 + number)  # on its way out, contexts end the job and remove the folder

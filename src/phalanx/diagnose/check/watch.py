@@ -1,11 +1,12 @@
-"""Runs the first steps of a script, and watches its ranks' black boxes until there is a result.
-
-``phalanx check`` adds no checks of its own to a rank: black boxes hold what was called, and the core compares anyway.
-The job is started as ``phalanx tune`` starts one, with ranks that stop at an optimizer step, and the boxes are read
-from the supervisor's memory. If all ranks are in a call and no event comes for two seconds, that is a stall without
-doubt. A rank that is in no call counts as stalled only if it has not computed for some seconds either, because eight
-ranks on two cores may take long for an honest step. A trial that hangs is examined like ``phalanx why`` examines a
-job, before it is ended: a box tells the last call of a rank, and only its stack where it is now.
+"""Runs the first steps of a script as a trial, and watches its ranks' black boxes until there is a result.
+``phalanx check`` adds no checks to a rank: black boxes hold what was called, and the core compares calls anyway. The
+job is started as ``phalanx tune`` starts one (`tune.trial_job`), with ranks that stop at an optimizer step. The boxes
+are read from the supervisor's memory.
+The trial ends when all ranks have taken their steps or made enough calls, when the job ends, when it stalls, or when
+the time is up (`result.Stop`). If all ranks are in a call and no event comes for two seconds, the job has stalled. If
+some rank is in no call, it counts as stalled only if that rank has not computed for some seconds either, because eight
+ranks on two cores may take long for a step. Before a trial that hangs is ended, it is examined as ``phalanx why``
+examines a job: a box tells the last call of a rank, but only its stack tells where it is now.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from phalanx.record.box import Box, boxes_held_by, load_boxes
 from phalanx.tune.trial_job import TrialJob
 
 _LOOK_S = 0.25
-_BLOCKED_S = 2.0  # without progress of any rank, if all of them wait
-_IDLE_SHARE = 0.1  # of a CPU, below which a rank in no known wait counts as not computing
+_BLOCKED_S = 2.0  # seconds without progress after which a job has stalled, if all its ranks wait
+_IDLE_SHARE = 0.1  # a rank that waits in no known call and uses less of a CPU counts as not computing
 
 
 class Watch:
-    """A script's trial.
+    """The trial of a script.
 
     Args:
         words: Flags, script and arguments for ``phalanx run``.
         num_ranks: Number of its ranks.
         num_steps: Optimizer steps that each rank takes.
-        num_calls: Number of calls of each rank that is enough to compare; 0: only steps count.
+        num_calls: Number of calls of each rank after which the trial may end; 0: only steps count.
         stall_s: Seconds without progress after which waiting ranks count as stalled.
     """
 
@@ -65,7 +66,7 @@ class Watch:
         """Return the calls of the ranks, and why the trial stopped, at `deadline` at the latest."""
         while True:
             in_step = self._job.who_told(0)
-            has_ended = self._job.has_ended  # checked before the boxes, which the job leaves behind
+            has_ended = self._job.has_ended  # checked before the boxes are read, which a job saves before it ends
             boxes = self._boxes()
             record = Record.of(boxes)
             if len(in_step) == self._num_ranks:
@@ -106,7 +107,7 @@ class Watch:
         """Whether ranks wait and nothing progresses: all wait, or the others have stopped computing."""
         now = time.monotonic()
         waits = record.waiting()
-        # A note about a wait is not progress.
+        # Notes are left out: a rank writes one about a long wait, which is no progress.
         newest = [max((event.number for event in box.events if event.kind != "note"), default=0) for box in boxes]
         state = sum(newest) + len(waits) / 10_000
         if state != self._progress[0] or not waits:

@@ -1,4 +1,5 @@
 """``phalanx top``: shows live what the ranks of running jobs do and use.
 
-Start with `watch`, what each look sees; `screen` draws it.
+Start with `watch`, which collects what is shown, then `screen`, which draws it. Nothing here changes what a rank does,
+or may cost its CPUs more than a few percent.
 """

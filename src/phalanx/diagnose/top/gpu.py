@@ -1,4 +1,4 @@
-"""The GPUs that a process uses, from nvidia-smi, which runs in the background and is never waited for."""
+"""The GPUs that a process uses, from nvidia-smi, which runs in the background."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Gpus:
         if self._asked and all(asked.poll() is not None for asked in self._asked):
             cards, processes = (asked.communicate()[0] for asked in self._asked)
             self._asked, self._of = (), gpus_by_process(cards, processes)
-        elif self._asked and now - self._asked_at > _LIMIT_S:  # the driver hangs
+        elif self._asked and now - self._asked_at > _LIMIT_S:  # the driver seems to hang
             self.close()
             self._program = None
 
     def close(self) -> None:
         for asked in self._asked:
             asked.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel outlives this process
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
                 asked.communicate(timeout=0.5)
         self._asked = ()
 

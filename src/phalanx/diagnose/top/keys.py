@@ -31,7 +31,7 @@ class Keys:
         self._handlers = {number: signal.signal(number, _leave) for number in _ENDS}
         self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, self._note_size)
         self._handlers[signal.SIGCONT] = signal.signal(signal.SIGCONT, self._go_on)
-        # Suspension would leave the picture on the shell's screen.
+        # Ctrl-Z is ignored, because suspending would leave the picture on the shell's screen.
         self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         if self._input is not None:
             self._modes = termios.tcgetattr(self._input)
@@ -40,7 +40,7 @@ class Keys:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._input is not None:
-            with contextlib.suppress(termios.error):  # the terminal has gone
+            with contextlib.suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(self._input, termios.TCSADRAIN, self._modes)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -48,7 +48,7 @@ class Keys:
             os.close(fd)
 
     def wait(self, seconds: float) -> str:
-        """Return ``up``, ``down``, ``quit``, ``resize`` or ``other`` once that happens; empty after so many seconds."""
+        """Wait for an event; return ``up``, ``down``, ``quit``, ``resize`` or ``other``, or "" after `seconds`."""
         watched = [self._pipe[0]] if self._input is None else [self._pipe[0], self._input]
         if self._typed:
             return self._key()
@@ -76,9 +76,9 @@ class Keys:
         termios.tcsetattr(fd, termios.TCSANOW, modes)
 
     def _go_on(self, number: int, frame: FrameType | None) -> None:
-        """Set the terminal's modes again: after SIGSTOP, it has those of the shell."""
+        """On SIGCONT, set the terminal's modes again, because the shell has set its own meanwhile."""
         if self._input is not None:
-            with contextlib.suppress(termios.error):  # the terminal has gone
+            with contextlib.suppress(termios.error):  # the terminal is gone
                 self._take_keys(self._input)
         self._note_size(number, frame)
 

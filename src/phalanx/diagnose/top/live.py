@@ -45,8 +45,8 @@ def watch_live(watch: Watch, console: Console, interval_s: float, is_one_job: bo
 
 def _show(live: Live, console: Console, jobs: Sequence[JobView], first: int) -> int:
     """Show the lines that fit, starting at `first` if not all do; return the first line shown."""
-    with contextlib.suppress(OSError):  # no terminal: keep the size that was asked for
-        # Not COLUMNS and LINES, which a shell or readline may have left as they were.
+    with contextlib.suppress(OSError):  # without a terminal, keep the size that was asked for
+        # The terminal is asked, because COLUMNS and LINES may be out of date.
         size = os.get_terminal_size(console.file.fileno())
         if size.columns and size.lines:  # a serial line or a bare pty reports 0 x 0: keep rich's default
             console.size = size

@@ -15,8 +15,8 @@ from phalanx.host.processes import Process, off_limits, process_of, pss_of
 from phalanx.record.box import open_box
 
 _IDLE_PERCENT = 3.0
-_POLL_PERCENT = 20.0  # of a rank that polls for the others
-_LONG_S = 0.5  # longer than any poll interval
+_POLL_PERCENT = 20.0  # a rank that uses less CPU than this may be polling for the others
+_LONG_S = 0.5  # a sleep longer than any poll interval
 _ENDED = ("X", "Z")
 
 
@@ -59,7 +59,7 @@ class RankView:
 
 
 class Seldom:
-    """Schedule of something expensive.
+    """Decides when something expensive is due again.
 
     Args:
         every_s: Shortest time between two looks.
@@ -173,7 +173,7 @@ class WatchedRank:
             self._note = f"pid {pid} {off_limits(pid)}"
         except ValueError as error:
             self._note = f"the black box of pid {pid} can't be read: {error}"
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             pass
 
     def _activity(self, process: Process | None, cpu_percent: float | None) -> Activity:

@@ -1,8 +1,8 @@
 """Reads a rank's black box for `phalanx top`: its state, and its steps.
 
-A rank's state is what the main thread has begun and not ended in its box (the debugger and the wait for it are phases,
-too); without that, another thread's; without a box, whether the process sleeps and uses no CPU. Stopped, traced and
-gone go before all of it.
+A rank's state is the event that its main thread has begun and not ended in the box (the debugger, and the wait for it,
+are recorded as phases). If there is none, it is such an event of another thread; without a box, whether the process
+sleeps and uses no CPU. If the process is stopped, traced or gone, that takes precedence over all of this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.record.box import Event, Tail
 _WINDOW_NS = 10 * 10**9
 _MOST_STEPS = 1024
 _MOST_BARS = 60
-_NEWEST = 64  # events that are searched for the last call
+_NEWEST = 64  # number of newest events that are searched for the last call
 _CALLS = ("collective", "message", "call")
 _OF = re.compile(r"of (\d+)")
 _PHASES = {
@@ -60,9 +60,9 @@ class Steps:
     def __init__(self, bar_s: float = 1.0) -> None:
         self.step: int | None = None
         self.num_steps: int | None = None
-        self._ended: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MOST_STEPS)  # when; samples
+        self._ended: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MOST_STEPS)  # end time, samples
         self._bar_ns = int(bar_s * 1e9)
-        self._bars: dict[int, tuple[int, int]] = {}  # by time: nanoseconds and number of the steps that ended then
+        self._bars: dict[int, tuple[int, int]] = {}  # by interval: nanoseconds and number of steps ended in it
 
     def add(self, event: Event) -> None:
         """Add a step, which may not have ended."""

@@ -1,12 +1,12 @@
 """Watches jobs: each look returns what their ranks are doing, and what they use.
 
-It looks once a second, beside the job and on its CPUs, so it must cost little. Each look reads ``/proc/PID/stat`` and
-what is new in each box, through a `Tail` that decodes only steps and what has not ended: 1,000 events take 0.4 ms, and
-2.5 ms if all are decoded. Everything else is a `Seldom`, which has a share of a CPU instead of a period: looking for
-jobs (8 ms among 160 processes), looking for the box of a rank that had none, and PSS, for which the kernel walks all
-pages of a rank under its lock (8 to 20 ms where torch is imported), one rank at a time. nvidia-smi runs beside it and
-is never waited for, except by ``--once`` and ``--json``. A single picture takes two looks half a second apart, because
-rates are differences.
+It looks once a second, on the CPUs that the job uses, so it must cost little. Each look reads ``/proc/PID/stat`` and
+what is new in each box, through a `Tail` that decodes only steps and unfinished events: 1,000 events take 0.4 ms, and
+2.5 ms if all are decoded. Everything else is done as often as a fixed share of a CPU allows (`Seldom`): looking for
+jobs (8 ms among 160 processes), looking for the box of a rank that had none, and PSS, one rank at a time, because the
+kernel walks all pages of a rank under its lock (8 to 20 ms if torch is imported). nvidia-smi runs in the background;
+only ``--once`` and ``--json`` wait for it. A single picture takes two looks half a second apart, because rates are
+differences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.launch.screen.stragglers import StragglerWatch
 from phalanx.record.box import open_box
 
 FIRST_S = 0.5
-"""Time between the first two looks: rates are differences."""
+"""Time between the first two looks, which are needed because rates are differences."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """One clock for the ranks of several hosts, whose monotonic clocks begin at different times.
 
 Launchers that exchange heartbeats have measured the offsets of their clocks. Otherwise, or if a launcher's record is
-lost, the time of day relates them, as well as the hosts keep it. Collectives bound its error: no rank is through with
-one, and with the two that follow, before all others have come to it. (Two, because each host records a collective of
-several hosts as one or two of its own, with the exchange between the hosts before, between or behind them.)
+lost, clocks are related by the time of day, which is as good as the hosts keep it. Collectives bound its error: no rank
+leaves a collective, and the two after it, before all others have reached it. (Two, because each host records a
+collective of several hosts as one or two of its own, with the exchange between hosts before, between or after them.)
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MEETINGS = (
     "all_gather",
     "reduce_scatter",
     "all_to_all",
-)  # in these every rank waits for all
+)  # collectives in which every rank waits for all
 _FURTHER = 2
 
-_Calls = dict[tuple[str, int], tuple[str, int, int, int]]  # group, number -> op, elements, first and last time
+_Calls = dict[tuple[str, int], tuple[str, int, int, int]]  # (group, number) -> op, elements, last arrival, first leave
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """All ranks of a job on one clock, in the trace event format that ui.perfetto.dev and chrome://tracing open.
 
 A rank is a process of the trace; its threads are threads. Collectives, messages, steps and phases are slices, notes
-are instants. A flow leads from the rank that came last to a collective to each rank that waited for it. What several
-hosts record of one collective are pieces of their own, no meeting of all. So an arrow joins two hosts only between
-pieces that overlap and belong to the same call, and only if the later rank came later than all of the other host by
-more than the error of the clocks.
-
-The documented JSON rather than Perfetto's protobuf: browsers read it, tests check it, and 24,000 slices are half a
-megabyte when compressed. A trace of a running job begins with what the ring still holds: of a job that hangs, nothing
-else is worth seeing.
+are instants. A flow (an arrow) leads from the rank that came last to a collective to each rank that waited for it. For
+a collective of several hosts, each host records its own steps, in which the hosts do not meet. So an arrow joins two
+hosts only between steps that overlap and belong to the same call, and only if the later rank came later than all ranks
+of the other host by more than the error of the clocks.
+The documented JSON is written and not Perfetto's protobuf: browsers read it, tests check it, and 24,000 slices are half
+a megabyte when compressed. A trace of a running job begins with what its boxes still hold; if the job hangs, those are
+the events that matter.
 
 Format: "Trace Event Format", the Chromium project; JSON Object Format with events X, M, i, s and f.
 """
@@ -29,7 +28,7 @@ from phalanx.diagnose.trace.clocks import Clock, align
 from phalanx.record.box import MEMORY, Box, Event
 from phalanx.record.clocks import Ahead
 
-_FIRST_LANE = 1 << 22  # beyond the thread numbers of Linux
+_FIRST_LANE = 1 << 22  # track numbers from here on can't be thread ids of Linux
 _TraceEvent = dict[str, Any]
 
 
@@ -99,7 +98,7 @@ class _Rank:
         numbers = itertools.count(_FIRST_LANE)
         lanes: dict[int, list[tuple[int, list[int]]]] = defaultdict(
             list
-        )  # by thread: track, and the ends of open slices
+        )  # by thread: its tracks, each with the ends of its open slices
         for event in self.events:
             end = event.ended_ns or 1 << 63
             known = lanes[event.thread]
@@ -173,7 +172,7 @@ def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple
                 calls[event.text, event.seq, event.op, event.value].append(call)
     numbers = itertools.count(1)
     for came in calls.values():
-        lasts: dict[str, _Call] = {}  # last arrival by host
+        lasts: dict[str, _Call] = {}  # the last arrival on each host
         for call in sorted(came, key=lambda call: call.begun_ns, reverse=True):
             lasts.setdefault(call.rank.box.host, call)
         for waiting in came:

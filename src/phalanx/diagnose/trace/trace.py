@@ -21,7 +21,7 @@ from phalanx.record.box import SUFFIX, Box, Tail, load_boxes, open_box
 from phalanx.record.clocks import Ahead, load_clocks
 
 RIGHT_CALL = "phalanx trace [RUN | JOB | PID]"
-_LOOK_S = 0.25  # between two looks at a running job: shorter than it takes to fill a box
+_LOOK_S = 0.25  # time between two reads of a running job's boxes; a rank takes longer to fill its box
 _MOST_S = 3600.0
 _BY = {"heartbeats": "the launchers' heartbeats", "collectives": "collectives", "time of day": "time of day"}
 

@@ -1,16 +1,17 @@
 """The activity of one rank, read from its stacks, its black box and the kernel: facts without words.
 
-- **Since when** comes from the scheduler's last run of the thread (``se.exec_start``), which any user may read. A halt
-  starts it anew, so it is a lower bound ("for at least") unless the rank's last operation ended just before. For a
-  thread that polls or computes it is nearly zero; there the end of the last operation in the box tells more. Nothing
-  is remembered between two looks, which would need a place that outlives the command. The clock is that of one CPU,
-  which stands still while a hypervisor takes the CPU away, so the clocks of two CPUs can be seconds apart: the asking
-  thread moves for a moment to the CPU where the other last ran, and reads that clock there.
-- **Which thread** of a rank trains is told by its black box; where a main thread only waits for another's end, by the
-  stacks.
-- **A thread that sleeps with the GIL** is told by py-spy's flag and the thread's state. Locks, ``input()`` and
-  ``Work.wait()`` leave no Python frame: they are told by the line of the source and the system call.
-- **What a rank "had not begun"** it may have called: an asynchronous operation is recorded by the thread that runs it.
+- **For how long** a thread has slept follows from the time at which the scheduler last ran it (``se.exec_start``),
+  which any user may read. A halt counts as a run, so this is a lower bound ("for at least") unless the rank's last
+  operation ended just before. For a thread that polls or computes it is nearly zero; there, the end of the last
+  operation in the box tells more. That time is by the clock of one CPU. Such a clock stops while a hypervisor takes the
+  CPU away, so the clocks of two CPUs can be seconds apart: the asking thread moves for a moment to the CPU on which the
+  other last ran, and reads that CPU's clock.
+- **Which thread** of a rank trains is known from its black box, or from the stacks if the main thread only waits for
+  another thread's end.
+- **A thread that sleeps with the GIL** is recognised by py-spy's flag and the thread's state. Locks, ``input()`` and
+  ``Work.wait()`` leave no Python frame; they are recognised by the source line and the system call.
+- **An operation that a rank "had not begun"** may have been called all the same: an asynchronous operation is recorded
+  by the thread that runs it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _DISTRIBUTED = re.compile(r"torch/(?:distributed/|nn/parallel/distributed\.py)")
 _DEBUGGERS = {"pdb.py", "bdb.py", "pudb.py"}
 _LOADERS = re.compile(r"torch/utils/data/dataloader\.py|phalanx/data/")
 _SLEEPING = "SDI"
-_SOON_S = 1.0  # since its last operation
+_SOON_S = 1.0  # a sleep that began within this time after the last operation has lasted since then
 _JOINS = {"join": ("threading.py",), "result": ("_base.py",), "wait": ("_base.py",)}
 
 _READING = ("", "read", "select", "pselect6", "poll", "ppoll")
-"""System calls in which a prompt waits; empty: unknown."""
+"""System calls in which a prompt waits for input; "" stands for an unknown one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Call:
         seq: Number of the collective in its group; 0 if it is unknown, or a message.
         peer: Rank of the group that the message is from or to; None: any, or it is a collective.
         since_s: Seconds since it began; None if that is unknown.
-        since_is_least: Whether it may have begun earlier: the kernel knows only the time of the last sleep.
+        since_is_least: Whether it may have begun earlier, because the kernel knows only the beginning of the last
+            sleep.
     """
 
     op: str
@@ -124,7 +126,7 @@ class Activity:
         system_call, path: System call in which it sleeps, and the file behind its descriptor.
         other: Frame of the thread or the loader's worker that it waits for; None if there is none.
         other_pid: Process or thread of that frame; 0: there is none.
-        detail: Name of the debugger, kernel function, or cause of the end, depending on `how`.
+        detail: Name of the debugger or of a kernel function, or cause of the end, depending on `how`.
         progress: Number of the last collective that it has begun, by group; empty if that is unknown.
         has_forgotten: Whether `progress` may lack groups, because its black box has dropped their collectives.
         last: Last collective that it has ended, if that is known.
@@ -247,7 +249,7 @@ def _at_breakpoint(thread: Thread) -> Call | None:
     """Return the breakpoint of all ranks at which a thread waits for the one that has the debugger."""
     library, rest = _split(thread)
     waits = any(frame.file == "phalanx/debugging/breakpoints.py" and frame.name == "wait" for frame in library)
-    return Call(AT_BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls, so the kernel knows no time
+    return Call(AT_BREAKPOINT, rest[0].site if rest else "") if waits else None  # it polls, so its duration is unknown
 
 
 def _recorded(look: Look) -> Call | None:
@@ -267,7 +269,7 @@ def _awaits(look: Look) -> bool:
     library, rest = _split(look.stacks.threads[0])
     if any(frame.owner == "phalanx" or _DISTRIBUTED.search(frame.file) for frame in library):
         return True
-    if any(frame.name == _BACKWARD for frame in library):  # it waits for gradients or computes them
+    if any(frame.name == _BACKWARD for frame in library):  # it computes gradients or waits for averages
         return look.stand.state in _SLEEPING
     return bool(rest) and not library and ".wait(" in _source(rest[0], look.pid)
 
@@ -331,7 +333,7 @@ def _call_on(thread: Thread, look: Look) -> Call | None:
         elif rest and not library and ".wait(" in _source(rest[0], look.pid) and look.stand.call == "futex":
             op = "wait"
     still_s = look.stand.still_s
-    if op == "init_process_group" and look.stand.call == "nanosleep":  # it polls for the other ranks
+    if op == "init_process_group" and look.stand.call == "nanosleep":  # it is polling for the other ranks
         still_s = None
     return Call(op, site, since_s=still_s, since_is_least=still_s is not None) if op else None
 
@@ -414,7 +416,7 @@ def _locked(doing: Activity, look: Look) -> Activity:
     """Return the activity of a thread that waits for a lock, with another such thread in the user's code."""
     for thread in look.stacks.threads[1:]:
         if thread.own_frames and thread.frames[0] == thread.own_frames[0] and not thread.is_active:
-            if stand_of(look.pid, thread.number).call != "futex":  # it sleeps elsewhere, and may hold the lock
+            if stand_of(look.pid, thread.number).call != "futex":  # it waits for no lock, and may hold this one
                 continue
             frame = thread.own_frames[0]
             return dataclasses.replace(doing, how="lock", other=frame, other_pid=thread.number, detail=thread.name)

@@ -11,9 +11,9 @@ from phalanx.diagnose.why.activity import Activity, Call, joining_call
 
 _MANY_FRAMES = 100
 NO_TIME_S = 0.05
-"""Seconds below which a time would read 0.0 s."""
+"""Durations below this many seconds are left out, because they would read 0.0 s."""
 MOMENT_S = 0.5
-"""Seconds for which ranks wait for each other in a healthy job, too."""
+"""Seconds for which ranks wait for each other even in a healthy job."""
 _SYSTEM_CALLS = {
     "read": "reading {path}",
     "recvfrom": "receiving from {path}",
@@ -36,7 +36,7 @@ _SYSTEM_CALLS = {
 }
 _PERFECT = re.compile("^has been ")
 NAMES = {"backward": "the backward pass", "wait": "the operation awaited"}
-"""Names of calls that are not a function that the user called."""
+"""Names of waits that are not functions that the user called."""
 
 
 def ranks(numbers: Sequence[int]) -> str:
@@ -77,7 +77,7 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
         return f"{waits} in {call_text(doing.call, True)}{lasting}{raised}"
     on_host = f" on host {doing.host}" if doing.host else ""
     manner, lasting, after = _manner(doing), _lasting(doing.since_s, doing.since_is_least), _after(doing)
-    if after and (doing.since_s or 0.0) < MOMENT_S:  # a polling thread has slept only for a moment
+    if after and (doing.since_s or 0.0) < MOMENT_S:  # a thread that polls has slept only for a moment
         manner, lasting = _PERFECT.sub("is ", manner), ""
     return manner + lasting + _with_others(doing) + on_host + after
 
@@ -111,7 +111,7 @@ def _manner(doing: Activity) -> str:
 
 
 def _asleep(doing: Activity) -> str:
-    if doing.within:  # the name of a library function says more
+    if doing.within:  # it tells more than the user's frame alone
         return ""
     words = _SYSTEM_CALLS.get(doing.system_call, "")
     return words.format(path=doing.path or "a file") if words else "" if doing.frame else "asleep"

@@ -35,12 +35,12 @@ class RankSeen:
 
     @property
     def needs_native(self) -> bool:
-        """Whether Python frames do not explain it, because native code sleeps with the GIL."""
+        """Whether native frames are needed to explain what it does, because native code sleeps with the GIL."""
         return bool(self.look.stacks.threads) and self.doing.how in ("gil", "starved")
 
     @property
     def interruptible_call(self) -> str:
-        """System call that reading native frames might interrupt; empty if there is none."""
+        """A system call of it that would fail if it were halted to read native frames; "" if none would."""
         return call_ended_by_a_halt(self.doing.pid)
 
 
@@ -133,7 +133,7 @@ def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> 
     Args:
         native: Whether to read native frames, too.
     """
-    asking = os.getpid()  # a rank may have started this process
+    asking = os.getpid()  # left out: a rank may have started this very process
     pids = [
         one.pid
         for rank in job.ranks
@@ -164,7 +164,7 @@ def _look(pid: int, process: Process | None, stacks: dict[int, Stacks]) -> Look:
     box, problem = _box(pid)
     return Look(
         pid=pid,
-        process=process_of(pid),  # it may have ended while the stacks were read
+        process=process_of(pid),  # read again, because it may have ended while the stacks were read
         stacks=stacks[pid],
         stand=stand_of(pid),
         box=box,

@@ -1,8 +1,7 @@
-"""Finds in the evidence the ranks that the others wait for: a typed finding, which `wording` puts into a sentence.
-
-On phalanx, numbers tell who has not called: a rank is late if the last collective of the group in its box has a lower
-one. Elsewhere only stacks can be compared, and where all wait in calls that do not fit, fewer ranks are named rather
-than more. A run that has ended gives the same findings out of saved boxes and error files (`past`).
+"""Finds, from the evidence, the ranks that the others wait for. The result is a `Finding`; `wording` makes the
+sentence. On phalanx, numbers tell which ranks are late: those whose last collective of the group in their box has a
+lower number. On other backends only stacks can be compared. If all ranks wait, in calls that do not match, the smaller
+set of ranks is named. For a run that has ended, the same findings are drawn from saved boxes and error files (`past`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from phalanx.diagnose.why.evidence import Evidence
 
 WORLD = "default"
 """Name of the group of all ranks."""
-_FAILED = ("raised", "killed", "exited")  # by themselves
+_FAILED = ("raised", "killed", "exited")  # ways in which a rank fails by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Finding:
         waiters: Ranks that wait for the culprits.
         missing: Ranks that are not on this host, if the finding is ``elsewhere``.
         alone_s: Seconds since a rank here was started, if the missing ranks have not called ``init_process_group``
-            and nothing suggests another host; else None.
-        hosts: The other hosts: if the job has ended, those that are known; if it runs, all of them, provided that all
+            and nothing suggests another host; otherwise None.
+        hosts: Names of the other hosts. If the job has ended: those that are known. If it runs: all of them, if all
             have answered and none has a missing rank.
         since_s: Duration of the longest wait in seconds; None if that is unknown.
         since_is_least: Whether it may have lasted longer.
@@ -77,7 +76,7 @@ def _by_cause(found: Finding, doings: Sequence[Activity]) -> Finding:
     if doings and all(doing.how == "returned" for doing in doings):
         return Finding("done", tuple(doing.rank for doing in doings), is_over=True)
     how = {(doing.how, doing.detail) for doing in doings}
-    if len(doings) > 1 and len(how) == 1 and doings[0].how == "killed":  # all at once, as by a timeout: find what hung
+    if len(doings) > 1 and len(how) == 1 and doings[0].how == "killed":  # all at once: find what hung
         hung = find([dataclasses.replace(doing, call=doing.was_in) for doing in doings])
         if hung.kind not in ("apart", "elsewhere", "together"):
             return dataclasses.replace(hung, is_over=True, hosts=found.hosts)
@@ -134,13 +133,13 @@ def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
     others = [one for one in activities if one.rank != doing.rank]
     if call.is_message and call.group in ("", WORLD) and call.peer is not None:
         return {one.rank for one in others if one.rank == call.peer}
-    if call.is_message:  # the group numbers its ranks differently: any member may be the peer
+    if call.is_message:  # in a smaller group, peers have other numbers, so any member may be the peer
         return {
             one.rank for one in others if one.call is None and (not one.progress or call.group in ("", *one.progress))
         }
     if call.seq:
         late = {one.rank for one in others if _is_late(one, call)}
-        if not late:  # its box may have dropped its last call in this group
+        if not late:  # a box may have dropped the rank's last call in this group
             late = {
                 one.rank for one in others if one.has_forgotten and one.call is None and call.group not in one.progress
             }
@@ -161,7 +160,10 @@ def _circle(awaited: Mapping[int, set[int]], by_rank: Mapping[int, Activity]) ->
 
 
 def _is_late(one: Activity, call: Call) -> bool:
-    """Whether a member of the group has not begun a numbered collective."""
+    """Whether a rank has not begun a numbered collective of its group.
+    If its box tells which collectives it has begun, ranks outside the group are not late. Otherwise membership is
+    unknown, and a rank is late if it is not seen waiting in the same call.
+    """
     if one.progress:
         is_member = call.group == WORLD or call.group in one.progress
         return is_member and one.progress.get(call.group, 0) < call.seq
@@ -169,12 +171,12 @@ def _is_late(one: Activity, call: Call) -> bool:
 
 
 def _is_at_odds(call: Call, other: Call) -> bool:
-    """Whether two calls have the same number in their group and are different operations."""
+    """Whether two calls should be the same one, by number or line, and are different operations."""
     return call.is_same(other) and call.op != other.op
 
 
 def _differing(waiting: Sequence[Activity], call: Call) -> Finding:
-    """Return the finding about ranks that all wait in calls that do not match: the minority is named."""
+    """Return the finding if all ranks wait, but in different calls: those not in `call` are named."""
     alike = tuple(
         doing.rank
         for doing in waiting

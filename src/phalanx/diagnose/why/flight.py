@@ -1,10 +1,9 @@
-"""The entries of torch's Flight Recorder for a rank whose collectives phalanx does not record: on NCCL.
-
-A thread of NCCL's process group writes it to a file when something comes through a pipe that the job was told to open
-(``TORCH_NCCL_DEBUG_INFO_PIPE_FILE``), so a rank that hangs answers, too. It looks at the pipe once a second, so the
-answer takes up to 1.3 s, of which reading stacks takes a part anyway. The file is a pickle of plain values, unpickled
-without classes. Its entries become a box, with numbers, groups and lines, and all that follows is the same. The order
-of operations in flight is taken for the order in which they end, as in one stream.
+"""Reads torch's Flight Recorder for ranks on NCCL, whose collectives phalanx does not record.
+If the job was told to open a pipe (``TORCH_NCCL_DEBUG_INFO_PIPE_FILE``), a thread of NCCL's process group writes the
+record to a file whenever something comes through the pipe, even if the rank hangs. It checks the pipe once a second, so
+the answer takes up to 1.3 s; stacks are read meanwhile. The file is a pickle of plain values, and is unpickled without
+classes. Its entries are turned into a box, with numbers, groups and lines, so that the rest of the program need not
+know. Operations in flight are assumed to end in their order, as they do in one stream.
 
 Tested with torch's own entries of Gloo and an imitated pipe, not with NCCL itself.
 """
@@ -31,7 +30,7 @@ from phalanx.record.box import Box, Event
 from phalanx.wire.files import open_regular
 
 ANSWERS_S = 1.3
-"""A rank looks at its pipe once a second."""
+"""Time for an answer: a rank checks its pipe once a second."""
 _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 _FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _LOOK_S = 0.02
@@ -63,7 +62,7 @@ class Question:
     def _read(self, path: Path) -> Box | None:
         with contextlib.suppress(*_UNREADABLE), open_regular(path) as file:
             return box_of(_Plain(file).load(), self.rank, self.process)
-        return None  # or the file is still being written
+        return None  # the file is missing, or still being written
 
 
 def ask(rank: int, process: Process) -> Question | None:

@@ -1,10 +1,10 @@
 """Evidence from the other hosts of a job: the side that asks for it, and the side that gathers it.
 
 The launchers of a job pass the question on to each other. Each runs this module, which looks at the ranks of its host
-and prints them as one `HostEvidence`. Which hosts have answered is told apart from which ranks were reported: while a
-job starts, a host answers before it has forked all of its ranks. The agent that passes a question on says last how many
-hosts were silent. Another host's JSON may be anything, so it becomes the dataclass that was sent (`read_value`), with
-bounded sizes and 64-bit numbers, or is left out as a whole; no reader checks a type of its own.
+and prints them as one `HostEvidence`. A host that has answered need not have reported all its ranks: while a job
+starts, a host may answer before it has forked them. The agent that passes a question on tells at the end how many hosts
+did not answer. Another host's JSON may hold anything, so it is read as the dataclass that was sent (`read_value`), with
+bounded sizes and 64-bit numbers, or left out as a whole.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.diagnose.why.findings import conclude
 from phalanx.launch.nodes.questions import ANSWER_S, is_trusted, socket_of
 from phalanx.wire.messages import parse_json, read_value
 
-_TIME_S = ANSWER_S + 0.5  # including the way there and back
+_TIME_S = ANSWER_S + 0.5  # time for the answers, including their transfer
 _NATIVE_S = 0.7
 _MOST_BYTES = 64 << 20
 

@@ -1,6 +1,6 @@
 """Evidence about a job that has ended: the black boxes, error files and logs that its run left.
 
-A run that Ctrl-C ended is shown where it stood: an interrupt that each rank was told of is no cause.
+If Ctrl-C ended a run, the evidence shows what its ranks were doing at that time: the interrupt itself explains nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INTERRUPT = KeyboardInterrupt.__name__
 _FRAME = re.compile(r'^\s*(?:\| )?File "(.+)", line \d+, in (\S+)')
 _C10D = "torch/distributed/distributed_c10d.py"
 _TAIL_BYTES = 256 << 10
-_MOST_DIGITS = 18  # of a rank in a file name
+_MOST_DIGITS = 18  # longer numbers in a file's name are not taken for ranks
 _ENDED_BY_OTHERS = ("silent", "interrupted")
 # Operations that no rank can finish before all have begun.
 _OF_ALL = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -75,7 +75,7 @@ def _evidence_in(folder: Path) -> Evidence:
     world_size = max((one.look.box.world_size for one in seen if one.look.box), default=len(seen))
     known = logs.name.rpartition("_")[2]
     note = f"its last attempt left no record, so this is attempt {known}" * (has_record and logs != attempts[-1])
-    is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # these folders are created first
+    is_unwritten = not has_record and bool(_numbered(folder, "blackbox/attempt_*"))  # folders come before boxes
     lacks = "it could not be written, as on a full disk" * is_unwritten
     return Evidence(
         Job(folder.parent.name, "phalanx run", 0, world_size, (), str(folder)),
@@ -103,7 +103,7 @@ def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """A saved box, the time of saving, and the reason if it can't be read."""
+    """A saved box and the time of saving; or the reason why it can't be read."""
 
     box: Box | None
     written_ns: int = 0
@@ -125,9 +125,8 @@ def _saved(folder: Path) -> dict[int, _Saved]:
 
 
 def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
-    """Return the ranks, with the wait from which Ctrl-C or another's failure released them just before they ended.
-
-    The record shows the end of that operation, but it can't have finished while a rank that it needs was missing.
+    """Return the ranks, adding the wait from which Ctrl-C or another's failure released them just before they ended.
+    The box has an end for that operation, but it can't have succeeded if a rank that it needs was missing.
     """
 
     def waited(one: RankSeen) -> RankSeen:
@@ -147,14 +146,14 @@ def _rank(rank: int, logs: Path, saved: _Saved | None, end: Ending | None) -> Ra
     if saved and box:
         seen_ns = int(end.when_s * 1e9) if end else saved.written_ns - box.realtime_less_monotonic_ns
     words, how = _words(logs, box)
-    if end is not None and end.signal and not end.ended_by_us:  # only a culprit has the cause in its folder
+    if end is not None and end.signal and not end.ended_by_us:  # somebody else killed it
         how = signal_name(end.signal)
     look = Look(box.pid if box else 0, None, Stacks(problem=problem), box=box, box_problem=problem, seen_ns=seen_ns)
     how_found = "silent" if box else "unreadable" if problem else "unrecorded"
     doing = dataclasses.replace(activity_of(rank, look), how=how_found, since_s=None)
-    if words.kind and _has_waited(words):  # and its exception ended the wait
+    if words.kind and _has_waited(words):  # an exception ended its wait for others
         doing = dataclasses.replace(doing, call=doing.call or _last_wait(box) or _call(words), gave_up=words.name)
-    elif words.name == _INTERRUPT and (end is None or end.ended_by_us):  # so it is shown where it was
+    elif words.name == _INTERRUPT and (end is None or end.ended_by_us):  # Ctrl-C: show what it was doing
         call = doing.call or _interrupted_in(words, box)
         doing = dataclasses.replace(doing, how="interrupted", call=call, frame=_frame(words.site))
     elif words.kind:

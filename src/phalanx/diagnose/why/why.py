@@ -1,9 +1,8 @@
 """``phalanx why``: says in one sentence why a job does not continue, and shows the evidence.
 
-Three stages with values between them: evidence (`evidence`, `past`), a finding (`findings`), a sentence (`wording`).
-
-The exit code is 2 where there is no such job, and 1 where it has no rank that can be asked. A job that is starting is
-an answer, so `why` and `top` exit with 0 for it.
+It works in three stages: evidence (`evidence`, `past`), a finding (`findings`), a sentence (`wording`). The exit code
+is 2 if there is no such job, and 1 if the job has no rank that can be examined. "It is starting" is an answer, so `why`
+and `top` exit with 0 for such a job.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from phalanx.diagnose.why.wording import answer, caution, thread_lines, why_no_r
 
 RIGHT_CALL = "phalanx why [JOB | PID | RUN]"
 _MOST_FRAMES = 8
-_TIME_S = 1.7  # of the two seconds within which a running job is answered, without the start and the printing
-_LONG_AGO_S = 60.0  # another job of that name may have run since
-_PASSED_OVER = ("phalanx", "torch")  # who waits in an operation of these is told so
+_TIME_S = 1.7  # time for the evidence; with the start and the printing, the command takes at most two seconds
+_LONG_AGO_S = 60.0  # if a run ended longer ago, the user may mean another one
+_PASSED_OVER = ("phalanx", "torch")  # their frames are left out for a rank that waits in one of their operations
 
 
 def main(args: Sequence[str]) -> int:
@@ -97,7 +96,7 @@ def _examine(wanted: str) -> tuple[Evidence, Finding]:
 
 
 def _tells_more(evidence: Evidence, finding: Finding) -> bool:
-    """Whether the answer says more than a rank knows that asks by itself."""
+    """Whether the answer says more than a rank that asks by itself knows already."""
     seen = any(one.look.stacks.threads for one in evidence.seen if one.doing.rank in finding.culprits)
     return seen or finding.kind in ("elsewhere", "starting") or evidence.job.has_ended
 
@@ -126,10 +125,10 @@ def as_json(evidence: Evidence, finding: Finding) -> str:
 
 
 def lines_of(evidence: Evidence, finding: Finding, is_by_name: bool = False) -> Iterator[str]:
-    """Yield the answer, then what shows it: whoever is different first.
+    """Yield the answer, then the evidence for it, with the ranks that differ from the others first.
 
     Args:
-        is_by_name: Whether no folder of a run was asked about, so that another job of that name may be meant.
+        is_by_name: Whether the user gave no folder of a run, so that another job of that name may be meant.
     """
     job = evidence.job
     if job.has_ended:
@@ -144,7 +143,7 @@ def lines_of(evidence: Evidence, finding: Finding, is_by_name: bool = False) -> 
         if ago and is_by_name:
             yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
     else:
-        if words := caution(finding):  # first, because what follows is then probably no trouble
+        if words := caution(finding):  # first, because then there is probably no trouble at all
             yield words
         yield answer(evidence, finding)
         if job.is_elsewhere:
@@ -165,7 +164,7 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
     hosts = sorted({one.doing.host for one in group if one.doing.host})
     there = f" ({'also ' * bool(pids)}on {plural(len(hosts), 'host')} {listed(hosts, 6)})" * bool(hosts)
     doing = dataclasses.replace(first.doing, host="")
-    if doing.how == "raised" and doing.rank in culprits[:3]:  # its message stands in the sentence
+    if doing.how == "raised" and doing.rank in culprits[:3]:  # the answer contains its message
         doing = dataclasses.replace(doing, detail=doing.detail.partition(":")[0])
     yield f"{named}{there}: {'each ' * (len(group) > 1)}{clause(doing)}"
     yield from thread_lines(

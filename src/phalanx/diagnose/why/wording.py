@@ -21,7 +21,7 @@ _SAME_CALLS = "all ranks of a group must make the same calls in the same order"
 
 
 def answer(evidence: Evidence, finding: Finding) -> str:
-    """Return the answer in one sentence, with what the evidence lacks."""
+    """Return the answer in one sentence, with a remark on missing evidence."""
     job = evidence.job
     if finding.kind == "starting":
         return job.waits
@@ -64,14 +64,14 @@ def _missing(finding: Finding, call: Call, activities: Sequence[Activity]) -> st
         done = "left"
     elif call.op in NAMES:
         done = "reached"
-    else:  # one that ended at once may have called it for its worker thread to begin
+    else:  # not "called": a rank that ended may have called it, and its worker thread may not have begun it
         done = "begun" if finding.is_over else "called"
     return f"{done} {call_text(call)}"
 
 
 def _missing_message(finding: Finding, call: Call, activities: Sequence[Activity]) -> str:
     waiters = [one.rank for one in activities if one.rank in finding.waiters and one.call and one.call.is_same(call)]
-    if call.peer is None or len(finding.culprits) > 1:  # who has to send it is a guess
+    if call.peer is None or len(finding.culprits) > 1:  # the sender is not known for certain
         return f"made the call that {call_text(call, True)} {_waits(finding)} for"
     at = f" at {call.site}" if call.site else ""
     awaited = f"{plural(len(waiters), 'message')} that {ranks(waiters)} {_waits(finding, len(waiters))}"
@@ -100,7 +100,7 @@ def _fell(finding: Finding, culprits: list[Activity], activities: list[Activity]
 
 
 def _raised_together(culprits: list[Activity]) -> str:
-    """Return what ranks raised that each tells from its own call, such as a mismatch; empty if it is not so."""
+    """Return the error that all ranks raised, each about its own call, such as a mismatch; "" if they did not."""
     said = [doing.detail.split(": ") for doing in culprits if doing.how == "raised"]
     if len(said) < len(culprits) or any(len(words) < 3 for words in said):
         return ""
@@ -190,7 +190,7 @@ def _apart(finding: Finding, culprits: list[Activity], activities: list[Activity
     same = len({(doing.how, doing.frame) for doing in activities}) == 1
     each = [f"{'each' if same else f'rank {doing.rank}'} {clause(doing)}" for doing in activities]
     known = f"no rank {_waits(finding)} for another"
-    if any(doing.how == "silent" for doing in activities):  # a message on another backend is not recorded
+    if any(doing.how == "silent" for doing in activities):  # messages on other backends are not recorded
         known = "no wait for another rank is on record"
     return "; ".join([known, *each[: 1 if same else 3]])
 
@@ -209,13 +209,13 @@ _SENTENCES = {
 
 
 def words_of_loss(loss: Loss) -> str:
-    """Return which rank or host a job has lost, when, and how it has gone on."""
+    """Return a sentence on which rank or host a job has lost, when, and how it went on."""
     at = time.strftime("%H:%M:%S UTC", time.gmtime(loss.at_s))
     return f"Lost before, at {at}: {who_of(loss)}, {sign_of(loss)}; {words_of(loss, 'went on')}"
 
 
 def caution(finding: Finding) -> str:
-    """Return what to keep in mind about a finding; empty if nothing."""
+    """Return a warning that a finding may mean nothing; "" if there is no reason for one."""
     is_joining = finding.kind == "together" and finding.call is not None and finding.call.op == "init_process_group"
     if finding.since_s is None and is_joining:
         return "The job may well be running. Ask again to be sure."
@@ -226,7 +226,7 @@ def caution(finding: Finding) -> str:
 
 
 def _may_run(finding: Finding) -> bool:
-    """Whether all waits are so short that the ranks may have moved while they were looked at, one after another."""
+    """Whether all waits are so short that ranks may have moved on while they were examined one after another."""
     return not finding.is_over and finding.since_s is not None and finding.since_s < MOMENT_S
 
 
@@ -245,7 +245,7 @@ def thread_lines(
             yield f"  thread {thread.name or thread.number}"
         own = next((number for number, frame in enumerate(thread.frames) if not frame.owner), 0)
         inner = next((number for number, frame in enumerate(thread.frames) if frame.owner not in without), 0)
-        last = [own] if own >= inner + most_frames else []  # below many frames of libraries: what everybody looks for
+        last = [own] if own >= inner + most_frames else []  # the user's frame, if many frames of libraries are above it
         shown = [*range(inner, min(inner + most_frames - len(last), len(thread.frames))), *last]
         lines = columns([(shortened(thread.frames[number].function), thread.frames[number].site) for number in shown])
         num_passed = 0

@@ -26,7 +26,7 @@ _NOT_LINUX = (
     "@pytest.mark.skipif(sys.platform != 'linux', reason='ranks need Linux')"
 )
 
-# pytest rewrites the asserts of all modules of a plugin's distribution. Those of phalanx are not for tests.
+# pytest would rewrite the asserts of all modules of phalanx, as of any plugin's distribution. This keeps it from that.
 for _finder in sys.meta_path:
     _rewritten: Any = getattr(_finder, "_must_rewrite", ())
     if "phalanx" in _rewritten:
@@ -113,7 +113,7 @@ def pytest_leave_pdb() -> None:
 
 
 def _in_rank(name: str) -> None:
-    """Call a function of the rank's side, if this process is a rank of a test."""
+    """Call the function `name` of `on_rank`, if this process is a rank of a test."""
     if (side := sys.modules.get("phalanx.testing.plugin.on_rank")) is not None:
         getattr(side, name)()
 

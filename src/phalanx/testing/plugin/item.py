@@ -1,13 +1,12 @@
 """The test process's side: forks the ranks that run a marked test, and makes the test's result from theirs.
 
-Ranks are forked from pytest's own process, by `Workers` like all functions on ranks. So a test may be a local
-function, and what its fixtures have computed is shared until somebody writes. The test's own ``runtest`` runs on each
-rank; only what it raised comes back, as pytest shows it there, since frames and rewritten asserts can't travel.
-Fixtures that ask for ``rank`` are left out of the parent's setup and computed on the ranks.
-
-A fork copies one thread, so CUDA, a default process group and whatever else can't be forked is refused in words;
-`run_ranks` with its fork server is the way for those. If pytest is killed, the kernel ends its ranks, and a shell that
-waits for that (`launch.spawn.cleaner`) ends what these have started.
+Ranks are forked from pytest's own process, by `Workers`. So a test may be a local function, and memory that its
+fixtures have computed is shared until it is written. The test's own ``runtest`` runs on each rank. Its failure comes
+back as the text that pytest shows, since frames and rewritten asserts can't be pickled. Fixtures that ask for ``rank``
+are left out of the parent's setup and computed on the ranks.
+A fork copies only one thread, so a test is refused, with a message, if this process holds CUDA, a default process group
+or anything else that can't be forked; `run_ranks` with its fork server serves such tests. If pytest is killed, the
+kernel ends its ranks, and a shell that waits for that (`launch.spawn.cleaner`) ends what they have started.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from phalanx.testing.results import result_of
 _NEEDED = (*RANK_MODULES, "phalanx.record.gloo")
 """Modules that every rank needs, imported once before the fork."""
 _TIMEOUT_S = 60.0
-_SHARE_OF_LIMIT = 0.8  # of pytest-timeout's limit, which does not know ranks
+_SHARE_OF_LIMIT = 0.8  # fraction of pytest-timeout's limit that ranks get, so that our report, with ranks, comes first
 _OWN = frozenset(("rank", "group"))
 _OF_PYTEST = frozenset(("capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys", "recwarn"))
 """Fixtures that each rank needs for itself, because they capture the output or the warnings of their process."""
@@ -75,7 +74,7 @@ def world_size_of(request: pytest.FixtureRequest) -> int:
     sizes = vars(request.node).get("_phalanx_sizes", ())
     if not sizes:
         pytest.fail(shown.NOT_MARKED.format("world_size"), pytrace=False)
-    if len(sizes) > 1:  # a method of unittest, which pytest can't parametrize
+    if len(sizes) > 1:  # this is a method of unittest, which pytest can't parametrize
         pytest.fail("a unittest.TestCase method gets world_size for one world size only", pytrace=False)
     return int(sizes[0])
 

@@ -1,4 +1,4 @@
-"""Limits on the test process when ranks are forked from it: what it may not hold, and room for how many."""
+"""Checks before ranks are forked from the test process: that it can be forked, and that there is room for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from phalanx._text import in_units
 from phalanx.host.cgroups import known_memory
 
-_RANK_BYTES = 16 * 2**20  # private memory after an all_reduce of a few elements: 3,300 pages and their tables
-_RANK_FDS = 4  # here: its pipe, its pidfd, and two of multiprocessing
+_RANK_BYTES = 16 * 2**20  # private memory of a rank after a small all_reduce: 3,300 pages and their tables
+_RANK_FDS = 4  # descriptors in this process per rank: its pipe, its pidfd, and two of multiprocessing
 _SPARE_FDS = 32
 _ELSEWHERE = "or run a function by phalanx.testing.run_ranks, whose ranks are forked from a process of their own"
 

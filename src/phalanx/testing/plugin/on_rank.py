@@ -70,9 +70,8 @@ class Told:
 _TORCHS_OWN = re.compile(r"^.*\bc10d-NullHandler-default:c10d_logger.py:.*\n?", re.MULTILINE)
 """Long line that torch logs for each error of a collective, which is shown anyway."""
 
-_HYPOTHESIS = "_hypothesis_global_random"  # its generator
-
-_rank: int | None = None  # of this process; None: it is none
+_HYPOTHESIS = "_hypothesis_global_random"  # attribute with Hypothesis's random generator
+_rank: int | None = None  # rank of this process; None: it is not a rank
 _group: Group | None = None
 
 
@@ -101,7 +100,7 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes
     import torch.distributed as dist
 
     gc.freeze()  # keeps the collector away from the parent's objects
-    random.setstate(random_state)  # each forked process would have a different one
+    random.setstate(random_state)  # otherwise each forked process would have another one
     _draw_alike(seed)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _rank, _group = rank, group
@@ -130,7 +129,7 @@ def _run(rank: int, group: Group, task: Task) -> None:
         group.init(rank)
     finalizers = [one for one, _ in item.session._setupstate.stack.values()]
     for one in finalizers:
-        one.clear()  # the test's process runs those
+        one.clear()  # the test's own process runs these
     threads = _begin_threads(item)
     try:
         for name in task.by_rank:
@@ -184,7 +183,7 @@ class _Listener:
 
     def told(self, call: Any) -> tuple[Told, BaseException | None]:
         item = self._item
-        if getattr(item, "_excinfo", None):  # of unittest
+        if getattr(item, "_excinfo", None):  # set for a test of unittest
             call.excinfo = item._excinfo.pop(0)
         told = Told(
             warnings=[(one.message, one.category, one.filename, one.lineno) for one in self._caught or ()],
@@ -223,7 +222,7 @@ class _Listener:
 
 
 def _tell(told: Told) -> None:
-    """Send it, with text in place of what can't be pickled."""
+    """Send the report to the test's process; objects that can't be pickled are sent as text."""
     if not _can_be_sent(told):
         told.longrepr = told.longrepr and str(told.longrepr)
         told.warnings = [_plain(one) for one in told.warnings]

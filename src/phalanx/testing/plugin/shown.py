@@ -76,7 +76,7 @@ def end_at_the_call(item: Any, excinfo: Any) -> None:
     """Show errors of phalanx only down to the line that called torch or phalanx."""
     if (filtered := getattr(item, "_traceback_filter", None)) is not None:  # pytest 7.4 and newer
         item._traceback_filter = lambda one: _up_to_the_call(filtered(one), one.value)
-    excinfo.traceback = _up_to_the_call(excinfo.traceback, excinfo.value)  # where it crashed
+    excinfo.traceback = _up_to_the_call(excinfo.traceback, excinfo.value)  # pytest takes the last frame for the crash
 
 
 def _up_to_the_call(traceback: Any, error: BaseException) -> Any:
@@ -129,7 +129,7 @@ def why(outcomes: Sequence[Ending]) -> list[str]:
         pids = {outcome.rank: outcome.pid for outcome in outcomes if outcome.exitcode is None}
         evidence = gather(find_job(str(next(iter(pids.values())))))
         if not any(pids.get(one.doing.rank) == one.look.pid for one in evidence.seen if not one.look.has_ended):
-            return []  # they have not begun yet, or ended meanwhile
+            return []  # the ranks have not begun yet, or have ended meanwhile
         return [answer(evidence, conclude(evidence))]
     return []
 
@@ -151,7 +151,7 @@ def begin_coverage() -> Any:
     from coverage import CoverageData  # type: ignore[import-not-found,unused-ignore]
 
     data = CoverageData(no_disk=True)
-    current._collector.covdata = data  # the file is the parent's
+    current._collector.covdata = data  # in memory, because the file is the parent's
     return current._collector, data
 
 
@@ -232,7 +232,7 @@ def held_terminal(folder: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             before = os.tcgetpgrp(0)
             take_terminal(os.getpgrp())
-        if sys.stdin.fileno() != 0:  # multiprocessing has put /dev/null there
+        if sys.stdin.fileno() != 0:  # multiprocessing has replaced sys.stdin by /dev/null
             sys.stdin = open(0, closefd=False)  # noqa: SIM115
         with held("the test's debugger"):
             yield

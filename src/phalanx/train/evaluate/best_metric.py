@@ -1,9 +1,9 @@
 """The best evaluation so far.
 
-That is never guessed. ``mode`` says whether a lower ``monitor`` is better; None derives it from words of the name that
-leave no doubt, and any other name is refused when the Trainer is made, since the wrong guess keeps the worst
-checkpoint and stops a run that improves. The best metric, retention, the report and ReduceLROnPlateau take it from
-this one setting, and each checkpoint with a metric says which way it counts, for ``load(step="best")``.
+Which of two evaluations is better is never guessed. ``mode`` says whether a lower value of ``monitor`` is better. If it
+is None, it follows from words in the name that leave no doubt; any other name is refused when the Trainer is made,
+since a wrong guess would keep the worst checkpoint and stop a run that improves. The best metric, retention, the report
+and ReduceLROnPlateau all use this one setting, and each checkpoint with a metric stores it for ``load(step="best")``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class BestMetric:
         self.best: float | None = None
         self.best_step: int | None = None
         self.num_worse: int = 0
-        self._goal: float | None = None  # score to exceed by `min_delta`; small improvements add up
-        self._score: float | None = None  # of the last evaluation, at `_step`
+        self._goal: float | None = None  # score to exceed by `min_delta`; it stays, so that small improvements add up
+        self._score: float | None = None  # score of the last evaluation, that after `_step`
         self._step = -1
 
     def update(self, evaluation: Mapping[str, float], step: int) -> bool:
-        """Return whether the evaluation after `step` is the best so far; one that is not finite never is.
+        """Take in the evaluation after `step`; return whether it is the best so far. One that is not finite never is.
 
         Raises:
             ValueError: The evaluation lacks the monitored value.

@@ -1,8 +1,8 @@
 """Evaluates a model on data of which each sample counts once, divided among the ranks.
 
-Metrics with a state combine the ranks themselves, as torchmetrics do in ``compute``; one whose values differ between
-the ranks does not, and is refused. An evaluation that only ``stop`` or ``max_steps`` brings about, in the middle of an
-epoch, restores the random numbers that it draws: the run that continues has no such evaluation.
+Metrics with a state combine the states of all ranks themselves, as torchmetrics do in ``compute``. If a metric's values
+differ between ranks, it does not combine them, and is refused. If ``stop`` or ``max_steps`` ends training in the middle
+of an epoch, the random state is restored after the evaluation: a run without that end would not have evaluated there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Evaluator:
         collate_fn: Collate | None = None,
     ) -> None:
         self._model = model
-        # Unwrapped, since ranks may have different numbers of batches; a sharded model needs padding instead.
+        # The model is called without its wrapper, since ranks may have different numbers of batches. In a sharded model
+        # each forward pass is a collective, so ranks with fewer batches get padding.
         self._is_padded = is_sharded(model)
         self._evaluated = model if self._is_padded else checkpoint.unwrap(model)
         if self._is_padded and objective.stateful and not objective.is_split:
@@ -66,9 +67,9 @@ class Evaluator:
 
     @contextlib.contextmanager
     def keeping_loader(self) -> Iterator[None]:
-        """Keep the last data's loader and its processes for the next evaluation, until the context ends.
-
-        It then ends them in order. The garbage collector would break the workers' queues first, and wait for seconds.
+        """Within this context, keep the loader of the last data, with its worker processes, for the next evaluation.
+        At its end, the processes are ended in the right order. The garbage collector would break their queues first,
+        and then wait for seconds.
         """
         self._keeps_loader = True
         try:
@@ -93,8 +94,8 @@ class Evaluator:
     def rehearse(self, data: Any, monitor: str) -> None:
         """Evaluate one batch of a dataset before training, to find mistakes that would otherwise end an epoch.
 
-        An exception in the script's code is left to the evaluation itself: some models must train first. Random state
-        is restored, and metrics are reset.
+        An exception in the script's code is ignored: some models must train first, and the evaluation itself will raise
+        it otherwise. Random state is restored, and metrics are reset.
 
         Raises:
             ValueError: On every rank: a value is not one number for each sample, or the monitored value is missing.
@@ -102,7 +103,7 @@ class Evaluator:
         if self._is_padded or any(map(is_lazy, self._evaluated.parameters())):
             return
         if not isinstance(self._plan_for(data), Planned):
-            return  # a stream would lose a batch
+            return  # not for a stream, which would lose a batch
         tally, values = _Tally(), {}
         with random_state_kept(), _evaluating(self._model), contextlib.suppress(Exception):
             self._reset_metrics()
@@ -185,7 +186,7 @@ class Evaluator:
         return contextlib.nullcontext() if self._keeps_loader else self.keeping_loader()
 
     def _batches(self, data: Any) -> Iterator[Counted]:
-        """Yield this rank's batches on the device; padded with batches of size 0 if all ranks need equally many."""
+        """Yield this rank's batches on the device, and batches of size 0 as padding if all ranks need equally many."""
         for batch, size in self._plan_for(data).batches(self._is_padded):
             batch = to_device(batch, self._device)
             yield lay_out_batch(batch) if self._channels_last else batch, size
@@ -202,7 +203,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
-        self.problem = ""  # the first problem, which the other ranks must learn of
+        self.problem = ""  # the first problem on this rank, which all ranks raise in `means`
 
     def add(self, values: Mapping[str, Any], size: int) -> None:
         """Add the values of a batch: one number for each of its samples, or their mean."""

@@ -1,9 +1,8 @@
-"""Batches to evaluate, divided among the ranks: of a dataset, of a loader that all have alike, or each rank's own.
-
-Wherever possible it is known which indices are in which batch, so sizes are exact whatever a batch looks like. Of a
-dataset each rank has a part. The batches of a torch loader that all ranks have alike are dealt out in turns: its
-sampler draws from a fixed seed, and the ranks compare the result. Of a loader that divides, each rank has its own
-batches. Only for a stream or a list of batches must the first tensor's length tell.
+"""The batches that each rank evaluates, from a dataset, from a loader that all ranks have alike, or from its own.
+A dataset is divided among the ranks. If all ranks have the same torch loader, they take its batches in turns: its
+sampler draws from a fixed seed, and the ranks compare the result. If a loader divides its data, each rank takes its own
+batches. In all these cases the indices in each batch are known in advance, and so its size, whatever the batch looks
+like. Only in a stream or a list of batches is the size taken from the first tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from phalanx.train.feed.loader_feed import is_divided
 from phalanx.wire.rank_group import RankGroup
 
 Counted = tuple[Any, int]
-"""A batch and its number of samples; 0: the rank only takes part."""
+"""A batch and its number of samples; 0: it is padding, with which the rank only takes part in collectives."""
 
 
 class Planned:
@@ -150,7 +149,7 @@ def _lists_of(loader: Any, ranks: RankGroup | None) -> list[Any]:
             "Trainer.evaluate: the ranks' loaders give different batches: pass the dataset itself, or "
             "phalanx.DataLoader(part, is_own_part=True) of this rank's own"
         )
-    if lists and loader.batch_sampler is not None:  # a few large batches are cut so that each rank gets a part
+    if lists and loader.batch_sampler is not None:  # if there are few batches, they are cut so that each rank has some
         num = -(-ranks.world_size // len(lists))
         pieces = ([batch[at] for at in share(len(batch), part, num)] for batch in lists for part in range(num))
         lists = [piece for piece in pieces if piece]

@@ -37,7 +37,7 @@ class DatasetFeed:
         self._num_workers = num_workers
         self._filler: Any = None
         self._collate = collate_fn or torch_data.default_collate
-        self._generator = torch.Generator()  # the loader's own: a resumed run draws as many numbers as a whole one
+        self._generator = torch.Generator()  # of the loader alone, so that resuming draws none of the script's numbers
         is_seeded = seeds_samples or num_workers > 0
         self._loader: Iterable[Any] = torch_data.DataLoader(
             _SeededSamples(dataset, seed) if is_seeded else dataset,
@@ -89,7 +89,7 @@ class DatasetFeed:
             self._batches.epoch, self._batches.place = epoch, 0
 
     def together(self, step: Step | None) -> Step | None:
-        return step  # every rank has a part of each step, maybe an empty one
+        return step  # not None: every rank has a part of each step, maybe an empty one
 
     def steps(self) -> Iterator[Step]:
         self._generator.manual_seed(derive_seed(self._seed, "workers", self._batches.epoch))
@@ -117,7 +117,7 @@ class DatasetFeed:
 
 
 class _FilledParts:
-    """The non-empty parts, as a loader's batch sampler; with the epoch if it seeds the samples."""
+    """A batch sampler that yields the non-empty parts; with the epoch beside each index if it seeds the samples."""
 
     def __init__(self, batches: GlobalBatches, *, with_epoch: bool) -> None:
         self._batches = batches
@@ -130,7 +130,7 @@ class _FilledParts:
 
 
 class _SeededSamples(torch_data.Dataset[Any]):
-    """Dataset whose samples are seeded by sample and epoch, so augmentation depends on nothing before."""
+    """Dataset that seeds each sample by its index and the epoch, so augmentation does not depend on earlier samples."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset

@@ -14,7 +14,7 @@ Collate = Callable[[list[Any]], Any]
 """Function that collates samples into a batch, as for torch's loaders."""
 
 Part = tuple[Any, int]
-"""Batch of one forward pass, and its number of samples; 0 samples: the rank only takes part."""
+"""Batch of one forward pass, and its number of samples; 0: it weighs nothing, and the rank only takes part."""
 
 Step = tuple[list[Part], int]
 """This rank's parts of a step, and its number of samples over all ranks; 0: unknown."""
@@ -27,7 +27,7 @@ class Feed(Protocol):
         num_steps: Number of steps in an epoch; None if unknown.
         num_left: Number of steps left in this epoch; None if unknown.
         is_at_start: Whether no batch of the epoch has been trained on.
-        is_at_end: Whether every batch has been, as far as is known.
+        is_at_end: Whether every batch of the epoch has been trained on, as far as is known.
     """
 
     @property
@@ -78,13 +78,12 @@ def is_dataset(data: Any) -> bool:
 
 
 def filler(dataset: Any, keys: Any, num_workers: int, **options: Any) -> Any:
-    """Return a batch for a rank that has none left and takes part with it: the same wherever a run was stopped.
-
-    If processes load the dataset, one of them loads this batch, too. Many datasets open a file when they are first
-    asked for a sample; if this process did so, processes that it forks later would share the file's position.
+    """Return a batch with which a rank takes part when it has none left. It does not depend on where a run was stopped.
+    If worker processes load the dataset, one of them loads this batch, too. Many datasets open a file when they are
+    first asked for a sample; if this process did so, processes that it forks later would share the file's position.
 
     Args:
-        keys: The only item of the loader's sampler: a batch's indices, or the index of a sample that is a batch.
+        keys: Only item of the loader's sampler: the indices of a batch, or the index of a sample that is a batch.
         options: Further arguments of torch's DataLoader.
     """
     how = {"batch_sampler": [keys]} if isinstance(keys, list) else {"sampler": [keys], "batch_size": None}
@@ -95,5 +94,5 @@ def filler(dataset: Any, keys: Any, num_workers: int, **options: Any) -> Any:
 
 
 def whatever(settings: Sequence[str]) -> str:
-    """Return a phrase about settings that have no effect on a feed; empty if there are none."""
+    """Return a phrase about settings that have no effect on a feed; "" if there are none."""
     return f", whatever {', '.join(settings)} says" if settings else ""

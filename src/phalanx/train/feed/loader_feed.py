@@ -1,12 +1,11 @@
-"""`LoaderFeed`: takes a loader of this rank's batches as it is.
+"""`LoaderFeed`: takes the batches of this rank's own loader as they are.
+Before each step, the ranks tell each other how many samples each one's batch has. A batch weighs as much as it has
+samples, an epoch is as long as the longest loader, and a rank that has run out of batches takes part with one that
+weighs nothing.
 
-With loaders of the user's own, ranks gather before each step how many samples each one's batch has: batches weigh by
-that, an epoch is as long as the longest loader, and a rank that has run out takes part with a batch that weighs
-nothing.
-
-What a loader draws (its base seed, the order of a shuffling sampler) comes from generators of its own, seeded by the
-epoch, so that resuming draws no number more than continuing. In workers each sample is seeded by itself: its
-augmentation does not depend on what the worker loaded before.
+The numbers that a loader draws (its base seed, the order of a shuffling sampler) come from generators of its own,
+seeded by the epoch, so a resumed run draws exactly those of an uninterrupted one. In workers each sample is seeded
+separately, so its augmentation does not depend on what the worker loaded before.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from phalanx.data.seeds import derive_seed
 from phalanx.train.feed.feed import Step, filler, is_dataset, whatever
 from phalanx.wire.rank_group import RankGroup
 
-_UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # in place of a batch's number of samples
+_UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # values that stand in place of a batch's number of samples
 
 
 class LoaderFeed:
@@ -61,7 +60,7 @@ class LoaderFeed:
         self._last: Any = None
         self._order = torch.Generator()
         drawing: Any
-        for drawing in (loader, *_samplers(loader)):  # they draw from the feed's generator, seeded by the epoch
+        for drawing in (loader, *_samplers(loader)):  # makes them draw from the feed's generator, seeded by the epoch
             if getattr(drawing, "generator", 0) is None:
                 drawing.generator = self._order
 
@@ -91,7 +90,7 @@ class LoaderFeed:
     @property
     def is_at_end(self) -> bool:
         own = self._own_state() if isinstance(self._loader, DataLoader) else None
-        if own is not None:  # it knows, even if another number of ranks has taken the first steps
+        if own is not None:  # the loader knows its position, even if another number of ranks took the first steps
             return self._has_passed(own)
         self._lengths = self._ranks.gather(_length_of(self._loader))  # may differ between epochs
         return self.num_steps is not None and self._place >= self.num_steps
@@ -118,7 +117,7 @@ class LoaderFeed:
         if epoch != self._epoch:
             self._epoch, self._place = epoch, 0
         elif isinstance(self._loader, DataLoader) and self.is_at_end:
-            return  # restored after the last step: setting the epoch again would make the loader repeat it
+            return  # it was restored after its last step; if its epoch were set again, it would repeat the epoch
         for holder in (self._loader, *_samplers(self._loader)):
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
@@ -128,7 +127,7 @@ class LoaderFeed:
             return
         self._order.manual_seed(derive_seed(self._seed, "order", self._epoch))
         num_passed = 0 if self._own_state() else self._place
-        with random_state_kept():  # numbers drawn while starting and skipping must not count
+        with random_state_kept():  # numbers drawn while starting and skipping must not change later ones
             batches = iter(self._loader)
             for _ in range(num_passed):
                 self._keep(next(batches, None))
@@ -179,7 +178,7 @@ class LoaderFeed:
         return _UNKNOWN if most is not None and length > most else length
 
     def _keep(self, batch: Any) -> None:
-        """Keep a batch for taking part once this rank has none left, if none can be made then."""
+        """Keep a batch with which to take part later, in case none can be made when this rank has none left."""
         if self._world_size > 1 and not self._can_make_filler:
             self._last = batch
 
@@ -193,7 +192,7 @@ class LoaderFeed:
         )
 
     def _fill(self) -> Any:
-        """Return a batch to take part with, which weighs nothing; None if there is none."""
+        """Return a batch that weighs nothing, with which this rank takes part; None if there is none."""
         if self._filler is None and self._can_make_filler:
             loader = self._loader
             self._filler = filler(
@@ -211,7 +210,7 @@ class LoaderFeed:
             return None
         try:
             return dict(self._loader.state_dict())
-        except TypeError:  # a phalanx.DataLoader with another kind of sampler
+        except TypeError:  # a phalanx.DataLoader whose sampler keeps no position
             return None
 
     def state_dict(self) -> dict[str, Any]:

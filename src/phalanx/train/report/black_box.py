@@ -1,6 +1,5 @@
-"""The part of a run's report that comes from black boxes: waits, last moments before a failure, losses.
-
-Everything that comes from the boxes is escaped. Imports no torch.
+"""The part of a run's report that comes from black boxes: waits, the last moments before a failure, lost ranks.
+Everything that comes from the boxes is escaped for HTML. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from phalanx.record.box import Box, Event, SavedBoxes, boxes_in, load_boxes, ope
 from phalanx.record.stragglers import Ledger, Summary
 from phalanx.train.report.plots import colours_of, legend
 
-_WIDTH, _ROW = 1000, 10  # in the SVG's own coordinates
+_WIDTH, _ROW = 1000, 10  # width of the figure and height of a row, in the SVG's own coordinates
 _MOST_S = 5.0  # longest time that is drawn
-_MOST_EVENTS = 80  # drawn for a rank
+_MOST_EVENTS = 80  # most events that are drawn for a rank
 _MOST_RANKS = 16
-_CLOCKS_S = 5.0  # by which the clocks of hosts may differ
+_CLOCKS_S = 5.0  # most seconds by which clocks of hosts are assumed to differ
 
 Span = tuple[float, float]
 """Two times of day, in seconds since 1970."""
 
 
 def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> SavedBoxes:
-    """Return the boxes of the attempt that trained between two times; none if no box can be read.
+    """Return the boxes of the attempt that trained during `trained`; empty if none can be read.
 
     Args:
         folder: Folder of the run's report.
@@ -43,7 +42,7 @@ def boxes_of(folder: Path, logs: Iterable[str], trained: Span) -> SavedBoxes:
 
 
 def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[SavedBoxes]:
-    """Yield the boxes of this job, if this process is a rank, and those that the launches have saved."""
+    """Yield the boxes in memory, if this process is a rank, then those that launchers have saved, by attempt."""
     with contextlib.suppress(ValueError, OSError):
         if (place := open_box(os.getpid())) is not None:
             fd, _ = place
@@ -59,7 +58,7 @@ def _candidates(folder: Path, logs: Iterable[str]) -> Iterator[SavedBoxes]:
 def losses_of(folder: Path, logs: Iterable[str]) -> list[Loss]:
     """Return the lost ranks that the launches of a run have recorded, in order of time.
 
-    On several hosts each launcher records what it has seen, so a loss is recorded by every launcher that outlived it.
+    On several hosts each launcher that outlived a loss has recorded it; such duplicates are returned once.
     """
     by_launch = sorted(map(load_losses, _launches(folder, logs)), key=len, reverse=True)
     found: list[Loss] = []
@@ -81,17 +80,17 @@ def _is_same(one: Loss, other: Loss) -> bool:
 
 
 def out_of_reach(folder: Path, logs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the hosts whose folders of logs, relative to `folder`, are not on this host."""
+    """Return the hosts whose logs can't be read here. `logs` has pairs of host and folder, relative to `folder`."""
     return sorted({host for host, one in logs if not Path(folder, one).is_dir()})
 
 
 def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
-    """Return whether a launcher ended an attempt only to begin the next one: it recorded no loss in that time.
+    """Return whether an attempt ended by a planned restart: the next one has the same launch, and no loss is recorded.
 
     Args:
         before: Folder of the logs of the attempt's launch, relative to `folder`; empty: unknown.
         after: Folder of the logs of the next attempt's launch; empty: unknown.
-        between: Beginnings of the attempt and of the next one.
+        between: Times at which the attempt and the next one began.
     """
     run = Path(folder, before)
     if not before or before != after or not Path(run, "blackbox").is_dir():
@@ -112,7 +111,7 @@ def summary_of(boxes: Iterable[Box]) -> Summary:
 
 
 def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
-    """Return rows of rank, time that others waited for it, its cost, and what it is slow in."""
+    """Return a row for each rank: its name, the time that others waited for it, its cost, and where it is slow."""
     return [
         (f"rank {one.rank}", measured(one.awaited_s), f"{max(0.0, one.cost):.1%}", one.what_is_slow or "nothing clear")
         for one in summary.accounts
@@ -122,7 +121,7 @@ def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
 def timeline(saved: SavedBoxes) -> tuple[str, str]:
     """Return a figure of the last moments of all ranks, and a note about it.
 
-    Each rank is a row; phases and collectives are bars; one that did not end extends to the edge.
+    Each rank has a row with its phases and collectives as bars; a bar of one that did not end extends to the edge.
     """
     boxes = saved.boxes
     shown = [box for box in boxes if box.events][:_MOST_RANKS]
@@ -167,7 +166,7 @@ def _end(event: Event) -> int:
 
 
 def _last_moments(boxes: Sequence[Box]) -> tuple[int, int]:
-    """Return the times between which few enough events lie to be distinguished."""
+    """Return the beginning and end of a span with so few events that they can be told apart when drawn."""
     end_ns = max(max(map(_end, box.events)) for box in boxes)
     begin_ns = max(box.events[-_MOST_EVENTS:][0].begun_ns for box in boxes)
     span_ns = min(int(_MOST_S * 1e9), max(end_ns - begin_ns, 1_000))
@@ -202,7 +201,7 @@ def _bars_of(events: Iterable[Event], begin_ns: int, end_ns: int, colours: Mappi
 def _title(event: Event, ended_ns: int) -> str:
     number = f" #{event.seq}" if event.kind in ("collective", "call") else ""
     site = f" at {event.site}" if event.site else ""
-    if event.kind == "call":  # its duration is unknown
+    if event.kind == "call":  # its end, and so its duration, is unknown
         return f"call of {event.op}{number}{site}"
     end = "" if event.ended_ns else ", did not end"
     return f"{event.op or event.text}{number}{site}: {measured((ended_ns - event.begun_ns) / 1e9)}{end}"

@@ -1,11 +1,11 @@
 """Loggers of a run besides metrics.jsonl: TensorBoard, Weights & Biases, or an object of the script's own.
 
 metrics.jsonl is written first and remains the record of the run; a logger gets the same numbers, on rank 0 only. The
-random state is restored after a logger begins, because a run's bits must not depend on who watches. After its first
-failure a logger is left out, since the next call may wait for a network as long; the run says so once and trains on. It
-has 10 s to close, because a job that must end has little time. Steps that a resumption repeats are not sent again to
-Weights & Biases, which continues its run; TensorBoard is told to forget them instead. There is no
-logger for MLflow or CSV files: an object of two methods serves the first, and the run's folder has the second anyway.
+random state is restored after a logger begins, because a run's bits must not depend on its loggers. After its first
+failure a logger is left out, since it may have waited long for a network and would again; the run says so once and
+trains on. A logger has 10 s to close, because a job that must end has little time. Steps that a resumption repeats are
+not sent to Weights & Biases a second time, because its run continues; TensorBoard is told to forget the first ones.
+There is no logger for MLflow or CSV files: an object with two methods serves MLflow, and the run's folder has the CSV.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Loggers:
             if not isinstance(one, str) and not (hasattr(one, "log") and hasattr(one, "close")):
                 raise TypeError(f"Trainer: a logger has log(metrics, step) and close(), and {one!r} does not")
         self._is_told = ranks.rank == 0
-        problems = ranks.gather(self._missing() if self._is_told else "")  # even if only rank 0 was given loggers
+        problems = ranks.gather(self._missing() if self._is_told else "")  # also if only rank 0 has loggers
         if problems[0]:
             raise ImportError(problems[0])
 
@@ -103,7 +103,7 @@ class Loggers:
         for name in (one for one in self._given if isinstance(one, str)):
             module, needed, package = _KINDS[name].needs
             try:
-                getattr(importlib.import_module(module), needed)  # a mere folder named wandb can be imported, too
+                getattr(importlib.import_module(module), needed)  # fails for a mere folder, which can be imported, too
             except Exception as error:
                 return (
                     f"Trainer: loggers={name!r} needs a package that rank 0 can't import: pip install {package} "
@@ -126,7 +126,7 @@ class Loggers:
         self._attempt = attempt
         for one in self._given if self._is_told else ():
             name = one if isinstance(one, str) else type(one).__qualname__
-            with random_state_kept(), attempt(f"to the logger {name}"):  # a run's bits must not depend on who watches
+            with random_state_kept(), attempt(f"to the logger {name}"):  # a run's bits must not depend on its loggers
                 self._open[f"{len(self._open)} {name}"] = _KINDS[one](run) if isinstance(one, str) else one
 
     def log(self, kind: str, record: Mapping[str, Any], *, is_repeated: bool) -> None:
@@ -145,7 +145,7 @@ class Loggers:
             with self._attempt(f"to the logger {key.split(' ', 1)[1]}"):
                 logger.log(metrics, record["step"])
                 failed = False
-            if failed:  # it may have waited long for a network
+            if failed:  # left out from now on: it may have waited long for a network
                 del self._open[key]
 
     def close(self, limit_s: float = CLOSE_S) -> None:
@@ -180,14 +180,14 @@ class _TensorBoard:
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that a resumption repeats replace the earlier ones.
+        # Makes TensorBoard forget steps that this resumption will repeat.
         purge_step = run.resumed_step + 1 if run.attempt else None
         self._writer = SummaryWriter(os.path.join(run.folder, "tensorboard"), purge_step=purge_step)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a killed rank closes nothing
+        self._writer.flush()  # after each record, because a rank that is killed never closes it
 
     def close(self) -> None:
         self._writer.close()
@@ -199,7 +199,7 @@ class _Wandb:
     def __init__(self, run: Run) -> None:
         import wandb
 
-        if wandb.run is not None:  # the script has started this run, and ends it
+        if wandb.run is not None:  # a run of the script's own, which the script also ends
             self._run, self._is_ours, self.is_continued = wandb.run, False, False
             return
         id_file = Path(run.folder, WANDB_ID)

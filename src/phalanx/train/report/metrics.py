@@ -43,10 +43,10 @@ PHASES = ("data", "forward", "backward", "exchange", "wait", "optimizer", "callb
 Between hosts and with torch's wrappers the two can't be separated: there "exchange" is both.
 """
 RECORDED = {"data": "load data"}
-"""Names of phases in the black box that differ."""
+"""Names of phases in the black box, where they differ from those here."""
 
 _NAME = "metrics.jsonl"
-_TAIL_BYTES = 1 << 20  # holds the last record, however many ranks there are
+_TAIL_BYTES = 1 << 20  # bytes read from the end: enough for the last record, however many ranks there are
 _END_OF_TIME_S = 253_402_300_800.0  # the year 10000, beyond which time.gmtime fails to format
 _MAX_COUNT = 2**53  # every step up to here is exact as a float
 _UNDONE = ("step", "epoch", "evaluation", "save")  # kinds that a resumption from an earlier step repeats
@@ -55,8 +55,8 @@ _UNDONE = ("step", "epoch", "evaluation", "save")  # kinds that a resumption fro
 class MetricsLog:
     """Appends records to FOLDER/metrics.jsonl, on rank 0.
 
-    Each record is one write, so a killed process leaves at most one torn line, the last. While the file is open, it
-    holds a shared lock, which tells a running run from a killed one.
+    Each record is one write, so a killed process leaves at most one incomplete line, the last. While the file is open,
+    a shared lock is held, by which readers tell a run that is running from one that was killed.
 
     Args:
         folder: Folder of the run; made if missing.
@@ -70,7 +70,7 @@ class MetricsLog:
         path = Path(folder, _NAME)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system may have no locks
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         tail = self._file.read()
@@ -93,7 +93,7 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file; a second time does nothing."""
         if not self._file.closed:
-            with contextlib.suppress(OSError):  # explicit: a forked worker may hold the same file
+            with contextlib.suppress(OSError):  # unlocked explicitly, because a forked worker may have the file open
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
 
@@ -137,7 +137,8 @@ def resumed_at(start: Record) -> int:
 def without_undone(records: list[Record]) -> list[Record]:
     """Return `records` as if the run had never been interrupted.
 
-    Records that a later attempt has repeated are left out, and of two records of one kind and step the later one stays.
+    Records of steps that a later attempt has repeated are left out; of two records of one kind and step, the later
+    stays.
     """
     kept: list[Record] = []
     limit = math.inf  # the earliest step from which a later attempt has resumed
@@ -213,14 +214,14 @@ def _parse(lines: bytes) -> list[Record]:
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line, parse_int=_int)
             if isinstance(record, dict) and _is_placed(record):
-                if rb"\ud" in line.lower():  # maybe a lone surrogate, which raises a ValueError here
+                if rb"\ud" in line.lower():  # it may hold a lone surrogate, for which this raises ValueError
                     json.dumps(record, ensure_ascii=False).encode()
                 records.append({key: value for key, value in record.items() if _FIELDS.get(key, _anything)(value)})
     return records
 
 
 def _int(text: str) -> int | float:
-    return int(text) if len(text) < 19 else float(text)  # plots need floats, and a longer integer may exceed them
+    return int(text) if len(text) < 19 else float(text)  # plots need floats, which longer ones may exceed
 
 
 def _is_placed(record: Record) -> bool:

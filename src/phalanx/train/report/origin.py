@@ -25,7 +25,7 @@ from phalanx.host.cpus import read_machine
 from phalanx.record.notes import run_logs
 from phalanx.wire.rank_group import RankGroup
 
-_MAX_PIDS, _MAX_PLACES = 16, 8  # in a line
+_MAX_PIDS, _MAX_PLACES = 16, 8  # most process ids, and most hosts, in a line
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 

@@ -15,7 +15,7 @@ _WARNING = re.compile(r"\S.*:\d+: \w*Warning: ")
 
 
 class ProgressBar:
-    """A bar with steps, loss and time left; further text as far as there is room."""
+    """A progress bar with steps, loss and remaining time, and as much further text as there is room for."""
 
     def __init__(self, progress: Any, num_steps: int, step: int) -> None:
         self._progress = progress
@@ -24,7 +24,7 @@ class ProgressBar:
         progress.start()
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
         if launch is not None and launch.launcher == "phalanx run" and hasattr(sys.stderr, "rich_proxied_file"):
-            sys.stderr = _StderrBesideBar(sys.stderr)  # until `close`
+            sys.stderr = _StderrBesideBar(sys.stderr)  # undone by `close`
 
     @staticmethod
     def open(num_steps: int, step: int = 0) -> ProgressBar | None:
@@ -64,9 +64,8 @@ class ProgressBar:
 
 
 class _StderrBesideBar:
-    """stderr while the bar is shown: rich prints above the bar, except warnings.
-
-    They pass unchanged, because ``phalanx run`` shows the same warning of all ranks once, above the bar.
+    """Replaces stderr while the bar is shown: text goes to rich, which prints it above the bar; warnings do not.
+    Warnings are written unchanged, because ``phalanx run`` shows the same warning of all ranks once, above the bar.
     """
 
     def __init__(self, proxy: Any) -> None:

@@ -1,6 +1,6 @@
 """FOLDER/report.html: the story of a run on one page that needs no network, no script and no other file.
 
-Everything that comes from the run is escaped. Imports no torch.
+Everything that comes from the run is escaped for HTML. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from phalanx.train.settings import mode_of
 from phalanx.wire.files import write_whole
 
 _NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
-# Invalid in HTML, and some move a terminal's cursor.
+# Control characters, which are invalid in HTML, and of which some move a terminal's cursor.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
-_MAX_RANKS = 16  # bars; of more ranks, the slowest are shown
+_MAX_RANKS = 16  # number of bars; if there are more ranks, the slowest are shown
 _TITLES = {"loss": "Training loss", "lr": "Learning rate", "samples_per_s": "Samples per second",
            "grad_norm": "Norm of the gradient"}  # fmt: skip
 
@@ -107,7 +107,7 @@ class _Run:
 
     @property
     def logs(self) -> list[str]:
-        """Folders of the logs of all launches, relative to the run's."""
+        """Folders of the logs of all launches, relative to the folder of the run."""
         found = (start["origin"]["logs"] for start in self.starts if start.get("origin", {}).get("logs"))
         return list(dict.fromkeys(map(str, found)))
 
@@ -120,7 +120,7 @@ class _Run:
         return list(dict.fromkeys(found))
 
     def marks(self) -> dict[int, str]:
-        """Return texts for the steps from which later attempts resumed."""
+        """Labels of the steps from which later attempts resumed, by step."""
         return {resumed_at(start): f"attempt {start['attempt']} resumes here" for start in self.starts[1:]}
 
 
@@ -140,7 +140,7 @@ def _without_idle(records: list[Record]) -> list[Record]:
 def _ending(records: Sequence[Record]) -> str:
     """Return how an attempt ended: finished, stopped, preempted, stopped by Ctrl-C, diverged or interrupted."""
     kinds = {record["kind"] for record in records}
-    if records[-1]["kind"] in ("not_finite", "replicas_differ"):  # records follow it only if `on_nan` ignores it
+    if records[-1]["kind"] in ("not_finite", "replicas_differ"):  # the last record: it has ended the attempt
         return "diverged"
     if "end" not in kinds and any(one["kind"] == "preempted" and one.get("signal") == signal.SIGINT for one in records):
         return "stopped by Ctrl-C"
@@ -281,7 +281,7 @@ def _curves(run: _Run) -> str:
 
 
 def _phases(run: _Run) -> str:
-    """Return the bars of the last attempt that trained: earlier ones may have had other ranks."""
+    """Return bars of each rank's time by phase, of the last attempt alone: earlier ones may have had other ranks."""
     timed = [record for record in run.steps if record.get("phases_by_rank") and record.get("phases_s")]
     if not timed:
         return ""
@@ -318,7 +318,7 @@ def _phases(run: _Run) -> str:
 
 
 def _stragglers(run: _Run) -> str:
-    """Return who waited for whom in the last steps of the newest attempt, as far as it was recorded."""
+    """Return a table of which ranks the others waited for in the last recorded steps of the newest attempt."""
     summary = black_box.summary_of(run.boxes(max(run.attempts)).boxes)
     if summary.kind == "unknown":
         return ""

@@ -1,9 +1,9 @@
 """The output of a run while it trains: one progress bar or plain lines, metrics of all ranks, time by phase.
 
-The exchange is what our DistributedDataParallel spends on averaging at the end of backward, and what ranks spend on
-agreeing. On phalanx it is one call, so timing it costs nothing. The core tells how long a rank waited in it until all
-had come, which it notices anyway: that is the ``wait``. Between hosts the wait is part of the exchange. torch's
-wrappers overlap both with backward, so there they stay in backward.
+The phase "exchange" is the time that our DistributedDataParallel spends on averaging at the end of backward, and that
+ranks spend on agreeing. On phalanx averaging is one call, so timing it costs nothing. The core tells how long a rank
+waited in that call until all ranks had come: that is the phase "wait". Between hosts the wait is part of "exchange".
+torch's wrappers average during backward, so there both are part of "backward".
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Clock:
         self._event = 0
 
     def restart(self) -> None:
-        """Count from now on; the time before belongs to no phase."""
+        """Start to count now; the time since the last lap belongs to no phase."""
         self._at = time.perf_counter()
 
     def begin(self, phase: str) -> None:
-        """Record the beginning of a phase, which the next lap ends."""
-        writer.end(self._event)  # an error may have left it open
+        """Record the beginning of a phase in the black box; the next `lap` ends it."""
+        writer.end(self._event)  # the previous one, which an error may have left open
         self._event = writer.begin_phase(RECORDED.get(phase, phase), self.step)
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last lap to `phase`."""
+        """Add the time since the last lap to `phase`."""
         writer.end(self._event)
         self._event = 0
         now = time.perf_counter()
@@ -103,7 +103,7 @@ class RunLog:
         self._said_missing: set[str] = set()
         self._said_s = time.monotonic()
         self.clock: Clock = Clock()
-        self._losses: list[torch.Tensor] = []  # of the steps since the last `log`
+        self._losses: list[torch.Tensor] = []  # losses of the steps since the last `log`
         self._num_samples: list[int] = []
         self._epoch = _Mean(1, is_whole=True)
         self.last_losses: list[float] = []
@@ -116,7 +116,7 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_bar()
-        is_victim = kind is not None and issubclass(kind, RankFailed)  # the other ranks wait for the restart
+        is_victim = kind is not None and issubclass(kind, RankFailed)  # then it must not hold up the restart
         self._loggers.close(_VICTIMS_CLOSE_S if is_victim else CLOSE_S)
         if self._log is not None:
             self._log.close()
@@ -140,12 +140,12 @@ class RunLog:
             text = "\n".join(broken([text]))
             try:
                 print(text, flush=True)
-            except UnicodeEncodeError:  # a folder's name that the locale can't encode
+            except UnicodeEncodeError:  # such as a folder's name that the locale can't encode
                 print(ascii(text), flush=True)
 
     @contextlib.contextmanager
     def sparing_the_training(self, what: str) -> Iterator[None]:
-        """Report a failure to write once, and train on: reporting must not change how a training ends."""
+        """Keep an error in the body, such as a full disk, from ending the training; say so once."""
         try:
             yield
         except Exception as error:
@@ -170,13 +170,13 @@ class RunLog:
         return bool(self._losses)
 
     def begin_epoch(self, first_step: int, *, is_whole: bool) -> None:
-        """Begin the mean loss of an epoch; not `is_whole` if an earlier attempt has trained a part of it."""
+        """Begin the mean loss of an epoch. `is_whole` is False if an earlier attempt has trained a part of it."""
         if self._bar is None and self._ranks.rank == 0 and sys.stdout.isatty():
             self._bar = ProgressBar.open(self.num_steps, first_step - 1)
         self._epoch = _Mean(first_step, is_whole)
 
     def count(self, loss: torch.Tensor, num_samples: int) -> None:
-        """Count a step: this rank's loss, whose mean over the ranks is the step's, and the samples of all ranks."""
+        """Count a step by its loss on this rank (the step's loss is the mean over ranks) and all ranks' samples."""
         self._losses.append(loss)
         self._num_samples.append(num_samples)
 
@@ -207,7 +207,7 @@ class RunLog:
             phases_s=dict(zip(PHASES, by_rank[0], strict=True)), spread=[max(totals), min(totals)],
             phases_by_rank=by_rank,
         )  # fmt: skip
-        meeting = [PHASES.index("exchange"), PHASES.index("wait")]  # in which ranks wait for each other
+        meeting = [PHASES.index("exchange"), PHASES.index("wait")]  # the phases in which ranks wait for each other
         busy = [sum(row) - sum(row[place] for place in meeting) for row in by_rank]
         behind = max(busy) / min(busy) - 1
         parts_of_line = f"{samples_per_s:,.0f} samples/s", f"slowest rank {behind:.0%} behind"
@@ -217,7 +217,7 @@ class RunLog:
         return by_rank
 
     def end_epoch(self, step: int, epoch: int, evaluation: Mapping[str, float], *, has_ended: bool) -> None:
-        """Show and write the result of an epoch, or of the part that was trained, maybe nothing after a restart."""
+        """Show and write the result of an epoch, or of the part of it that this attempt trained, which may be none."""
         mean, values = self._epoch, [f"{name} {value:#.4g}" for name, value in evaluation.items()]
         values[:1] = [f"val {first}" for first in values[:1]]  # short, so that the line fits 80 columns
         if mean.has_steps:

@@ -1,8 +1,7 @@
-"""The consensus of the ranks every few steps: a signal, a stop, a bad value, or copies that differ.
-
-Right after gradients have been averaged, where the ranks have just met, one all_reduce of a number tells every rank
-whether any of them was asked to end; all obey after the same step. Where steps take less than 0.1 s this does not
-happen in each of them, because a second meeting costs some 0.1 ms; ranks then agree at the end of an epoch, too.
+"""How ranks agree, every few steps, on what any of them noticed: a signal, a stop, a bad value, or differing copies.
+Right after gradients have been averaged, when the ranks have just met, one all_reduce of a number tells every rank
+whether any of them was asked to end; all obey after the same step. It costs some 0.1 ms, so if steps take less than
+0.1 s, it is not done in each of them, but also at the end of every epoch.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from phalanx.train.resume.preemption import Preemption
 from phalanx.train.step.finite import FiniteGuard
 from phalanx.wire.rank_group import RankGroup
 
-_AGREE_S = 0.1  # between two agreements; ranks agree in each step if steps take longer
-_NOT_FINITE = 1 << 10  # takes precedence over every signal, whose numbers are smaller
+_AGREE_S = 0.1  # time between two agreements; if steps take longer, ranks agree in each step
+_NOT_FINITE = 1 << 10  # larger than any signal's number, so that it takes precedence in the maximum
 
 
 class Consensus:
@@ -44,7 +43,7 @@ class Consensus:
         self.signal: int = 0
         self.wants_stop: bool = False
         self.stops: bool = False
-        self._every, self._next = 1, 0  # steps between two agreements; number of steps done at the next
+        self._every, self._next = 1, 0  # steps between two agreements, and the step of the next one
 
     def is_due(self, step: int) -> bool:
         """Return whether the ranks are due to agree after `step` steps; the same on all of them."""

@@ -1,8 +1,9 @@
 """`FolderLock`: a run folder belongs to one job at a time.
 
-Rank 0 holds a lock on ``.lock``, which ends with its process however that ends. The file names its holder for the
-message. A restart of a job whose first attempt was let in is never refused, whatever a script draws at random: the
-file says which job that was, by the place of its logs. `phalanx.checkpoint.disk.claim` does the work.
+Rank 0 holds a lock on the file ``.lock``, which the kernel drops when its process ends. The file names its holder, for
+the error of others. A restart of a job whose first attempt was admitted is never refused, even if its settings are
+drawn at random: the file says which job was admitted, by the folder of its logs. `phalanx.checkpoint.disk.claim` does
+the work.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class FolderLock:
     Attributes:
         problem: Reason why there is no lock; empty if there is one.
         was_ours: Whether an earlier attempt of this job was admitted to the folder: see `settle`.
-        is_first: Whether no attempt of this job was in the folder; a restart that can't tell assumes that one was.
+        is_first: Whether no earlier attempt of this job was in the folder; a restart that can't tell assumes one was.
 
     Raises:
         PhalanxError: On entering, on every rank: another job holds it, or the folder can't be made.
@@ -108,7 +109,7 @@ class FolderLock:
             self.problem = f"{self._folder} can't be locked ({claim.problem}): make sure that no other job trains in it"
         note, ours = claim.before, claimant()
         self.was_ours = restarts.is_restart() and bool(ours.job) and note.job == ours.job and note.is_settled
-        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # else rank 0 may have moved
+        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # otherwise rank 0 may have moved
             self.is_first = not self.was_ours
         if self._claim is not None:
             claim.settle(is_settled=self.was_ours)

@@ -1,25 +1,25 @@
 """The identity of the run that a folder holds: stored in its checkpoints, compared when it is started again.
 
-A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts are what the script gave: classes and
-hyperparameters of optimizer and scheduler, the model's names, shapes and dtypes, the classes of its modules and
-torch's own settings of them, what a loss module was made with, the data's length, settings that shape the result. They
-are taken when the trainer is made, before a scheduler or a checkpoint has changed anything, and rank 0's count on all
-ranks. They are the first entry that a checkpoint restores, so another run is refused before anything is touched.
-
-- **No facts** are settings that may change from one start to the next: ``max_epochs`` and ``max_steps`` (where the
-  length shapes the result, the scheduler knows it), the number of ranks, ``micro_batch_size``, ``num_workers``,
+The identity is a list of facts. A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts describe what
+the script gave: classes and hyperparameters of optimizer and scheduler; names, shapes and dtypes of the model's
+tensors; classes and, for torch's own, settings of its modules; arguments of a loss module; length of the data; settings
+that affect the result. They are collected when the trainer is made, before a scheduler or a checkpoint has changed
+anything, and those of rank 0 count on all ranks. A checkpoint restores them first, so another run is refused before
+anything is changed.
+- **Not compared** are settings that may change from one start to the next: ``max_epochs`` and ``max_steps`` (if the
+  length affects the result, it is in the scheduler), the number of ranks, ``micro_batch_size``, ``num_workers``,
   ``patience``, what is saved and logged and where. Samples are not compared, because augmentation makes new ones.
-- **A fact that only one side knows** is no difference, or each new version of torch would make one. Modules are
-  compared if both sides have the same torch; they count as the same inside a wrapper or with `SyncBatchNorm`. A
-  callback with a state that the checkpoint lacks is a difference.
-- **Functions** of a `LambdaLR` count with the numbers that they read and their defaults, not with texts, clock
-  readings or their process. A lambda, and a loss that is a local function, count with their compiled code under the
-  same Python, because their names say nothing; so does a function that makes the schedule, because what it makes
-  depends on the length, which is no fact. Other functions count by name: one more line of logging in a training step
-  makes no other run.
-- **By force**, hyperparameters are given again after loading, and a new scheduler is stepped to where the run is, the
-  only way to get any class of it there. The same is done where a schedule comes from a function and the length of the
-  run is not the checkpoint's.
+- **A fact that only one side has** is no difference; otherwise each new version of torch would make one. Modules are
+  compared only if both sides have the same torch; a wrapper or `SyncBatchNorm` makes no difference. If a callback of
+  this run has a state and the checkpoint has none for it, that is a difference.
+- **Functions.** For a function of a `LambdaLR`, the numbers that it reads and its defaults are facts, but not texts,
+  clock readings or process ids. For a lambda, and a loss that is a local function, the compiled code is a fact under
+  the same Python, because their names say nothing; also for a function that makes the schedule, because the schedule
+  itself depends on the length, which is not compared. Other functions are compared by name: one more line of logging in
+  a training step does not make another run.
+- **With ``resume="force"``**, hyperparameters are set again after loading, and a new scheduler is stepped to the run's
+  position, because no other way works for every class. The same is done if a function makes the schedule and the length
+  of the run has changed.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ _TORCH = "torch"  # modules are compared only under the same version
 _PYTHON = "python"  # code is compared only under the same version
 _CODE = "objective.code"
 _CODE_OF_SCHEDULE = "scheduler.code"
-_WRAPPERS = {"CheckpointWrapper", "OffloadWrapper", "OptimizedModule"}  # they change how, not what is computed
+_WRAPPERS = {"CheckpointWrapper", "OffloadWrapper", "OptimizedModule"}  # they don't change what is computed
 _OF_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 _INPLACE = re.compile(r",? ?inplace=(True|False)")
-_BATCH_NORM = re.compile(r"(Sync)?BatchNorm(\d)?d?")  # synchronized or not is no difference
-_TENSOR_LISTS = (nn.ParameterList, nn.ParameterDict)  # their extra_repr names devices; their tensors are facts already
+_BATCH_NORM = re.compile(r"(Sync)?BatchNorm(\d)?d?")  # being synchronized makes no difference
+_TENSOR_LISTS = (nn.ParameterList, nn.ParameterDict)  # left out: their extra_repr names devices
 _PARAMETERS = ".parameters"
-_CLOCK_S = 2.0**30  # a larger number with a fraction is a time of day
+_CLOCK_S = 2.0**30  # a larger number with a fraction is taken for a time of day
 _LAUNCH_S = 60.0  # a launcher may have read a clock this long before this process began
 _IMPORTED_S = time.monotonic()
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 _MAX_ITEMS = 16  # a longer list is represented by its hash
 _MAX_DEPTH = 4
 _MAX_LINES = 12
-_MAX_NAMED = 4  # differences between ranks that a message lists
-_MAY_DIFFER = ("folder", "num_workers")  # between ranks; all use rank 0's folder
+_MAX_NAMED = 4  # most differences between ranks that a message lists
+_MAY_DIFFER = ("folder", "num_workers")  # settings that may differ between ranks; all use rank 0's folder
 
 
 def facts_of(
@@ -114,9 +114,9 @@ def facts_of(
     facts |= _facts_of_loss(objective) if isinstance(objective, nn.Module) else {}
     facts |= _facts_of_optimizer(optimizer)
     facts["scheduler"] = "None" if scheduler is None else _name_of(type(scheduler))
-    if scheduler is not None and not hasattr(scheduler, "step"):  # a function that makes one
+    if scheduler is not None and not hasattr(scheduler, "step"):  # it is a function that makes the scheduler
         facts |= {"scheduler": _name_of(scheduler), "scheduler_interval": s.scheduler_interval}
-        if inspect.isfunction(scheduler):  # what it returns depends on the length
+        if inspect.isfunction(scheduler):  # its code counts, because what it returns depends on the length of the run
             facts |= {_PYTHON: _python(), _CODE_OF_SCHEDULE: _digest_of(scheduler)}
     elif scheduler is not None:
         facts |= {"scheduler_interval": s.scheduler_interval, **dict(_flat("scheduler", scheduler, 0))}
@@ -177,7 +177,7 @@ class Identity:
     Args:
         folder: Folder of the run.
         facts: Facts of this run, from rank 0.
-        is_known: Whether the job was in the folder before; its restart resumes, whatever the script draws at random.
+        is_known: Whether the job was in the folder before; then this is its restart, which resumes despite differences.
         may_force: Whether a checkpoint of another run may be loaded.
         is_own: Whether the trainer has trained before, so that the checkpoint is of its own run.
 
@@ -236,10 +236,9 @@ class Identity:
 
 
 def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
-    """Return the facts that have changed, each with both texts; one that only one side has counts only for the model.
-
-    Another version of torch or of phalanx may record more facts, and another version of torch may describe its modules
-    differently.
+    """Return the facts that have changed, each with both texts. Facts that only one side has count only for the model.
+    The other side may come from a version of torch or of phalanx that records other facts, and another version of torch
+    may describe its modules differently.
     """
     has_modules = ours.get(_TORCH) == theirs.get(_TORCH, "")
     has_code = ours.get(_PYTHON) == theirs.get(_PYTHON, "")
@@ -292,7 +291,7 @@ def _facts_of_optimizer(optimizer: torch.optim.Optimizer) -> Facts:
     facts = {"optimizer": _name_of(type(inner if isinstance(inner, torch.optim.Optimizer) else optimizer))}
     for number, group in enumerate(optimizer.param_groups):
         name = "optimizer" if len(optimizer.param_groups) == 1 else f"optimizer.group {number}"
-        given = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # as it was before the scheduler changed it
+        given = {**group, "lr": group.get("initial_lr", group.get("lr"))}  # the value before a scheduler changed it
         facts[f"{name}{_PARAMETERS}"] = str(len(group["params"]))
         for key in given.keys() - _NO_HYPERPARAMETERS:
             facts |= dict(_flat(f"{name}.{key}", given[key], 0))
@@ -318,12 +317,12 @@ def _facts_of_modules(model: nn.Module) -> Facts:
 
 def _description_of(module: nn.Module) -> str:
     name = type(module).__name__
-    if any(base.__name__ == "FSDPModule" for base in type(module).__bases__):  # a class that fully_shard has made
+    if any(base.__name__ == "FSDPModule" for base in type(module).__bases__):  # fully_shard has made this class
         name = name.removeprefix("FSDP")
     origin = str(getattr(module.extra_repr, "__module__", ""))
     text = ""
-    if origin.startswith("torch.nn.") and not isinstance(module, _TENSOR_LISTS):  # others may report changing values
-        with contextlib.suppress(Exception):  # a subclass may lack an attribute that it reports
+    if origin.startswith("torch.nn.") and not isinstance(module, _TENSOR_LISTS):  # other modules may report any values
+        with contextlib.suppress(Exception):  # a subclass may lack an attribute that extra_repr reads
             text = _INPLACE.sub("", module.extra_repr())
     return f"{'BatchNorm' if _BATCH_NORM.fullmatch(name) else name}({text})"
 
@@ -370,12 +369,13 @@ def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
 def _values_in(function: Any) -> dict[str, Any]:
     """Return the numbers that a function reads from its closure, globals and defaults.
 
-    Texts and times may be new on each start. A number that the script draws at random counts: it may matter.
+    Texts and times are left out, because they may be new on each start. A number that the script draws at random
+    counts: it may matter.
     """
     try:
         outside = inspect.getclosurevars(function)
         defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
-    except (ValueError, TypeError):  # an unset variable, or no signature
+    except (ValueError, TypeError):  # a variable is not set yet, or there is no signature
         return {}
     found = {**outside.globals, **outside.nonlocals, **defaults}
     return {
@@ -391,7 +391,7 @@ def _is_of_this_start(value: float) -> bool:
         return isinstance(value, float)
     age_s = _age_s() + _LAUNCH_S
     for clock in _CLOCKS:
-        can_be_seconds = clock is time.time or not float(value).is_integer()  # 1000 is rather a number of steps
+        can_be_seconds = clock is time.time or not float(value).is_integer()  # a whole 1000 is more likely a step
         ages = [clock() - value if can_be_seconds else -1.0, clock() - value / 1e9 if isinstance(value, int) else -1.0]
         if any(0 <= age < age_s for age in ages):
             return True
@@ -414,7 +414,7 @@ def _code_of(objective: Any, is_step: bool) -> Facts:
     while isinstance(objective, functools.partial):
         objective = objective.func
     name = objective.__qualname__ if inspect.isfunction(objective) else ""
-    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a step may have gained a print
+    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a changed step is no other run
         return {}
     return {_PYTHON: _python(), _CODE: _digest_of(objective)}
 

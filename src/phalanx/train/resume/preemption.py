@@ -1,7 +1,7 @@
 """Preemption: signals that ask a job to end early, noticed on any rank and obeyed by all after the same step.
 
 A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). Ctrl-C is such a request, like
-SIGTERM, so the launcher exits with 75 in both cases; without a launcher Ctrl-C gives 130, which shells expect. Two
+SIGTERM, so under a launcher the exit code is 75 in both cases; without one, Ctrl-C gives 130, which shells expect. Two
 SIGINT within 0.15 s count as one, because torchrun passes on what the terminal has already sent to the ranks.
 """
 
@@ -27,8 +27,8 @@ from phalanx.train.report.run_log import RunLog
 from phalanx.wire.rank_group import RankGroup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# A signal may arrive twice, once directly and once through the supervisor: a service manager's, Ctrl-C under torchrun.
-# Within this time it is the same one. SIGUSR1 never ends a rank at once.
+# A signal may arrive twice, directly and through the launcher: a service manager's, or Ctrl-C under torchrun. A second
+# one within this time counts as the same. SIGUSR1 is not listed, because a second one never ends a rank.
 _AGAIN_S: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGINT: 0.15}
 
 
@@ -77,7 +77,7 @@ class Preemption:
 
     def _say(self, text: str) -> None:
         if self._speaks:
-            with contextlib.suppress(OSError):  # not print(), which the signal may have interrupted
+            with contextlib.suppress(OSError):  # written without print(), which the signal may have interrupted
                 os.write(2, text.encode())
 
 
@@ -120,16 +120,13 @@ def leave(
 
 
 def _exit_code(number: int) -> int:
-    """Return the exit code of a rank that has saved because of this signal.
-
-    Without a launcher it is Ctrl-C's own; a launcher expects the code of a preempted rank.
-    """
+    """Return the exit code of a rank that has saved because of a signal: 130 for Ctrl-C without a launcher, else 75."""
     is_launched = "TORCHELASTIC_RUN_ID" in _env.environment()
     return 128 + number if number == signal.SIGINT and not is_launched else _env.PREEMPTED_CODE
 
 
 def _requeue() -> str:
-    """Have Slurm requeue this job; return what was done, empty outside Slurm."""
+    """Have Slurm requeue this job; return what was done, "" outside Slurm."""
     job = _env.environment().get("SLURM_JOB_ID")
     if not job or not shutil.which("scontrol"):
         return ""

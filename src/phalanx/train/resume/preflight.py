@@ -1,9 +1,9 @@
-"""Checks before the first step for what would end a run later: a schedule too short, a folder that can't be written.
+"""Checks, before the first step, what would end a run later: a schedule that is too short, an unwritable folder.
 
 A schedule, alone or inside a SequentialLR or ChainedScheduler, must reach the end of the run, and every rank must be
 able to create a checkpoint in the folder. One batch of a validation dataset is rehearsed, since nobody knows in
-advance what an ``evaluation_step`` returns. What the user's code raises there is left to the evaluation itself,
-because some models have to train first.
+advance what an ``evaluation_step`` returns. Exceptions of the user's code are ignored there, because some models have
+to train first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.train.feed.feed import Feed
 from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
 
-_BENT = {  # attribute that holds the schedule's length, and what the learning rate does after it
+_BENT = {  # by class: the attribute that holds the schedule's length, and what the learning rate does after it
     lr_scheduler.CosineAnnealingLR: ("T_max", "rises again"),
     lr_scheduler.PolynomialLR: ("total_iters", "stays 0"),
 }
@@ -35,14 +35,14 @@ def preflight(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) ->
     Every rank calls it.
 
     Returns:
-        The number, `sys.maxsize` if unknown; and the warning, empty if there is none.
+        The number, `sys.maxsize` if unknown; and the warning, "" if there is none.
 
     Raises:
         ValueError: The schedule, or one in it, ends before the run.
     """
     per_epoch, of_this_epoch = feed.num_steps, feed.num_left
     num_epochs = max(0, s.max_epochs - epoch) if s.max_epochs else sys.maxsize
-    # Counted from here: another number of ranks may have taken the steps so far.
+    # Only the remaining steps are computed: another number of ranks may have taken those before.
     num_left = s.max_steps - step if s.max_steps else sys.maxsize
     if not num_epochs:
         num_left = 0

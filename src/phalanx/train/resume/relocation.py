@@ -1,11 +1,12 @@
 """Decides whether a trainer's process can take another place in the job, beside processes that are started anew.
 
-A new process runs the script from the top, and a kept one repeats only what the trainer does when it joins. So they
-can't meet where the script has made the group by hand, made other groups, wrapped the model itself, or called a
-collective between the constructor and `fit` (the group counts them); where a callback has attributes that no
-checkpoint holds (they begin anew in a new process, and the copies of the model might diverge); or where a loader of
-the script divides the data among the previous ranks. The script may have called `phalanx.init`: a new process calls it
-too, a kept one repeats it with the same arguments, and the script's session object is given the new place.
+A new process runs the script from the top, while a kept one repeats only what the trainer does when it joins. Both make
+the same collectives only if the script itself makes none. So a process can't be kept if the script has made the group
+by hand, made other groups, wrapped the model itself, or called a collective between the constructor and `fit` (the
+group counts them). It can't be kept either if a callback has attributes that no checkpoint holds (they start afresh in
+a new process, and the copies of the model might diverge), or if a loader of the script divides the data among the
+previous ranks. The script may have called `phalanx.init`: a new process calls it, too, a kept one repeats it with the
+same arguments, and the script's session object gets the new place.
 """
 
 from __future__ import annotations
@@ -23,12 +24,7 @@ from phalanx.train.wrapper import can_wrap
 
 
 class Relocation:
-    """A trainer's place in a process group, and whether it can take a place in another one.
-
-    A new process runs the script from the top, and a kept one repeats only what a trainer does when it joins the job.
-    So they meet only if the script itself has called no collective before `Trainer.fit`. It may have called
-    `phalanx.init`, which a trainer repeats with the same arguments.
-    """
+    """A trainer's place in a process group, and whether it can take a place in another group; see the module."""
 
     def __init__(self) -> None:
         self._why_not_met = session.why_not_met()
@@ -65,9 +61,9 @@ class Relocation:
 
 
 def why_not_set_back(callbacks: Sequence[Any]) -> str:
-    """Return why callbacks can't be restored after another rank has failed; empty if they can."""
+    """Return why callbacks can't be restored after another rank has failed; "" if they can."""
     for one in callbacks:
-        # In a new process they begin anew, so the ranks' copies of the model might diverge.
+        # Attributes that no checkpoint holds start afresh in a new process, so copies of the model might diverge.
         if getattr(one, "__dict__", None) and not hasattr(one, "load_state_dict"):
             return f"the callback {type(one).__qualname__} has attributes, and no load_state_dict to set them back"
     return ""

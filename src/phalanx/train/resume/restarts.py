@@ -1,4 +1,4 @@
-"""The place of a run's folder, and what a start in it restores."""
+"""Where a run's folder is, whether a start is a restart, and how an earlier run in the folder is set aside."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from phalanx.session.survival import may_outlive
 from phalanx.train.report.loggers import WANDB_ID
 from phalanx.wire.rank_group import RankGroup
 
-_trained: dict[str, weakref.ref[object]] = {}  # the last trainer in a folder
-_by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDictionary()  # the last trainer of a model
+_trained: dict[str, weakref.ref[object]] = {}  # the last trainer in a folder, by folder
+_by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDictionary()  # by model: its last trainer
 
 
 def run_folder(given: str | os.PathLike[str] | None) -> str:
@@ -32,7 +32,7 @@ def is_restart() -> bool:
 
 
 def words_of_another(trainer: object, model: object, folder: str, goes_on: bool) -> str:
-    """Record that this trainer trains the model in the folder; return a hint if another trainer here has done so."""
+    """Record that this trainer trains the model in the folder; return a hint if another trainer in this process has."""
     last, last_of_model = _trained.get(folder), _by.get(model)
     _trained[folder] = _by[model] = weakref.ref(trainer)
     if not goes_on and last_of_model is not None and last_of_model() is not trainer:
@@ -56,7 +56,7 @@ def has_been_trained(model: object) -> bool:
 def leave_if_restarted() -> None:
     """End this process at once if ``phalanx run`` is going to restart the ranks from the last snapshot.
 
-    An orderly exit of the interpreter takes longer than the restart. A process that may be kept does not end here.
+    An orderly exit of the interpreter would take longer than the restart. A process that may be kept returns from here.
     """
     if may_outlive():
         return

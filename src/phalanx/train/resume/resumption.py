@@ -1,4 +1,4 @@
-"""Restores a checkpoint into a trainer, even one of another run that is continued by force."""
+"""Restores a checkpoint into a trainer; with ``resume="force"``, even one of another run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Progress:
 
 
 class Unforced:
-    """Part of a trainer's state that stays as the script made it if the checkpoint belongs to another run."""
+    """Part of a trainer's state that is not restored if the checkpoint belongs to another run."""
 
     def __init__(self, target: Any, identity: Identity) -> None:
         self._target, self._identity = target, identity
@@ -58,7 +58,7 @@ class Unforced:
 
 
 class ForcedFeed:
-    """The trainer's data: at the saved position, or at the start of the epoch if that position is in other data."""
+    """Restores the position in the data, or the start of the epoch if the saved position is one in other data."""
 
     def __init__(self, feed: Any, identity: Identity) -> None:
         self._feed, self._identity = feed, identity
@@ -124,7 +124,7 @@ class Hyperparameters:
         ]
 
     def give_again(self, optimizer: torch.optim.Optimizer, *, keep_state: bool) -> None:
-        """Set them again; without `keep_state`, the optimizer also forgets its state, which is another class's."""
+        """Set them again. Without `keep_state`, also clear the optimizer's state, which is that of another class."""
         for group, given in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()

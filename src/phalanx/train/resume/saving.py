@@ -1,9 +1,8 @@
-"""`RunSaver`: a trainer's checkpoints on disk, of states whose weights are finite.
-
-**Rare saves where memory is safe.** Epochs may be short, and then a checkpoint of each is written for only one case,
-the loss of all hosts at once. So where the user has set no interval and every host's part is in the memory of two
-hosts, the end of an epoch is saved only if the last checkpoint is 10 minutes old. Ranks agree on that in one small
-all_reduce per epoch, because their clocks and hosts differ.
+"""`RunSaver`: saves a trainer's checkpoints on disk, if its weights are finite.
+**Fewer saves if memory is safe.** If every host's part of the state is in the memory of two hosts, a checkpoint on disk
+is needed only if all hosts are lost at once. So unless the user has set an interval, the end of an epoch is then saved
+only if the last checkpoint is 10 minutes old. Ranks agree on that by one small all_reduce per epoch, because their
+clocks and hosts differ.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ class RunSaver:
         self._state = state
         self._may_keep = may_keep
         self._ranks = ranks
-        self._saved_s = -math.inf  # when this process saved last
+        self._saved_s = -math.inf  # time at which this process last saved
         self._has_said_rare = False
         self._saved_step = None if loaded is None else loaded.step
-        self._num_left_out = 0  # since `say_left_out` was called
+        self._num_left_out = 0  # checkpoints left out since `say_left_out` was last called
 
     def is_due(self, step: int) -> bool:
         """Return whether to save at the end of an epoch; every rank calls it.
 
-        Not if the memory of two hosts holds the state anyway, and the last checkpoint is recent.
+        False if the memory of two hosts holds the state and the last checkpoint is recent.
         """
         if not memory().spans_hosts:
             return True

@@ -1,7 +1,6 @@
-"""The interval between a trainer's snapshots in memory: as short as a small share of its time allows.
-
-At first after every step; then, from what steps and snapshots took on the slowest rank, all ranks choose the interval
-that costs 3 % of the time.
+"""How often a trainer takes snapshots in memory: as often as 3 % of its time allows.
+At first it takes one after every step. Then all ranks choose the interval that costs 3 % of the time, from the duration
+of steps and snapshots on the slowest rank.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from phalanx import checkpoint
 from phalanx.checkpoint.memory.snapshots import memory
 
-_SHARE = 0.03  # of the training time
+_SHARE = 0.03  # fraction of the training time for snapshots
 
 
 class Snapshots:
@@ -35,7 +34,7 @@ class Snapshots:
         self._may_keep = may_keep
         memory().agree()
         self.every: int = 1 if every == "auto" else every
-        self._num_taken = self._num_steps = 0  # since `adapt` was called
+        self._num_taken = self._num_steps = 0  # snapshots and steps since `adapt` was last called
         self._num_adapted = 0
 
     def after_step(self, step: int) -> None:
@@ -69,7 +68,7 @@ class Snapshots:
         if self._adapts:
             self.every = max(1, math.ceil(cost_s / (_SHARE * step_s)))
         self._num_adapted += 1
-        if self._num_adapted != 2:  # the first ones also allocated memory
+        if self._num_adapted != 2:  # not at the first call: the first snapshots also allocated memory
             return ""
         share, size_mib = cost_s / self.every / step_s, memory().size_bytes / 2**20
         every = "after each step" if self.every == 1 else f"every {self.every} steps"

@@ -2,8 +2,9 @@
 
 With ``deterministic="world"`` the batch is cut into V shards, a power of two. Each shard has its own backward pass and
 its own random numbers. Gradients are added pairwise in a binary tree, its upper levels over an all_gather of the
-ranks' sums, so for every power of two W the tree is the same. More threads would add in a different order within a
-shard, so torch gets one thread. Running statistics depend on which rank sees what: models with them are refused.
+ranks' sums, so the tree is the same for every number of ranks that is a power of two. More threads would add in another
+order within a shard, so torch gets one thread. Models with running statistics are refused, because those depend on
+which rank sees which samples.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def prepare(model: nn.Module) -> None:
                 f'Trainer: deterministic="world" can\'t have {name}, a {type(module).__name__}: its running statistics '
                 "depend on which rank sees what. Use GroupNorm or LayerNorm, or track_running_stats=False"
             )
-    torch.set_num_threads(1)  # more threads add in another order
+    torch.set_num_threads(1)  # more threads would add in another order
 
 
 def sum_gradients(
@@ -45,7 +46,7 @@ def sum_gradients(
 ) -> Tensor:
     """Leave in ``.grad`` the sum over all ranks' shards, and return the sum of the losses.
 
-    First a rank's shards, then the ranks are added as neighbours in a binary tree. If the numbers of ranks and of
+    A binary tree adds neighbours: first the shards of a rank, then the sums of ranks. If the numbers of ranks and of
     shards are powers of two, the tree over all shards is the same for any number of ranks.
 
     Args:

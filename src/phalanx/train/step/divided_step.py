@@ -1,9 +1,8 @@
-"""`DividedStep`: an optimizer's step, divided among the ranks if a trial in the first steps shows that it pays.
-
-The first five steps are plain, the next five divided, and then all ranks do what was faster on the slowest of them,
-averaging included. An optimizer with hooks is not divided; hooks that are added later are called around the divided
-step, with whole parameters. torch's fused Adam, AdamW and Adagrad are faster still but round differently, so the user
-has to ask for ``fused=True``.
+"""`DividedStep`: divides an optimizer's step among the ranks if a trial in the first steps shows that it pays.
+The first five steps are plain, the next five divided. Then all ranks keep to the way that was faster on the slowest of
+them, the averaging of gradients included. An optimizer with hooks is not divided; hooks that are added later are called
+around the divided step, with whole parameters. torch's fused Adam, AdamW and Adagrad are faster still but round
+differently, so the user has to ask for ``fused=True``.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from phalanx.train.step.shards import Shards, divisible, has_hooks, has_room
 from phalanx.train.wrapper import is_sharded
 from phalanx.wire.rank_group import RankGroup
 
-_NUM_TRIED, _NUM_COUNTED = 5, 3  # steps of each way; the first ones allocate
-_LEAST_S = 1e-3  # a faster step is not worth a trial
+_NUM_TRIED, _NUM_COUNTED = 5, 3  # steps tried each way, and the last of them, which are timed; the first ones allocate
+_LEAST_S = 1e-3  # if a plain step is faster than this, no trial is worthwhile
 _LEAST_GAIN = 1.05
 
 
 class DividedStep:
     """Steps an optimizer; every rank calls `step`, once the ranks have averaged the gradients.
 
-    The first steps are plain, the next ones divided, and from then on all ranks do what was faster on the slowest of
-    them. The bits are the same either way. It is also the model's `Division` of the averaging: if each rank steps its
-    part and nothing else reads the gradients, each rank needs only the means of that part.
+    The bits are the same whether steps are divided or not. It is also the model's `Division` of the averaging: if each
+    rank steps only its part and nothing else reads the gradients, each rank needs only the means of that part.
 
     Args:
         optimizer: Optimizer of the model's parameters.
@@ -99,7 +97,7 @@ class DividedStep:
                 self._decide()
 
     def end(self) -> None:
-        """Give the optimizer of this rank a state of its own again."""
+        """Undo the division: give the optimizer of this rank a state of its own again."""
         if self._shards is not None:
             self._shards.end()
             self._shards = None
@@ -122,7 +120,7 @@ class DividedStep:
             try:
                 self._shards = Shards(self._optimizer, parameters, self._group)
                 self._divide_averaging(self)
-            except RuntimeError as error:  # on every rank
+            except RuntimeError as error:  # raised on every rank
                 self._is_decided = True
                 self._say(f"each rank steps the whole optimizer: {error}")
 
@@ -135,15 +133,15 @@ class DividedStep:
             or is_sharded(self._model)
             or type(optimizer) not in ELEMENTWISE
             or torch.get_num_threads() != 1  # with several threads, torch splits a parameter at other offsets
-            or has_hooks(optimizer)  # which would see pieces
+            or has_hooks(optimizer)  # hooks would see pieces of parameters
         ):
             return []
         parameters = dict(checkpoint.unwrap(self._model).named_parameters())
-        ignored: set[str] = getattr(self._model, "parameters_to_ignore", set())  # these are not averaged
+        ignored: set[str] = getattr(self._model, "parameters_to_ignore", set())  # parameters that are not averaged
         return divisible(optimizer, [p for name, p in parameters.items() if name not in ignored])
 
     def _decide(self) -> None:
-        """Keep the way that was faster on the slowest rank."""
+        """Keep dividing, or stop, whichever was faster on the slowest rank."""
         self._is_decided = True
         divided_s = max(self._ranks.gather(self._take_s()))
         if divided_s * _LEAST_GAIN > self._undivided_s:

@@ -1,18 +1,19 @@
 """`FiniteGuard`: losses and weights that are not finite are noticed, explained, and never saved.
 
-- **Losses.** On the CPU each pass looks at its loss, which is free. On a device, which must not be waited for, losses
-  are looked at when they are logged. The rank that finds a bad one searches for its origin at once, alone (see
-  `nan_origin`), and tells the others where ranks meet anyway: after a step, at the log, at a snapshot or a save. All
-  raise the same `NonFinite`. What was found first counts, since the averaged gradient spoils all ranks' weights in the
-  same step.
+- **Losses.** On the CPU each pass checks its loss, which is free. On another device, for which the program must not
+  wait, losses are checked when they are logged. The rank that finds a bad loss searches for its origin at once, alone
+  (see `nan_origin`), and tells the others where ranks meet anyway: after a step, at the log, at a snapshot or a save.
+  All raise the same `NonFinite`. What was found first is reported, since the averaged gradient then spoils the weights
+  of all ranks in the same step.
 - **States.** Before each snapshot and each save the parameters under training and the saved buffers are added up,
   which reads them once. A state that is not finite is never kept, whatever ``on_nan`` says, and each epoch reports
   what was left out. Parameters and buffers that were not finite when `fit` began are meant to be so, and so is -inf in
   a buffer (masks).
-- **Gradients.** A bad gradient that nobody looks at shows in the next loss or save, so the message names the steps in
-  which it may have come. The gradient of the first small parameter is added up in each step, because whatever a
-  backward pass spoils, it also spoils in the modules before. If it is not finite, each rank computes its batch again
-  on a copy of the model with hooks on the modules' gradients; the ranks where one of them is bad are named.
+- **Gradients.** Not all gradients are checked. One that is bad shows in the next loss or save, so the message names the
+  steps in which it may have become bad. The gradient of the first small parameter is summed in each step: backward goes
+  from the last module to the first, so what is spoiled anywhere nearly always reaches the first. If that gradient is
+  not finite, each rank computes its batch again on a copy of the model, with hooks on the modules' gradients, and the
+  ranks on which one is bad are named.
 - **fp16.** A loss or gradient that makes the scaler skip a step is no error; 36 bad losses in a row are, or a scale
   below 2^-20.
 """
@@ -38,9 +39,9 @@ from phalanx.train.step.objective import Objective
 from phalanx.wire.rank_group import RankGroup
 
 _LOSS, _GRADIENT, _AVERAGED, _STATE = range(4)
-_FEW_ELEMS = 1 << 14  # so few take no time to add up
+_FEW_ELEMS = 1 << 14  # adding up so few elements takes no time
 _SMALLEST_SCALE = 2.0**-20  # at this scale no finite gradient overflows
-_MAX_SKIPPED = 36  # in a row: they halve a scaler's first scale down to the smallest
+_MAX_SKIPPED = 36  # skipped steps in a row that are an error: they halve a scaler's initial scale to the smallest
 _SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
@@ -99,17 +100,17 @@ class FiniteGuard:
         self._on_nan = on_nan
         self._module = module
         self._replay = Replay(module, objective, autocast)
-        self._batches: list[Any] = []  # of a step's passes, until its gradient was checked
+        self._batches: list[Any] = []  # batches of a step's passes, until its gradient has been checked
         small = (p for p in module.parameters() if p.requires_grad and not is_lazy(p) and p.numel() <= _FEW_ELEMS)
         self._first_small = next(small, None)
         self._ranks = ranks
         self._run_log = run_log
         self._skips_steps = skips_steps
         self._clips = clips
-        self._num_skipped = 0  # losses in a row
+        self._num_skipped = 0  # bad losses in a row for which the scaler skips steps
         self._state = _State(module)
-        self._finite_step = step  # the last step after which the state was finite
-        self._finding: Finding | None = None  # the first that the other ranks do not know of
+        self._finite_step = step  # the last step after which the state was known to be finite
+        self._finding: Finding | None = None  # the first finding that the other ranks do not know of
         self._has_warned = False
         self._has_said_skipped = False
 
@@ -171,7 +172,7 @@ class FiniteGuard:
     def look_at_gradient(self, step: int, epoch: int) -> None:
         """Check one small averaged gradient on the CPU: that of the first module that has one.
 
-        Whatever a backward pass spoils, it also spoils in the modules before, so this finds nearly everything.
+        What a backward pass spoils anywhere, it nearly always carries on to the first module.
         """
         batches, self._batches = self._batches, []
         grad = None if self._first_small is None or self._skips_steps else self._first_small.grad
@@ -193,7 +194,7 @@ class FiniteGuard:
         """
         if self._finding is None and self._on_nan != "ignore":
             origin = UNKNOWN
-            with contextlib.suppress(Exception):  # a model may fail when only this rank calls it
+            with contextlib.suppress(Exception):  # a model may fail if only this rank calls it
                 origin = self._origin(batch, step, is_past)
             self._finding = Finding(step, _LOSS, epoch, what, origin)
 
@@ -247,7 +248,7 @@ class FiniteGuard:
         self._has_warned = True
 
     def _until(self, step: int) -> str:
-        """Return in which steps up to `step` a state became bad that was finite at the last check."""
+        """Return a phrase for the steps up to `step` in which a state, finite at the last check, became bad."""
         first = self._finite_step + 1
         return f"in step {step}" if first >= step else f"in one of the steps {first} to {step}"
 
@@ -281,7 +282,7 @@ class FiniteGuard:
 
 
 class _State:
-    """Parameters under training and saved floating-point buffers of a module, without those that began bad.
+    """Parameters under training and saved floating-point buffers of a module, without those that were bad at first.
 
     Attributes:
         not_finite: Names of the parameters under training that were not finite at the beginning.
@@ -319,7 +320,7 @@ class _State:
             return ""
         device = looked_at[0][1].device
         sums = torch.stack([tensor.sum().abs().to(device, torch.float64) for _, tensor in looked_at])
-        if sums.isfinite().all():  # a sum can overflow by itself, but hides nothing
+        if sums.isfinite().all():  # a bad element always makes a bad sum; the reverse is not certain
             return ""
         found = (f"parameter {name!r}" for name, tensor in parameters if not is_finite(tensor))
         in_buffers = (f"buffer {name!r}" for name, b in buffers if first_bad_tensor(b, "", allows_minus_inf=True))

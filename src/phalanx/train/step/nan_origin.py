@@ -1,8 +1,8 @@
 """Finds the origin of a value that is not finite: the tensor, and the module whose forward or backward pass made it.
 
-The search looks at the batch, at the parameters, and then at the modules' outputs by computing the batch again. The
-second pass starts from what the first one has left in buffers and counters, since a copy before each pass would cost;
-if it is finite, the message says so instead of acquitting the modules.
+The search checks the batch, then the parameters, and then the modules' outputs, by computing the batch again. That
+second pass starts from what the first one has left in buffers and counters, since a copy before each pass would cost
+time. So if it is finite, the message says just that, and not that the modules are right.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The objective that a trainer minimizes, and the metrics that it evaluates besides.
 
-A batch that is a dictionary becomes ``(inputs, targets)`` too: the entry named targets, target, labels or label, and
-the rest as keyword arguments. Passing everything to the model would suit models that compute their own loss, but
-neither a loss function nor metrics of outputs and targets; such models have a ``training_step``.
+A batch that is a dictionary is divided as well: the entry named targets, target, labels or label holds the targets, and
+the others are keyword arguments of the model. To pass everything to the model would suit models that compute their own
+loss, but then there would be no targets for a loss function and metrics; such models use a ``training_step``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`Shards`: an optimizer's step in blocks that fit into the caches, divided among a host's ranks; the same bits.
+"""`Shards`: divides an optimizer's step among a host's ranks, in blocks that fit into the caches, with the same bits.
 
 Each large parameter is cut into a range per rank, and a range into blocks of 65,536 elements, which the optimizer
 takes for parameters while it steps: its later passes over a block find it in the caches. Cuts lie at multiples of 128
 elements, and only optimizers that treat each element by itself are divided, so no bit changes.
 
-The state lies in memory that the ranks of the host share; the parameters are each rank's own, brought round by one
-all_gather each. So every rank has the whole state at any time, and checkpoints, snapshots and callbacks need not know.
-Parameters are not shared because callbacks and models may write to them.
+The state lies in memory that the ranks of the host share. Each rank has its own parameters, and gets the other ranks'
+results by one all_gather per parameter. So every rank has the whole state at any time, and checkpoints, snapshots and
+callbacks need not know of the division. Parameters are not shared, because callbacks and models may write to them.
 
 **Why this is not** `ZeroRedundancyOptimizer`, with which it shares the cut, the layout and the memory
 (`parallel.pieces`, `parallel.layout`, `parallel.shared_memory`). That one is an optimizer of its own: it owns its
@@ -37,9 +37,9 @@ from phalanx.parallel.layout import flat, laid_out_like, packed, shaped
 from phalanx.parallel.pieces import CUT_ELEMS, elementwise
 from phalanx.parallel.shared_memory import shared_tensor
 
-_LEAST_ELEMS = 1 << 17  # a smaller parameter is in the caches, and stepping it is faster than exchanging it
+_LEAST_ELEMS = 1 << 17  # a smaller parameter is in the caches, so stepping it is faster than exchanging it
 _BLOCK_ELEMS = 1 << 16
-_LEAST_ROOM = 4  # each memory limit must have this many times the shared memory left
+_LEAST_ROOM = 4  # below each memory limit, this many times the shared memory must be left
 
 
 class Shards:
@@ -89,7 +89,7 @@ class Shards:
     def needs_whole(self) -> bool:
         """Return whether this rank's next step reads more of an averaged gradient than this rank's range."""
         optimizer = self._optimizer
-        own_step = vars(optimizer).get("step")  # a scheduler wraps the class's function, which reads no gradient
+        own_step = vars(optimizer).get("step")  # set by a scheduler, whose wrapper reads no gradients, or by the script
         return (
             has_hooks(optimizer)
             or (own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step)
@@ -141,7 +141,7 @@ def has_hooks(optimizer: optim.Optimizer) -> bool:
 def _hooks_outside(optimizer: optim.Optimizer) -> Iterator[None]:
     """Call an optimizer's hooks before and after the body, where they see whole parameters, and none within it.
 
-    An optimizer with hooks from the beginning is not divided; these were registered later, maybe on one rank only.
+    They were registered later, maybe on one rank only; an optimizer that has hooks from the beginning is not divided.
     """
     own_pre, own_post = (getattr(optimizer, name, {}) for name in _torch.HOOKS_OF_OPTIMIZER)
     all_pre, all_post = _torch.global_pre_hooks_of_optimizers, _torch.global_post_hooks_of_optimizers
@@ -186,7 +186,7 @@ class _Cut:
             return (parameter,)
         values = state.get(parameter, {})
         if grad.layout is not torch.strided or not self._has_state(values):
-            self.let_go(values)  # on every rank alike, as the cause is
+            self.let_go(values)  # the cause is the same on every rank, so all do this
             return (parameter,)
         self._take_over(values)
         if parameter.data_ptr() != self._address:
@@ -278,7 +278,7 @@ def _places(pairs: Sequence[tuple[nn.Parameter, Tensor]], group: dist.ProcessGro
     Raises:
         RuntimeError: The ranks can't share memory; on every rank.
     """
-    if group is None:  # values stay where they are, unless their layout differs
+    if group is None:  # one process: values stay where they are, unless their layout differs
         for parameter, value in pairs:
             is_alike = value.stride() == parameter.stride()
             yield value if is_alike else torch.empty_like(parameter, dtype=value.dtype)

@@ -1,9 +1,9 @@
 """`Stepper`: the averaged gradients of a global batch, and the optimizer's step.
 
-A global batch is a range of the epoch's order, a pure function of (seed, epoch). Rank r of W takes the r-th of W
-pieces of it, in parts that fit one forward pass. A part's loss is weighted by its share of the batch, so that
-averaging over the ranks gives the mean over the samples, also where ranks have different numbers of them. One number,
-the place in the order, lets any number of ranks continue with the same batches.
+The order of an epoch's samples depends only on (seed, epoch), and a global batch is a range of that order. Rank r of W
+takes the r-th of W pieces of the batch, in parts that fit one forward pass. A part's loss is weighted by its fraction
+of the batch, so averaging over the ranks gives the mean over the samples, even if ranks have different numbers of them.
+The position in the order is one number, from which any number of ranks can continue with the same batches.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Stepper:
         self.scaler: torch.amp.GradScaler = session.grad_scaler(settings.precision)
         self.named: NamedParts = NamedParts()
         self.grad_norm: Tensor | None = None
-        self._averaging_s = 0.0  # in the last pass, without waiting
+        self._averaging_s = 0.0  # time that averaging took in the last pass, without waiting for other ranks
 
     def begin(self, run_log: RunLog, step: int) -> FiniteGuard:
         """Time the phases of the steps after `step` for the run log, and return the guard that checks their values."""
@@ -112,7 +112,7 @@ class Stepper:
             return self._sum_over_shards(parts, num_samples, step, epoch)
         losses = []
         for number, (batch, size) in enumerate(parts, start=1):
-            # The model averages over ranks; this weight makes the result the mean over all samples.
+            # The model averages gradients over the ranks; with this weight, the result is the mean over all samples.
             weight = size * self._ranks.world_size / num_samples if num_samples else 1 / len(parts)
             with synchronizing(self._model, number == len(parts)) if len(parts) > 1 else _NOTHING:
                 losses.append(self._forward_backward(batch, weight, step, epoch))
@@ -176,7 +176,7 @@ class Stepper:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        self._divided.end()  # afterwards the script may use its optimizer on one rank only
+        self._divided.end()  # so that, after `fit`, the script may use its optimizer on a single rank
 
     def _step(self) -> None:
         self.scaler.step(self._optimizer)
