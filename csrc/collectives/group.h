@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -32,6 +33,11 @@ class Group {
   Collectives& collectives() { return collectives_; }
   Worker& worker() { return worker_; }
 
+  /// Count a collective when it is called: an asynchronous one may begin later, and then on each rank at another time.
+  /// With the GIL.
+  void note_issued() { ++issued_; }
+  std::uint64_t issued() const { return issued_; }
+
   /// End every wait of this group on all ranks, with an error.
   void abort(const std::string& why) {
     if (!control_.forked()) control_.abort(why);
@@ -59,6 +65,7 @@ class Group {
   Collectives collectives_;
   PointToPoint p2p_;
   Worker worker_;
+  std::uint64_t issued_ = 0;
   std::atomic<bool> left_{false};
 };
 

@@ -161,6 +161,7 @@ void bind_group(nb::module_& m) {
       },
       nb::arg("segment"), nb::arg("offset"), nb::arg("rank"), nb::arg("size"), nb::arg("name"),
       nb::arg("global_ranks"), nb::arg("timeout_s"), nb::arg("stall_s"), nb::arg("spin_us"));
+  group.def_prop_ro("issued", &Group::issued, "How many collectives this rank has called, begun or not.");
   group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq() - 1; });  // the join does not count
   group.def_prop_ro("spins", [](Group& g) { return g.control().spins(); });
   group.def_prop_ro("ended", [](Group& g) { return g.control().ended(); });

@@ -145,7 +145,10 @@ decltype(auto) guarded(Group& group, Op op, Body&& body) {
 /// Without a `site`, runs `body` in the calling thread and returns null; with one, queues it and returns its work.
 template <class Body>
 std::shared_ptr<CollectiveWork> start(Group& group, Op op, const Site& site, double timeout_s, Body body) {
-  auto run = [&group, op, limit_s = bounded(timeout_s), body = std::move(body)](Hooks& h) {
+  group.note_issued();
+  // The group's own timeout as it is now: an asynchronous operation keeps it, though it may begin after a change.
+  auto run = [&group, op, limit_s = timeout_s > 0 ? bounded(timeout_s) : group.control().timeout_s(),
+              body = std::move(body)](Hooks& h) {
     guarded(group, op, [&] { body(group.collectives(), Context{&h, limit_s}); });
   };
   if (!site) {

@@ -99,6 +99,7 @@ NAMES = {
         set(),
     ),
     "C10dBackend": Name("torch._C._distributed_c10d.Backend", "as the base of the backend that C++ callers reach"),
+    "ErrorType": Name("torch._C._distributed_c10d.ErrorType", "to say which kind of failure ended a group"),
     "register_backend": Name("torch.distributed.ProcessGroup._register_backend", "to serve C++ callers"),
     "set_default_backend": Name("torch.distributed.ProcessGroup._set_default_backend", "to serve C++ callers"),
     "get_backend": Name("torch.distributed.ProcessGroup._get_backend", "for a group with other devices than the CPU"),
@@ -127,6 +128,12 @@ NAMES = {
     "world": Name(
         "torch.distributed.distributed_c10d._world",
         "to abort every group of a rank that is kept when another one fails",
+    ),
+    "uses_torchcomms": Name(
+        "torch.distributed.distributed_c10d._use_torchcomms_enabled",
+        "to say that torchcomms takes the groups of Gloo before phalanx can",
+        "nothing says so where it does",
+        lambda: False,
     ),
     "GlooOptions": Name(
         "torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens between hosts"
@@ -227,7 +234,10 @@ ATTRIBUTES = {
     "_worker_info": ("torch.utils.data._utils.worker", "to read a stream whole in each worker of a DataLoader"),
     "_orig_mod": ("torch._dynamo.OptimizedModule", "to name a compiled model's parameters as before torch.compile"),
     "_join_config": ("torch.distributed.algorithms.Joinable", "for model.join()"),
-    "_timeout": ("torch.distributed.ProcessGroupGloo._Options", "to bound the time that Gloo takes to connect"),
+    "_timeout": (
+        "torch.distributed.ProcessGroupGloo._Options",
+        "to bound the time that Gloo takes to connect, and for a group that torch splits off",
+    ),
     "_threads": ("torch.distributed.ProcessGroupGloo._Options", "to bound Gloo's threads"),
     "_devices": ("torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens"),
 }

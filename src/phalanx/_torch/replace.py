@@ -12,6 +12,8 @@ torch makes its own Gloo. Installation is the last step, so nothing is ever half
 under one of Gloo's keys. A rank that misses another looks there and names it. In a roll call every rank hears of it,
 since the records say who replaces Gloo.
 
+**torchcomms**, if it is installed and asked for, is asked by torch before any plugin; a line on stderr says so.
+
 **Tensors of a GPU.** Gloo takes them in collectives, though not in messages. All ranks are present in such a
 collective, so they make a real Gloo group at the first one, after a barrier that names any rank that called something
 else. Both devices share one backend, as in torch: torch would drop a second backend of type GLOO in favour of the
@@ -91,6 +93,11 @@ def begin(who: str) -> None:
 
         install(_make)
     _origins.append(who)
+    if _torch.uses_torchcomms():
+        say_once(
+            f"{who}: torchcomms makes the groups that ask for Gloo, if it has a Gloo; "
+            "unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+        )
     if dist.is_initialized() and _GLOO in str(dist.get_backend_config()):
         say_once(f"{who}: the groups that exist already stay on Gloo; call it before init_process_group")
 

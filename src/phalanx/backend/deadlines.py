@@ -52,6 +52,9 @@ ANSWER_S: Final = 4.0
 LATE_S: Final = 5.0
 """Time after its deadline at which a call is over in any case."""
 
+HOOKS_S: Final = 60.0
+"""Time for abort hooks that run in another thread, before this one raises without them."""
+
 FOR_EVER_S: Final = 30 * 86_400.0
 """Timeout of an engine's receive that waits for any message, however long none comes."""
 

@@ -60,7 +60,7 @@ def _end_as_member() -> None:
     _core.end_stall_reports()
     for group in kept_groups():
         group._operations.note_progress()
-        core = group._operations._core
+        core = group._operations.core
         if isinstance(core, BridgedGroup):
             core.end_threads()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # also keeps its running operations and their tensors
@@ -186,7 +186,7 @@ def build_group(
     kind = ProcessGroup.BackendType.GLOO if displayed == GLOO else ProcessGroup.BackendType.CUSTOM
     if HAS_PYTHON_BACKENDS:
         # torch's debug wrapper refers only to the C++ half of the backend; this keeps the Python half, which does all.
-        group.backend = _backend(operations, store, global_ranks)
+        group.backend = _backend(group, store, global_ranks)
         backend: Any = group.backend
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
             with closed_at_exec():
@@ -194,7 +194,7 @@ def build_group(
     else:
         with closed_at_exec():
             backend = InnerGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
-        backend.operations = operations
+        backend._operations, backend.maker = operations, group.maker
         group.backend = backend
         kind = ProcessGroup.BackendType.GLOO
         # All wait until all are connected: if one went on and ended before, another would see a lost connection.
@@ -208,13 +208,14 @@ def build_group(
     return group
 
 
-def _backend(operations: Operations, store: Store, global_ranks: list[int]) -> Any:
+def _backend(group: PhalanxGroup, store: Store, global_ranks: list[int]) -> Any:
     """Return the backend that C++ callers reach from torch 2.14 on."""
+    operations = group._operations
     if operations.title == GLOO:
-        return _gloo_shaped()(operations, store, global_ranks)
+        return _gloo_shaped()(operations, group.maker, store, global_ranks)
     from phalanx.backend.torch.adapters import PhalanxBackend
 
-    return PhalanxBackend(operations)
+    return PhalanxBackend(operations, group.maker)
 
 
 @functools.cache

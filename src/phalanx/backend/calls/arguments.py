@@ -106,7 +106,8 @@ class Arguments(Buffers):
     def of_root(self, lists: list[Tensors], like: torch.Tensor, *, is_root: bool) -> Tensors:
         """Check the list that only the root of a gather or scatter passes; return it, or an empty list elsewhere."""
         name = f"{self.op}_list"
-        if is_root != (len(lists) == 1):
+        is_given = len(lists) == 1 and (is_root or bool(lists[0]))  # under torchcomms, other ranks pass an empty one
+        if is_root != is_given:
             argument = root_name(self.op)
             role = {"dst": "destination", "src": "source"}[argument]
             raise ArgumentError(

@@ -92,6 +92,12 @@ class Flight:
         works, self._coalescing = self._coalescing or [], None
         return joined(works) if works else finished([])
 
+    def wait_for_all(self) -> None:
+        """Wait until each operation that runs now is over; its error is for whoever waits for its work."""
+        for work in list(self._works):
+            with contextlib.suppress(Exception):
+                work.wait()
+
     def leave(self) -> None:
         """Drop everything: a work holds the core, and with it the memory of the group."""
         self._has_left = True

@@ -5,6 +5,7 @@ The adapters of all torch versions call these. All ranks are numbers in the grou
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
@@ -14,13 +15,15 @@ import torch
 from torch.distributed import ReduceOp
 
 from phalanx import _core, _env
-from phalanx._errors import ArgumentError, CollectiveTimeout, GroupUnusable, PhalanxError
+from phalanx._errors import ArgumentError, CollectiveTimeout, Failure, GroupUnusable, PhalanxError
 from phalanx._torch import is_profiling  # by name: looking it up costs half as much as the call
 from phalanx.backend.calls.arguments import Arguments
 from phalanx.backend.calls.collectives import UNSET, Call, Collectives, Options, Settle
+from phalanx.backend.calls.extension import Extended
 from phalanx.backend.calls.flight import Joined
 from phalanx.backend.calls.memory import Tensors, addresses_of, do_overlap
 from phalanx.backend.calls.work import Over, PhalanxWork
+from phalanx.backend.failures.abort_hooks import AbortHooks
 from phalanx.backend.failures.members import Ranks
 from phalanx.backend.types import DTYPE_CODES, RedOpType
 from phalanx.record.sites import call_site
@@ -28,6 +31,7 @@ from phalanx.rendezvous.launched import note_progress
 
 _WRAPPED = timedelta(days=-100_000)  # less than this is a timeout too large for C++ (timedelta.max) that has wrapped
 _TO_BEGIN = 32  # more collectives than a training needs before its first step, to compare models and send weights
+_ABORTED = "abort() was called"
 _AVG = ReduceOp(RedOpType.AVG)
 
 
@@ -43,13 +47,16 @@ class Operations(Collectives):
 
     Attributes:
         num_messages: Number of messages that this rank has sent or received.
+        abort_hooks: Functions that run here when the group fails, and the failure once it has.
+        name: The argument `name`.
     """
 
     def __init__(self, core: _core.Group, segment: _core.Segment, name: str, ranks: Ranks, timeout: timedelta) -> None:
         super().__init__(core, ranks)
         self._segment: _core.Segment | None = segment
-        self._name = name
+        self.name = name
         self.timeout = timeout
+        self.abort_hooks = AbortHooks(name)
         self.num_messages: int = 0
         self._num_exchanges = 0  # set when this rank leaves the group
         self.start_coalescing = self._flight.start_coalescing
@@ -246,12 +253,55 @@ class Operations(Collectives):
 
     def abort(self) -> None:
         """End every wait of this group, on all ranks, with an error. The group cannot be used again."""
-        self._core.abort("abort() was called")
+        me = self.ranks.global_ranks[self._rank]
+        self.abort_hooks.meet(Failure(kind="aborted", rank=me, group=self.name, detail=_ABORTED))
+        self._core.abort(_ABORTED)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of operations that have none of their own."""
         self._core.set_timeout(timeout.total_seconds())  # first, because it checks the value
         self.timeout = timeout
+
+    def extend_timeout(self, by: timedelta) -> None:
+        """Add to the timeouts of operations that start from now on, until the first of them is over.
+
+        Raises:
+            ArgumentError: `by` is negative.
+        """
+        by_s = by.total_seconds()
+        if by_s < 0:
+            where = self.arguments("_add_ephemeral_timeout").where()
+            raise ArgumentError(f"{where}: the extension must be at least 0 s, got {by_s:g} s")
+        if by_s == 0 or isinstance(self._core, _Destroyed):
+            return
+        if not isinstance(self._core, Extended):
+            self._core = Extended(self._core, self.timeout.total_seconds(), self._end_extension)
+        self._core.extend(by_s)
+
+    @property
+    def core(self) -> Any:
+        """The core group, or the group on several hosts."""
+        return self._core.core if isinstance(self._core, Extended) else self._core
+
+    def _end_extension(self, extended: Extended) -> None:
+        if self._core is extended:  # otherwise this rank has left meanwhile
+            self._core = extended.core
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether a rank has ended the group, perhaps in a way that this rank has not met yet."""
+        return self.abort_hooks.failure is not None or self._core.told
+
+    def memory_stats(self) -> dict[str, int]:
+        """Return the bytes of this host's segment, which several groups may share: in memory, and mapped."""
+        if self._segment is None:
+            return {"segment_bytes": 0, "segment_bytes_mapped": 0}
+        status = os.fstat(self._segment.fd)
+        return {"segment_bytes": status.st_blocks * 512, "segment_bytes_mapped": status.st_size}
+
+    def wait_for_all(self) -> None:
+        """Wait until the operations that have started are over, whether they succeed or not."""
+        self._flight.wait_for_all()
 
     @property
     def num_exchanges(self) -> int:
@@ -273,7 +323,8 @@ class Operations(Collectives):
         """
         self.note_progress()
         self._num_exchanges = self.num_exchanges
-        core, self._core = self._core, _Destroyed(self._name)
+        self.abort_hooks.close()
+        core, self._core = self._core, _Destroyed(self.name)
         core.leave(why)
         self._flight.leave()
         self._segment = None
@@ -283,6 +334,7 @@ class _Destroyed:
     """Takes the place of the core of a group that this rank has left; every call raises GroupUnusable."""
 
     wait_collective = wait_request = None  # callers look these up before the call that raises
+    told = False
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -18,6 +18,7 @@ from typing import Any
 from phalanx._errors import KINDS, Failure, PhalanxError, RankFailed
 from phalanx._errors.facts import MadeCall, Peer, Standing
 from phalanx._text import enumerated, joined, plural, signal_name
+from phalanx.backend.failures.abort_hooks import run_hooks_of
 from phalanx.backend.failures.answer import answer_to, ask_about, is_first
 from phalanx.debugging import HELD_BY
 from phalanx.record import writer
@@ -48,7 +49,8 @@ _ANEW = "Destroy the group and make a new one: destroy_process_group(), then ini
 
 
 def error_of(failure: Failure) -> PhalanxError:
-    """Return the exception for a failure, with its facts as attributes."""
+    """Return the exception for a failure, with its facts as attributes; the group's abort hooks run first."""
+    run_hooks_of(failure)
     kind = KINDS[failure.kind]
     facts: dict[str, Any] = {}
     if kind is RankFailed:

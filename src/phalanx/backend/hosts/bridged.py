@@ -61,7 +61,7 @@ class BridgedGroup:
         self._failures = failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
         self._steps = Steps(core, hosts, members.rank, rail, everyone)
-        self.seq = 0
+        self.seq = self.issued = 0
         self._tasks = Tasks("phalanx-bridge", self._check_reach)
         self._landings = Tasks("phalanx-landing", self._check_reach)
         self._watch = Watch(self._look_unless_ended)
@@ -82,6 +82,11 @@ class BridgedGroup:
     @property
     def ended(self) -> bool:
         return self._failures.ended or self._core.ended
+
+    @property
+    def told(self) -> bool:
+        """Whether any rank has ended the group."""
+        return self.ended or self._failures.is_ended_elsewhere()
 
     def run_plain(self, *args: object) -> bool:
         """Return False: unlike the core's, this group has no shortcut for plain calls."""
@@ -113,6 +118,7 @@ class BridgedGroup:
         op = call.op
         self._failures.check(op)
         self._check_reach(op)
+        self.issued += 1
         given_s = timeout.total_seconds()
         timeout_s = given_s if given_s > 0 else self._timeout_s
         running = Running(call, timeout_s, self._failures, self._landings, self._stall_s, site)

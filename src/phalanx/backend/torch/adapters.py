@@ -14,6 +14,10 @@ torch's Flight Recorder is on only if ``TORCH_FR_BUFFER_SIZE`` is set. torch 2.1
 costs a Python backend about 10 us per operation; our black box holds the same facts.
 
 Before torch 2.14 `dist.monitored_barrier` refuses every backend that is not named gloo, so it is wrapped there.
+
+What is answered, and what is refused with which words, is a table: ``tests/backend/_members.py``. Whatever a
+torch adds there, a group must do or refuse, because some of torch's defaults ask the Python class again, endlessly.
+C++ callers look for some methods under their names in C++; these are given twice.
 """
 
 from __future__ import annotations
@@ -21,14 +25,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import FunctionType
-from typing import Any
+from types import FunctionType, SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _env, _torch
+from phalanx._errors import KINDS, CollectiveTimeout, RankFailed
+from phalanx._errors.facts import Peer
 from phalanx._torch import is_profiling, num_dispatch_modes
 from phalanx.backend.calls.collectives import UNSET, Blocking
 from phalanx.backend.calls.ops import Operations
@@ -57,10 +63,24 @@ from phalanx.backend.torch.dispatch import (
     SEND,
     backend_method,
     entry_point,
+    named_as,
 )
+from phalanx.backend.torch.making import Maker
 
+_TIME_IT = "run the collective between two calls of time.perf_counter(), or under torch.profiler"
+_MAKE_ANEW = "destroy the group to free its memory, and make a new one: destroy_process_group(), init_process_group()"
 _TorchFunctionDisabled = torch.DisableTorchFunctionSubclass
 GroupName: Any = getattr(c10d, "GroupName", str)  # a NewType of str in newer torch
+
+
+def refused(name: str, instead: str) -> Any:
+    """Return a method that torch has and phalanx has not, which says so and what to use instead."""
+
+    def refuse(self: Any, *args: Any, **named: Any) -> NoReturn:
+        where = self._operations.arguments(name).where()
+        raise NotImplementedError(f"{where} is not supported by phalanx; {instead}")
+
+    return named_as(name, refuse)
 
 
 class _Common:
@@ -86,7 +106,8 @@ class _Common:
         return self._operations.num_messages > 0
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.num_collectives
+        """Return how many collectives this rank has called: the same on all ranks wherever they stand in the script."""
+        return self._operations._core.issued
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the core counts from the start, so there is nothing to agree on."""
@@ -102,8 +123,92 @@ class _Common:
     def set_timeout(self, timeout: timedelta) -> None:
         self._operations.set_timeout(timeout)
 
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Add to the timeouts of operations that start from now on, until the first of them is over."""
+        self._operations.extend_timeout(timeout)
+
     def abort(self) -> None:
         self._operations.abort()
+
+    def get_error(self) -> Any:
+        """Return torch's code of the failure that ended the group; SUCCESS while it works. Asks no other rank."""
+        kinds, failure = _torch.ErrorType, self._operations.abort_hooks.failure
+        if failure is None:
+            return kinds.REMOTE_ERROR if self._operations.is_failed else kinds.SUCCESS
+        error = KINDS[failure.kind]
+        if failure.by not in (None, Peer(rank=failure.rank)) or issubclass(error, RankFailed):
+            return kinds.REMOTE_ERROR
+        return kinds.TIMEOUT if issubclass(error, CollectiveTimeout) else kinds.COMM_ERROR
+
+    @property
+    def supports_abort_hooks(self) -> bool:
+        return True
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
+        """Have `hook()` run on this rank before a failure of the group is raised, and before ``abort()``."""
+        self._operations.abort_hooks.register(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self._operations.abort_hooks.unregister(hook_id)
+
+    def _wait_for_pending_works(self) -> None:
+        """Block until this rank's operations are over, whether they succeed or not."""
+        self._operations.wait_for_all()
+
+    _register_on_completion_hook = refused(
+        "_register_on_completion_hook", "call get_future().then() on the work of an asynchronous call"
+    )
+
+
+class _OfBackends(_Common):
+    """Methods that torch calls on backends alone."""
+
+    maker: Maker
+
+    def split(self, store: Store, ranks: list[int], opts: Any = None) -> Any:
+        """Return the backend of the group of `ranks`.
+
+        Raises:
+            ValueError: This rank is not among them. torch's C++ takes no None from Python.
+        """
+        group = self.maker.split(ranks, *_timeout_and_name(opts), store)
+        if group is None:
+            where = self._operations.arguments("split").where()
+            raise ValueError(f"{where}: this rank is not one of {list(ranks)}; use dist.split_group()")
+        return group.backend
+
+    def shutdown(self) -> None:
+        self._operations.shutdown()
+        let_go(self._operations)  # of a group that was made for a C++ group of torch's, which alone is shut down
+
+    def merge(self, store: Store, opts: Any, rank: int, size: int) -> Any:
+        """Return the backend of a group of `size` ranks, perhaps of several jobs, that call with the same store."""
+        return self.maker.merge(store, size, *_timeout_and_name(opts), rank).backend
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: ranks outside of a new group have no part in making it, as they have with NCCL."""
+
+    def get_comm(self) -> Any:
+        """Return what torch ends with the world after a split under torchcomms: nothing that has to be ended."""
+        return SimpleNamespace(finalize=lambda: None)
+
+    def memory_stats(self) -> dict[str, int]:
+        """Return the bytes of shared memory that groups of these ranks occupy on this host, and have mapped."""
+        return self._operations.memory_stats()
+
+    _start_time_estimate = refused("_start_time_estimate", _TIME_IT)
+    _end_time_estimate = refused("_end_time_estimate", _TIME_IT)
+    suspend = refused("suspend", _MAKE_ANEW)
+    resume = refused("resume", _MAKE_ANEW)
+    _no_allocator = refused("mem_allocator", "any CPU tensor is communicated where it lies, such as torch.empty()")
+    mem_allocator = property(_no_allocator)
+
+
+def _timeout_and_name(opts: Any) -> tuple[timedelta | None, str]:
+    """Return what a backend's options say of a new group."""
+    if opts is None:
+        return None, ""
+    return _torch.attribute_of(opts, "_timeout"), opts.group_name
 
 
 class PhalanxGroup(_Common, ProcessGroup):
@@ -117,6 +222,7 @@ class PhalanxGroup(_Common, ProcessGroup):
 
     Attributes:
         life_store: The argument `store`.
+        maker: Maker of groups out of this one.
         backend: Backend registered for C++ callers.
         other_devices: Types of the devices whose tensors torch's dispatcher passes to another backend.
         pids: Process id of each member on this host, by its rank in the world.
@@ -135,13 +241,11 @@ class PhalanxGroup(_Common, ProcessGroup):
             super().__init__(operations._rank, operations._size)
         self.life_store = store
         self._operations = operations
-        self._global_ranks = global_ranks
-        self._build = build
+        self.maker = Maker(operations, store, global_ranks, build)
         self.backend: Any = None
         self.other_devices: set[str] = set()
         self.pids: Mapping[int, int] = {}
         self._pid = os.getpid()
-        self._num_splits = 0
         self._listened = False
         self._direct: bool | None = None if HAS_PYTHON_BACKENDS else True
 
@@ -207,33 +311,38 @@ class PhalanxGroup(_Common, ProcessGroup):
         device_types: object = None,  # phalanx has one backend
     ) -> ProcessGroup | None:
         """Return the group of `ranks`, numbered as in this group; None on the other ranks."""
-        self._num_splits += 1
-        if self.rank() not in ranks:
-            return None
-        name = group_name or f"{self.group_name}:split:{self._num_splits}"
-        store = c10d.PrefixStore(f"split/{self._num_splits}/{ranks[0]}", self.life_store)
-        group = self._build(
-            store,
-            ranks.index(self.rank()),
-            len(ranks),
-            name,
-            [self._global_ranks[r] for r in ranks],
-            timeout or self._operations.timeout,
-        )
-        _torch.set_group_name(group, GroupName(name))
-        _torch.set_group_desc(group, group_desc or f"{self.group_desc}:split")
-        return group
+        group = self.maker.split(ranks, timeout, group_name or "")
+        return group and _described(group, group_desc or f"{self.group_desc}:split")
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> ProcessGroup:
+        """Return a group of the `size` ranks, perhaps of several jobs, that call this with the same store."""
+        group = self.maker.merge(store, size, timeout, group_name or "")
+        return _described(group, group_desc or f"{self.group_desc}:merge")
+
+    def abort(self) -> None:
+        super().abort()
+        if self.other_devices:
+            ProcessGroup.abort(self)  # the backends of other devices
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        super()._add_ephemeral_timeout(timeout)
+        torchs = super(_Common, self)
+        if self.other_devices and hasattr(torchs, "_add_ephemeral_timeout"):  # from torch 2.15 on
+            torchs._add_ephemeral_timeout(timeout)  # the backends of other devices
 
     def shutdown(self) -> None:
         self._operations.shutdown()
         if os.getpid() != self._pid:
             return  # forked: the inner Gloo's threads stayed in the parent, and destroying it would hang
         super().shutdown()
-        if self in _kept:
-            _kept.discard(self)
-            _left.append(self._operations.num_exchanges)
-        if not _kept:
-            end_threads()
+        let_go(self._operations)
 
     # ---- what torch's front end calls ------------------------------------------------------------------------------
 
@@ -272,6 +381,9 @@ class PhalanxGroup(_Common, ProcessGroup):
         )
         alltoall_base = entry_point(ALL_TO_ALL_SINGLE._replace(name="alltoall_base"))
 
+        def get_group_store(self) -> Store:
+            return self.life_store
+
         def _start_coalescing(self, device: torch.device | None = None) -> None:
             self._operations.start_coalescing()
 
@@ -279,17 +391,22 @@ class PhalanxGroup(_Common, ProcessGroup):
             return self._operations.end_coalescing()
 
 
-class InnerGloo(c10d.ProcessGroupGloo):
-    """The backend of a group before torch 2.14, where torch sets a timeout through it alone."""
+def _described(group: PhalanxGroup, desc: str) -> PhalanxGroup:
+    """Tell torch the name of a group that was made out of another one, and what it is."""
+    _torch.set_group_name(group, GroupName(group._operations.name))
+    _torch.set_group_desc(group, desc)
+    return group
 
-    operations: Operations
+
+class InnerGloo(_OfBackends, c10d.ProcessGroupGloo):
+    """The backend of a group before torch 2.14: Gloo, of which Python asks what the group itself answers."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
-        self.operations.set_timeout(timeout)
+        self._operations.set_timeout(timeout)
 
 
-_kept: set[PhalanxGroup] = set()
+_kept: dict[Operations, PhalanxGroup] = {}
 """Groups that are not shut down. torch may refer to them from C++ alone, so this keeps their Python halves alive."""
 
 
@@ -298,12 +415,22 @@ _left: list[int] = []
 
 
 def keep(group: PhalanxGroup) -> None:
-    _kept.add(group)
+    _kept[group._operations] = group
+
+
+def let_go(operations: Operations) -> None:
+    """Keep a group no longer, because this rank has left it; with the last one, threads end. Idempotent."""
+    group = _kept.get(operations)
+    if group is not None and group._pid == os.getpid():  # otherwise forked: see `PhalanxGroup.shutdown`
+        del _kept[operations]
+        _left.append(operations.num_exchanges)
+    if not _kept:
+        end_threads()
 
 
 def kept_groups() -> list[PhalanxGroup]:
     """Return the groups of this process that have not been shut down."""
-    return list(_kept)
+    return list(_kept.values())
 
 
 def num_exchanges() -> int:
@@ -314,12 +441,17 @@ def num_exchanges() -> int:
 if HAS_PYTHON_BACKENDS:
     from phalanx._torch import C10dBackend
 
-    class PhalanxBackend(_Common, C10dBackend):
-        """The backend that torch's dispatcher calls, for the devices of the group."""
+    class PhalanxBackend(_OfBackends, C10dBackend):
+        """The backend that torch's dispatcher calls, for the devices of the group.
 
-        def __init__(self, operations: Operations) -> None:
+        Args:
+            operations: Operations of the group.
+            maker: Maker of groups out of it.
+        """
+
+        def __init__(self, operations: Operations, maker: Maker) -> None:
             super().__init__(operations._rank, operations._size)
-            self._operations = operations
+            self._operations, self.maker = operations, maker
 
         @property
         def options(self) -> C10dBackend.Options:
@@ -350,8 +482,9 @@ if HAS_PYTHON_BACKENDS:
             is_given = isinstance(timeout, c10d.BarrierOptions)  # C++ passes the options in its place
             self._operations.monitored_barrier(timeout if is_given else Blocking(timeout), wait_all_ranks)
 
-        def shutdown(self) -> None:
-            self._operations.shutdown()
+        registerAbortHook = _Common.register_abort_hook
+        unregisterAbortHook = _Common.unregister_abort_hook
+        getMemAllocator = _OfBackends._no_allocator
 
         # ---- what torch's dispatcher calls -------------------------------------------------------------------------
 
@@ -379,7 +512,7 @@ if HAS_PYTHON_BACKENDS:
         allreduce_sparse = allreduce
 
 
-CLASSES = (_Common, PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
+CLASSES = (_Common, _OfBackends, Maker, PhalanxGroup, PhalanxWork, *([PhalanxBackend] if HAS_PYTHON_BACKENDS else []))
 
 
 def keep_from_compiler(*classes: type) -> None:

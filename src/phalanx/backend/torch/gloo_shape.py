@@ -25,6 +25,7 @@ from phalanx.backend.calls.ops import Operations
 from phalanx.backend.hosts.links import closed_at_exec
 from phalanx.backend.torch.adapters import PhalanxBackend
 from phalanx.backend.torch.dispatch import named_as
+from phalanx.backend.torch.making import Maker
 
 
 def _by_device(run: Callable[..., Any]) -> Any:
@@ -48,8 +49,8 @@ class GlooShaped(PhalanxBackend):
         store: Key-value store of the group, through which that Gloo connects its ranks.
     """
 
-    def __init__(self, operations: Operations, store: Store, global_ranks: list[int]) -> None:
-        super().__init__(operations)
+    def __init__(self, operations: Operations, maker: Maker, store: Store, global_ranks: list[int]) -> None:
+        super().__init__(operations, maker)
         self._store = store
         self._global_ranks = global_ranks
         self._gloo: Any = None

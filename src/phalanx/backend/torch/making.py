@@ -1,0 +1,107 @@
+"""Makes groups out of a group: of some of its ranks, or of ranks of several jobs.
+
+torch asks the group (``split_group``, ``merge_remote_group``), and from its own C++ groups the backend (``split``,
+``merge``). Both lead here, so a rank counts its splits once, whichever way they come.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx._errors import ArgumentError
+from phalanx.backend.calls.ops import Operations
+
+_OFFICE = "mergeGroupRank"
+"""Key under which torch hands out the ranks of a merged group, in the order in which they come."""
+
+
+class Maker:
+    """Makes groups out of one group.
+
+    Args:
+        operations: Operations of the group.
+        store: Key-value store of the group alone.
+        global_ranks: Rank in the world of each rank of the group.
+        build: `build_group` of `phalanx.backend.groups`, with what the group passes on.
+    """
+
+    def __init__(
+        self, operations: Operations, store: Store, global_ranks: list[int], build: Callable[..., Any]
+    ) -> None:
+        self._operations = operations
+        self._store = store
+        self._global_ranks = global_ranks
+        self._build = build
+        self._num_splits = 0
+
+    def split(
+        self, ranks: Sequence[int], timeout: timedelta | None, name: str, store: Store | None = None
+    ) -> Any | None:
+        """Return the group of `ranks`, numbered as in this group; None on the other ranks.
+
+        Args:
+            ranks: Ranks of this group, in the order of their numbers in the new one.
+            timeout: Timeout of the new group; None: that of this one.
+            name: Name of the new group.
+            store: Store in which its ranks meet; None: that of this group.
+
+        Raises:
+            ArgumentError: A rank is no number of a rank of this group, or comes twice.
+        """
+        where = self._operations.arguments("split").where()
+        size = self._operations.ranks.size
+        ranks = [operator.index(rank) for rank in ranks]
+        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
+            raise ArgumentError(f"{where}: ranks must be different numbers from 0 to {size - 1}, got {ranks}")
+        self._num_splits += 1
+        me = self._operations.ranks.rank
+        if me not in ranks:
+            return None
+        return self._build(
+            c10d.PrefixStore(f"split/{self._num_splits}/{ranks[0]}", self._store if store is None else store),
+            ranks.index(me),
+            len(ranks),
+            name or f"{self._operations.name}:split:{self._num_splits}",
+            [self._global_ranks[rank] for rank in ranks],
+            timeout or self._operations.timeout,
+        )
+
+    def merge(self, store: Store, size: int, timeout: timedelta | None, name: str, rank: int | None = None) -> Any:
+        """Return a new group of all ranks that call this with the same store, which may be of several jobs.
+
+        Messages number its ranks from 0, because the jobs use their own numbers for different processes.
+
+        Args:
+            store: Store that all of them reach, and that nothing else uses.
+            size: Number of ranks that will call.
+            timeout: Timeout of the new group; None: that of this one.
+            name: Name of the new group.
+            rank: Number of this rank in the new group; None: the ranks are numbered as they come.
+
+        Raises:
+            ArgumentError: `size` is less than 1, or more ranks have come than it says.
+        """
+        where = self._operations.arguments("merge").where()
+        if size < 1:
+            raise ArgumentError(f"{where}: size must be at least 1, got {size}")
+        number = store.add(_OFFICE, 1) - 1 if rank is None else rank
+        if not 0 <= number < size:
+            raise ArgumentError(
+                f"{where}: size is {size}, and this is rank {number}; pass the number of all ranks that call, and a "
+                "store that no earlier merge has used"
+            )
+        return self._build(
+            c10d.PrefixStore("merged", store),
+            number,
+            size,
+            name or f"{self._operations.name}:merge",
+            list(range(size)),
+            timeout or self._operations.timeout,
+            pids={},  # known by numbers in the world, which are others
+        )
