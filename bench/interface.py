@@ -1,0 +1,128 @@
+"""``python -m bench.interface``: what the less usual members of torch's groups cost, beside what one would do without.
+
+Two ranks on one host, with one thread each, make both in turns within the same processes, so that whatever else the
+machine does meets both. A row is a function of `ROWS`; it prepares what it needs, which all ranks do alike, and returns
+the two ways with their names. Times are of one call, by the median of turns, on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from bench import record
+from bench.report import machine_facts
+from phalanx.testing import run_ranks
+
+_TURN_S = 0.02  # longer than a slice of the scheduler
+_MOST_CALLS = 2000
+
+
+class Ways(NamedTuple):
+    """Two ways to reach the same, each by its name and a function of no arguments that every rank calls."""
+
+    name: str
+    call: Callable[[], object]
+    plain_name: str
+    plain: Callable[[], object]
+
+
+def all_reduce_with_more_time(rank: int) -> Ways:
+    """An all_reduce of 4 bytes whose timeout is extended for it alone, and one of the usual timeout."""
+    world, tensor = dist.group.WORLD, torch.zeros(1)
+    more = timedelta(seconds=1)
+
+    def extended() -> None:
+        world._add_ephemeral_timeout(more)
+        dist.all_reduce(tensor)
+
+    return Ways("extended timeout", extended, "all_reduce of 4 B", lambda: dist.all_reduce(tensor))
+
+
+def group_by_split(rank: int) -> Ways:
+    """A group that is split off, and one that is made by itself, each left again."""
+    world = dist.group.WORLD
+
+    def split() -> None:
+        world.split_group([0, 1]).shutdown()
+
+    return Ways("split_group", split, "new_group", lambda: dist.destroy_process_group(dist.new_group()))
+
+
+ROWS: dict[str, Callable[[int], Ways]] = {
+    "extend": all_reduce_with_more_time,
+    "split": group_by_split,
+}
+
+
+def _measure(rank: int, world_size: int, names: Sequence[str], num_turns: int) -> dict[str, tuple[str, str, list]]:
+    """Return for each row the names of its ways, and the seconds of a call by each of them in every turn."""
+    found = {}
+    for name in names:
+        ways = ROWS[name](rank)
+        calls = (ways.call, ways.plain)
+        counts = [_calls_of_a_turn(call) for call in calls]
+        turns = []
+        for number in range(num_turns):
+            turn = [0.0, 0.0]
+            for which in (0, 1) if number % 2 else (1, 0):
+                turn[which] = _seconds_of(calls[which], counts[which])
+            turns.append(turn)
+        found[name] = (ways.name, ways.plain_name, turns)
+    return found
+
+
+def _seconds_of(call: Callable[[], object], num_calls: int) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return (time.perf_counter() - began) / num_calls
+
+
+def _calls_of_a_turn(call: Callable[[], object]) -> int:
+    """Return how many calls make a turn, the same on all ranks."""
+    _seconds_of(call, 1)
+    count = torch.tensor(min(max(int(_TURN_S / _seconds_of(call, 3)), 1), _MOST_CALLS))
+    dist.broadcast(count, src=0)
+    return int(count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.interface", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(ROWS), help=f"rows, default {','.join(ROWS)}")
+    parser.add_argument("--turns", type=int, default=21, help="turns of each way, default 21")
+    record.add_arguments(parser)
+    given = parser.parse_args()
+    names = given.only.split(",")
+    if unknown := sorted({*names} - {*ROWS}):
+        parser.error(f"--only takes {', '.join(ROWS)}; got {', '.join(unknown)}")
+    found = run_ranks(_measure, 2, names, max(given.turns, 1), timeout_s=280)[0]
+    rows: list[list[record.Value]] = []
+    for name, plain_name, turns in found.values():
+        seconds, plain_s = (statistics.median(column) for column in zip(*turns, strict=True))
+        rows.append([name, seconds, plain_name, plain_s, seconds / plain_s])
+        print(
+            f"{name:24} {1e6 * seconds:10.2f} us   {plain_name:24} {1e6 * plain_s:10.2f} us   {seconds / plain_s:6.2f}"
+        )
+    columns = [
+        ("what", "text"),
+        ("time", "seconds"),
+        ("beside", "text"),
+        ("its time", "seconds"),
+        ("share", "fraction"),
+    ]
+    record.write(
+        given.json, given.note, machine_facts(""), [record.Table("interface", columns, rows)], {"turns": found}
+    )
+
+
+if __name__ == "__main__":
+    main()
