@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from bench.interface import ROWS
 from tests.bench._run import run_bench
 
 
-@pytest.mark.slow
 def test_every_row_is_measured(tmp_path):
     path = tmp_path / "interface.json"
     done = run_bench("bench.interface", "--turns", "2", "--json", path)
