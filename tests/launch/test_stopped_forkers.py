@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from phalanx.host.proc_stat import children_of
-from tests.launch.jobs import LIMIT_S, run_job
+from tests.launch.jobs import LIMIT_S, run_job, write_script
 from tests.launch.test_nodes import nodes
 
 __all__ = ["nodes"]  # a fixture
@@ -72,3 +74,30 @@ def test_a_rank_that_does_not_end_is_named(tmp_path):
     assert done.returncode == 3
     assert done.stderr.count("has not ended within 5 s of SIGTERM; SIGKILL follows in 1 s\n") == 1
     assert "phalanx run: rank 0 (pid " in done.stderr
+
+
+ENDED_EARLY = """
+import os
+from phalanx.launch.command.plan import make_plan
+from phalanx.launch.environment import Attempt
+from phalanx.launch.run.supervisor import Supervisor
+from phalanx.record.run_folder import RunFolder
+
+job = make_plan(["--nproc-per-node", "1", "train.py"], os.environ).job
+with Supervisor(job, RunFolder("", job.command)) as supervisor:
+    wait = supervisor.wait
+    def told_to_stop(timeout_s=None):  # as by another node, while the forker imports torch
+        supervisor.shutdown.stop()
+        wait(0)
+    supervisor.wait = told_to_stop
+    print(supervisor.run_attempt(Attempt(world_size=1, num_local_ranks=1, master_port=1)))
+    print(supervisor.events.deadline)
+"""
+
+
+def test_an_attempt_that_ends_before_its_ranks_start_leaves_no_deadline(tmp_path):
+    write_script(tmp_path, "")
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED_EARLY], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stdout) == (0, "None\nNone\n"), done.stderr
