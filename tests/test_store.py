@@ -22,7 +22,8 @@ from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll_call import RollCall
 from phalanx.wire.messages import GarbledError, one_of, understand
-from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, wait_until
+from phalanx.wire.store import JsonStore, StoreGoneError
+from phalanx.wire.waiting import StoreSilentError, wait_until
 
 SERVE = """
 import sys

@@ -160,7 +160,8 @@ class _Meeting:
             self._store.close()
 
     def _tell(self, what: str, value: object) -> None:
-        from phalanx.wire.store import StoreGoneError, StoreSilentError
+        from phalanx.wire.store import StoreGoneError
+        from phalanx.wire.waiting import StoreSilentError
 
         with contextlib.suppress(StoreGoneError, StoreSilentError):  # the others notice that it is gone
             self._store.set(f"{self._key}/{what}", value)
@@ -172,7 +173,8 @@ class _Meeting:
             SystemExit: It has quit the debugger.
             RankFailed: It has ended.
         """
-        from phalanx.wire.store import StoreGoneError, wait_until
+        from phalanx.wire.store import StoreGoneError
+        from phalanx.wire.waiting import wait_until
 
         def look() -> str | None:
             how: str | None = self._store.get(f"{self._key}/how", str)
@@ -204,7 +206,7 @@ class _Meeting:
             )
 
     def _debugger(self) -> list[Any] | None:
-        from phalanx.wire.store import StoreSilentError
+        from phalanx.wire.waiting import StoreSilentError
 
         with contextlib.suppress(StoreSilentError):
             who: list[Any] | None = self._store.get(f"{self._key}/who", (str, int, int))

@@ -17,8 +17,9 @@ from phalanx.host.processes import command_of
 from phalanx.record.run_folder import logs_beside, logs_of, name_of
 from phalanx.wire.files import open_regular
 from phalanx.wire.messages import parse_json
+from phalanx.wire.waiting import wait_until
 
-_BEGINS_S = 1.0
+_BEGINS_S, _LOOK_EVERY_S = 1.0, 0.02
 _TAIL_BYTES = 256 << 10
 
 
@@ -67,12 +68,15 @@ def subject_of(wanted: str) -> Job | Run:
 def _beginning(run: Path, wanted: str) -> Job | None:
     """Return the job of a run whose launcher has made its folder but not yet its notes; None: it has ended."""
     pid = run.name.rpartition("-")[2]
-    deadline_s = time.monotonic() + _BEGINS_S
-    while pid.isdecimal() and "run" in command_of(int(pid)) and time.monotonic() < deadline_s:
-        if not (found := match_jobs(wanted)).problem:
-            return found.jobs[0]
-        time.sleep(0.02)
-    return None
+
+    def look() -> tuple[Job, ...] | None:
+        if not pid.isdecimal() or "run" not in command_of(int(pid)):
+            return ()
+        found = match_jobs(wanted)
+        return None if found.problem else found.jobs[:1]
+
+    found = wait_until(look, time.monotonic() + _BEGINS_S, least_s=_LOOK_EVERY_S, most_s=_LOOK_EVERY_S)
+    return found[0] if found else None
 
 
 def newest_run(of_script: Path | None = None) -> Path | None:

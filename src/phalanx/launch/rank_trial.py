@@ -227,7 +227,7 @@ class Trial:
         """Wait for request number `serial`, and apply the settings that it asks for."""
         import torch
 
-        from phalanx.wire.store import wait_until
+        from phalanx.wire.waiting import wait_until
 
         asked, last = asked_file(self._folder), None
 

@@ -33,7 +33,8 @@ from phalanx.rendezvous.launched import start_time
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import is_listening, who_left
 from phalanx.wire.messages import GarbledError, Shape, one_of, read_value
-from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, shared_pause, wait_until
+from phalanx.wire.store import JsonStore, StoreGoneError, shared_pause
+from phalanx.wire.waiting import StoreSilentError, wait_until
 
 _PAUSE_S = 0.005  # between queries of the store
 _MOST_NAMED = 8  # missing ranks in a message
@@ -364,10 +365,14 @@ class RollCall:
         """Whether rank 0 has only closed the store that is gone: it listens again, or its process lives."""
         asked, deadline = self._asked, time.monotonic() + NOTE_S
         is_rank_0s = not (asked.is_served or asked.path)
-        while who_left(asked) is None and time.monotonic() < deadline:
-            if is_rank_0s and is_listening(asked):
-                return True
-            time.sleep(_PAUSE_S)
+
+        def listens() -> bool | None:
+            if who_left(asked) is not None:
+                return False
+            return (is_rank_0s and is_listening(asked)) or None
+
+        if wait_until(listens, deadline, least_s=_PAUSE_S, most_s=_PAUSE_S):
+            return True
         if not is_rank_0s or who_left(asked) is not None or self._patience.deadline < deadline:
             return False
         return self._server is not None and _is_here(self._server) and not _has_ended(self._server)

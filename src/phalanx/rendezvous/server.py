@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import sys
@@ -19,6 +20,7 @@ from phalanx.rendezvous.asked import Asked
 from phalanx.rendezvous.deadlines import CONNECT_S, FOLDER_S, NOTE_S, RIVAL_S
 from phalanx.rendezvous.launched import Launch
 from phalanx.rendezvous.patience import Patience
+from phalanx.wire.waiting import wait_until
 
 _FIRST_PAUSE_S, _PAUSE_S = 0.002, 0.1
 
@@ -109,11 +111,9 @@ def store_of_another(asked: Asked) -> dist.Store | None:
 def _open_file(asked: Asked, patience: Patience) -> dist.Store:
     """Return the file as a store, after checking it: torch would try for minutes to open a file without a folder."""
     folder = os.path.dirname(asked.path) or "/"
-    deadline = time.monotonic() + FOLDER_S
-    while not os.path.isdir(folder) and time.monotonic() < deadline:
-        time.sleep(_PAUSE_S)
+    has_come = wait_until(lambda: os.path.isdir(folder) or None, time.monotonic() + FOLDER_S, most_s=_PAUSE_S)
     why = ""
-    if not os.path.isdir(folder):
+    if not has_come:
         why = f"there is no folder {folder} here: make it on every rank's host, or name one that all share"
     elif os.path.isdir(asked.path):
         why = "that is a folder: name a file in it that does not exist yet"
@@ -130,10 +130,11 @@ def _open_file(asked: Asked, patience: Patience) -> dist.Store:
 
 def _await_name(asked: Asked, patience: Patience) -> None:
     """Return once the host's name resolves; in a cluster, a pod's name may appear after the pod."""
-    while True:
+
+    def look() -> bool | None:
         try:
             socket.getaddrinfo(asked.host, asked.port, type=socket.SOCK_STREAM)
-            return
+            return True
         except (socket.gaierror, UnicodeError) as error:
             text = unresolved(asked.host, error)
         advice = "Correct MASTER_ADDR (or init_method), or add the name to DNS or /etc/hosts"
@@ -142,7 +143,10 @@ def _await_name(asked: Asked, patience: Patience) -> None:
                 f"{asked.name}: {text}. {advice}", op="join", ranks=(asked.rank,), entry="name-not-found"
             )
         patience.awaits = (f"rank 0 at {asked.point}: {text}", advice)
-        _pause(asked, patience, _PAUSE_S)
+        _check_patience(asked, patience)
+        return None
+
+    wait_until(look, math.inf, least_s=_PAUSE_S, most_s=_PAUSE_S)
 
 
 def _await_server(asked: Asked, patience: Patience) -> None:
@@ -158,11 +162,13 @@ def _await_server(asked: Asked, patience: Patience) -> None:
 
 
 def _try_to_connect(asked: Asked, patience: Patience) -> None:
-    began_s, said, pause_s = time.monotonic(), False, _FIRST_PAUSE_S
-    while True:
+    began_s, said = time.monotonic(), False
+
+    def look() -> bool | None:
+        nonlocal said
         try:
             _connect(asked, min(CONNECT_S, patience.left_s))
-            return
+            return True
         except OSError as error:
             # The error of the last address that was tried, often an IPv6 one.
             why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
@@ -177,8 +183,10 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
                 asked.own_launch.note_wait(asked.rank, asked.where)
                 said = True
             _require_rank_0(asked, asked.own_launch)
-        _pause(asked, patience, pause_s)
-        pause_s = min(2 * pause_s, _PAUSE_S)
+        _check_patience(asked, patience)
+        return None
+
+    wait_until(look, math.inf, least_s=_FIRST_PAUSE_S, most_s=_PAUSE_S)
 
 
 def _connect(asked: Asked, timeout_s: float) -> None:
@@ -210,7 +218,8 @@ def _require_rank_0(asked: Asked, launch: Launch) -> None:
         )
 
 
-def _pause(asked: Asked, patience: Patience, pause_s: float) -> None:
+def _check_patience(asked: Asked, patience: Patience) -> None:
+    """Raise if a rank of the launch has left, or the time is up."""
     if (left := who_left(asked)) is not None:
         raise RankFailed(f"{asked.name}: {left[0]}", op="join", entry="rank-failed-early", **left[1])
     if patience.left_s <= 0.001:
@@ -221,7 +230,6 @@ def _pause(asked: Asked, patience: Patience, pause_s: float) -> None:
             ranks=(0,),
             entry="no-rank-0",
         )
-    time.sleep(pause_s)
 
 
 def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:

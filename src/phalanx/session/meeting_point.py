@@ -33,7 +33,8 @@ from phalanx.host.proc_stat import stat_fields
 from phalanx.host.processes import environment_of
 from phalanx.host.schedulers import Placement, detect
 from phalanx.rendezvous import handler
-from phalanx.wire.store import JsonStore, wait_until
+from phalanx.wire.store import JsonStore
+from phalanx.wire.waiting import wait_until
 
 _LOCAL_ADDRESS = "127.0.0.1"
 _HOSTS_S = 300.0  # for ranks to report their hosts once they have met; one may be stopped in a debugger

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from phalanx.launch import rank_trial
 from phalanx.tune.trial_job import Ended, TrialJob
 from phalanx.wire.files import write_whole
+from phalanx.wire.waiting import wait_until
 
 _Answer = TypeVar("_Answer")
 
@@ -190,10 +191,9 @@ class Trial:
         """
         now_s = time.monotonic()
         until_s = now_s + max(least_s, (self._deadline - now_s) * _SHARE_OF_PATIENCE)
-        while not (answer := ask()):
-            if time.monotonic() > until_s:
-                raise self.late()
-            time.sleep(_PAUSE_S)
+        answer = wait_until(lambda: ask() or None, until_s, least_s=_PAUSE_S, most_s=_PAUSE_S)
+        if answer is None:
+            raise self.late()
         return answer
 
     def late(self) -> Failed:

@@ -14,6 +14,7 @@ from io import FileIO
 from typing import Any
 
 from phalanx.wire.messages import parse_json
+from phalanx.wire.waiting import wait_until
 
 _LOCK_EVERY_S = 0.005
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of fallocate(2)
@@ -47,14 +48,15 @@ def lock_within(wait_s: float, file: FileIO, operation: int) -> bool:
     Raises:
         OSError: The file system has no locks.
     """
-    ends_s = time.monotonic() + wait_s
-    while True:
-        with contextlib.suppress(BlockingIOError):
+
+    def lock() -> bool | None:
+        try:
             fcntl.flock(file, operation | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() >= ends_s:
-            return False
-        time.sleep(_LOCK_EVERY_S)
+        except BlockingIOError:
+            return None
+        return True
+
+    return wait_until(lock, time.monotonic() + wait_s, most_s=_LOCK_EVERY_S) is not None
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

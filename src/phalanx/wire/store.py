@@ -15,59 +15,23 @@ import contextlib
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch.distributed import Store
 
 from phalanx.wire.messages import Shape, understand
+from phalanx.wire.waiting import StoreSilentError
 
 T = TypeVar("T")
 _ANSWER_S, _WRITE_S = 1.0, 5.0  # time limits of an answer, and of a write
 _IDLE_S = 0.2  # time without a question after which the thread ends
 _BEGIN_S, _END_S = 0.5, 0.1  # time for the thread to begin, and to end
-_FIRST_PAUSE_S, _GROWTH = 0.0002, 1.25  # the first pause between two polls, and by how much each next one is longer
 _MANY = 50  # number of ranks for which pauses are doubled
 
 
 class StoreGoneError(ConnectionError):
     """The store is gone: the process that served it has ended."""
-
-
-class StoreSilentError(TimeoutError):
-    """The store does not answer yet: the process that serves it may be stopped, and may continue."""
-
-
-def wait_until(
-    look: Callable[[], T | None],
-    deadline: float,
-    *,
-    seldom: Callable[[], None] = lambda: None,
-    seldom_s: float = 0.1,
-    most_s: float = 0.02,
-) -> T | None:
-    """Call `look` repeatedly until it returns something other than None, and return that; None at the deadline.
-
-    Args:
-        look: Function that looks once, called ever less often. If it raises `StoreSilentError`, nothing was found.
-        deadline: Time on the monotonic clock.
-        seldom: Function called every `seldom_s` during the wait, which may raise to end it.
-        most_s: Longest pause between two looks.
-    """
-    pause_s, next_s = _FIRST_PAUSE_S, time.monotonic() + seldom_s
-    while True:
-        with contextlib.suppress(StoreSilentError):
-            if (found := look()) is not None:
-                return found
-        if time.monotonic() >= next_s:
-            with contextlib.suppress(StoreSilentError):
-                seldom()
-            next_s = time.monotonic() + seldom_s
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(pause_s)
-        pause_s = min(_GROWTH * pause_s, most_s)
 
 
 def shared_pause(shortest_s: float, num_ranks: int) -> float:

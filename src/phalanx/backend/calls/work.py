@@ -25,7 +25,7 @@ from torch.distributed import Work
 from phalanx import _core
 from phalanx._errors import ArgumentError, hand_over
 from phalanx.backend.deadlines import END_S, FUTURES_POLL_S, SETTLE_S
-from phalanx.wire.store import wait_until
+from phalanx.wire.waiting import wait_until
 
 
 class Completer:

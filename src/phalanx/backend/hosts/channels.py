@@ -25,7 +25,7 @@ from phalanx.backend.deadlines import CLOSING_POLL_S, END_S
 from phalanx.backend.hosts.links import Link, closed_at_exec, duplicate, sockets
 from phalanx.host.processes import open_files
 from phalanx.wire.messages import understand
-from phalanx.wire.store import wait_until
+from phalanx.wire.waiting import wait_until
 
 _wait = inspect.unwrap(Work.wait)  # without the wrapper of `record.gloo`, whose frame would keep the work alive
 _making = threading.Lock()  # one at a time: a channel's connections are those that were opened while it was made

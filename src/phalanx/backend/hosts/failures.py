@@ -43,7 +43,7 @@ from phalanx.backend.hosts.channels import Channel
 from phalanx.backend.hosts.mailbox import Mailbox
 from phalanx.backend.hosts.notices import Notices
 from phalanx.backend.hosts.watcher import Watcher
-from phalanx.wire.store import wait_until
+from phalanx.wire.waiting import wait_until
 
 
 class Failures:

@@ -43,7 +43,8 @@ from phalanx.backend.failures.wording import error_of, join_call, report_due_s, 
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import Launch, start_time
 from phalanx.wire.messages import GarbledError, Shape, read_value, require, understand
-from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, shared_pause, wait_until
+from phalanx.wire.store import JsonStore, StoreGoneError, shared_pause
+from phalanx.wire.waiting import StoreSilentError, wait_until
 
 T = TypeVar("T")
 

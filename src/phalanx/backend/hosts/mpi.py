@@ -14,7 +14,7 @@ import torch
 from phalanx._errors import PhalanxError
 from phalanx.backend.deadlines import END_S, MPI_POLL_S
 from phalanx.backend.hosts.links import Link
-from phalanx.wire.store import wait_until
+from phalanx.wire.waiting import wait_until
 
 _PIECE_BYTES = 1 << 30  # larger messages are cut, because counts are C ints before MPI 4
 _EXCHANGE = 0  # the tag of exchanges; messages have other tags

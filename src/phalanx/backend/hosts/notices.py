@@ -18,7 +18,8 @@ from phalanx.backend.deadlines import GRACE_S, LOST_STORE_S, NOTE_S, RECONNECT_S
 from phalanx.backend.failures.members import Members
 from phalanx.backend.hosts.mailbox import Mailbox, post
 from phalanx.wire.messages import GarbledError, Shape, fits, understand
-from phalanx.wire.store import JsonStore, StoreGoneError, StoreSilentError, wait_until
+from phalanx.wire.store import JsonStore, StoreGoneError
+from phalanx.wire.waiting import StoreSilentError, wait_until
 
 
 class Notices:

@@ -47,6 +47,7 @@ from phalanx._errors import CheckpointError, printable
 from phalanx.host.network import boot_id
 from phalanx.wire.files import lock_within, open_regular, read_json
 from phalanx.wire.messages import GarbledError, between, read_value, understand
+from phalanx.wire.waiting import wait_until
 
 BEAT_S = 1.0
 SILENCE_S = 4.0
@@ -238,12 +239,11 @@ class Claim:
         return self._is_silent(note)
 
     def _is_silent(self, note: Note) -> bool:
+        def has_changed() -> bool | None:
+            return read_note(self._folder) != note or None
+
         ends_s = time.monotonic() + SILENCE_S
-        while time.monotonic() < ends_s:
-            time.sleep(_LOOK_EVERY_S)
-            if read_note(self._folder) != note:
-                return False
-        return True
+        return wait_until(has_changed, ends_s, least_s=_LOOK_EVERY_S, most_s=_LOOK_EVERY_S) is None
 
     def _claim_next(self, note: Note) -> bool:
         """Claim the next epoch; return whether no other process did."""

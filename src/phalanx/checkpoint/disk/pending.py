@@ -12,6 +12,7 @@ import time
 from concurrent.futures import Future, wait
 
 from phalanx.checkpoint.disk.folder import Draft, Writing
+from phalanx.wire.waiting import wait_until
 
 _MOST_S = 600.0  # a reader awaits a save for so long at most
 _YOUNG_S = 10.0  # a rank that has not begun to write by then never will
@@ -37,10 +38,12 @@ class PendingSaves:
         """Wait until every rank has written its part of each save, so that all that can be published are."""
         self.await_own()
         begin_s = time.monotonic()
-        while (waited_s := time.monotonic() - begin_s) < _MOST_S and any(
-            draft.is_under_way(is_young=waited_s < _YOUNG_S) for _, draft, _ in self._saves
-        ):
-            time.sleep(_LOOK_EVERY_S)
+
+        def are_over() -> bool | None:
+            is_young = time.monotonic() - begin_s < _YOUNG_S
+            return not any(draft.is_under_way(is_young=is_young) for _, draft, _ in self._saves) or None
+
+        wait_until(are_over, begin_s + _MOST_S, least_s=_LOOK_EVERY_S, most_s=_LOOK_EVERY_S)
 
     def forget(self) -> None:
         """Drop all saves in a forked child, which has none of their threads and must not keep their marks."""

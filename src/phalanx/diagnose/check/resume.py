@@ -16,6 +16,7 @@ from phalanx import _env
 from phalanx.checkpoint.comparison import compare
 from phalanx.checkpoint.disk.folder import steps
 from phalanx.train.report.metrics import read_metrics
+from phalanx.wire.waiting import wait_until
 
 _LIMIT_S = 3600.0
 _LOOK_EVERY_S = 0.01
@@ -73,13 +74,10 @@ def _run(
     ):
         deadline = time.monotonic() + _LIMIT_S
         try:
-            while interrupt is not None and job.poll() is None and time.monotonic() < deadline:
-                if (pid := _pid_once_past(folder, step)) is None:
-                    time.sleep(_LOOK_EVERY_S)
-                else:
-                    with contextlib.suppress(ProcessLookupError):
-                        interrupt(job, pid)
-                        interrupt = None
+            if interrupt is not None and (pid := _pid_once_past(folder, step, job, deadline)) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    interrupt(job, pid)
+                    interrupt = None
             ended = job.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise Failed(f"the job has not ended after {_LIMIT_S:g} s") from None
@@ -94,12 +92,18 @@ def _run(
         raise Failed(f"the job {why}. It has printed:\n{printed.read().decode(errors='replace')}")
 
 
-def _pid_once_past(folder: str, step: int) -> int | None:
-    """Return the pid of rank 0 once it has logged `step` or a later one; None before."""
-    records = read_metrics(folder) if os.path.exists(os.path.join(folder, "metrics.jsonl")) else []
-    if not any(record["kind"] == "step" and record["step"] >= step for record in records):
-        return None
-    return int(next(record["pid"] for record in reversed(records) if record["kind"] == "start"))
+def _pid_once_past(folder: str, step: int, job: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Return the pid of rank 0 once it has logged `step` or a later one; None if the job ends or is late."""
+
+    def look() -> int | None:
+        if job.poll() is not None:
+            return 0
+        records = read_metrics(folder) if os.path.exists(os.path.join(folder, "metrics.jsonl")) else []
+        if not any(record["kind"] == "step" and record["step"] >= step for record in records):
+            return None
+        return int(next(record["pid"] for record in reversed(records) if record["kind"] == "start"))
+
+    return wait_until(look, deadline, least_s=_LOOK_EVERY_S, most_s=_LOOK_EVERY_S) or None
 
 
 def _kill_rank(_: subprocess.Popen[bytes], pid: int) -> None:

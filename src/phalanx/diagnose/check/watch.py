@@ -12,6 +12,7 @@ examines a job: a box tells the last call of a rank, but only its stack tells wh
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from phalanx.host.processes import process_of
 from phalanx.launch import rank_trial
 from phalanx.record.box import Box, boxes_held_by, load_boxes
 from phalanx.tune.trial_job import TrialJob
+from phalanx.wire.waiting import wait_until
 
 _LOOK_S = 0.25
 _BLOCKED_S = 2.0  # seconds without progress after which a job has stalled, if all its ranks wait
@@ -64,22 +66,26 @@ class Watch:
 
     def run(self, deadline: float) -> tuple[Record, Stop]:
         """Return the calls of the ranks, and why the trial stopped, at `deadline` at the latest."""
-        while True:
-            in_step = self._job.who_told(0)
-            has_ended = self._job.has_ended  # checked before the boxes are read, which a job saves before it ends
-            boxes = self._boxes()
-            record = Record.of(boxes)
-            if len(in_step) == self._num_ranks:
-                return record, Stop("steps")
-            if has_ended:
-                return Record.of(self._saved() or boxes), Stop("ended", self._job.code)
-            if self._num_calls and self._least_calls(record) >= self._num_calls:
-                return record, Stop("calls")
-            if self._has_stalled(boxes, record, in_step):
-                return record, Stop("stalled", in_step=in_step, answer=self._ask())
-            if time.monotonic() >= deadline:
-                return record, Stop("late", answer=self._ask())
-            time.sleep(_LOOK_S)
+        found = wait_until(lambda: self._look(deadline), math.inf, least_s=_LOOK_S, most_s=_LOOK_S)
+        assert found is not None  # the last look is at the deadline
+        return found
+
+    def _look(self, deadline: float) -> tuple[Record, Stop] | None:
+        in_step = self._job.who_told(0)
+        has_ended = self._job.has_ended  # checked before the boxes are read, which a job saves before it ends
+        boxes = self._boxes()
+        record = Record.of(boxes)
+        if len(in_step) == self._num_ranks:
+            return record, Stop("steps")
+        if has_ended:
+            return Record.of(self._saved() or boxes), Stop("ended", self._job.code)
+        if self._num_calls and self._least_calls(record) >= self._num_calls:
+            return record, Stop("calls")
+        if self._has_stalled(boxes, record, in_step):
+            return record, Stop("stalled", in_step=in_step, answer=self._ask())
+        if time.monotonic() >= deadline:
+            return record, Stop("late", answer=self._ask())
+        return None
 
     def _ask(self) -> str:
         """Return what ``phalanx why`` says of the job now; empty if no rank runs."""

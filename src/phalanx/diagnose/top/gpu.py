@@ -9,6 +9,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 
+from phalanx.wire.waiting import wait_until
+
 _EVERY_S = 5.0
 _LIMIT_S = 20.0
 _CARDS = ("--query-gpu=uuid,index,utilization.gpu,memory.used", "--format=csv,noheader,nounits")
@@ -53,10 +55,10 @@ class Gpus:
         if not self._asked and now - self._asked_at >= _EVERY_S:
             self._asked_at = now
             self._asked = tuple(self._ask(query) for query in (_CARDS, _PROCESSES))
-        deadline = time.monotonic() + wait_s
-        while any(asked.poll() is None for asked in self._asked) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if self._asked and all(asked.poll() is not None for asked in self._asked):
+        have_ended = wait_until(
+            lambda: all(asked.poll() is not None for asked in self._asked) or None, time.monotonic() + wait_s
+        )
+        if self._asked and have_ended:
             cards, processes = (asked.communicate()[0] for asked in self._asked)
             self._asked, self._of = (), gpus_by_process(cards, processes)
         elif self._asked and now - self._asked_at > _LIMIT_S:  # the driver seems to hang

@@ -28,6 +28,7 @@ from phalanx.failure.last_words import owner_of
 from phalanx.host.processes import Process, environment_of
 from phalanx.record.box import Box, Event
 from phalanx.wire.files import open_regular
+from phalanx.wire.waiting import wait_until
 
 ANSWERS_S = 1.3
 """Time for an answer: a rank checks its pipe once a second."""
@@ -51,13 +52,13 @@ class Question:
 
     def answer(self, deadline_s: float) -> Box | None:
         """Return the collectives in the rank's Flight Recorder; None if it does not answer in time."""
-        while True:
-            for path, before_ns in self.written_ns.items():
-                if _written_ns(path) != before_ns and (box := self._read(path)) is not None:
-                    return box
-            if time.monotonic() >= deadline_s:
-                return None
-            time.sleep(_LOOK_S)
+        return wait_until(self._look, deadline_s, most_s=_LOOK_S)
+
+    def _look(self) -> Box | None:
+        for path, before_ns in self.written_ns.items():
+            if _written_ns(path) != before_ns and (box := self._read(path)) is not None:
+                return box
+        return None
 
     def _read(self, path: Path) -> Box | None:
         with contextlib.suppress(*_UNREADABLE), open_regular(path) as file:

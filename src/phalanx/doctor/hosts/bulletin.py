@@ -17,7 +17,8 @@ from phalanx.doctor.hosts import links
 from phalanx.doctor.hosts.messages import whole
 from phalanx.host.ports import port_problem
 from phalanx.wire.messages import GarbledError, Shape
-from phalanx.wire.store import JsonStore, wait_until
+from phalanx.wire.store import JsonStore
+from phalanx.wire.waiting import wait_until
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -27,6 +28,7 @@ STAGE_S = 20.0  # for one stage on all hosts
 _HELLO = "phalanx-doctor"
 _HANDSHAKE_S = 2.0
 _NAME_S = 5.0  # for a name to appear in DNS
+_KNOCK_EVERY_S = 0.2
 
 
 class NotMetError(Exception):
@@ -104,20 +106,26 @@ def _knock(host: str, port: int, ends_s: float, send: Send) -> None:
     """Return once `port` of host 0 accepts connections."""
     began_s = time.monotonic()
     name_ends_s = min(ends_s, began_s + _NAME_S)
-    said = False
-    while True:
+    said, last = False, OSError()
+
+    def connect() -> bool | None:
+        """Return False if the host has no name and won't get one."""
+        nonlocal said, last
         left_s = ends_s - time.monotonic()
         try:
             socket.create_connection((host, port), timeout=max(0.1, min(links.TIMEOUT_S, left_s))).close()
-            return
+            return True
         except OSError as error:
             last = error
-        if time.monotonic() >= (name_ends_s if isinstance(last, socket.gaierror) else ends_s):
-            break
+        if isinstance(last, socket.gaierror) and time.monotonic() >= name_ends_s:
+            return False
         if not said and time.monotonic() >= began_s + PATIENCE_S:
             said = True
             send({"waiting": f"for host 0 at {host}:{port}: {links.why_not(last)[0]}"})
-        time.sleep(0.2)
+        return None
+
+    if wait_until(connect, ends_s, least_s=_KNOCK_EVERY_S, most_s=_KNOCK_EVERY_S):
+        return
     why, todo = links.why_not(last)
     if isinstance(last, ConnectionRefusedError):
         todo = "start phalanx doctor on host 0 with the same --master-port; or a firewall there rejects it"

@@ -32,6 +32,7 @@ from phalanx.doctor.hosts.bulletin import (
     open_bulletin,
 )
 from phalanx.wire.messages import GarbledError
+from phalanx.wire.waiting import wait_until
 
 _MOST_REFUSED = 20
 _SLACK_S = 45.0  # for a host that has arrived to examine itself
@@ -156,25 +157,31 @@ class HostExamination:
             findings += job.judge(self.hosts, measured)
         self.level = worst([*findings, *(Finding(**found) for found in self._go["findings"])])
         bulletin.set("level", self.level)
-        ends_s = time.monotonic() + PATIENCE_S
-        while bulletin.count("bye") < len(members) - 1 and time.monotonic() < ends_s:
-            time.sleep(POLL_S)  # this process serves the store
+        # This process serves the store.
+        wait_until(
+            lambda: bulletin.count("bye") >= len(members) - 1 or None, time.monotonic() + PATIENCE_S, most_s=POLL_S
+        )
         return findings
 
     def _gather(self) -> dict[int, dict[str, Any]]:
         """Return the facts of the hosts by rank, once all have arrived or the time is up."""
         said_s = time.monotonic() + PATIENCE_S
         known: dict[int, dict[str, Any]] = {}
-        while True:
+
+        def look() -> bool | None:
+            nonlocal said_s
             for rank in self._missing({*known, *self._garbled}):
                 if self._bulletin.has(f"facts/{rank}"):
                     self._read_facts(rank, known)
-            if len(known) + len(self._garbled) == self._num or time.monotonic() >= self._ends_s:
-                return known
+            if len(known) + len(self._garbled) == self._num:
+                return True
             if time.monotonic() >= said_s:
                 said_s = float("inf")
                 self._send({"waiting": f"at {self.where} for {named('host', self._missing(known))}"})
-            time.sleep(POLL_S)
+            return None
+
+        wait_until(look, self._ends_s, most_s=POLL_S)
+        return known
 
     def _read_facts(self, rank: int, known: dict[int, dict[str, Any]]) -> None:
         try:

@@ -40,6 +40,7 @@ from phalanx.launch.nodes.views import Cause, Node, Place, Rules, State, View
 from phalanx.launch.replicas.holders import told_of
 from phalanx.wire.messages import as_facts, read_value, understand
 from phalanx.wire.packets import PacketSocket
+from phalanx.wire.waiting import wait_until
 
 _BEATS = 4  # heartbeats sent during the time of silence after which a node counts as lost
 _LAST_CALL_S = 3.0
@@ -158,27 +159,30 @@ class Agent:
         Raises:
             TimeoutError: No name resolved within the limit.
         """
-        deadline = time.monotonic() + float(self._job.rdzv_conf.get("timeout", self._join_s))
-        is_told, why = False, ""
-        while True:
-            found: list[bool] = []
+        why = ""
+
+        def look() -> dict[int, bool] | None:
+            """Return which of the names that resolve are of this host; None if none resolves."""
+            nonlocal why
+            is_new, found = not why, {}
             for number, (host, _) in enumerate(self._meeting_places):
                 try:
-                    found.append(is_local(host))
+                    found[number] = is_local(host)
                 except (OSError, UnicodeError) as error:
                     why = f"the name {host!r} does not resolve here ({error.args[-1]})"
                     continue
-                if found[-1]:
-                    return number
-            if found:
-                return None
-            if time.monotonic() >= deadline:
-                raise TimeoutError(why)
-            if not is_told:
+                if found[number]:
+                    break
+            if not found and is_new:
                 given = "--master-addr (or --rdzv-endpoint)" if self._is_static else "--rdzv-endpoint"
                 self._send(messages.Waiting(f"{why}: waiting for it. Correct {given}, or add it to DNS or /etc/hosts"))
-                is_told = True
-            time.sleep(_NAME_PAUSE_S)
+            return found or None
+
+        deadline = time.monotonic() + float(self._job.rdzv_conf.get("timeout", self._join_s))
+        found = wait_until(look, deadline, least_s=_NAME_PAUSE_S, most_s=_NAME_PAUSE_S)
+        if found is None:
+            raise TimeoutError(why)
+        return next((number for number, is_here in found.items() if is_here), None)
 
     # ------------------------------------------------------------ the loop
 

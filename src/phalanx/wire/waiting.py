@@ -1,0 +1,55 @@
+"""The way in which this package waits for what it can only look at: ever longer pauses, until a deadline.
+
+A look is cheap at first and rare later, so a wait adds a quarter of its own length at most. What can be waited for (a
+descriptor, a process, a lock of this process) is, by its own means. Nothing here imports torch: the launcher and the
+commands wait without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_LEAST_S, _GROWTH = 0.0002, 1.25  # the first pause between two looks, and by how much each next one is longer
+
+
+class StoreSilentError(TimeoutError):
+    """The store does not answer yet: the process that serves it may be stopped, and may continue."""
+
+
+def wait_until(
+    look: Callable[[], T | None],
+    deadline: float,
+    *,
+    seldom: Callable[[], None] = lambda: None,
+    seldom_s: float = 0.1,
+    least_s: float = _LEAST_S,
+    most_s: float = 0.02,
+) -> T | None:
+    """Call `look` repeatedly until it returns something other than None, and return that; None at the deadline.
+
+    Args:
+        look: Function that looks once, called ever less often. If it raises `StoreSilentError`, nothing was found.
+        deadline: Time on the monotonic clock.
+        seldom: Function called every `seldom_s` during the wait, which may raise to end it.
+        least_s: First pause between two looks.
+        most_s: Longest pause between two looks.
+    """
+    pause_s, next_s = min(least_s, most_s), time.monotonic() + seldom_s
+    while True:
+        with contextlib.suppress(StoreSilentError):
+            if (found := look()) is not None:
+                return found
+        now_s = time.monotonic()
+        if now_s >= next_s:
+            with contextlib.suppress(StoreSilentError):
+                seldom()
+            now_s = time.monotonic()
+            next_s = now_s + seldom_s
+        if now_s >= deadline:
+            return None
+        time.sleep(min(pause_s, deadline - now_s))
+        pause_s = min(_GROWTH * pause_s, most_s)
