@@ -349,6 +349,17 @@ def test_the_run_of_this_folder_has_ended_while_jobs_of_the_name_run_elsewhere(t
     assert "the run of this folder" in subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True).stdout
 
 
+def test_a_job_that_ends_after_it_was_found_is_not_taken_for_one_of_this_folder(twins, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path / "run_1")
+    here, elsewhere = (find_job(str(one.pid)) for one in twins)
+    assert (here.is_elsewhere, elsewhere.is_elsewhere) == (False, True)
+    twins[0].kill()
+    os.waitid(os.P_PID, twins[0].pid, os.WEXITED | os.WNOWAIT)
+    assert here.is_elsewhere
+    twins[0].wait()
+    assert here.is_elsewhere
+
+
 def test_attach_lists_no_job_that_it_would_refuse(twins, capsys):
     assert attach(["0", "--job", "twin.py"]) == 2
     said = capsys.readouterr().err

@@ -284,7 +284,17 @@ def test_a_stranger_that_resets_its_connection_disturbs_nobody(two):
 
 def test_a_script_of_another_name_is_not_let_in_and_the_job_is_undisturbed(nodes, tmp_path):
     group = nodes("print('training', flush=True)\nwhile not os.path.exists('end'): time.sleep(0.02)")
-    flags = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "3", "--rdzv-id", "none")
+    flags = (
+        "--nproc-per-node",
+        "1",
+        "--no-preload",
+        "--max-restarts",
+        "3",
+        "--rdzv-id",
+        "none",
+        "--rdzv-conf",
+        "last_call_timeout=0",
+    )
     first = group.start(*flags, backend="c10d", nnodes="1:2")
     assert "training" in first.stdout.readline()
     stranger = group.start(*flags, backend="c10d", nnodes="1:2", script=write_script(tmp_path, "", "other.py"))

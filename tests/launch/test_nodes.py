@@ -38,6 +38,8 @@ class Nodes:
         command = [*PHALANX_RUN, "--nproc-per-node", "2", "--nnodes", nnodes, "--rdzv-id", "job"]
         command += ["--rdzv-backend", backend, "--rdzv-endpoint", self._endpoint]
         command += ["--node-rank", str(number)] if backend == "static" else []
+        if ":" in nnodes and "--rdzv-conf" not in flags:  # or one may begin before the other has started
+            command += ["--rdzv-conf", "last_call_timeout=60"]
         command += ["--log-dir", str(self._folder / f"node{number}"), *flags, script or self._script]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.started.append(subprocess.Popen(command, cwd=self._folder, **pipes))

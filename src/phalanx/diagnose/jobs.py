@@ -111,12 +111,15 @@ class Job:
     @property
     def cwd(self) -> str:
         """Folder in which it runs; empty if that is unknown."""
-        return printable(working_folder(self.ranks[0].pid if self.ranks else self.launcher_pid))
+        pids = [*(rank.pid for rank in self.ranks[:1]), self.launcher_pid]
+        return printable(next(filter(None, map(working_folder, pids)), ""))
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it runs in another folder than this process."""
-        return self.cwd not in ("", printable(working_folder(os.getpid())))
+        """Whether it runs in another folder than this process, or has ended since it was found."""
+        if cwd := self.cwd:
+            return cwd != printable(working_folder(os.getpid()))
+        return all((process := process_of(pid)) is None or process.state == "Z" for pid in self.pids)
 
     @property
     def is_of_this_host(self) -> bool:

@@ -81,8 +81,8 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
     elif culprit is None and supervisor.have_trained_apart:
         supervisor.say("the ranks exchanged no gradients, so each has trained on its own;")
         supervisor.say("use a Trainer, or call what DistributedDataParallel(model) returns")
-    if supervisor.received is not None:
-        cause = supervisor.cause_before
+    if supervisor.signals.received is not None:
+        cause = supervisor.signals.cause_before
         culprit = cause if cause is not None and cause.raised and not cause.is_victim else None
     if culprit is not None:
         num_oom_kills = count_oom_kills() - num_oom_kills
@@ -91,8 +91,8 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
         )
         resume = words_of_resuming(culprit, supervisor.ends) if not job.max_restarts else ""
         supervisor.say_last(report(culprit, supervisor.ends, hint=hint, resume=resume))
-    if supervisor.received is not None:
-        return 128 + supervisor.received
+    if supervisor.signals.received is not None:
+        return 128 + supervisor.signals.received
     return culprit.exit_code if culprit is not None else 0
 
 

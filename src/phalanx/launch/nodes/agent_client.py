@@ -71,14 +71,14 @@ class AgentClient:
         self._pid = start_helper(RUN_AGENT, [theirs.fileno()], json.dumps(as_facts(settings)))
         theirs.close()
         if self._job.drains:
-            self._ranks.drain = lambda: self._leave("SIGTERM")
-        self._ranks.announce_interrupt = lambda: self._send(messages.Signal("interrupted"))
+            self._ranks.signals.drain = lambda: self._leave("SIGTERM")
+        self._ranks.signals.announce_interrupt = lambda: self._send(messages.Signal("interrupted"))
         self._ranks.keep_list.append(self._pid)
         self._ranks.events.watch(self._channel.fileno(), self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ranks.announce_interrupt = None
+        self._ranks.signals.announce_interrupt = None
         with contextlib.suppress(KeyError):
             self._ranks.events.unwatch(self._channel.fileno())
         self._channel.close()
@@ -102,7 +102,7 @@ class AgentClient:
         said = False
         num_asked, num_silent = self._num_asked, 0
         while not self._pending:
-            if self._ranks.received is not None:
+            if self._ranks.signals.received is not None:
                 return None
             if self._has_to_go:
                 self._ranks.keep_reason("left the job, which was asked of it by SIGTERM (--drain)")
@@ -153,7 +153,7 @@ class AgentClient:
         if culprit is not None and culprit.ended_for_restart:  # no failure: the other nodes know, or soon will
             self._stopped, culprit = True, None
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
-        if self._ranks.received == signal.SIGINT and not self._ranks.was_preempted:
+        if self._ranks.signals.received == signal.SIGINT and not self._ranks.was_preempted:
             self._how = "interrupted"
         cause = None
         if culprit is not None:
@@ -205,7 +205,7 @@ class AgentClient:
         """Let this node leave the job after its next snapshot, from which the others continue."""
         if self._leaves_at_s:
             return
-        self._ranks.drain = None  # a second SIGTERM ends the job as usual
+        self._ranks.signals.drain = None  # a second SIGTERM ends the job as usual
         self._ranks.say(f"{why}: this node leaves the job after the next snapshot, and the others go on")
         self._send(messages.Signal("leave"))
         now_s, patience_s = time.monotonic(), self._job.grace_s / 2

@@ -65,7 +65,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Ending | None:
     size = SharedSize(job, ranks.snapshots_fd)
     with AgentClient(ranks, job, size) as agent:
         ranks.note_state("waiting for other nodes")
-        while ranks.received is None:
+        while ranks.signals.received is None:
             match order := agent.next():
                 case Start(attempt):
                     why = size.begin(attempt.num_local_ranks, failure)
@@ -102,7 +102,7 @@ def run_with_other_nodes(ranks: Supervisor, job: Job) -> Ending | None:
                     return _finish(ranks, job, size, cause, num_restarts)
                 case None:
                     return None
-        if ranks.was_preempted or ranks.received == signal.SIGINT:
+        if ranks.was_preempted or ranks.signals.received == signal.SIGINT:
             agent.await_end()
         return None
 

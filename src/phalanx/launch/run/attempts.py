@@ -59,7 +59,7 @@ def run_on_this_node(ranks: Supervisor, job: Job) -> Ending | None:
             )
             regrow = (lambda: policy.is_time_to_regrow(time.monotonic() - ranks.began_s)) if size.may_regrow else None
             culprit = ranks.run_attempt(attempt, until=regrow, may_keep=policy.may_restart)
-        if ranks.received is not None:
+        if ranks.signals.received is not None:
             return None
         if culprit is None:
             if not policy.is_regrowing:

@@ -8,6 +8,10 @@ not forward it. `phalanx._torch.shield` explains how workers survive a signal th
 **Preemption.** A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). The supervisor
 gives the others their grace period, restarts nothing, and exits with 75 itself.
 
+**A lost Ctrl-C.** If a KeyboardInterrupt is raised in a callback, for instance during an import, Python prints it and
+continues. The supervisor recognises the message on the rank's stderr, hides it, and sends SIGINT again. While the
+command itself is imported, SIGINT has its default action.
+
 **The reader of the output is gone.** If it ends (``phalanx run train.py | head``, a killed ``tee``), the job ends as
 after a signal: SIGTERM to the ranks, their grace period, exit code 141. To continue unseen would surprise the user who
 closed the output, and an immediate kill would lose what a Trainer can save. After Ctrl-C, which also ends the reader,

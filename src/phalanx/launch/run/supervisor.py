@@ -1,4 +1,4 @@
-"""Starts the ranks, watches them and handles signals; `console` shows their output, `shutdown` ends them.
+"""Starts the ranks and watches them; `console` shows their output, `signals` obeys signals, `shutdown` ends the ranks.
 
 ``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. The supervisor forks the forker at once and, while
 that imports torch, is ready for output and signals within 0.1 s. Its loop (see `screen.events`) wakes for output, for a
@@ -7,23 +7,6 @@ signal, for a message of the forker about a rank, or at the end of a grace perio
 **Why supervisor and forker are two processes.** The supervisor handles signals, owns the terminal and imports nothing
 heavy. The forker has torch in memory but no handlers, threads or output, so its forks are as clean as new processes.
 `reaper` explains which process ends which when one of them is killed.
-
-**Signals to every process.** A service manager, or Slurm without cgroups, sends its signal to every process of a job.
-So the forker, and on several nodes the agent, block the signals that the supervisor handles, also across the exec of
-the script's interpreter, and each rank unblocks them after the fork. Once all ranks have ended, which the kernel knows
-before the forker reports it, the outcome is decided: a later signal only prevents a restart. When the job is over, the
-supervisor blocks all signals until it exits; handlers would not be enough, since Python removes them while the
-interpreter shuts down. SIGUSR1 and SIGUSR2 are forwarded to the ranks; torchrun dies of them.
-
-**A lost Ctrl-C.** If a KeyboardInterrupt is raised in a callback, for instance during an import, Python prints it and
-continues. The supervisor recognises the message on the rank's stderr, hides it, and sends SIGINT again. While the
-command itself is imported, SIGINT has its default action.
-
-**Ctrl-Z.** The launcher stops the process groups of its ranks with SIGSTOP, and then itself as its shell expects. On
-SIGCONT (``fg``, ``bg``, ``kill -CONT``) all continue, and the launcher's deadlines move by the time for which it was
-stopped. With a warm start the shell stops the client. On several nodes Ctrl-Z only prints that it does nothing, since
-the others would consider the node lost. Waits of collectives within a host do not count the stopped time; torch's
-store, waits across hosts and `monitored_barrier` do.
 """
 
 from __future__ import annotations
@@ -37,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx import _env
-from phalanx._text import counted, named, signal_name
+from phalanx._text import named
 from phalanx.failure.ending import Ending, find_culprit, read_stderr
 from phalanx.failure.ends import save_ends, save_reason
 from phalanx.host.block_pool import of_rank
@@ -50,6 +33,7 @@ from phalanx.launch.processes.descendants import adopt_orphans
 from phalanx.launch.processes.forkers import Forkers, Serving
 from phalanx.launch.run.recovery import Recovery
 from phalanx.launch.run.shutdown import Shutdown
+from phalanx.launch.run.signals import HARMLESS, Signals
 from phalanx.launch.run.survivors import Survivors
 from phalanx.launch.screen.console import Console
 from phalanx.launch.screen.events import EventLoop
@@ -59,20 +43,17 @@ from phalanx.launch.screen.ranks import Rank
 from phalanx.launch.screen.stragglers import StragglerWatch
 from phalanx.record.clocks import save_clocks
 from phalanx.record.memory import BoxMemory
-from phalanx.record.notes import was_preempted, words_of_checkpoints
 from phalanx.record.run_folder import RunFolder
 from phalanx.rendezvous.launched import Notes
 
 if TYPE_CHECKING:
     from phalanx.launch.processes.spare import Spare
 
-_ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
-_HARMLESS = (*_ONLY_FORWARDED, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
 _LOOK_S = 0.2  # between two calls of `until`
 
 
 class Supervisor:
-    """Owns the forker, the ranks' streams and this process's signals."""
+    """Owns the forker and the ranks of an attempt."""
 
     def __init__(self, job: Job, folder: RunFolder, spare: Spare | None = None) -> None:
         self._job = job
@@ -81,16 +62,12 @@ class Supervisor:
         self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # which the shell has started
         self.memory = job.memory  # the next attempt's treatment of freed memory
         self.events = EventLoop(self._say_log_problem)
-        self._console = Console(job, folder, self.events, self._is_ending, self._lose_reader)
+        self._console = Console(
+            job, folder, self.events, lambda: self.signals.are_ending, lambda: self.signals.lose_reader()
+        )
         self._ranks: list[Rank] = []
         self._num_attempts = 0
-        self.received: int | None = None  # the signal that ends the job
-        self.drain: Callable[[], None] | None = None  # called at the first SIGTERM, which then does not end the job
-        self.announce_interrupt: Callable[[], None] | None = None  # called at Ctrl-C, to tell the other nodes
-        self.cause_before: Ending | None = None  # a failure that happened before the signal
         self.clocks: Mapping[str, Sequence[float]] = {}  # offsets of other hosts' clocks, from `clocks.Clocks.told`
-        self._stopped_at_s: float | None = None
-        self._late: int | None = None  # a signal that came after all ranks had exited
         self.began_s = 0.0  # when the ranks of this attempt were started
         self._refusals: set[str] = set()  # reasons why processes can't be kept, as reported in this attempt
         self._said_log_problem = False
@@ -99,7 +76,7 @@ class Supervisor:
     def __enter__(self) -> Supervisor:
         adopt_orphans()  # to end the children of a forker that is killed
         self._descriptors = raise_descriptor_limit()
-        self.events.catch((*self._job.signals, *_HARMLESS))
+        self.events.catch((*self._job.signals, *HARMLESS))
         self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # keeps the ranks' snapshots for the next attempt
         self._boxes = BoxMemory(self._job.num_local_ranks)  # where ranks record what they do
         self._notes = Notes()
@@ -115,6 +92,10 @@ class Supervisor:
         self.shutdown = Shutdown(
             self._job, self._ranks, self.events, self._forkers, self._survivors,
             say=self.say, on_end=self.recovery.told_to_end,
+        )  # fmt: skip
+        self.signals = Signals(
+            self._job, self._ranks, self.events, self._forkers, self.shutdown,
+            say=self.say, keep_reason=self.keep_reason, postpone=self._postpone, is_warm=self._spare is not None,
         )  # fmt: skip
         self._forkers.start(self._shared_environment(self._job.num_local_ranks), self._spare)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # see Keyboard
@@ -174,10 +155,7 @@ class Supervisor:
             until: Function called regularly while all ranks run; if it returns True, the attempt is ended.
             may_keep: Whether another attempt may follow, for which processes can be kept.
         """
-        if self._late is not None:
-            self.received = self._late
-            self.say(f"{signal_name(self._late)}: the ranks are not started again")
-        if self.received is not None:
+        if self.signals.forbid_start():
             return None
         self._await_ends()
         self.shutdown.begin(may_keep=may_keep)
@@ -203,7 +181,7 @@ class Supervisor:
         kept = self._open_ranks(attempt)
         self.recovery.begin(self._boxes.places(len(self._ranks)))
         self._await_forker()
-        if self.received is not None or self.shutdown.by is not None:
+        if self.signals.received is not None or self.shutdown.by is not None:
             for rank in (rank for rank in self._ranks if not rank.pid):
                 rank.asked_to_end = rank.was_killed = True
                 rank.record_end(signal.SIGKILL, is_reported=False)
@@ -229,7 +207,7 @@ class Supervisor:
     def _await_forker(self) -> None:
         """Wait until ranks can be forked, or until the attempt is ended, as another node may do."""
         said_at_s: float | None = time.monotonic() + IMPORT_S
-        while self.received is None and self.shutdown.by is None and not self._forkers.is_ready:
+        while self.signals.received is None and self.shutdown.by is None and not self._forkers.is_ready:
             self.wait(None if said_at_s is None else max(0.0, said_at_s - time.monotonic()))
             if said_at_s is not None and time.monotonic() >= said_at_s:
                 said_at_s = None
@@ -353,8 +331,12 @@ class Supervisor:
     def wait(self, timeout_s: float | None = None) -> None:
         """Handle events and signals; return after the first, after `timeout_s` or at the deadline."""
         self.events.wait(self.shutdown.within(timeout_s))
-        self._obey_signals()
+        self.signals.obey()
         self.shutdown.say_who_is_late()
+
+    def _postpone(self, stopped_s: float) -> None:
+        self.began_s += stopped_s
+        self.shutdown.postpone(stopped_s)
 
     def _say_log_problem(self, problem: str) -> None:
         if not self._said_log_problem:
@@ -370,7 +352,7 @@ class Supervisor:
     def _rank_ended(self, pid: int, status: int) -> None:
         rank = next(rank for rank in self._ranks if rank.pid == pid)
         has_failure = self.shutdown.has_failure or not rank.asked_to_end
-        end = rank.record_end(status, is_reported=self.received is None and has_failure)
+        end = rank.record_end(status, is_reported=self.signals.received is None and has_failure)
         self._notes.note_end(end)
         if end.failed:
             self.shutdown.note_failure(end.when_s)
@@ -403,7 +385,7 @@ class Supervisor:
         ]
         for rank in living:
             rank.asked_to_end = rank.was_killed = True
-            rank.record_end(signal.SIGKILL, is_reported=self.received is None)
+            rank.record_end(signal.SIGKILL, is_reported=self.signals.received is None)
         if living or not self._ranks:
             serving.output.drain(drops_last_words=True)
             self._forker_failure = Ending(
@@ -414,87 +396,6 @@ class Supervisor:
                 folder=self._folder.path,
                 when_s=time.monotonic(),
             )
-
-    # ------------------------------------------------------------ signals
-
-    def _obey_signals(self) -> None:
-        while self.events.signals:
-            sig = self.events.signals.pop(0)
-            if sig == signal.SIGTSTP and sig not in self._job.signals:
-                self._stop_all()
-            elif sig == signal.SIGCONT:
-                self._continue_all()
-            elif sig == signal.SIGWINCH:
-                for output in (output for rank in self._ranks for output in rank.outputs):
-                    output.resize()
-            elif sig in _ONLY_FORWARDED:  # goes only to ranks: most processes that they have started would die of it
-                self._forkers.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.is_running])
-            elif sig == signal.SIGTERM and self.drain is not None:
-                drain, self.drain = self.drain, None
-                drain()
-            elif self.received not in (None, signal.SIGPIPE):  # a second request to end kills at once
-                self._say_kill(sig)
-                self.shutdown.end(signal.SIGKILL)
-            elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):
-                self._late = sig  # all ranks have ended: it matters only if they are about to be restarted
-            else:
-                self.received = sig
-                self.cause_before = find_culprit([rank.end for rank in self._ranks if rank.end])
-                living = [rank for rank in self._ranks if rank.end is None]
-                why = "nobody reads our output any more" if sig == signal.SIGPIPE else signal_name(sig)
-                self.keep_reason(f"got {signal_name(sig)}" if sig != signal.SIGPIPE else f"ended, for {why}")
-                again = f"; Ctrl-C again kills {'it' if len(living) == 1 else 'them'}" if sig == signal.SIGINT else ""
-                none = "stopping; no rank is running" if self._ranks else "stopping; no rank had started"
-                self.say(f"{why}: ending {counted(len(living), 'rank')}{again}" if living else f"{why}: {none}")
-                if sig == signal.SIGINT:
-                    if self.announce_interrupt is not None:
-                        self.announce_interrupt()
-                    for rank in self._ranks:
-                        rank.stderr.hide_interrupts()
-                self.shutdown.end(signal.SIGTERM if sig == signal.SIGPIPE else sig)
-
-    def _stop_all(self) -> None:
-        """Stop the ranks and then this process until SIGCONT: Ctrl-Z, then ``fg`` or ``bg``."""
-        if self._job.max_nodes > 1:
-            self.say("Ctrl-Z does nothing: the other nodes would take this one for lost")
-            return
-        if self._stopped_at_s is None:
-            self._stopped_at_s = time.monotonic()
-            self._signal_all(signal.SIGSTOP)
-        if self._spare is None:  # in a warm start, the shell stops the client instead
-            self.events.stop_process()
-            self._continue_all()
-
-    def _continue_all(self) -> None:
-        """Continue the ranks that were stopped with this process, with as much time as they had left."""
-        if self._stopped_at_s is None:
-            return
-        stopped_s, self._stopped_at_s = time.monotonic() - self._stopped_at_s, None
-        self.began_s += stopped_s
-        self.shutdown.postpone(stopped_s)
-        self._signal_all(signal.SIGCONT)
-
-    def _signal_all(self, sig: int) -> None:
-        living = [rank.pid for rank in self._ranks if rank.pid and rank.end is None]
-        self._forkers.signal(sig, living, groups=True)
-
-    def _say_kill(self, sig: int) -> None:
-        living = [rank for rank in self._ranks if rank.end is None]
-        if living and self.shutdown.by != signal.SIGKILL:
-            has_saved = any(was_preempted(rank.folder) for rank in self._ranks)
-            saved = "the state was saved" if has_saved else "no Trainer has saved since the first"
-            saved = next(filter(None, (words_of_checkpoints(rank.folder) for rank in self._ranks)), saved)
-            again = " again" if sig == self.received else ""
-            self.say(f"{signal_name(sig)}{again}: killing {counted(len(living), 'rank')} at once; {saved}")
-
-    def _lose_reader(self) -> None:
-        """End as after SIGPIPE, so that ranks can save, unless the job is ending: Ctrl-C ends the reader, too."""
-        if not self._is_ending():
-            self.events.note(signal.SIGPIPE)
-
-    def _is_ending(self) -> bool:
-        """Whether this process was told to end, so that it must not wait for a reader of its output."""
-        return self.received is not None or any(sig not in _HARMLESS for sig in self.events.signals)
 
     # ------------------------------------------------------------ words
 
