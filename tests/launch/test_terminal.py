@@ -151,6 +151,8 @@ def test_a_long_warning_of_all_ranks_is_one_beside_a_progress_bar(terminal):
         import warnings
         from phalanx.train.report.progress import ProgressBar
         bar = ProgressBar.open(3)
+        open(f"up{RANK}", "w").close()
+        while not os.path.exists(f"up{1 - RANK}"): time.sleep(0.002)
         warnings.warn("a loader that is not divided " * 5, stacklevel=1)
         print("words", file=sys.stderr)
         if bar: bar.close()
