@@ -194,6 +194,11 @@ class Ranks:
         for rank in range(len(self)) if ranks is None else ranks:
             self._workers.handles[rank].send(("release", point, payload))
 
+    def forget(self, point: str) -> None:
+        """Let go of what ranks have sent with ``reached(point, payload)``."""
+        for handle in self._workers.handles:
+            handle.points.pop(point, None)
+
     def join(self, timeout_s: float = 60.0, *, stop_at_failure: bool = False) -> list[Ending]:
         """Wait for the ranks, kill those that hang, and return all outcomes in rank order.
 

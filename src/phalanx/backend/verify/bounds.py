@@ -1,0 +1,114 @@
+"""Which results of a reduction are right, given the inputs of all ranks.
+
+Sums, averages and products of floats depend on the order of the operations, so two right results may differ. The
+difference is bounded by what any order can do. Let u be the unit roundoff of the dtype, γ(k) = k·u / (1 - k·u), and n
+the number of ranks:
+
+- **Sums**, for any order: ``|computed - exact| <= γ(n-1) · Σ|x|`` (Higham, Accuracy and Stability of Numerical
+  Algorithms, 2nd edition, 2002, section 4.2, (4.4) and (4.6)). An average has two roundings more: of 1/n and of the
+  division. Parts of complex numbers are summed apart.
+- **Products**, for any order: ``|computed - exact| <= γ(n-1) · |exact|`` (Higham, lemma 3.1), and for complex ones
+  γ(4(n-1)), since one product of two has a relative error of at most √2·γ(2) (Higham, lemma 3.5).
+- **Underflow** adds an absolute error: half a spacing of subnormal numbers for each rounding, or the smallest normal
+  number where a program flushes subnormals. In a product, later factors enlarge it by at most Π max(1, |x|).
+- **Overflow.** Where Σ|x|, or Π max(1, |x|), reaches the largest finite number, some order overflows, and an infinity
+  or NaN is right, too. Nowhere else.
+- **inf and NaN in the inputs**: NaN makes NaN; so do infinities of both signs in a sum, and an infinity and a zero in
+  a product; otherwise infinities stay, with their sign.
+- **Minimum and maximum** are NaN if an input is. The sign of a zero, and the bits of a NaN, depend on the order.
+
+The exact value is computed in float64 here, whose own error, no larger than the bound of float64, is why every bound
+counts twice. A test holds each bound against all orders of many random inputs, including those that nearly cancel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.backend.types import RedOpType
+
+SUMS = (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM)
+
+
+def wrong(result: torch.Tensor, inputs: torch.Tensor, kind: object) -> torch.Tensor:
+    """Return which elements of a reduction are wrong.
+
+    Args:
+        result: Elements that were computed, of a floating or complex dtype, shape ``(m,)``.
+        inputs: Elements of each rank from which they were made, shape ``(n, m)``, multiplied by the factor already if
+            `kind` is PREMUL_SUM.
+        kind: torch's reduce operation.
+
+    Returns:
+        Booleans of shape ``(m,)``.
+    """
+    if kind in SUMS:
+        if not result.is_complex():
+            return ~_is_sum(result, inputs, kind)
+        parts = zip(_parts(result), _parts(inputs), strict=True)
+        return ~torch.stack([_is_sum(part, given, kind) for part, given in parts]).all(0)
+    if kind == RedOpType.PRODUCT:
+        return ~_is_product(result, inputs)
+    return ~_is_extreme(result, inputs, kind)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return tensor.real, tensor.imag
+
+
+def _gamma(roundings: int, info: torch.finfo) -> float:
+    share = roundings * info.eps / 2
+    return share / (1 - share) if share < 1 else float("inf")
+
+
+def _underflow(info: torch.finfo, roundings: int) -> float:
+    """Return the largest absolute error of results near zero; halves are computed in float32."""
+    flushed = torch.finfo(torch.float64 if info.bits == 64 else torch.float32).tiny
+    return info.smallest_normal * info.eps + (roundings + 1) * flushed
+
+
+def _is_sum(result: torch.Tensor, inputs: torch.Tensor, kind: object) -> torch.Tensor:
+    info, n = torch.finfo(result.dtype), inputs.shape[0]
+    given = inputs.double()
+    finite = torch.where(given.isfinite(), given, 0.0)
+    share = 1 / n if kind == RedOpType.AVG else 1.0
+    sizes = finite.abs().sum(0)
+    roundings = n - 1 + 2 * (kind == RedOpType.AVG)
+    bound = 2 * _gamma(roundings, info) * sizes * share + _underflow(info, roundings)
+    may_overflow = sizes * (1 + _gamma(n, info)) + bound >= info.max
+    got = result.double()
+    exact = finite.sum(0) * share
+    is_near = ((got - exact).abs() <= bound) | ~exact.isfinite()
+    is_nan = given.isnan().any(0)
+    up, down = (given == torch.inf).any(0), (given == -torch.inf).any(0)
+    right = torch.where(may_overflow, is_near | ~got.isfinite(), is_near)
+    right = torch.where(up, (got == torch.inf) | (may_overflow & got.isnan()), right)
+    right = torch.where(down, (got == -torch.inf) | (may_overflow & got.isnan()), right)
+    return torch.where(is_nan | (up & down), got.isnan(), right)
+
+
+def _is_product(result: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    n, is_complex = inputs.shape[0], result.is_complex()
+    info = torch.finfo(result.dtype)
+    given, got = (t.to(torch.complex128 if is_complex else torch.float64) for t in (inputs, result))
+    exact = given.prod(0)
+    most = given.abs().clamp(min=1.0).prod(0)
+    least = given.abs().clamp(max=1.0).prod(0)
+    roundings = (4 if is_complex else 1) * (n - 1)
+    bound = 2 * _gamma(roundings, info) * given.abs().prod(0) + most * _underflow(info, roundings)
+    may_overflow = ~(most * (1 + _gamma(roundings, info)) * (2.0 if is_complex else 1.0) < info.max)
+    is_near = ((got - exact).abs() <= bound) | (given.isfinite().all(0) & ~exact.isfinite())
+    is_finite, has_inf = got.isfinite(), given.isinf().any(0)
+    right = torch.where(may_overflow, is_near | ~is_finite, is_near)
+    if is_complex:  # what infinities make of complex products differs between libraries: C's Annex G is optional
+        return torch.where(given.isfinite().all(0), right, ~is_finite)
+    may_vanish = least <= info.tiny * n
+    is_infinite = got == torch.where((given < 0).sum(0) % 2 == 1, -torch.inf, torch.inf)
+    right = torch.where(has_inf, is_infinite | (may_vanish & got.isnan()), right)
+    return torch.where(given.isnan().any(0) | (has_inf & (given == 0).any(0)), got.isnan(), right)
+
+
+def _is_extreme(result: torch.Tensor, inputs: torch.Tensor, kind: object) -> torch.Tensor:
+    given, got = inputs.double(), result.double()
+    want = given.amin(0) if kind == RedOpType.MIN else given.amax(0)
+    return torch.where(given.isnan().any(0), got.isnan(), got == want)

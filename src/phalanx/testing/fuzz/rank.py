@@ -1,0 +1,282 @@
+"""The rank's side: makes the groups, runs a program on phalanx, then has a judge say what it should have given.
+
+The two are apart, each in a call of its own, so that no judge keeps the ranks of a running program in step. The
+program runs several times with other delays between its calls; all results must have the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx._torch import version
+from phalanx.testing.fuzz.calls import CALLS, Call, Wanted
+from phalanx.testing.fuzz.compare import difference, reduced
+from phalanx.testing.fuzz.memory import taken
+from phalanx.testing.fuzz.program import GroupPlan, Program, Step
+
+_MOST_GROUPS = 24  # beside the world, for one program after the other
+_OF_GLOO = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8,
+    torch.bool,
+}  # fmt: skip
+_ALSO_ON_GLOO = {
+    "monitored_barrier", "functional_all_reduce", "functional_broadcast", "functional_all_gather",
+    "functional_reduce_scatter", "functional_all_to_all", "all_gather_object", "broadcast_object_list", "gather_object",
+    "scatter_object_list", "send_object_list", "messages", "batched_messages", "blocking_messages",
+}  # fmt: skip
+_ALIKE = ("all_reduce", "all_reduce_coalesced", "functional_all_reduce")  # their results are the same on all ranks
+
+
+class StepFailed(RuntimeError):
+    """A call of a program has raised; the message begins with the step."""
+
+
+@dataclass
+class Verdict:
+    """What one rank's results of a program are worth.
+
+    Attributes:
+        faults: Step and words of each result that is wrong.
+        judged: Number of results by who judged them.
+        of_judge: Words for each result about which the judge was wrong, as arithmetic says.
+        digests: Digest of the results of a step that must be the same on all ranks of its group, by step.
+    """
+
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    judged: dict[str, int] = field(default_factory=dict)
+    of_judge: list[str] = field(default_factory=list)
+    digests: dict[int, int] = field(default_factory=dict)
+
+
+class _Player:
+    """What this rank keeps from one program to the next: groups; and from a run to its judgement: results."""
+
+    def __init__(self) -> None:
+        self.limit = timedelta(0)
+        self.groups: dict[GroupPlan, Any] = {}
+        self.of_judge: dict[GroupPlan, Any] = {}
+        self.results: dict[int, list[Tensor]] = {}
+        self.faults: list[tuple[int, str]] = []
+
+
+_player = _Player()
+
+
+def start(rank: int, init_method: str, world_size: int, limit_s: float) -> None:
+    """Make the world's group."""
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")  # it is only moved here
+    warnings.filterwarnings("ignore", category=FutureWarning)  # names that newer torch prefers others to
+    _player.limit = limit = timedelta(seconds=limit_s)
+    dist.init_process_group("phalanx", init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
+
+
+def _group(plan: GroupPlan, made: dict[GroupPlan, Any], make: Callable[[GroupPlan], Any]) -> Any:
+    if plan not in made:
+        made[plan] = make(plan)
+    return made[plan]
+
+
+def _make(plan: GroupPlan) -> Any:
+    if plan.how == "world":
+        return dist.group.WORLD
+    if plan.how == "new":
+        return dist.new_group(list(plan.ranks), _player.limit, sort_ranks=False)
+    # torch counts the groups of each rank, so each rank gets one.
+    rest = [rank for rank in range(dist.get_world_size()) if rank not in plan.ranks]
+    if plan.how == "split":
+        halves = [half for half in (list(plan.ranks), rest) if half]
+        return dist.split_group(dist.group.WORLD, halves, timeout=_player.limit)
+    own = list(plan.ranks) if dist.get_rank() in plan.ranks else rest
+    return dist.new_group(own, _player.limit, use_local_synchronization=True)
+
+
+def _make_gloo(plan: GroupPlan) -> Any:
+    return dist.new_group(list(plan.ranks), 2 * _player.limit, backend="gloo", sort_ranks=False)
+
+
+def _forget_groups() -> None:
+    """Leave the groups of earlier programs, if there are many."""
+    if len(_player.groups) < _MOST_GROUPS:
+        return
+    for made in (_player.groups, _player.of_judge):
+        for plan, group in list(made.items()):
+            if plan.how == "world":
+                continue
+            del made[plan]
+            if dist.get_rank() in plan.ranks or (made is _player.groups and plan.how != "new"):
+                dist.destroy_process_group(group)
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+class _Running:
+    """One round of a program on this rank."""
+
+    def __init__(self, program: Program, round_: int, groups: list[Any]) -> None:
+        self._program, self._round, self._groups = program, round_, groups
+        self._rank = dist.get_rank()
+        self._draw = random.Random(f"{program.seed} {round_} {self._rank}")
+        self._pending: list[tuple[int, int, Call, list[Any], list[Tensor]]] = []
+        self.results: dict[int, list[Tensor]] = {}
+        self.faults: list[tuple[int, str]] = []
+
+    def run(self) -> None:
+        for number, step in enumerate(self._program.steps):
+            plan = self._program.groups[step.group]
+            if self._rank in plan.ranks:
+                self._delay()
+                self._begin(number, step, self._groups[step.group])
+            self._settle_due(number)
+        self._settle_due(None)
+
+    def _delay(self) -> None:
+        """Let this rank be late, or early, as others are."""
+        kind = self._draw.random()
+        if kind < 0.1:
+            time.sleep(self._draw.random() * 5e-4)
+        elif kind < 0.3:
+            end = time.perf_counter() + self._draw.random() * 1e-4
+            while time.perf_counter() < end:
+                pass
+
+    def _begin(self, number: int, step: Step, group: Any) -> None:
+        try:
+            call = step.call(group)
+            works, results = call.start()
+        except Exception as error:
+            raise StepFailed(f"step {number} ({step}) raised {type(error).__name__}: {error}") from error
+        due = number + step.lag if step.async_op else number
+        self._pending.append((due, number, call, works, results))
+
+    def _settle_due(self, now: int | None) -> None:
+        """Wait for the calls whose time has come, in any order."""
+        due = [one for one in self._pending if now is None or one[0] <= now]
+        self._draw.shuffle(due)
+        for one in due:
+            self._pending.remove(one)
+            self._settle(*one[1:])
+
+    def _settle(self, number: int, call: Call, works: list[Any], results: list[Tensor]) -> None:
+        step = self._program.steps[number]
+        try:
+            for work in works:
+                work.wait()
+        except Exception as error:
+            raise StepFailed(f"step {number} ({step}) raised {type(error).__name__}: {error}") from error
+        got = [taken(result) for result in results]
+        if wrong := call.room.give_up():
+            self.faults.append((number, wrong))
+        self.results[number] = got
+
+
+def perform(rank: int, program: Program) -> None:
+    """Run a program on phalanx, and keep the results.
+
+    Raises:
+        StepFailed: A call has raised.
+    """
+    _forget_groups()
+    groups = [_group(plan, _player.groups, _make) for plan in program.groups]
+    _player.faults = []
+    for round_ in range(program.num_rounds):
+        running = _Running(program, round_, groups)
+        running.run()
+        _player.faults += running.faults
+        if round_ == 0:
+            _player.results = running.results
+            continue
+        for number, results in running.results.items():
+            for got, first in zip(results, _player.results[number], strict=True):
+                if wrong := difference(got, first):
+                    _player.faults.append((number, f"another result than in the first round: {wrong}"))
+
+
+# ---- the judgement --------------------------------------------------------------------------------------------------
+
+
+def judge(rank: int, program: Program, against: str) -> Verdict:
+    """Say what the results of the last program are worth."""
+    verdict = Verdict(faults=list(_player.faults))
+    groups = [_group(plan, _player.of_judge, _make_gloo) for plan in program.groups] if against == "gloo" else []
+    for number, step in enumerate(program.steps):
+        plan = program.groups[step.group]
+        if rank not in plan.ranks:
+            continue
+        own = step.call(_player.groups[plan])
+        theirs = _on_gloo(step, own.on(groups[step.group])) if groups else None
+        by = "arithmetic" if theirs is None else against
+        wanted = own.wanted()
+        results = _player.results[number]
+        assert len(wanted) == len(results), f"step {number} ({step}) has {len(results)} results, not {len(wanted)}"
+        for i, (got, want) in enumerate(zip(results, wanted, strict=True)):
+            _compare(verdict, number, step, got, want, None if theirs is None else theirs[i])
+            verdict.judged[by] = verdict.judged.get(by, 0) + 1
+        if step.name in _ALIKE:
+            verdict.digests[number] = _digest(results)
+    return verdict
+
+
+def _compare(verdict: Verdict, number: int, step: Step, got: Tensor, want: Wanted, theirs: Tensor | None) -> None:
+    if theirs is None:
+        if wrong := _against(got, want, _right(want, step), step):
+            verdict.faults.append((number, wrong))
+        return
+    if theirs.dtype != got.dtype:  # moved as bytes
+        theirs = theirs.view(got.dtype)
+    theirs = theirs.reshape(got.shape)
+    if wrong := _against(got, want, theirs, step):
+        if _against(got, want, _right(want, step), step):
+            verdict.faults.append((number, wrong))
+        else:
+            verdict.of_judge.append(f"{step}: {wrong}")
+
+
+def _right(want: Wanted, step: Step) -> Tensor:
+    return want.moved if want.moved is not None else reduced(want.parts, step.reduce_op, step.factor)
+
+
+def _against(got: Tensor, want: Wanted, right: Tensor, step: Step) -> str:
+    if right.dtype is torch.bool:  # Gloo leaves sums of bytes in it
+        right = right.view(torch.uint8) != 0
+    return difference(got, right, want.parts, step.reduce_op, step.factor)
+
+
+def _on_gloo(step: Step, call: Call) -> list[Tensor] | None:
+    """Run a call on contiguous copies with Gloo; None if it can't."""
+    is_own = step.name in CALLS or step.name in _ALSO_ON_GLOO
+    if not is_own:
+        return None
+    call = replace(call, async_op=False, in_place=False)
+    if step.is_reduction:
+        has_op = step.reduce_op not in ("PREMUL_SUM", "AVG") or (step.reduce_op == "AVG" and version() >= (2, 15))
+        is_ordered = step.reduce_op in ("MIN", "MAX") and step.values == "rare"  # of NaN it takes any
+        is_whole = not (call.dtype.is_floating_point or call.dtype.is_complex)
+        if not has_op or is_ordered or (is_whole and step.reduce_op == "AVG"):
+            return None
+        return call.run() if call.dtype in _OF_GLOO or call.dtype.is_complex else None
+    if call.dtype not in _OF_GLOO and step.name in CALLS:
+        size = call.dtype.itemsize
+        call = replace(call, dtype=torch.uint8, shape=(*call.shape[:-1], call.shape[-1] * size))
+    elif call.dtype not in _OF_GLOO and "message" not in step.name and "object" not in step.name:
+        return None
+    return call.run()
+
+
+def _digest(results: list[Tensor]) -> int:
+    crc = 0
+    for result in results:
+        crc = zlib.crc32(ctypes.string_at(result.data_ptr(), result.nbytes), crc)
+    return crc

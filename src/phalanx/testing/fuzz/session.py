@@ -1,0 +1,119 @@
+"""The ranks of one place, which run one program after another; and the verdict on each."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from phalanx.failure.ending import RankError
+from phalanx.testing.fuzz import rank
+from phalanx.testing.fuzz.program import GroupPlan, Program
+from phalanx.testing.kept import KeptRanks
+
+_START_S = 120.0  # for a group to meet on a busy machine
+
+
+@dataclass
+class Outcome:
+    """What became of a program.
+
+    Attributes:
+        fault: First thing that is wrong, in words; empty: nothing is.
+        step: Index of the step in which it is; None: the ranks ended without saying.
+        judged: Number of results by who judged them.
+        of_judge: What the judge got wrong.
+    """
+
+    fault: str = ""
+    step: int | None = None
+    judged: Counter[str] = field(default_factory=Counter)
+    of_judge: list[str] = field(default_factory=list)
+
+
+class Session:
+    """Ranks in one place. They end with the first program that makes one of them raise, die or hang.
+
+    Args:
+        place: Program whose number of ranks, hosts and settings count.
+        against: Judge, see `command`.
+        limit_s: Seconds that a program may take; the groups' timeout is half of that.
+    """
+
+    def __init__(self, place: Program, against: str, limit_s: float) -> None:
+        self.place, self._against, self._limit_s = place, against, limit_s
+        self._stack = contextlib.ExitStack()
+        self.has_ended = False
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-fuzz-"))
+        self._ranks = KeptRanks(place.world_size, place.hosts, place.environ)
+        self._stack.callback(self._ranks.close)
+        try:
+            init_method = f"file://{folder}/rendezvous"
+            self._ranks.call(rank.start, init_method, place.world_size, limit_s / 2, timeout_s=_START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def fits(self, program: Program) -> bool:
+        """Whether a program can run here."""
+        own = self.place.world_size, self.place.hosts, self.place.environ
+        return not self.has_ended and own == (program.world_size, program.hosts, program.environ)
+
+    def run(self, program: Program) -> Outcome:
+        """Run a program on phalanx, and have it judged."""
+        try:
+            self._ranks.call(rank.perform, program, timeout_s=self._limit_s)
+        except RankError as error:
+            return self._ended(str(error))
+        try:
+            verdicts = self._ranks.call(rank.judge, program, self._against, timeout_s=2 * self._limit_s)
+        except RankError as error:
+            return self._ended(f"while the results were compared with those of {self._against}: {error}")
+        outcome = Outcome()
+        for number, verdict in enumerate(verdicts):
+            outcome.judged.update(verdict.judged)
+            outcome.of_judge += verdict.of_judge
+            for step, words in verdict.faults:
+                if outcome.step is None or step < outcome.step:
+                    outcome.step, outcome.fault = step, f"rank {number}: {words}"
+        digests = [verdict.digests for verdict in verdicts]
+        for step in range(len(program.steps)):
+            if len({one[step] for one in digests if step in one}) > 1 and not outcome.fault:
+                outcome.step, outcome.fault = step, "the ranks have different bits"
+        return outcome
+
+    def _ended(self, words: str) -> Outcome:
+        self.has_ended = True
+        return Outcome(fault=words)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.has_ended = True
+        self._stack.close()
+
+
+def joined(programs: list[Program]) -> Program:
+    """Return programs of one place, one after the other, as one."""
+    groups: list[GroupPlan] = []
+    steps = []
+    for program in programs:
+        for plan in program.groups:
+            if plan not in groups:
+                groups.append(plan)
+        steps += [replace(step, group=groups.index(program.groups[step.group])) for step in program.steps]
+    return replace(programs[-1], groups=tuple(groups), steps=tuple(steps))
+
+
+def replay(program: Program, against: str, limit_s: float = 20.0, num_times: int = 20) -> int:
+    """Run a program again and again until it fails; print the fault, and return the exit code."""
+    for _ in range(num_times):
+        with contextlib.closing(Session(program, against, limit_s)) as session:
+            outcome = session.run(program)
+        if outcome.fault:
+            where = "" if outcome.step is None else f"step {outcome.step}, {program.steps[outcome.step]}: "
+            print(f"{where}{outcome.fault}")
+            return 1
+    print(f"no fault in {num_times} runs", file=sys.stderr)
+    return 0
