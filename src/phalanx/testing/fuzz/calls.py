@@ -663,6 +663,31 @@ def blocking_messages(call: Call, how: dict[str, Any]) -> Started:
     return [], results
 
 
+def _flood_size(call: Call) -> int:
+    return 140 + call.seed % 200
+
+
+@_kind(
+    lambda call: (
+        [Wanted(call.of_rank(call.root, i, (i % 11,))) for i in range(_flood_size(call))]
+        if call.size > 1 and call.rank == (call.root + 1) % call.size
+        else []
+    ),
+    MORE_CALLS,
+)
+def flood(call: Call, how: dict[str, Any]) -> Started:
+    """More small messages than the rings between two ranks can hold, before the first of them is received."""
+    to, works, results = (call.root + 1) % call.size, [], []
+    numbers = range(_flood_size(call)) if call.size > 1 else ()
+    for i in numbers if call.rank == call.root else ():
+        works.append(dist.isend(call.input(i, (i % 11,)), call.peer(to), group=call.group, tag=7))
+    dist.barrier(call.group)
+    for i in numbers if call.rank == to else ():
+        results.append(call.room.target((i % 11,), call.dtype))
+        works.append(dist.irecv(results[-1], call.peer(call.root), group=call.group, tag=7))
+    return works, results
+
+
 @_kind(lambda call: _objects(_things(call)) if call.rank == 1 else [], MORE_CALLS)
 def send_object_list(call: Call, how: dict[str, Any]) -> Started:
     got: list[Any] = [None] * call.size

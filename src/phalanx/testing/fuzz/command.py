@@ -19,7 +19,7 @@ from phalanx.testing.fuzz.shrink import shrink, write_script
 
 JUDGES = ("gloo", "arithmetic")
 _RIGHT = "python -m phalanx.testing.fuzz --against gloo --seconds 60 --ranks 4 --hosts 2"
-_PROGRAMS_OF_SESSION = 40  # new ranks then, in another place
+_PROGRAMS_OF_SESSION = 10  # new ranks then, in another place
 _MOST_RANKS = 64
 _SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)  # of worlds, where none is asked for
 

@@ -129,7 +129,7 @@ def _mean(values: list[Tensor], *, is_unsigned: bool) -> Tensor:
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the elements as rows of bytes; of bool and of integers of one byte, as rows of one."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).reshape(tensor.numel(), -1)
+    return plain.reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.itemsize)
 
 
 def _words(differs: Tensor, got: Tensor, want: Tensor) -> str:

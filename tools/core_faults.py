@@ -1,0 +1,290 @@
+"""Faults of the C++ core, each planted alone, and whether the fuzzer finds it: ``python tools/faults.py core``.
+
+The core is built once in ``build/faults/core`` from a copy of the sources. A fault changes one file of the copy, so
+only what includes it is compiled again, and the built extension takes the place of the installed one through
+``tests/core/sanitized``. Nothing of this is in the sources that ship.
+
+A fault counts as found when the fuzzer ends with 1. ``found after`` is the time from the first program on: what starts
+the ranks and cuts the program down comes on top.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nanobind
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+KEPT = REPOSITORY / "build" / "faults" / "core"
+_BUILD_S = 900.0
+_RUN_S = 300.0  # for a run of the fuzzer with its start
+
+
+@dataclass(frozen=True)
+class CoreFault:
+    """A change of one place in the core.
+
+    Attributes:
+        name: What goes wrong then.
+        path: File below ``csrc``.
+        before: Text that the file has once.
+        after: Text in its place.
+    """
+
+    name: str
+    path: str
+    before: str
+    after: str
+
+
+FAULTS = (
+    CoreFault(
+        "all_reduce of three and more: the last rank's share of a chunk lacks its last element",
+        "collectives/all_reduce.cpp",
+        "return {first, std::min(share, m - first)};",
+        "return {first, std::min(share, m - first) - (r + 1 == size_ && m > first ? 1 : 0)};",
+    ),
+    CoreFault(
+        "all_reduce: shares are collected before they are reduced",
+        "collectives/all_reduce.cpp",
+        "group_.await_all(wait, &Progress::consumed, base_ + c);",
+        "group_.await_all(wait, &Progress::consumed, base_ + c - 1);",
+    ),
+    CoreFault(
+        "chunks: the last chunk is staged without its last element",
+        "collectives/exchange.h",
+        "stage(slot(control_.rank(), (base + c) % kRing), c * most, length(c));",
+        "stage(slot(control_.rank(), (base + c) % kRing), c * most,\n"
+        "          length(c) - (c + 1 == num_chunks && num_chunks > 1 ? blocks.item_bytes : 0));",
+    ),
+    CoreFault(
+        "chunks: a slot is staged again before its last readers are done",
+        "collectives/exchange.h",
+        "if (c >= kRing) await_all(",
+        "if (false) await_all(",
+    ),
+    CoreFault(
+        "blocks: the offset of rank 3's block is that of rank 1's",
+        "collectives/exchange.h",
+        "static_cast<std::size_t>(to < from ? to : to - 1);",
+        "static_cast<std::size_t>(to < from ? to : to == 3 ? 1 : to - 1);",
+    ),
+    CoreFault(
+        "stages: a rank that is one collective ahead overwrites what its peers still read",
+        "collectives/arrival.cpp",
+        "? control_.line(r, seq_).payload : control_.stage(r, seq_);",
+        "? control_.line(r, seq_).payload : control_.stage(r, 0);",
+    ),
+    CoreFault(
+        "lines: small data lies in the line of the collective before",
+        "collectives/arrival.cpp",
+        "? control_.line(r, seq_).payload : control_.stage(r, seq_);",
+        "? control_.line(r, 0).payload : control_.stage(r, seq_);",
+    ),
+    CoreFault(
+        "direct reads: a rank returns while its peers still read its memory",
+        "collectives/move.cpp",
+        "  await_all(wait, &Progress::consumed, chunks_);\n",
+        "",
+    ),
+    CoreFault(
+        "large moves: a rank's own block is not copied",
+        "collectives/move.cpp",
+        "collect_takes(area_of, blocks.num, lo, len); });\n  take_own();\n}",
+        "collect_takes(area_of, blocks.num, lo, len); });\n}",
+    ),
+    CoreFault(
+        "reduce: rank 0 counts as the root",
+        "collectives/collectives.cpp",
+        "sources_[r] = r == root ? at(in, lo) : area_of(r);",
+        "sources_[r] = r == 0 ? at(in, lo) : area_of(r);",
+    ),
+    CoreFault(
+        "reduce_scatter of uneven lists: as many chunks as rank 0's block needs",
+        "collectives/collectives.cpp",
+        "exchange_chunks(wait, Flow::kEverybody, {num_peers, largest(counts) * item, item}, stage, consume);",
+        "exchange_chunks(wait, Flow::kEverybody, {num_peers, counts[0] * item, item}, stage, consume);",
+    ),
+    CoreFault(
+        "all_to_all with splits: as many chunks as the largest block to a later rank needs",
+        "collectives/arrival.cpp",
+        "if (from != to) most = std::max(most, sent);",
+        "if (from < to) most = std::max(most, sent);",
+    ),
+    CoreFault(
+        "int16 is reduced as uint16",
+        "collectives/reduce_kernels.cpp",
+        "return integer<short>(op);",
+        "return integer<u16>(op);",
+    ),
+    CoreFault(
+        "float16: the last of an odd number of elements is not loaded",
+        "collectives/reduce_kernels.cpp",
+        "  for (; i < m; ++i) acc[i] = widen(src[i]);",
+        "  for (; i + 1 < m; ++i) acc[i] = widen(src[i]);",
+    ),
+    CoreFault(
+        "reductions of three and more: the last element of each full block of 1024 is not stored",
+        "collectives/reduce_kernels.cpp",
+        "  store_block(dst + at, acc, m, finish);",
+        "  store_block(dst + at, acc, m - (m == kBlock ? 1 : 0), finish);",
+    ),
+    CoreFault(
+        "MIN loses a NaN that comes first",
+        "collectives/reduce_kernels.cpp",
+        "return (a < b || a != a) ? a : b;",
+        "return a < b ? a : b;",
+    ),
+    CoreFault(
+        "AVG of complex numbers divides the real part alone",
+        "collectives/reduce_kernels.cpp",
+        "return {step(x.re), step(x.im)};",
+        "return {step(x.re), x.im};",
+    ),
+    CoreFault(
+        "misaligned tensors: each block of 1024 goes to the place of the first",
+        "collectives/reduce.cpp",
+        "std::memcpy(static_cast<std::byte*>(dst) + at * element.bytes, base, m * element.bytes);",
+        "std::memcpy(static_cast<std::byte*>(dst), base, m * element.bytes);",
+    ),
+    CoreFault(
+        "asynchronous calls: a blocking one overtakes those that wait",
+        "collectives/worker.h",
+        "if (idle() && turn_.try_take()) {",
+        "if (turn_.try_take()) {",
+    ),
+    CoreFault(
+        "messages: a fragment is announced before its data is there",
+        "p2p/p2p_rings.cpp",
+        "    const std::byte* from = request->data_ + request->moved_;\n",
+        "    const std::byte* from = request->data_ + request->moved_;\n"
+        "    record.number.store(out.num_sent + 1, std::memory_order_release);\n",
+    ),
+    CoreFault(
+        "messages: the ring of records counts as full one record late",
+        "p2p/p2p_rings.cpp",
+        "out.num_sent - out.num_taken < Channel::kRecords",
+        "out.num_sent - out.num_taken <= Channel::kRecords",
+    ),
+    CoreFault(
+        "messages: the ring of bytes counts as twice as large",
+        "p2p/p2p_rings.cpp",
+        "end - out.bytes_taken <= kChannelBytes;",
+        "end - out.bytes_taken <= 2 * kChannelBytes;",
+    ),
+    CoreFault(
+        "messages: what wraps around the end of the ring is lost",
+        "p2p/p2p_rings.cpp",
+        "  if (bytes > first) std::memcpy(channel.ring, from + first, bytes - first);\n",
+        "",
+    ),
+    CoreFault(
+        "messages: of those that wait with one tag, the newest is received first",
+        "p2p/p2p_rings.cpp",
+        "message = found->second.front();\n  found->second.pop_front();",
+        "message = found->second.back();\n  found->second.pop_back();",
+    ),
+)
+
+
+class Core:
+    """The copy of the sources, and its build."""
+
+    def __init__(self) -> None:
+        self._sources, self._build = KEPT / "sources", KEPT / "build"
+        self._sources.mkdir(parents=True, exist_ok=True)
+        for path in [REPOSITORY / "CMakeLists.txt", *REPOSITORY.glob("csrc/*/*")]:
+            copy = self._sources / path.relative_to(REPOSITORY)
+            if path.is_file() and (not copy.exists() or copy.read_bytes() != path.read_bytes()):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+
+    def build(self) -> Path:
+        """Compile what has changed; return the extension."""
+        folder = Path(sys.executable).parent
+        cmake = shutil.which("cmake", path=os.pathsep.join([str(folder), os.environ.get("PATH", "")]))
+        assert cmake is not None, "cmake is missing; pip install -r requirements-dev.txt"
+        if not (self._build / "build.ninja").exists():
+            configure = [cmake, "-S", str(self._sources), "-B", str(self._build), "-G", "Ninja"]
+            configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
+            _call([*configure, "-DCMAKE_BUILD_TYPE=Release"])
+        _call([cmake, "--build", str(self._build), "--target", "_core"])
+        (core,) = self._build.glob("_core*.so")
+        return core
+
+    def plant(self, fault: CoreFault) -> None:
+        """Put a fault into the copy."""
+        text = (REPOSITORY / "csrc" / fault.path).read_text()
+        assert text.count(fault.before) == 1, (
+            f"{fault.name}: {fault.path} has its text {text.count(fault.before)} times"
+        )
+        (self._sources / "csrc" / fault.path).write_text(text.replace(fault.before, fault.after))
+
+    def mend(self, fault: CoreFault) -> None:
+        """Take a fault out of the copy."""
+        (self._sources / "csrc" / fault.path).write_text((REPOSITORY / "csrc" / fault.path).read_text())
+
+
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_S, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def fuzz(core: Path, seconds: float, seed: int, flags: Sequence[str] = ()) -> tuple[int, str]:
+    """Run the fuzzer on a core; return its exit code and what it has printed."""
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY / "tests" / "core" / "sanitized"),
+        "SANITIZED_CORE": str(core),
+    }
+    command = [sys.executable, "-m", "phalanx.testing.fuzz", "--seconds", str(seconds), "--seed", str(seed)]
+    command += ["--out", str(KEPT), *flags]
+    done = subprocess.run(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_RUN_S, check=False
+    )
+    return done.returncode, done.stdout
+
+
+def find(faults: Sequence[CoreFault], seconds: float, seed: int, flags: Sequence[str] = ()) -> list[str]:
+    """Plant each fault alone, fuzz, and print a row of a table for it; return the names of those not found."""
+    core, missed = Core(), []
+    code, output = fuzz(core.build(), min(seconds, 20.0), seed, flags)
+    assert code == 0, f"without a fault the fuzzer ended with {code}: {output}"
+    print("| Fault | Found after | By |\n|---|---|---|", flush=True)
+    for number, fault in enumerate(faults):
+        core.plant(fault)
+        try:
+            built = core.build()
+            began_s = time.monotonic()
+            code, output = fuzz(built, seconds, seed, [*flags, "--shrink", "0"])
+        except subprocess.TimeoutExpired:
+            code, output = -1, f"not over after {time.monotonic() - began_s:.0f} s"
+        finally:
+            core.mend(fault)
+        (KEPT / f"{number}.log").write_text(output)
+        after = re.search(r"a fault after ([\d.]+) s", output)
+        by = re.search(r"^program \d+ of seed \d+, (.*)", output, re.MULTILINE)
+        if code != 1 or after is None:
+            missed.append(fault.name)
+        found = f"{float(after[1]):.1f} s" if code == 1 and after else f"no, exit code {code}"
+        print(f"| {fault.name} | {found} | {_brief(by[1]) if by else ''} |", flush=True)
+    print(f"{len(faults) - len(missed)} of {len(faults)} found")
+    return missed
+
+
+def _brief(words: str) -> str:
+    step = re.search(r"step \d+[,:]? \(?(\w+)(?: of \S+ (\S+))?", words)
+    what = "a wrong result" if "differ" in words else "an error" if "raised" in words else "a hang or a death"
+    if "written beside" in words or "changed its input" in words:
+        what = "memory that it must not touch"
+    if "first round" in words:
+        what = "two rounds that differ"
+    return f"{what} of {step[1]}" if step else what
