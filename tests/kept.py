@@ -8,9 +8,8 @@ ranks of its own gets fresh ones: failures that are meant, processes with anothe
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import os
-import pickle
 import sys
 import tempfile
 import types
@@ -19,17 +18,13 @@ from typing import Any
 
 import torch
 
-from phalanx import RankError, _env
-from phalanx.failure.report import first_true_failure
-from phalanx.launch.spawn.worker import Function, dumps
-from phalanx.testing import Ranks, await_release, reached, run_ranks, spawn_ranks
+from phalanx import _env
+from phalanx.launch.spawn.worker import Function
+from phalanx.testing import run_ranks
+from phalanx.testing.kept import KeptRanks as OnlyKept
 from phalanx.testing.rank import Group, run_in_group
 
-_NEVER_S = 1e6  # a rank waits for its next call until the module ends
-_MAX_ROWS = 400  # of a failure, as of fresh ranks
 _END_S = 60.0
-_AFTER_HANG_S = 1.0  # for those that have done their part, and end as soon as they are told
-
 
 _PATCHED = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.futures", "threading")  # beside ours
 
@@ -72,18 +67,19 @@ class KeptRanks:
         with tempfile.TemporaryDirectory(prefix="phalanx-group-") as folder:
             group = Group(backend, "file", group_timeout_s, folder, world_size)
             try:
-                return kept.call(dumps((group, Function.of(fn), kwargs or {}, args)), timeout_s)
+                call = (group, Function.of(fn), kwargs or {}, args)
+                return kept.ranks.call(_run_as_fresh, *call, timeout_s=timeout_s)
             except BaseException:
-                self._groups.pop(key).close()
+                self._groups.pop(key).ranks.close()
                 raise
 
     def close(self) -> None:
         """End the ranks; those that can't end as ranks do fail the module's last test."""
         with contextlib.ExitStack() as stack:
             for kept in self._groups.values():
-                stack.callback(kept.close)
+                stack.callback(kept.ranks.close)
             for kept in self._groups.values():
-                kept.end()
+                kept.ranks.end(_END_S)
         self._groups.clear()
 
 
@@ -96,36 +92,8 @@ class _Kept:
 
     def __init__(self, world_size: int, hosts: Sequence[int], holdings: Callable[[], dict[str, set[str]]]) -> None:
         before = holdings()
-        self._stack = contextlib.ExitStack()
-        self._ranks: Ranks = self._stack.enter_context(spawn_ranks(_serve, world_size, init=False, hosts=hosts))
-        self._num_calls = itertools.count()
+        self.ranks = OnlyKept(world_size, hosts)
         self.holds = {kind: names - before[kind] for kind, names in holdings().items()}
-
-    def call(self, task: bytes, timeout_s: float) -> list[Any]:
-        __tracebackhide__ = True
-        point = f"call {next(self._num_calls)}"
-        self._ranks.release(point, task)
-        try:
-            return self._ranks.wait_until_reached(point, timeout_s=timeout_s)
-        except RankError as error:
-            late = error
-        self._tell_to_end()
-        outcomes = self._ranks.join(_AFTER_HANG_S if late.exitcode is None else timeout_s, stop_at_failure=True)
-        if all(outcome.ok for outcome in outcomes):  # it came to its end after the limit
-            raise late
-        raise first_true_failure(outcomes, timeout_s, max_rows=_MAX_ROWS)
-
-    def _tell_to_end(self) -> None:
-        self._ranks.release(f"call {next(self._num_calls)}", None)
-
-    def end(self) -> None:
-        self._tell_to_end()
-        outcomes = self._ranks.join(_END_S, stop_at_failure=True)
-        if not all(outcome.ok for outcome in outcomes):
-            raise first_true_failure(outcomes, _END_S, max_rows=_MAX_ROWS)
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 def _surroundings() -> tuple[Any, ...]:
@@ -154,20 +122,18 @@ def _patched() -> list[str]:
     return found
 
 
-def _serve(rank: int, world_size: int) -> None:
-    drawn, environ = torch.get_rng_state(), _env.environment()
-    for number in itertools.count():
-        task = await_release(f"call {number}", _NEVER_S)
-        if task is None:
-            return
-        group, function, kwargs, args = pickle.loads(task)
-        torch.set_rng_state(drawn)
-        value = run_in_group(rank, group, function, kwargs, *args)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if _env.environment() != environ:
-            _env.replace_all(environ)
-        if patched := _patched():
-            raise AssertionError(f"{', '.join(patched)}: left replaced by a test's own; run it with run_fresh_ranks")
-        reached(f"call {number}", value)
-        del group, function, kwargs, args, value
+@functools.cache
+def _fresh() -> tuple[torch.Tensor, dict[str, str]]:
+    """Return the random state and the environment of a rank before its first call."""
+    return torch.get_rng_state(), _env.environment()
+
+
+def _run_as_fresh(rank: int, group: Group, function: Function, kwargs: dict[str, Any], args: tuple[Any, ...]) -> Any:
+    drawn, environ = _fresh()
+    torch.set_rng_state(drawn)
+    value = run_in_group(rank, group, function, kwargs, *args)
+    if _env.environment() != environ:
+        _env.replace_all(environ)
+    if patched := _patched():
+        raise AssertionError(f"{', '.join(patched)}: left replaced by a test's own; run it with run_fresh_ranks")
+    return value

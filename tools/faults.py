@@ -4,7 +4,9 @@
 two hours of a core. ``plant`` changes a random line, in this checkout, and runs the files that reach it until one
 fails; a fault that none finds shows where a test is missing. ``plant --likely 6`` needs no map: it runs the six files
 that are most about the changed one, by their imports and their names. ``total`` prints the coverage that ``map`` has
-found. ``core`` plants the faults of `core_faults` and tells which of them the fuzzer finds. What they keep is in ``build/faults``. coverage must be installed beside the packages of the tests.
+found. ``core`` plants the faults of `core_faults` and tells which of them the fuzzer finds.
+
+What they keep is in ``build/faults``. coverage must be installed beside the packages of the tests.
 """
 
 from __future__ import annotations

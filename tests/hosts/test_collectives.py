@@ -39,7 +39,6 @@ from tests.backend.test_dtypes import (
 from tests.backend.test_groups import split_groups, use_a_reversed_group, use_every_subset
 from tests.backend.test_objects import move_objects, pass_monitored_barrier
 from tests.backend.test_overlaps import overlap_lists, overlap_wholes
-from tests.backend.test_random_plans import follow_plan
 from tests.backend.test_shapes import move_leaves, move_nothing
 from tests.backend.test_uneven_lists import run_all as move_uneven_lists
 from tests.hosts._layouts import LAYOUTS, interleaved, layout_name
@@ -373,8 +372,3 @@ def test_groups_lie_within_a_host_and_across(run_ranks, hosts):
 def test_ranks_meet_by_every_method(run_ranks, init_method):
     results = run_ranks(keep_the_order, 3, hosts=[2, 1], init_method=init_method)
     assert results == [results[0]] * 3
-
-
-@pytest.mark.parametrize(("plan", "hosts"), [(1, [1, 1]), (2, [2, 2]), (3, [2, 1]), (4, [1, 1, 1]), (5, [1, 2, 1])])
-def test_random_plans_give_what_gloo_gives(run_ranks, plan, hosts):
-    assert sum(run_ranks(follow_plan, sum(hosts), plan, 60, hosts=hosts)) > 15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -86,7 +87,8 @@ class Session:
 
     def _ended(self, words: str) -> Outcome:
         self.has_ended = True
-        return Outcome(fault=words)
+        step = re.search(r"StepFailed: step (\d+) ", words)
+        return Outcome(words, int(step[1]) if step else None)
 
     def close(self) -> None:
         """End the ranks."""

@@ -81,6 +81,9 @@ class Shrinker:
 
     def shrunk(self, program: Program) -> Program:
         """Return the smallest program that was found to fail."""
+        if (step := self.outcome.step) is not None:
+            alone = program.with_steps(program.steps[step : step + 1])
+            program = alone if self._fails(alone) else program
         program = self._fewer_steps(program)
         program = self._first_that_fails(program, _smaller_places)
         program = self._fewer_steps(program)
@@ -103,7 +106,7 @@ class Shrinker:
             at = 0
             while at < len(program.steps):
                 rest = program.with_steps(program.steps[:at] + program.steps[at + size :])
-                if rest.steps and self._fails(rest):
+                if rest.steps and len(rest.steps) < len(program.steps) and self._fails(rest):
                     program = rest
                 else:
                     at += size
