@@ -48,7 +48,7 @@ class KeptRanks:
         self._ranks.release(point, dumps((Function.of(fn), args)))
         try:
             results = self._ranks.wait_until_reached(point, timeout_s=timeout_s)
-            self._ranks.forget(point)
+            self._ranks._forget(point)
             return results
         except RankError as error:
             late = error

@@ -194,7 +194,7 @@ class Ranks:
         for rank in range(len(self)) if ranks is None else ranks:
             self._workers.handles[rank].send(("release", point, payload))
 
-    def forget(self, point: str) -> None:
+    def _forget(self, point: str) -> None:
         """Let go of what ranks have sent with ``reached(point, payload)``."""
         for handle in self._workers.handles:
             handle.points.pop(point, None)

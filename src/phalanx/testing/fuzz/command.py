@@ -13,11 +13,13 @@ from collections.abc import Sequence
 
 from phalanx._command_line import Parser, UsageError, exit_code_of, whole_number
 from phalanx._errors import require_linux
+from phalanx._text import complain
+from phalanx.testing.fuzz import mpi
 from phalanx.testing.fuzz.program import Program, draw_place, draw_program
 from phalanx.testing.fuzz.session import Outcome, Session, joined
 from phalanx.testing.fuzz.shrink import shrink, write_script
 
-JUDGES = ("gloo", "arithmetic")
+JUDGES = ("gloo", "mpi", "arithmetic")
 _RIGHT = "python -m phalanx.testing.fuzz --against gloo --seconds 60 --ranks 4 --hosts 2"
 _PROGRAMS_OF_SESSION = 10  # new ranks then, in another place
 _MOST_RANKS = 64
@@ -39,7 +41,11 @@ def _command(args: list[str]) -> int:
     require_linux("the fuzzer", "run it on Linux")
     import torch._dynamo  # noqa: F401 functional collectives need it: ranks are then forked with it
 
-    return Fuzzer(given).run()
+    try:
+        return Fuzzer(given).run()
+    except mpi.NoJudge as error:
+        complain(f"{parser.prog}: {error}")
+        return 2
 
 
 def make_parser() -> Parser:
@@ -96,6 +102,8 @@ def _check(given: argparse.Namespace) -> None:
         )
     if given.steps < 1:
         raise UsageError(f"--steps must be at least 1, got {given.steps}")
+    if given.against == "mpi" and (missing := mpi.why_not()):
+        raise UsageError(f"--against mpi: {missing}", None)
     if given.limit <= 0:
         raise UsageError("--limit must be more than 0")
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx._torch import version
+from phalanx.testing.fuzz import mpi
 from phalanx.testing.fuzz.calls import CALLS, Call, Wanted
 from phalanx.testing.fuzz.compare import difference, reduced
 from phalanx.testing.fuzz.memory import taken
@@ -207,17 +208,21 @@ def perform(rank: int, program: Program) -> None:
 # ---- the judgement --------------------------------------------------------------------------------------------------
 
 
-def judge(rank: int, program: Program, against: str) -> Verdict:
-    """Say what the results of the last program are worth."""
+def judge(rank: int, program: Program, against: str, folder: str = "") -> Verdict:
+    """Say what the results of the last program are worth; `folder` has those of MPI."""
     verdict = Verdict(faults=list(_player.faults))
     groups = [_group(plan, _player.of_judge, _make_gloo) for plan in program.groups] if against == "gloo" else []
+    of_mpi = mpi.results_of(folder, rank) if folder else {}
     for number, step in enumerate(program.steps):
         plan = program.groups[step.group]
         if rank not in plan.ranks:
             continue
         own = step.call(_player.groups[plan])
-        theirs = _on_gloo(step, own.on(groups[step.group])) if groups else None
         results = _player.results[number]
+        theirs = _on_gloo(step, own.on(groups[step.group])) if groups else of_mpi.get(number)
+        if theirs is not None:
+            assert len(theirs) == len(results), f"{step}: {against} has {len(theirs)} results, not {len(results)}"
+            theirs = list(map(_as_ours, results, theirs))
         for wrong in _differences(verdict, step, own, results, theirs):
             verdict.faults.append((number, wrong))
         by = "arithmetic" if theirs is None else against
@@ -232,7 +237,7 @@ def _differences(
 ) -> Iterator[str]:
     """Yield words for each result that is wrong; of those that the judge has wrong, tell `verdict`."""
     is_rounded = step.is_reduction and (call.dtype.is_floating_point or call.dtype.is_complex)
-    if theirs is not None and not is_rounded and not any(map(_differ, results, theirs)):
+    if theirs is not None and not is_rounded and not any(map(difference, results, theirs)):
         return  # what all ranks bring need not be drawn
     wanted = call.wanted()
     assert len(wanted) == len(results), f"{step} has {len(results)} results, not {len(wanted)}"
@@ -241,21 +246,24 @@ def _differences(
         if theirs is None:
             others = own
         elif is_rounded:  # both must lie within what any order of the ranks gives
-            others = own or (_against(theirs[i], want, _right(want, step), step) and "Gloo's lies outside of the bound")
+            others = own or (
+                _against(theirs[i], want, _right(want, step), step) and "its result lies outside of the bound"
+            )
         else:
-            others = _differ(got, theirs[i])
+            others = difference(got, theirs[i])
         if own:
             yield own
         elif others:
             verdict.of_judge.append(f"{step}: {others}")
 
 
-def _differ(got: Tensor, theirs: Tensor) -> str:
-    if theirs.dtype != got.dtype:  # moved as bytes
+def _as_ours(got: Tensor, theirs: Tensor) -> Tensor:
+    """Return a judge's result in the dtype and shape of ours: it may have moved bytes, or left sums in a bool."""
+    if theirs.dtype != got.dtype:
         theirs = theirs.view(got.dtype)
-    if theirs.dtype is torch.bool:  # Gloo leaves sums of bytes in it
+    if theirs.dtype is torch.bool:
         theirs = theirs.view(torch.uint8) != 0
-    return difference(got, theirs.reshape(got.shape))
+    return theirs.reshape(got.shape)
 
 
 def _right(want: Wanted, step: Step) -> Tensor:

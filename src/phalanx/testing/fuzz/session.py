@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from phalanx.failure.ending import RankError
 from phalanx.testing.fuzz import rank
+from phalanx.testing.fuzz.mpi import MpiRanks
 from phalanx.testing.fuzz.program import GroupPlan, Program
 from phalanx.testing.kept import KeptRanks
 
@@ -52,6 +53,9 @@ class Session:
         self._stack.callback(self._ranks.close)
         try:
             init_method = f"file://{folder}/rendezvous"
+            self._mpi = MpiRanks(place.world_size) if against == "mpi" else None
+            if self._mpi is not None:
+                self._stack.callback(self._mpi.close)
             self._ranks.call(rank.start, init_method, place.world_size, limit_s / 2, timeout_s=_START_S)
         except BaseException:
             self.close()
@@ -69,8 +73,11 @@ class Session:
         except RankError as error:
             return self._ended(str(error))
         try:
-            verdicts = self._ranks.call(rank.judge, program, self._against, timeout_s=2 * self._limit_s)
-        except RankError as error:
+            if self._mpi is not None:
+                self._mpi.run(program, 2 * self._limit_s)
+            folder = "" if self._mpi is None else self._mpi.folder
+            verdicts = self._ranks.call(rank.judge, program, self._against, folder, timeout_s=2 * self._limit_s)
+        except (RankError, RuntimeError) as error:
             return self._ended(f"while the results were compared with those of {self._against}: {error}")
         outcome = Outcome()
         for number, verdict in enumerate(verdicts):
