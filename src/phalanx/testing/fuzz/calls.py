@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx import _torch
 from phalanx.testing.fuzz.memory import VALUES, Room, copy_bits
 
 ReduceOp = dist.ReduceOp
@@ -70,7 +71,7 @@ class Call:
     @property
     def op(self) -> Any:
         """The reduction as torch takes it."""
-        return self.reduce_op if self.factor is None else dist._make_nccl_premul_sum(self.factor)
+        return self.reduce_op if self.factor is None else _torch.make_premul_sum(self.factor)
 
     def peer(self, rank: int) -> int:
         """Return the number in the world of a rank of the group."""
@@ -321,7 +322,7 @@ def _three(call: Call) -> list[tuple[int, ...]]:
 def all_reduce_coalesced(call: Call, how: dict[str, Any]) -> Started:
     tensors = [call.updated(i, shape) for i, shape in enumerate(_three(call))]
     if call.async_op:
-        with c10d._coalescing_manager(call.group, async_ops=True) as works:
+        with _torch.coalescing_manager(call.group, async_ops=True) as works:
             for tensor in tensors:
                 dist.all_reduce(tensor, call.op, group=call.group)
         return [works], tensors
@@ -409,7 +410,7 @@ def all_to_all_uneven(call: Call, how: dict[str, Any]) -> Started:
 @_kind(lambda call: [Wanted(torch.cat([call.of_rank(r, i) for r in range(call.size)])) for i in (0, 1)], MORE_CALLS)
 def all_gather_coalesced(call: Call, how: dict[str, Any]) -> Started:
     outputs, inputs = [call.empty(call.size) for _ in (0, 1)], [call.input(i) for i in (0, 1)]
-    with c10d._coalescing_manager(call.group, async_ops=call.async_op) as works:
+    with _torch.coalescing_manager(call.group, async_ops=call.async_op) as works:
         for output, tensor in zip(outputs, inputs, strict=True):
             dist.all_gather_into_tensor(output, tensor, group=call.group)
     return [works] if call.async_op else [], outputs
@@ -422,7 +423,7 @@ def reduce_scatter_coalesced(call: Call, how: dict[str, Any]) -> Started:
         call.room.source(torch.cat([call.of_rank(call.rank, i + first) for i in range(call.size)]))
         for first in (0, call.size)
     ]
-    with c10d._coalescing_manager(call.group, async_ops=call.async_op) as works:
+    with _torch.coalescing_manager(call.group, async_ops=call.async_op) as works:
         for output, whole in zip(outputs, wholes, strict=True):
             dist.reduce_scatter_tensor(output, whole, call.op, group=call.group)
     return [works] if call.async_op else [], outputs
@@ -661,6 +662,22 @@ def blocking_messages(call: Call, how: dict[str, Any]) -> Started:
             results.append(call.room.target((one.num,), call.dtype))
             dist.recv(results[-1], call.peer(one.src), group=call.group, tag=one.tag)
     return [], results
+
+
+@_kind(_received, MORE_CALLS)
+def reordered_messages(call: Call, how: dict[str, Any]) -> Started:
+    """Receive by falling tags what was sent in any order: most messages are there before somebody wants them."""
+    planned = list(enumerate(messages_of(call)))
+    works = [
+        dist.isend(call.input(i, (one.num,)), call.peer(one.dst), group=call.group, tag=one.tag)
+        for i, one in planned
+        if one.src == call.rank
+    ]
+    got = {i: call.room.target((one.num,), call.dtype) for i, one in planned if one.dst == call.rank}
+    for i, one in sorted(planned, key=lambda entry: -entry[1].tag):
+        if one.dst == call.rank:
+            dist.recv(got[i], call.peer(one.src), group=call.group, tag=one.tag)
+    return works, list(got.values())
 
 
 def _flood_size(call: Call) -> int:

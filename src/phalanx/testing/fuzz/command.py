@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import random
 import shlex
 import sys
@@ -39,8 +40,7 @@ def _command(args: list[str]) -> int:
     except UsageError as error:
         return parser.refuse(error)
     require_linux("the fuzzer", "run it on Linux")
-    import torch._dynamo  # noqa: F401 functional collectives need it: ranks are then forked with it
-
+    importlib.import_module("torch._dynamo")  # functional collectives need it: ranks are then forked with it
     try:
         return Fuzzer(given).run()
     except mpi.NoJudge as error:

@@ -174,7 +174,7 @@ def _results(step: Step, call: Call, comm: Any) -> list[bytes] | None:
             sent, _ = splits(call)
             rows = call.of_rank(me, shape=(sum(sent), *(call.shape[1:] or call.shape))).split(sent)
             return [b"".join(comm.alltoall([_bytes(part) for part in rows]))]
-        case "messages" | "batched_messages" | "blocking_messages":
+        case "messages" | "batched_messages" | "blocking_messages" | "reordered_messages":
             return _messages(call, comm)
         case "barrier":
             comm.Barrier()

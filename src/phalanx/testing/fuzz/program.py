@@ -36,8 +36,13 @@ _MOST_OF_ALL = 6 << 20  # bytes of all blocks of a rank in one call
 _MULTIPLIED = {
     "all_to_all_single_split": 12, "functional_all_to_all": 12, "all_reduce_coalesced": 2, "all_gather_coalesced": 2,
     "reduce_scatter_coalesced": 2, "all_gather_lists": 2, "messages": 3, "batched_messages": 3, "blocking_messages": 3,
+    "reordered_messages": 3,
 }  # fmt: skip
-_WEIGHTS = {"all_reduce": 5, "messages": 4, "reduce_scatter_tensor": 2, "all_gather_into_tensor": 2, "broadcast": 2}
+_WEIGHTS = {
+    "all_reduce": 5, "messages": 4, "reordered_messages": 3, "batched_messages": 2, "reduce_scatter_tensor": 2,
+    "all_gather_into_tensor": 2, "broadcast": 2,
+}  # fmt: skip
+_LARGE_MESSAGES = (40_000, 65_536, 100_000, 262_144, 600_000)  # bytes: several fragments, more than a ring
 _OBJECTS = (
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
 )  # fmt: skip
@@ -240,6 +245,8 @@ def draw_shape(draw: random.Random, name: str, dtype: torch.dtype, size: int) ->
     """Return the shape of a block: near an edge of the algorithms, alone or with all its peers' blocks."""
     num_bytes = draw.choices([edge for edge, _ in _EDGES], [weight for _, weight in _EDGES])[0]
     sharers = draw.choice((1, 1, max(size - 1, 1), size))
+    if "messages" in name and draw.random() < 0.5:
+        num_bytes, sharers = draw.choice(_LARGE_MESSAGES), 1
     most = _MOST_OF_ALL // (size * _MULTIPLIED.get(name, 1))
     num = min(num_bytes // sharers, most) // dtype.itemsize + draw.choice((0, 0, -1, 1, 2, 7))
     num = max(num, 0)

@@ -36,6 +36,7 @@ _ALSO_ON_GLOO = {
     "monitored_barrier", "functional_all_reduce", "functional_broadcast", "functional_all_gather",
     "functional_reduce_scatter", "functional_all_to_all", "all_gather_object", "broadcast_object_list", "gather_object",
     "scatter_object_list", "send_object_list", "messages", "batched_messages", "blocking_messages",
+    "reordered_messages",
 }  # fmt: skip
 _ALIKE = ("all_reduce", "all_reduce_coalesced", "functional_all_reduce")  # their results are the same on all ranks
 

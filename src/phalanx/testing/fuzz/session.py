@@ -26,7 +26,7 @@ class Outcome:
         fault: First thing that is wrong, in words; empty: nothing is.
         step: Index of the step in which it is; None: the ranks ended without saying.
         judged: Number of results by who judged them.
-        of_judge: What the judge got wrong.
+        of_judge: Results that the judge got wrong, in words.
     """
 
     fault: str = ""
