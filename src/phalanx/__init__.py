@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         PhalanxError,
         RankFailed,
         ReplicaMismatch,
+        WrongResult,
     )
     from phalanx._plugin import install_as_default, replace_gloo
     from phalanx._settings import GroupOptions
@@ -84,6 +85,7 @@ __all__ = [
     "SpawnContext",
     "SyncBatchNorm",
     "Trainer",
+    "WrongResult",
     "ZeroRedundancyOptimizer",
     "__version__",
     "average_gradients",
@@ -112,7 +114,7 @@ __all__ = [
 _PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
 _MODULES = {
     "_errors": "PhalanxError CheckpointError CollectiveMismatch CollectiveTimeout GroupAborted GroupUnusable "
-    "NonFinite OutOfSharedMemory RankFailed ReplicaMismatch",
+    "NonFinite OutOfSharedMemory RankFailed ReplicaMismatch WrongResult",
     "_settings": "GroupOptions",
     "debugging.breakpoints": "breakpoint",
     "failure.ending": "RankError",

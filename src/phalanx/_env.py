@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _GOOD_GUESS = 0.8  # least similarity of an argument that may be meant: a bad guess is worse than none
+_MOST_DIGITS = 9  # of a number of calls
 _MAX_LISTED = 8  # arguments in a message
 
 LONGEST_S = 1e9
@@ -44,7 +45,7 @@ _FLAGS = """
     DRAIN DRAIN_FILE DRAIN_URL DRY_RUN HOST_LABEL LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT
     MAX_RESTARTS MEMORY MODULE MONITOR_INTERVAL NNODES NODE_RANK NO_KEEP NO_PIN NO_PRELOAD NO_PYTHON NO_USE_ENV
     NPROC_PER_NODE RDZV_BACKEND RDZV_CONF RDZV_ENDPOINT RDZV_ID REDIRECTS REGROW_AFTER REPLACE REPLICAS ROLE
-    SHUTDOWN_TIMEOUT SIGNALS_TO_HANDLE SPARES STANDALONE START_METHOD TEE USE_ENV WARM WARM_FOR
+    SHUTDOWN_TIMEOUT SIGNALS_TO_HANDLE SPARES STANDALONE START_METHOD TEE USE_ENV VERIFY WARM WARM_FOR
 """
 SNAPSHOT_VARIABLE = "PHALANX_SNAPSHOTS"
 """Set by ``phalanx run`` for its ranks: the file in which they keep snapshots of their state."""
@@ -58,6 +59,8 @@ EPOCH_VARIABLE = "PHALANX_EPOCH"
 """Set by ``phalanx run`` for its ranks: which attempt of which job they are, see `checkpoint.disk.claim`."""
 REPLACE_VARIABLE = "PHALANX_REPLACE"
 """Backend that phalanx replaces, see `_torch.replace`: ``gloo``; empty: none."""
+VERIFY_VARIABLE = "PHALANX_VERIFY"
+"""Asks groups of phalanx to do operations again on Gloo, see `backend.verify`: ``gloo``, ``gloo:K``; empty: none."""
 MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
 """Name easily mistaken for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
 OBEYED_BY_RANKS = (REPLACE_VARIABLE, MISTAKEN_FOR_REPLACE)
@@ -146,6 +149,20 @@ def replaces_gloo(word: str) -> bool:
     if word not in ("", "gloo"):
         raise ValueError(f"must be gloo, or empty{did_you_mean(word, ['gloo'])}")
     return word == "gloo"
+
+
+def verifies_every(word: str) -> int:
+    """Return the number of calls of which one is verified, by a value of PHALANX_VERIFY; 0: none is.
+
+    Raises:
+        ValueError: The value is another word.
+    """
+    if word in ("", "gloo"):
+        return int(bool(word))
+    engine, _, every = word.partition(":")
+    if engine == "gloo" and every.isascii() and every.isdecimal() and int(every[:_MOST_DIGITS]) > 0:
+        return int(every[:_MOST_DIGITS])
+    raise ValueError("must be gloo, or gloo:K for every K-th call with K at least 1, or empty")
 
 
 def update(variables: Mapping[str, str]) -> None:

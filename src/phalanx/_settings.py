@@ -19,6 +19,7 @@ from phalanx._env import (
     did_you_mean,
     environment,
     is_service_link,
+    verifies_every,
 )
 
 BRIDGES = ("gloo", "mpi")
@@ -44,6 +45,9 @@ class Settings:
     """Seconds without a sign of life from another host's kernel after which the connection to it counts as lost."""
     bridge: str = "gloo"
     """Engine between hosts: ``gloo`` or ``mpi`` (mpi4py, started by mpirun)."""
+    verify: str = ""
+    """Engine on which operations are done again and compared: ``gloo``, or ``gloo:K`` for every K-th; empty: none. The
+    same on all ranks."""
     host: str = ""
     """Name of a simulated host. Ranks with different names share no memory, so one machine can stand for several."""
 
@@ -93,6 +97,11 @@ def _check(name: str, setting: Field[Any], value: Any, shown: object = None) -> 
     shown = value if shown is None else shown
     if setting.name == "bridge" and value not in BRIDGES:
         raise ValueError(f"{name} must be one of {', '.join(BRIDGES)}, got {shown!r}")
+    if setting.name == "verify":
+        try:
+            verifies_every(value)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}, got {shown!r}") from None
     if "range" in setting.metadata:
         least, most = setting.metadata["range"]
         if not least <= value <= most:  # true of NaN, too

@@ -52,6 +52,7 @@ WITHOUT = {
             "phalanx.OutOfSharedMemory",
             "phalanx.RankFailed",
             "phalanx.ReplicaMismatch",
+            "phalanx.WrongResult",
         ),
         _RAISED,
     ),

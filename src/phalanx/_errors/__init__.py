@@ -9,6 +9,7 @@
       + OutOfSharedMemory (MemoryError)          a memory limit stops the shared segment from growing
       + NonFinite (FloatingPointError)           a loss, a gradient or a parameter is not finite
       + ReplicaMismatch                          the ranks' copies of a model differ
+      + WrongResult                              an operation's result differs from Gloo's (PHALANX_VERIFY)
       + CheckpointError                          a checkpoint could not be saved or loaded
         + Damaged                                its files are not what was saved (checkpoint/disk/folder.py)
         + OtherSide                              another job or a newer attempt writes there (checkpoint/disk/claim.py)
@@ -294,6 +295,25 @@ class ReplicaMismatch(PhalanxError):
     since_step: int | None = None
 
 
+class WrongResult(PhalanxError):
+    """An operation that was done again on Gloo had another result; `ranks` are those whose result differs.
+
+    Raised on every rank where ``PHALANX_VERIFY=gloo`` asks for it.
+
+    Attributes:
+        path: Folder in which each rank has left its inputs.
+        index: Place of the first element that differs, in the result of the first of `ranks`.
+        got: Value of that element, as text.
+        want: Value that it should have, as text.
+    """
+
+    entry = "wrong-result"
+    path: str = ""
+    index: tuple[int, ...] = ()
+    got: str = ""
+    want: str = ""
+
+
 KINDS: dict[str, type[PhalanxError]] = {
     "calls_differ": CollectiveMismatch,
     "sizes_differ": CollectiveMismatch,
@@ -398,5 +418,5 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-for _kind in (*KINDS.values(), CheckpointError, NonFinite, ReplicaMismatch):
+for _kind in (*KINDS.values(), CheckpointError, NonFinite, ReplicaMismatch, WrongResult):
     _kind.__module__ = "phalanx"  # where users import them from

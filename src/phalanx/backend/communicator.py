@@ -222,4 +222,4 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
             f"communicator() needs a group of the phalanx backend, got one of {dist.get_backend(found)}; make one with "
             'new_group(backend="phalanx")'
         )
-    return Communicator(found)
+    return (found.communicator_type or Communicator)(found)

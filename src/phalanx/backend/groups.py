@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _torch
-from phalanx._env import seconds
-from phalanx._settings import GroupOptions
+from phalanx._env import seconds, verifies_every
+from phalanx._settings import GroupOptions, read_settings
 from phalanx._text import class_and_message
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.calls.work import settle_futures
@@ -61,6 +61,7 @@ def _end_as_member() -> None:
     for group in kept_groups():
         group._operations.note_progress()
         core = group._operations.core
+        group._operations.end_threads()
         if isinstance(core, BridgedGroup):
             core.end_threads()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # also keeps its running operations and their tensors
@@ -177,10 +178,15 @@ def build_group(
         is_in_place=displayed == GLOO,
         pids=pids,
     )
-    operations = Operations(core, segment, name, Ranks(rank, size, global_ranks), timeout)
+    settings = (options or GroupOptions()).over(read_settings())
+    every = verifies_every(settings.verify)
+    ranks = Ranks(rank, size, global_ranks)
+    operations: Any = (_verified().VerifiedOperations if every else Operations)(core, segment, name, ranks, timeout)
     operations.title = displayed
+    if every:
+        operations.verify(c10d.PrefixStore("verify", store), every, settings.silence_s)
     build = functools.partial(build_group, displayed=displayed, devices=devices, pids=pids)
-    group = PhalanxGroup(store, operations, global_ranks, build)
+    group: PhalanxGroup = (_verified().VerifiedGroup if every else PhalanxGroup)(store, operations, global_ranks, build)
     group.pids = pids
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock would overflow
     kind = ProcessGroup.BackendType.GLOO if displayed == GLOO else ProcessGroup.BackendType.CUSTOM
@@ -210,12 +216,22 @@ def build_group(
 
 def _backend(group: PhalanxGroup, store: Store, global_ranks: list[int]) -> Any:
     """Return the backend that C++ callers reach from torch 2.14 on."""
-    operations = group._operations
-    if operations.title == GLOO:
-        return _gloo_shaped()(operations, group.maker, store, global_ranks)
     from phalanx.backend.torch.adapters import PhalanxBackend
 
-    return PhalanxBackend(operations, group.maker)
+    operations = group._operations
+    is_gloo = operations.title == GLOO
+    cls: Any = _gloo_shaped() if is_gloo else PhalanxBackend
+    if type(operations) is not Operations:
+        cls = _verified().verified(cls)
+    return cls(operations, group.maker, *((store, global_ranks) if is_gloo else ()))
+
+
+@functools.cache
+def _verified() -> Any:
+    """Return the module with the classes of groups that are verified; others do without it."""
+    from phalanx.backend.verify import verified
+
+    return verified
 
 
 @functools.cache

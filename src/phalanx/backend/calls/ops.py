@@ -315,6 +315,9 @@ class Operations(Collectives):
         if not isinstance(self._core, _Destroyed) and self._core.seq > _TO_BEGIN:
             note_progress(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
 
+    def end_threads(self) -> None:
+        """End threads of Python's that run operations, because the script is ending."""
+
     def shutdown(self, why: str = "") -> None:
         """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent.
 

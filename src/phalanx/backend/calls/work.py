@@ -190,7 +190,19 @@ class PhalanxWork(Work):
         self._keep = keep
         self._release = release
         if settle is not None:
-            self._settle = settle
+            self.settle_with(settle)
+
+    def settle_with(self, settle: Callable[[], None]) -> None:
+        """Have a function run after success, before the result is visible, and after what runs there already."""
+        before, self._settle = self._settle, settle
+        if before is not None:
+
+            def both() -> None:
+                before()
+                settle()
+
+            self._settle = both
+        if self._lock is None:
             # One lock per work, because a signal handler that interrupts its holder may wait for another work;
             # reentrant, because the handler may finish this one.
             self._lock = threading.RLock()

@@ -60,6 +60,7 @@ class BridgedGroup:
         self._core, self._members = core, members
         self._failures = failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
+        self.address: str = getattr(everyone, "address", "")  # of this rank, for another engine beside this one
         self._steps = Steps(core, hosts, members.rank, rail, everyone)
         self.seq = self.issued = 0
         self._tasks = Tasks("phalanx-bridge", self._check_reach)

@@ -27,7 +27,8 @@ from phalanx.host.processes import open_files
 from phalanx.wire.messages import understand
 from phalanx.wire.waiting import wait_until
 
-_wait = inspect.unwrap(Work.wait)  # without the wrapper of `record.gloo`, whose frame would keep the work alive
+# Without the wrapper of `record.gloo`, whose frame would keep the work alive.
+wait_for_gloo = inspect.unwrap(Work.wait)
 _making = threading.Lock()  # one at a time: a channel's connections are those that were opened while it was made
 
 
@@ -94,7 +95,7 @@ class _GlooHandle:
     def wait(self, timeout: timedelta) -> None:
         if self._work is None:
             raise RuntimeError("the channel was closed")
-        _wait(self._work, timeout)
+        wait_for_gloo(self._work, timeout)
 
     def is_completed(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
@@ -116,6 +117,9 @@ class GlooChannel:
         address: Address at which the other ranks reach this one.
         timeout_s: Seconds allowed for connecting.
         silence_s: Seconds without an answer from the other kernel after which a connection is lost.
+
+    Attributes:
+        address: The argument.
     """
 
     ends_waits = True
@@ -129,6 +133,7 @@ class GlooChannel:
             device = group.create_device(hostname=address, lazy_init=False)
             options = _torch.gloo_options(timeout=limit, threads=2, devices=[device])
             self._group = group(store, ranks.index(rank), len(ranks), options)
+        self.address = address
         self.inodes = {
             inode for inode, _ in self._fresh
         }  # with what each descriptor refers to: its number may be reused after the engine has closed it
@@ -162,17 +167,22 @@ class GlooChannel:
         limit: timedelta,
     ) -> Handle:  # fmt: skip
         self._options.timeout = limit
-        work = self._engine().alltoall_base(out, source, list(out_bytes), list(in_bytes), self._options)
+        work = self.engine().alltoall_base(out, source, list(out_bytes), list(in_bytes), self._options)
         self._last = self._handle(work)
         return self._last
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        return self._handle(self._engine().send([tensor], peer, tag))
+        return self._handle(self.engine().send([tensor], peer, tag))
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        return self._handle(self._engine().recv([tensor], peer, tag))
+        return self._handle(self.engine().recv([tensor], peer, tag))
 
-    def _engine(self) -> Any:
+    def engine(self) -> Any:
+        """Return torch's group.
+
+        Raises:
+            RuntimeError: The channel was destroyed.
+        """
         if self._group is None:  # another thread has destroyed the channel
             raise RuntimeError("the channel was closed")
         return self._group

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store, is_gloo_available
 
 import phalanx
 from phalanx import _core
@@ -81,6 +81,10 @@ def join_group(
 def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
     rank, global_ranks = meeting.rank, meeting.global_ranks
     meeting.stall_s = settings.stall_s
+    if settings.verify and not is_gloo_available():
+        raise ValueError(
+            f"{variable_of('verify')}={settings.verify} needs Gloo, which this torch is built without; unset it"
+        )
     hellos = meeting.gather(_hello(settings))
     _check(hellos, meeting)
     hosts = _hosts_by_word(hellos)
@@ -123,6 +127,7 @@ def _hello(settings: Settings) -> dict[str, Any]:
         "phalanx": phalanx.__version__,
         "torch": torch.__version__,
         "bridge": settings.bridge,
+        "verify": settings.verify,
         "segments": sorted(_segments),
         **{name: getattr(settings, name) for name in _AGREED},
     }
@@ -135,10 +140,11 @@ def _hello(settings: Settings) -> dict[str, Any]:
 
 def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
     whats = {"phalanx": "versions of phalanx", "torch": "versions of torch", "bridge": "bridges"}
-    for fact, what in (whats | {name: f"values of {variable_of(name)}" for name in _AGREED}).items():
+    for fact, what in (whats | {name: f"values of {variable_of(name)}" for name in (*_AGREED, "verify")}).items():
         said = [hello[fact] for hello in hellos]
         if len(set(said)) > 1:
-            told = ", ".join(f"{one} on rank {meeting.global_ranks[said.index(one)]}" for one in sorted(set(said)))
+            firsts = {one or "none": meeting.global_ranks[said.index(one)] for one in sorted(set(said))}
+            told = ", ".join(f"{one} on rank {rank}" for one, rank in firsts.items())
             raise meeting.refusal(
                 f"the ranks run different {what}: {told}. Use the same on every rank.", entry="different-versions"
             )

@@ -226,7 +226,10 @@ class PhalanxGroup(_Common, ProcessGroup):
         backend: Backend registered for C++ callers.
         other_devices: Types of the devices whose tensors torch's dispatcher passes to another backend.
         pids: Process id of each member on this host, by its rank in the world.
+        communicator_type: Class of what `phalanx.communicator` returns; None: `Communicator`.
     """
+
+    communicator_type: Any = None
 
     def __init__(
         self,

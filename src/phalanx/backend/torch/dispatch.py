@@ -88,27 +88,27 @@ def _options(cls: type, extra: tuple[object, ...], named: dict[str, object]) -> 
 
 def complete(operation: Operation, args: tuple[Any, ...], named: dict[str, object]) -> tuple[Any, ...]:
     """Return the arguments of a collective with torch's defaults and shorthands spelled out."""
-    _, run, num_args, options, _ = operation
+    name, _, num_args, options, _ = operation
     assert options is not None
     if len(args) == num_args + 1 and isinstance(args[-1], options):
         return args
-    return (*_listed(run, args[:num_args]), _options(options, args[num_args:], named))
+    return (*_listed(name, args[:num_args]), _options(options, args[num_args:], named))
 
 
-def _listed(run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _listed(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments with torch's shorthand spelled out: ``allreduce(tensor)`` is ``allreduce([tensor])``."""
-    if run in _OF_TENSORS and isinstance(args[0], torch.Tensor):
+    if name in _OF_TENSORS and isinstance(args[0], torch.Tensor):
         return ([args[0]],)
-    if run in _TO_LISTS and isinstance(args[1], torch.Tensor):
+    if name in _TO_LISTS and isinstance(args[1], torch.Tensor):
         return ([args[0]] if args[0] and isinstance(args[0][0], torch.Tensor) else args[0], [args[1]])
-    if run in _FROM_LISTS and isinstance(args[0], torch.Tensor):
+    if name in _FROM_LISTS and isinstance(args[0], torch.Tensor):
         return ([args[0]], [args[1]] if args[1] and isinstance(args[1][0], torch.Tensor) else args[1])
     return args
 
 
-_OF_TENSORS = (Operations.broadcast, Operations.allreduce, Operations.reduce)
-_TO_LISTS = (Operations.allgather, Operations.gather)
-_FROM_LISTS = (Operations.scatter, Operations.reduce_scatter)
+_OF_TENSORS = ("broadcast", "allreduce", "reduce")
+_TO_LISTS = ("allgather", "gather")
+_FROM_LISTS = ("scatter", "reduce_scatter")
 
 
 _issued = threading.local()
@@ -189,7 +189,7 @@ def entry_point(operation: Operation) -> Any:
             work = base(self, *args, **named)
         return dispatch.unwrap(work)
 
-    return named_as(name, call)
+    return _rerunnable(named_as(name, call), entry_point, operation)
 
 
 def backend_method(operation: Operation) -> Any:
@@ -206,7 +206,13 @@ def backend_method(operation: Operation) -> Any:
             works.append(work)
         return work
 
-    return named_as(name, call)
+    return _rerunnable(named_as(name, call), backend_method, operation)
+
+
+def _rerunnable(method: Any, make: Callable[[Operation], Any], operation: Operation) -> Any:
+    """Let `method.with_run` make the same method around another function; it maps `Operation.run` to that."""
+    method.with_run = lambda change: make(operation._replace(run=change(operation.run)))
+    return method
 
 
 def named_as(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

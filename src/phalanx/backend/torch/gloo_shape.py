@@ -10,7 +10,6 @@ looks at the real type. Its options are Gloo's. Before 2.14 the group contains a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +27,7 @@ from phalanx.backend.torch.dispatch import named_as
 from phalanx.backend.torch.making import Maker
 
 
-def _by_device(run: Callable[..., Any]) -> Any:
+def _by_device(run: Any) -> Any:
     """Return a method that runs a collective, or passes it to Gloo itself if its tensors are on another device."""
 
     def call(self: GlooShaped, *args: Any) -> object:
@@ -37,7 +36,9 @@ def _by_device(run: Callable[..., Any]) -> Any:
         except OtherDevice:
             return getattr(self.gloo(), run.__name__)(*args)
 
-    return named_as(run.__name__, call)
+    method: Any = named_as(run.__name__, call)
+    method.with_run = lambda change: _by_device(run.with_run(change))
+    return method
 
 
 class GlooShaped(PhalanxBackend):

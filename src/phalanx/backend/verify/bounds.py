@@ -1,14 +1,14 @@
 """Which results of a reduction are right, given the inputs of all ranks.
 
 Sums, averages and products of floats depend on the order of the operations, so two right results may differ. The
-difference is bounded by what any order can do. Let u be the unit roundoff of the dtype, γ(k) = k·u / (1 - k·u), and n
-the number of ranks:
+difference is bounded by what any order can do. Let u be the unit roundoff of the dtype, n the number of ranks, and
+g(k) = k·u / (1 - k·u), which is Higham's gamma:
 
-- **Sums**, for any order: ``|computed - exact| <= γ(n-1) · Σ|x|`` (Higham, Accuracy and Stability of Numerical
+- **Sums**, for any order: ``|computed - exact| <= g(n-1) · Σ|x|`` (Higham, Accuracy and Stability of Numerical
   Algorithms, 2nd edition, 2002, section 4.2, (4.4) and (4.6)). An average has two roundings more: of 1/n and of the
   division. Parts of complex numbers are summed apart.
-- **Products**, for any order: ``|computed - exact| <= γ(n-1) · |exact|`` (Higham, lemma 3.1), and for complex ones
-  γ(4(n-1)), since one product of two has a relative error of at most √2·γ(2) (Higham, lemma 3.5).
+- **Products**, for any order: ``|computed - exact| <= g(n-1) · |exact|`` (Higham, lemma 3.1), and for complex ones
+  g(4(n-1)), since one product of two has a relative error of at most √2·g(2) (Higham, lemma 3.5).
 - **Underflow** adds an absolute error: half a spacing of subnormal numbers for each rounding, or the smallest normal
   number where a program flushes subnormals. In a product, later factors enlarge it by at most Π max(1, |x|).
 - **Overflow.** Where Σ|x|, or Π max(1, |x|), reaches the largest finite number, some order overflows, and an infinity

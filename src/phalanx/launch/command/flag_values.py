@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx._env import is_off, is_on, replaces_gloo
+from phalanx._env import is_off, is_on, replaces_gloo, verifies_every
 
 PROVIDERS = ("aws", "gcp", "azure")
 """Providers whose notices `notices` knows."""
@@ -42,6 +42,12 @@ def switch(text: str) -> bool:
 
 def gloo(text: str) -> bool:
     return text == "1" or replaces_gloo(text)  # the value of the switch, or one of PHALANX_REPLACE
+
+
+def verification(text: str) -> str:
+    """Return a value of PHALANX_VERIFY."""
+    verifies_every(text)
+    return text
 
 
 def choice(*choices: str) -> Callable[[str], str]:

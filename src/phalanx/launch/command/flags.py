@@ -156,6 +156,12 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             variable=REPLACE_VARIABLE,
         ),
         Flag(
+            "verify",
+            "do the operations of phalanx again on Gloo and compare, as PHALANX_VERIFY does; gloo:K: every K-th",
+            parse.verification,
+            "gloo[:K]",
+        ),
+        Flag(
             "drain",
             "on several nodes: SIGTERM takes this one out of the job after the next snapshot, and the others continue",
             parse.switch,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from phalanx import _settings
 from phalanx._command_line import Parser, UsageError
-from phalanx._env import REPLACE_VARIABLE
+from phalanx._env import REPLACE_VARIABLE, VERIFY_VARIABLE
 from phalanx._text import counted, format_ranges
 from phalanx.host.block_pool import choose
 from phalanx.host.cpus import Machine, count_gpus, divide, read_machine, torch_uses_gpus
@@ -137,6 +137,8 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
         **rendezvous(settings),
     )
     variables = {REPLACE_VARIABLE: "gloo"} if value["replace-gloo"] else {}
+    if value["verify"]:
+        variables[VERIFY_VARIABLE] = value["verify"]
     share = job.divide(num_ranks).shares[0]
     shared = shared_environment({**environ, **variables}, share)
     return Plan(job, settings, why, value["dry-run"], value["warm"], variables, shared)

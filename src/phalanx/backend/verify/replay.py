@@ -1,0 +1,74 @@
+"""Calls an operation again whose result was wrong: ``phalanx run --nproc-per-node N -m phalanx.backend.verify.replay``.
+
+Each rank reads its inputs from the folder that `phalanx.WrongResult` named. The operation is verified again, so if the
+result is wrong again, the same error comes; if it is right, a line says so. A message is sent from rank 0 to rank 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx import _env, _torch
+from phalanx._command_line import UsageError
+from phalanx.backend.calls.collectives import UNSET, Blocking
+from phalanx.backend.types import RedOpType
+
+RIGHT_CALL = "phalanx run --nproc-per-node N -m phalanx.backend.verify.replay FOLDER"
+
+
+def main(words: list[str]) -> int:
+    """Run the command on one rank; 2 for a wrong call."""
+    try:
+        if len(words) != 1 or not os.path.isdir(words[0]):
+            raise UsageError(f"one folder is needed, that an error named; got {' '.join(words) or 'none'}", RIGHT_CALL)
+        _env.update({_env.VERIFY_VARIABLE: "gloo"})
+        dist.init_process_group("phalanx")
+        _replay(words[0])
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    dist.destroy_process_group()
+    return 0
+
+
+def _replay(folder: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = sorted(os.listdir(folder))
+    state = _read(folder, rank if f"rank_{rank}.pt" in names else int(names[0][5:-3]))
+    if state["world_size"] != size:
+        raise UsageError(f"the call was made by {state['world_size']} ranks, and these are {size}", RIGHT_CALL)
+    if state["method"] == "recv":
+        tensor = state["args"][0]
+        dist.send(tensor, 1) if rank == 0 else dist.recv(torch.empty_like(tensor), 0)
+        dist.barrier()
+    else:
+        _call(state)
+    if rank == 0:
+        print(f"{state['call']}: the result is right this time")
+
+
+def _read(folder: str, rank: int) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(os.path.join(folder, f"rank_{rank}.pt"), weights_only=True)
+    return loaded
+
+
+def _call(state: dict[str, Any]) -> None:
+    group: Any = dist.group.WORLD
+    if state["method"] == "average_coalesced":
+        group.average_coalesced(*state["args"])
+        return
+    options = Blocking(UNSET, root=state["root"])
+    if state["reduce_op"] == "PREMUL_SUM":
+        options.reduceOp = _torch.make_premul_sum(state["factor"])
+    elif state["reduce_op"]:
+        options.reduceOp = dist.ReduceOp(getattr(RedOpType, state["reduce_op"]))
+    group.run(state["method"], *state["args"], options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

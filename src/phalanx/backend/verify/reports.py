@@ -1,0 +1,82 @@
+"""What is left of a wrong result: what its rank tells the others, every rank's error, the files with the inputs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx._errors import WrongResult
+from phalanx._text import plural
+from phalanx._torch.replace import say_once
+from phalanx.backend.calls.memory import plain
+from phalanx.backend.types import RedOpType, premul_factor
+from phalanx.backend.verify.cases import Finding
+
+FOLDER = "phalanx-verify"
+"""Folder, in the working folder, in which inputs are left."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank with a wrong result tells the others."""
+
+    rank: int
+    site: str
+    folder: str
+    finding: Finding
+
+
+def error_of(me: int, what: str, op: str, number: int, first: Told, ranks: tuple[int, ...], size: int) -> WrongResult:
+    """Return the error of every rank for a result that differs."""
+    found = first.finding
+    place = f"element {list(found.index)}" if found.index else "the element"
+    if found.tensor:
+        place += f" of tensor {found.tensor}"
+    others = ranks[1:]
+    also = f", and so is that of {plural(len(others), 'rank')} {', '.join(map(str, others))}" if others else ""
+    return WrongResult(
+        f"rank {me}: {what}: the result of rank {first.rank}{f' at {first.site}' * bool(first.site)} is wrong{also}. "
+        f"{place[0].upper()}{place[1:]} is {found.got} on phalanx, and {found.want} on Gloo; {found.num_wrong} of "
+        f"{found.num_elems} elements of {found.dtype} differ. The inputs are in {first.folder}; to do it again: "
+        f"phalanx run --nproc-per-node {size} -m phalanx.backend.verify.replay {first.folder}",
+        op=op,
+        seq=number,
+        ranks=ranks,
+        path=first.folder,
+        index=found.index,
+        got=found.got,
+        want=found.want,
+    )
+
+
+def new_folder(op: str) -> str:
+    """Return the path of a folder that does not exist yet, in the working folder or that for temporary files."""
+    name = f"{op}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{threading.get_native_id()}"
+    base = FOLDER if os.access(".", os.W_OK) else os.path.join(tempfile.gettempdir(), FOLDER)
+    return os.path.join(base, name)
+
+
+def save(state: dict[str, Any], folder: str, rank: int) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        torch.save(state, os.path.join(folder, f"rank_{rank}.pt"))
+    except OSError as error:  # the error about the result matters more
+        say_once(f"PHALANX_VERIFY: the inputs can't be written to {folder}: {error}")
+
+
+def saved(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return arguments with copies in the place of tensors: of inputs as they were before the call."""
+    if isinstance(value, torch.Tensor):
+        copy = copies.get(id(value))
+        return (plain(value.detach()) if copy is None else copy).clone()
+    return [saved(one, copies) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def factor_of(reduce_op: Any) -> Any:
+    return premul_factor(reduce_op) if reduce_op is not None and reduce_op.op == RedOpType.PREMUL_SUM else None
