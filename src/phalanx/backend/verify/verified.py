@@ -48,7 +48,7 @@ class VerifiedOperations(Operations):
         """
         address = getattr(self._core, "address", _LOOPBACK) or outside_address()
         oracle = Oracle(self._core, store, self.ranks, address, lambda: self.timeout, silence_s)
-        self.proof = Proof(self, oracle, every, self._name)
+        self.proof = Proof(self, oracle, every, self.name)
         self._pid = os.getpid()
 
     def end_threads(self) -> None:
