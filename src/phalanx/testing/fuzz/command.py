@@ -177,7 +177,7 @@ class Fuzzer:
         passed_s = time.monotonic() - self._began_s
         print(f"{found}: {self._num_programs:,} programs with {self._calls.total():,} calls in {passed_s:.1f} s")
         print("calls: " + ", ".join(f"{name} {num:,}" for name, num in self._calls.most_common()))
-        print("results compared: " + ", ".join(f"{num:,} with {by}" for by, num in self._judged.most_common()))
+        print("compared, on each rank: " + ", ".join(f"{num:,} with {by}" for by, num in self._judged.most_common()))
         if self._of_judge:
             print(f"arithmetic says that {self._given.against} was wrong {len(self._of_judge):,} times, such as:")
             print(f"  {self._of_judge[0]}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ _IN_PLACE = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_s
 # Gloo's functional collectives do not exist before torch leads its dispatcher to Python backends.
 _KINDS = [name for name in (*CALLS, *MORE_CALLS) if not name.startswith("functional") or version() >= (2, 14)]
 _MOST_GROUPS = 4
+IN_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
+"""Arguments of ``new_group`` for a group whose ranks stay in the order given, where torch can make one."""
 _MOST_LAG = 6
 
 
@@ -186,7 +189,7 @@ def draw_groups(draw: random.Random, world_size: int) -> tuple[GroupPlan, ...]:
     for _ in range(draw.randint(0, _MOST_GROUPS - 1)):
         ranks = draw.sample(everyone, draw.choice((1, *2 * everyone[1:], world_size)))
         how = draw.choice(("new", "new", "local", "split") if version() >= (2, 15) else ("new", "new", "local"))
-        if how != "new":
+        if how != "new" or not IN_ORDER:
             ranks.sort()
         groups.append(GroupPlan(tuple(ranks), how))
     return tuple(groups)

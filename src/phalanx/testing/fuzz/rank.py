@@ -25,7 +25,7 @@ from phalanx.testing.fuzz import mpi
 from phalanx.testing.fuzz.calls import CALLS, Call, Wanted
 from phalanx.testing.fuzz.compare import difference, reduced
 from phalanx.testing.fuzz.memory import taken
-from phalanx.testing.fuzz.program import GroupPlan, Program, Step
+from phalanx.testing.fuzz.program import IN_ORDER, GroupPlan, Program, Step
 
 _MOST_GROUPS = 24  # beside the world, for one program after the other
 _OF_GLOO = {
@@ -51,7 +51,7 @@ class Verdict:
 
     Attributes:
         faults: Step and words of each result that is wrong.
-        judged: Number of results by who judged them.
+        judged: Number of calls by who judged their results.
         of_judge: Words for each result about which the judge was wrong, as arithmetic says.
         digests: Digest of the results of a step that must be the same on all ranks of its group, by step.
     """
@@ -94,7 +94,7 @@ def _make(plan: GroupPlan) -> Any:
     if plan.how == "world":
         return dist.group.WORLD
     if plan.how == "new":
-        return dist.new_group(list(plan.ranks), _player.limit, sort_ranks=False)
+        return dist.new_group(list(plan.ranks), _player.limit, **IN_ORDER)
     # torch counts the groups of each rank, so each rank gets one.
     rest = [rank for rank in range(dist.get_world_size()) if rank not in plan.ranks]
     if plan.how == "split":
@@ -105,7 +105,7 @@ def _make(plan: GroupPlan) -> Any:
 
 
 def _make_gloo(plan: GroupPlan) -> Any:
-    return dist.new_group(list(plan.ranks), 2 * _player.limit, backend="gloo", sort_ranks=False)
+    return dist.new_group(list(plan.ranks), 2 * _player.limit, backend="gloo", **IN_ORDER)
 
 
 def _forget_groups() -> None:
@@ -227,7 +227,7 @@ def judge(rank: int, program: Program, against: str, folder: str = "") -> Verdic
         for wrong in _differences(verdict, step, own, results, theirs):
             verdict.faults.append((number, wrong))
         by = "arithmetic" if theirs is None else against
-        verdict.judged[by] = verdict.judged.get(by, 0) + len(results)
+        verdict.judged[by] = verdict.judged.get(by, 0) + 1
         if step.name in _ALIKE:
             verdict.digests[number] = _digest(results)
     return verdict
@@ -261,7 +261,7 @@ def _differences(
 def _as_ours(got: Tensor, theirs: Tensor) -> Tensor:
     """Return a judge's result in the dtype and shape of ours: it may have moved bytes, or left sums in a bool."""
     if theirs.dtype != got.dtype:
-        theirs = theirs.view(got.dtype)
+        theirs = taken(theirs).as_strided((theirs.numel(),), (1,)).view(got.dtype)
     if theirs.dtype is torch.bool:
         theirs = theirs.view(torch.uint8) != 0
     return theirs.reshape(got.shape)
@@ -278,7 +278,7 @@ def _against(got: Tensor, want: Wanted, right: Tensor, step: Step) -> str:
 def _on_gloo(step: Step, call: Call) -> list[Tensor] | None:
     """Run a call on contiguous copies with Gloo; None if it can't."""
     is_own = step.name in CALLS or step.name in _ALSO_ON_GLOO
-    if not is_own:
+    if not is_own or (step.name == "all_to_all" and version() < (2, 13)):
         return None
     call = replace(call, async_op=False, in_place=False)
     if step.is_reduction:

@@ -25,7 +25,7 @@ class Outcome:
     Attributes:
         fault: First thing that is wrong, in words; empty: nothing is.
         step: Index of the step in which it is; None: the ranks ended without saying.
-        judged: Number of results by who judged them.
+        judged: Number of calls, counted on each rank, by who judged their results.
         of_judge: Results that the judge got wrong, in words.
     """
 
