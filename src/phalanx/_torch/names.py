@@ -144,9 +144,6 @@ NAMES = {
     "GlooOptions": Name(
         "torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens between hosts"
     ),
-    "make_premul_sum": Name(
-        "torch.distributed._make_nccl_premul_sum", "to make a call again whose reduction multiplies first"
-    ),
     # Processes that load data.
     "begin_worker": Name(
         "torch.utils.data._utils.signal_handling._set_worker_signal_handlers",
