@@ -51,13 +51,14 @@ def test_the_table_has_each_room() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(PACKAGE)))
-def test_a_room_is_small_and_says_where_to_begin(room: Path) -> None:
+def test_a_room_is_small_and_says_where_to_begin_and_what_is_not_in_it(room: Path) -> None:
     files = [path for path in room.iterdir() if path.is_file()]
     assert room == PACKAGE or len(files) <= MOST_FILES
     docstring = " ".join((ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or "").split())
     first = re.search(r"[Ss]tart with `([\w.]+)`", docstring)
     assert first, "which file is to be read first?"
     assert (room / first[1].replace(".", "/")).with_suffix(".py").is_file()
+    assert re.search(r"\b[Nn]othing here\b", docstring), "what must never be in it?"
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))

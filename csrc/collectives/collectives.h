@@ -124,7 +124,7 @@ class Collectives {
   std::uint64_t chunks_ = 0;  // chunks of all pipelined collectives so far: the base of the progress counters
   Mapping mailboxes_;
   std::vector<const void*> sources_;
-  Pieces pieces_;  // of the all_reduce in progress
+  Pieces pieces_;  // pieces of the all_reduce in progress
   std::vector<std::span<const std::byte>> gives_;
   std::vector<std::span<std::byte>> takes_;
   bool has_offered_ = false;

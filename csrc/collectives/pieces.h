@@ -52,7 +52,7 @@ class Pieces {
  private:
   std::span<const Piece> pieces_;
   std::size_t item_bytes_ = 1;
-  std::vector<std::size_t> ends_;  // of each piece, in elements of the message
+  std::vector<std::size_t> ends_;  // end of each piece, in elements of the message
 };
 
 }  // namespace phalanx

@@ -37,7 +37,7 @@ Level detect() {
   constexpr unsigned kV3Leaf1 = bit_FMA | bit_MOVBE | bit_OSXSAVE | bit_AVX | bit_F16C;
   constexpr unsigned kV3Leaf7 = bit_BMI | bit_AVX2 | bit_BMI2;
   constexpr unsigned kV4Leaf7 = bit_AVX512F | bit_AVX512DQ | bit_AVX512CD | bit_AVX512BW | bit_AVX512VL;
-  constexpr unsigned kSavesAvx = 0x6, kSavesAvx512 = 0xe6;  // of XCR0: the registers' halves, masks and upper banks
+  constexpr unsigned kSavesAvx = 0x6, kSavesAvx512 = 0xe6;  // in XCR0: the system saves halves, masks and upper banks
   unsigned eax, ebx, ecx, edx, leaf7;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kV3Leaf1) != kV3Leaf1) return Level::kBaseline;
   if (!__get_cpuid_count(7, 0, &eax, &leaf7, &ecx, &edx) || (leaf7 & kV3Leaf7) != kV3Leaf7) return Level::kBaseline;

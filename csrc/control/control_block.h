@@ -165,7 +165,7 @@ class ControlBlock {
   /// Throw in a forked child. To be called before any lock is taken: in the child, a lock may stay held for ever by a
   /// thread that exists only in the parent.
   void require_own_process(Op op) const;
-  /// The failure that ended the group, which operations queued before then fail with; null if the group was left in order.
+  /// The failure that ended the group, with which queued operations fail; null if the group was left in order.
   std::shared_ptr<const Failure> ended_by();
 
   /// Throw the failure that shows what each rank called and, if the calls are alike, which sizes contradict each other.

@@ -88,7 +88,7 @@ void ControlBlock::handle_signals(const Wait& wait, Body&& body) {
 }
 
 std::optional<Failure> ControlBlock::look_up(Wait& wait, const MissingFn& missing) {
-  if (!wait.announced) announce(wait);  // before the signals: a handler's error message names what it interrupted
+  if (!wait.announced) announce(wait);  // before the signals: the error of a handler names what it interrupted
   const auto before = Clock::now();
   handle_signals(wait, [&] { wait.hooks->tick(); });
   wait.left_out += Clock::now() - before;  // a handler may open a debugger, and a person takes long
@@ -145,7 +145,7 @@ void ControlBlock::announce(Wait& wait) {
   std::string text = op_name(wait.call.op);
   if (wait.seq != 0) text += " #" + std::to_string(number(wait.seq));
   text += " of group '" + config_.name + "'";
-  if (wait.seq != 0) collective_ = text;  // before site(): that is Python, where a signal handler may ask for it
+  if (wait.seq != 0) collective_ = text;  // before site(), which runs Python, where a signal handler may read it
   const std::string site = wait.hooks->site();
   if (!site.empty()) text += " at " + site;
   if (wait.seq != 0) collective_ = text;

@@ -29,10 +29,10 @@ enum class FailureKind : std::uint32_t {
   kCameLate,        // a peer's deadline passed before this rank called
   kNoTurn,          // the deadline passed while another thread of this rank was inside a collective
   kAborted,         // abort(), for the reason in `detail`
-  kInterrupted,     // by a signal, in mid-operation
+  kInterrupted,     // a signal ended an operation
   kDestroyed,       // this rank left the group meanwhile
   kUnusable,        // the group had ended before this call, because of `cause`; without one, it was destroyed here
-  kForked,          // in a child of the process whose group it is
+  kForked,          // the call was made in a forked child of the process that has the group
   kNested,          // called by a signal handler that interrupted what `detail` names
   kNestedWait,      // a signal handler waited for an operation inside what `detail` names
   kNoMemory,        // the segment cannot grow by `size_bytes`
@@ -56,7 +56,7 @@ struct GroupFailure {
   }
 };
 
-/// The name by which Python knows it.
+/// The name of a kind in Python.
 inline const char* kind_name(FailureKind kind) {
   static constexpr const char* kNames[] = {
       "none",       "calls_differ", "sizes_differ", "message_differs", "rank_ended",  "rank_replaced", "rank_left",
@@ -112,17 +112,17 @@ class Failure : public std::exception {
   std::string op;         // "all_reduce"
   std::uint64_t seq = 0;  // number of the collective in its group, from 1; 0 for point-to-point
   std::string site;       // "train.py:31"
-  std::vector<int> ranks;  // at fault: missing, dead or in disagreement
+  std::vector<int> ranks;  // ranks at fault: missing, dead or in disagreement
   int by = -1;             // the rank that ended the group, if it was not this one
-  int pid = 0;             // of the dead rank
-  int exit_code = -1;      // of the dead rank, -1 when unknown
+  int pid = 0;             // pid of the dead rank
+  int exit_code = -1;      // exit code of the dead rank, -1 when unknown
   int signal = 0;          // that killed it, 0 when none or unknown
   std::vector<Standing> standings;
   std::vector<Waiter> circle;  // this rank first; empty: the ranks do not wait for each other in a circle
   std::vector<MadeCall> calls;
   std::optional<SizeDispute> sizes;
   double timeout_s = 0;
-  std::uint64_t size_bytes = 0;  // of the memory that was missing
+  std::uint64_t size_bytes = 0;  // size of the memory that was missing
   int error = 0;                 // errno
   std::string detail;            // free text: the system's message, the reason given to abort()
   std::shared_ptr<const Failure> cause;

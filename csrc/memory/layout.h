@@ -43,7 +43,7 @@ constexpr std::size_t align_up(std::size_t bytes, std::size_t to) { return (byte
 /// A short text that peers may read while its owner rewrites it: a reader notices a change and reads again.
 struct SharedText {
   static constexpr std::size_t kWords = 30;
-  void write(const std::string& value);  // by one thread at a time; what does not fit is cut off
+  void write(const std::string& value);  // one thread at a time may write; what does not fit is cut off
   std::string read() const;
 
   std::atomic<std::uint64_t> version;  // odd while being written
@@ -66,9 +66,9 @@ enum class MemberState : std::uint32_t { kAbsent = 0, kJoined, kDeparted, kFell 
 struct alignas(kCacheLine) Member {
   std::atomic<MemberState> state;
   std::int32_t pid;
-  std::uint64_t start_time;     // of the process, in clock ticks since boot: tells a reused pid apart
+  std::uint64_t start_time;     // start of the process in clock ticks since boot, by which a reused pid is noticed
   std::uint64_t pid_namespace;  // inode; peers in another one cannot watch this pid
-  std::uint32_t usable_cpus;    // by cgroup quota, at least 1
+  std::uint32_t usable_cpus;    // CPUs that the cgroup's quota allows, at least 1
   std::uint32_t cpu_words;
   std::uint64_t cpu_mask[kMaxRanks / 64];
   std::atomic<std::uint32_t> site_seq;  // the collective for which `site` was last written
@@ -124,7 +124,7 @@ struct Fragment {
 /// Announces a fragment and holds its data if that fits, so that one cache line carries a small message.
 struct alignas(kCacheLine) Record {
   static constexpr std::size_t kInline = 32;
-  std::atomic<std::uint64_t> number;  // from 1; stored last, with RELEASE, by the sender; loaded first, with ACQUIRE
+  std::atomic<std::uint64_t> number;  // counts from 1; stored last, with RELEASE, by the sender; loaded first, with ACQUIRE
   Fragment fragment;
   std::byte data[kInline];
 };

@@ -33,7 +33,7 @@ void describe_self(Member& member);
 /// Who a process is. A zero stands for what /proc did not tell.
 struct Identity {
   int pid = 0;
-  std::uint64_t start_time = 0;     // in clock ticks since boot: tells a reused pid apart
+  std::uint64_t start_time = 0;     // clock ticks since boot, by which a reused pid is noticed
   std::uint64_t pid_namespace = 0;  // inode; a process in another namespace can't be watched
   static Identity own();
 };

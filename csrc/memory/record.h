@@ -47,7 +47,7 @@ enum class EventKind : std::uint16_t {
 };
 
 struct alignas(kCacheLine) Event {
-  std::atomic<std::uint64_t> number;  // from 1; the slot is (number - 1) % kEvents
+  std::atomic<std::uint64_t> number;  // counts from 1; the slot is (number - 1) % kEvents
   std::atomic<std::uint64_t> begun_ns;  // CLOCK_MONOTONIC
   std::atomic<std::uint64_t> ended_ns;  // if not greater than begun_ns, the event has not ended
   std::atomic<std::uint64_t> what;    // kind, 16 bits; code, 16 bits; text
@@ -65,7 +65,7 @@ struct BoxHeader {
   std::int32_t pid;
   std::int32_t rank;
   std::int32_t world_size;
-  std::uint64_t start_time;    // of the process, in clock ticks since boot: tells a reused pid apart
+  std::uint64_t start_time;    // start of the process in clock ticks since boot, by which a reused pid is noticed
   std::int64_t realtime_less_monotonic_ns;
   std::atomic<std::uint64_t> num_events;  // begun since the box was made
   std::atomic<std::uint64_t> num_text_bytes;
@@ -103,7 +103,7 @@ class Recorder {
   Event* events_;
   std::byte* texts_;
   TickClock clock_;
-  std::mutex mutex_;  // of texts
+  std::mutex mutex_;  // guards the texts
   struct Hash : std::hash<std::string_view> {
     using is_transparent = void;
   };

@@ -32,7 +32,7 @@ class Request : public Work {
   friend class PointToPoint;
   std::atomic<int> peer_{-1};  // -1: a receive from any source that no message has met yet; any thread may set it
   std::int64_t tag_ = 0;
-  std::uint64_t number_ = 0;  // of receives: the order in which they were posted
+  std::uint64_t number_ = 0;  // for a receive, its place in the order in which receives were posted
   Items items_{};
   std::byte* data_ = nullptr;
   std::size_t moved_ = 0;  // bytes so far
@@ -71,7 +71,7 @@ class PointToPoint {
     std::uint64_t num_taken = 0, position = 0;  // records; where the next fragment begins in the byte ring
     std::shared_ptr<Request> into;              // the message goes into this receive,
     std::shared_ptr<Unexpected> held;           // or is kept here, because no receive wants it yet
-    std::map<std::int64_t, std::deque<std::shared_ptr<Unexpected>>> unexpected;  // by tag, none empty
+    std::map<std::int64_t, std::deque<std::shared_ptr<Unexpected>>> unexpected;  // messages by tag; no queue is empty
   };
   struct Outgoing {
     Channel* channel = nullptr;

@@ -86,7 +86,7 @@ class Blocks {
   std::size_t live_ = 0, resident_ = 0;
   std::size_t top_ = 0;  // units from this one on have never been touched
   std::size_t peak_ = 0, last_peak_ = 0;              // the maxima of live_ in this window and the one before
-  std::unique_ptr<std::uint8_t[], void (*)(void*)> touched_;  // for each unit, whether it is resident
+  std::unique_ptr<std::uint8_t[], void (*)(void*)> touched_;  // whether each unit is resident
   Spans free_;
   std::set<std::pair<std::size_t, std::size_t>> by_length_;   // the free spans again: (length, start)
   std::unordered_map<std::size_t, std::size_t> taken_;        // length by start

@@ -27,8 +27,8 @@ using CountList = std::vector<std::uint64_t>;
 struct Collective {
   Op op = Op::kNone;
   Items items{};
-  int kernel = 0;  // of a reduction: the ReduceOp to compute
-  int code = -1;   // of a reduction: the operation on which ranks must agree; PREMUL_SUM has another code than SUM
+  int kernel = 0;  // for a reduction, the ReduceOp to compute
+  int code = -1;   // for a reduction, what ranks must agree on; PREMUL_SUM has another code than SUM
   int root = -1;
   CountList in_counts{}, out_counts{};  // elements of each rank's block, where blocks differ
 

@@ -111,7 +111,7 @@ struct Location {
   std::size_t offset;
   PyObject* storage;
 };
-std::array<Location, 256> locations;  // by a hash of the address; a later one replaces an earlier
+std::array<Location, 256> locations;  // at a hash of the address; a later one replaces an earlier
 
 std::array<PyObject*, 256> strided_at;  // addresses of objects that were strided tensors; only compared, never followed
 

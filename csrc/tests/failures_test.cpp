@@ -376,7 +376,7 @@ CASE(ranks_whose_memory_was_allocated_on_another_node_compute_as_ever) {
   reinterpret_cast<GroupHeader*>(segment->map(offset, kPage).data())->node = current_node() + 1;
   in_threads(2, [&](int r) {
     Rank self{r, 2, segment, make_group(segment, offset, r, 2, {})};
-    for (const std::size_t count : {1, 5000, 100'000}) {  // in the line, in a stage, in the mailboxes
+    for (const std::size_t count : {1, 5000, 100'000}) {  // sizes that travel in the line, in a stage and in the mailboxes
       std::vector<float> data(count, static_cast<float>(r + 1));
       all_reduce(kFloat, data.size(), sum_floats())(self, data.data());
       CHECK_EQ(data.front(), 3.0f);

@@ -12,7 +12,7 @@ struct Case {
   const char* name;
   void (*body)();
 };
-std::vector<Case>& cases();  // in test_core.cpp
+std::vector<Case>& cases();  // defined in test_core.cpp
 
 struct Register {
   Register(const char* name, void (*body)()) { cases().push_back({name, body}); }

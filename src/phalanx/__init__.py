@@ -3,13 +3,14 @@
 ``torch.distributed.init_process_group("phalanx")`` is all that a script needs: it works without importing this package.
 The names and packages below are loaded on first use, so that importing :mod:`phalanx` costs nothing and cannot break.
 
-Start with `_plugin`, which torch calls, or `cli`, which users call; ``docs/design.md`` has a table of the rooms.
+Start with `_plugin`, which torch calls, or `cli`, which users call; ``docs/design.md`` has a table of the packages in
+this one. Nothing here is imported before it is used.
 """
 
 import importlib
 import sys
 
-TYPE_CHECKING = False  # type checkers take it for true; to import typing would take longer than all the rest
+TYPE_CHECKING = False  # type checkers take it for True; importing typing would take longer than the rest of this module
 if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __getattr__ does this
     from phalanx import checkpoint, data, parallel, testing, train
     from phalanx._errors import (
@@ -135,8 +136,8 @@ def _on_first_use(package: str, modules: dict[str, str], subpackages: tuple[str,
     """Return the functions ``__getattr__`` and ``__dir__`` of a package whose names are loaded on first use.
 
     Args:
-        modules: Names, by their module below `phalanx`.
-        subpackages: Names that are packages themselves.
+        modules: Names loaded on first use, each with its module below `phalanx`.
+        subpackages: Names of packages that are loaded on first use.
     """
     places = {name: f"phalanx.{module}" for module, names in modules.items() for name in names.split()}
 
@@ -150,5 +151,5 @@ def _on_first_use(package: str, modules: dict[str, str], subpackages: tuple[str,
     return load, lambda: sorted(sys.modules[package].__all__)
 
 
-if not TYPE_CHECKING:  # they would accept any name
+if not TYPE_CHECKING:  # hidden from type checkers, which would accept any name because of __getattr__
     __getattr__, __dir__ = _on_first_use(__name__, _MODULES, _PACKAGES)

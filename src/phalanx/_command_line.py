@@ -26,7 +26,8 @@ class UsageError(ValueError):
     """A mistake in the command line, in one line.
 
     Attributes:
-        right: Call that was probably meant; empty: the command's usual call; None: the call itself is right.
+        right: Call that was probably meant; empty for the command's usual call; None if there is nothing wrong with the
+            call.
     """
 
     def __init__(self, message: str, right: str | None = "") -> None:
@@ -53,7 +54,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="help", help="show this help")
 
     def add_commands(self, calls: Mapping[str, str]) -> None:
-        """List commands in the help: their calls, and what each does."""
+        """List commands in the help.
+
+        Args:
+            calls: Descriptions of the commands, by their calls.
+        """
         group = self.add_argument_group("Commands")
         for call, what in calls.items():
             group.add_argument(call, nargs="?", metavar=call, help=what)
@@ -74,7 +79,7 @@ class Parser(argparse.ArgumentParser):
             return UsageError("--version stands alone", "phalanx --version")
         name = word.partition("=")[0]
         known = [option for option in self._option_string_actions if option.startswith("--") and "_" not in option]
-        near = nearest(name, known, cutoff=0.75)  # higher, because all flags share their dashes
+        near = nearest(name, known, cutoff=0.75)  # more than the default, because all flags share their dashes
         what = f"unknown flag {name}{near and f', did you mean {near}?'}"
         return UsageError(what, self.call(args, {name: near}) if near else "")
 
@@ -108,7 +113,7 @@ class Parser(argparse.ArgumentParser):
         return 2
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        print(message, end="", file=file)  # argparse's own hides that the reader has gone
+        print(message, end="", file=file)  # argparse's own method ignores errors, so a closed pipe would go unnoticed
 
 
 def whole_number(text: str) -> int:
@@ -192,5 +197,5 @@ class _Help(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        names = ", ".join(name for name in action.option_strings if "_" not in name)  # one spelling of two
+        names = ", ".join(name for name in action.option_strings if "_" not in name)  # hides --with_underscores
         return names if action.nargs == 0 else f"{names} {action.metavar or action.dest.upper()}"

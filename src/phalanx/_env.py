@@ -10,15 +10,15 @@ import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-TYPE_CHECKING = False  # a command that only passes a job on imports neither typing, for its own constant, nor datetime
+TYPE_CHECKING = False  # not typing's: a command that only passes a job on should import neither typing nor datetime
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
     from typing import Any
 
-_GOOD_GUESS = 0.8  # least similarity of an argument that may be meant: a bad guess is worse than none
-_MOST_DIGITS = 9  # of a number of calls
-_MAX_LISTED = 8  # arguments in a message
+_GOOD_GUESS = 0.8  # least similarity of a name that an error suggests, because a bad guess is worse than none
+_MOST_DIGITS = 9  # most digits of a number of calls
+_MAX_LISTED = 8  # most arguments listed in a message
 
 LONGEST_S = 1e9
 """Longest timeout, which stands for forever: 30 years. The clocks under torch overflow after 292."""
@@ -33,14 +33,14 @@ def seconds(name: str, timeout: timedelta | float) -> float:
     from datetime import timedelta
 
     value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if value < -LONGEST_S:  # torch's clocks have overflowed: timedelta.max becomes a large negative time
+    if value < -LONGEST_S:  # timedelta.max overflowed in torch, and became a large negative time
         return LONGEST_S
     if not value > 0:
         raise ValueError(f"{name} must be more than 0 s, got {value:g} s")
     return min(value, LONGEST_S)
 
 
-# The flags of ``phalanx run``, which reads these variables itself.
+# Flags of ``phalanx run`` that may be set by variables; the command reads these itself.
 _FLAGS = """
     DRAIN DRAIN_FILE DRAIN_URL DRY_RUN HOST_LABEL LOCAL_ADDR LOCAL_RANKS_FILTER LOG_DIR MASTER_ADDR MASTER_PORT
     MAX_RESTARTS MEMORY MODULE MONITOR_INTERVAL NNODES NODE_RANK NO_KEEP NO_PIN NO_PRELOAD NO_PYTHON NO_USE_ENV
@@ -64,7 +64,8 @@ VERIFY_VARIABLE = "PHALANX_VERIFY"
 MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
 """Name easily mistaken for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
 OBEYED_BY_RANKS = (REPLACE_VARIABLE, MISTAKEN_FOR_REPLACE)
-"""Obeyed at ``import torch``; a rank's script may still set them, so they are unset where torch is imported ahead."""
+"""Variables that take effect at ``import torch``. If torch is imported before a rank's script, which may set them, they
+are unset for that import."""
 ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
 """Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they are to do about freed memory."""
 COMMAND_VARIABLE = "PHALANX_COMMAND"
@@ -82,7 +83,7 @@ PROCESS_VARIABLE = "PHALANX_PROCESS"
 WARM_VARIABLE = "PHALANX_WARM"
 """Asks ``phalanx run``, `phalanx.spawn` and `phalanx.testing` to start ranks from a warm process, see `launch.warm`."""
 WARM_SERVER_VARIABLE = "PHALANX_WARM_SERVER"
-"""Set only for a warm process: where it serves."""
+"""Set only for a warm process: the path of the socket at which it takes jobs."""
 FAST_RANKS_VARIABLE = "PHALANX_FAST_RANKS"
 """Set only for the server of `phalanx.testing.fast_ranks`: the folder of its requests and answers."""
 PREEMPTED_CODE = 75
@@ -117,8 +118,9 @@ def raw() -> Mapping[bytes, bytes]:
 def is_rank() -> bool:
     """Whether one of our launchers made this very process a rank.
 
-    A process that a rank starts, such as a data loader's worker or torchrun's rank, has its variables, but not its pid.
-    It reads a copy of the environment: while torch is imported, a direct read would count as one by torch.
+    A process that a rank starts, such as a data loader's worker or a rank of torchrun, inherits the variable, but has
+    another pid. The variable is read from a copy of the environment, because `watch_reads` would take a direct read for
+    one by torch.
     """
     return environment().get(PROCESS_VARIABLE) == str(os.getpid())
 
@@ -131,12 +133,12 @@ def host_name() -> str:
 
 
 def is_on(word: str) -> bool:
-    """Return whether a switch's value turns it on; see `is_off` for the words that do not."""
+    """Return whether a switch's value turns it on."""
     return word.lower() in ("1", "true", "yes", "on")
 
 
 def is_off(word: str) -> bool:
-    """Return whether a switch's value leaves it off. A word that is neither on nor off is not a switch's value."""
+    """Return whether a switch's value turns it off. For any other word, both this and `is_on` are False."""
     return word.lower() in ("", "0", "false", "no", "off")
 
 
@@ -200,7 +202,7 @@ def watch_reads(note: Callable[[str, str | None], None]) -> Callable[[], None]:
     """
     environ: Any = os.environ
     encode, decode = environ.encodekey, environ.decodekey
-    listed: deque[str] = deque()  # by a copy, which reads them next, in the same order
+    listed: deque[str] = deque()  # names that a copy of the environment has listed, and will read next in this order
 
     def note_listed(key: bytes) -> str:
         listed.append(decode(key))
@@ -239,7 +241,7 @@ def withdraw(names: Iterable[str]) -> None:
 def wants_torchs_records() -> bool:
     """Whether the user asked torch to record every operation, or to check its values.
 
-    The Flight Recorder counts only if its size is set: torch's default of 2,000 entries is not worth 8 us per call.
+    The Flight Recorder counts only if its size is set, because torch's default costs 8 us a call unasked.
     """
     sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
     return next((int(size) > 0 for size in sizes if size), False) or os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
@@ -264,7 +266,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     Args:
         cutoff: Least similarity of a close name, from 0 to 1 for equal names.
     """
-    import difflib  # only on the way to an error
+    import difflib  # here, because only errors need it
 
     known = sorted(known)
     near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, 1, cutoff)
@@ -279,7 +281,7 @@ def unknown_argument(
     The message lists all arguments only if there is no better hint and they are few.
 
     Args:
-        meant: Correct name, if `name` is another word for it rather than a misspelling.
+        meant: Correct name, if `name` is another library's word for it.
         right: Code to write instead, if that is not an argument of this call.
     """
     known = list(known)

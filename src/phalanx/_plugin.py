@@ -124,7 +124,7 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx.backend.groups import create_group
     from phalanx.rendezvous.solo import wants_others
 
-    shield.watch()  # not `launch.rank.watch_torch`: other launchers' ranks may lack what the record of Gloo needs
+    shield.watch()  # not `launch.rank.watch_torch`, whose record of Gloo needs what only our launchers set
     postpone_import()
-    wants_others()  # also in a store of its own
+    wants_others()  # lets ranks with a store of their own tell each other, too
     return create_group(options, backend_options, **named)

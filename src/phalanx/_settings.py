@@ -38,9 +38,9 @@ class Settings:
     spin_us: float = _ranged(50.0, 0, 1e6)
     """Microseconds for which a waiting rank spins, or yields if ranks share CPUs, before it sleeps; 0: no spinning."""
     one_shot_bytes: int = _ranged(64 * 1024, 0, 64 * 1024)
-    """Largest all_reduce in which every rank reads all data after one synchronisation. The same on all ranks."""
+    """Largest all_reduce in which every rank reads all data after one synchronisation. Must be equal on all ranks."""
     chunk_bytes: int = _ranged(64 * 1024, 4096, 64 * 1024)
-    """Size of the chunks in which larger messages are pipelined. The same on all ranks."""
+    """Size of the chunks in which larger messages are pipelined. Must be equal on all ranks."""
     silence_s: float = _ranged(1.0, 0.1, 86400)
     """Seconds without a sign of life from another host's kernel after which the connection to it counts as lost."""
     bridge: str = "gloo"

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-_LONG_S = 1e9  # longer is nonsense, and shown in seconds
+_LONG_S = 1e9  # a longer duration makes no sense in days, and is shown in seconds
 
 
 def plural(number: int, noun: str) -> str:
@@ -160,7 +160,7 @@ def complain(words: str) -> None:
     try:
         print("\n".join(broken(words.splitlines(), sys.stderr)), file=sys.stderr)
     except BrokenPipeError:
-        raise  # a command has its own exit code for it
+        raise  # `exit_code_of` handles a closed pipe
     except OSError:
         pass
 

@@ -18,7 +18,7 @@ from phalanx.launch.command.flags import RIGHT_CALL
 
 
 class _Command(NamedTuple):
-    """A subcommand: its right call, what it does, the module whose `main` it is, and whether it needs Linux."""
+    """A subcommand: its usual call, what it does, the module whose `main` runs it, and whether it needs Linux."""
 
     usage: str
     about: str

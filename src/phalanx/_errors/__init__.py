@@ -18,11 +18,12 @@
       + UnsupportedLayout (NotImplementedError)  ... with a tensor of a layout that it can't take
       + OtherDevice                              ... with tensors of another device (backend/calls/memory.py)
 
-``tests/test_error_tree.py`` checks the tree. It leaves out exceptions by which modules of one package signal to each
-other and that never reach a user.
+``tests/test_error_tree.py`` checks the tree. It leaves out exceptions that never reach a user, because they are only
+signals between modules of one package.
 
 Every message names the rank, the operation and what to do. Errors carry these facts as attributes and can be pickled,
-because they cross processes. Start with `facts`, which says how they travel.
+because they cross processes. Start with `facts`, which says how they travel. Nothing here finds out why something
+failed, and nothing imports torch before an error occurs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Failure(Facts):
         signal: Signal that killed the first culprit.
         standings: Standing of each rank that was waited for.
         circle: Ranks that wait for each other in a circle, `rank` first; empty if there is no such circle.
-        calls: Calls of the ranks, if they differ; of a message, the receive and then the send.
+        calls: Calls of the ranks, if they differ; for a message, first the receive, then the send.
         sizes: First two sizes that contradict each other.
         hosts: Hosts whose ranks are all lost.
         timeout_s: Deadline that has passed, in seconds from the call.
@@ -100,7 +101,7 @@ class Failure(Facts):
 
     @property
     def is_victim(self) -> bool:
-        """Whether the rank that met it only suffers from the failure of another rank."""
+        """Whether the failure of another rank caused this one."""
         return KINDS[self.kind].is_victim or self.by not in (None, Peer(rank=self.rank))
 
 
@@ -120,16 +121,16 @@ def require_linux(what: str = "the phalanx backend", instead: str = _INSTEAD) ->
 
 _ADDRESS = re.compile(r"\s*\(phalanx explain ([a-z0-9-]+)\)")
 _ASKED = "\nphalanx why: "
-"""Start of the last line of an error whose rank has asked why it waits; see `backend.failures.answer`."""
+"""Start of the last line of an error message, if the rank has asked why it waits; see `backend.failures.answer`."""
 
 
 def address(entry: str) -> str:
-    """Return the end of a message that says where it is explained."""
+    """Return the end of an error message, which says where it is explained: `` (phalanx explain ENTRY)``."""
     return f" (phalanx explain {entry})"
 
 
 def addressed(text: str) -> str:
-    """Return the entry that the last address in a text names; empty if there is none."""
+    """Return the entry that a text names last in the form of `address`; "" if there is none."""
     found = _ADDRESS.findall(text)
     return found[-1] if found else ""
 
@@ -140,7 +141,7 @@ class PhalanxError(RuntimeError):
     Its message ends with the address of its explanation, such as ``(phalanx explain timeout)``.
 
     Attributes:
-        entry: Name under which ``phalanx explain`` explains the error; empty if only other errors quote it.
+        entry: Name under which ``phalanx explain`` explains the error; empty if there is no explanation.
         op: Operation, such as ``"all_reduce"``; empty if there was none.
         seq: Number of the collective in its group, from 1; 0 for point-to-point messages.
         ranks: Global ranks at fault: missing, dead or in disagreement.
@@ -169,7 +170,7 @@ class PhalanxError(RuntimeError):
         entry: str = "",
         **facts: object,
     ):
-        # A message may quote another error, or be that of this one before it was pickled.
+        # A message may contain an address already: it quotes another error, or this error was pickled.
         self.entry = entry or (_entry_of(failure) if failure else addressed(message)) or self.entry
         said, asked, answer = _ADDRESS.sub("", message).partition(_ASKED)
         super().__init__(said + (address(self.entry) if self.entry else "") + asked + answer)
@@ -357,7 +358,7 @@ _ENTRIES = {
     "nested_wait": "signal-handler",
     "system": "system",
 }
-"""Entries of the kinds that have one of their own; the others are explained with their class."""
+"""Names of explanations for single kinds of failure; the other kinds are explained with their class."""
 
 
 def _entry_of(failure: Failure) -> str:
@@ -379,9 +380,9 @@ _handed_over: collections.deque[PhalanxError] = collections.deque(maxlen=16)
 
 
 def hand_over(error: BaseException) -> BaseException:
-    """Return `error`, to be raised into native code that passes on only its text; `origins` finds it again."""
+    """Store a copy of `error` and return it: native code will pass on only its text, and `origins` finds the copy."""
     if isinstance(error, PhalanxError):
-        # A copy: the traceback of the original holds frames, and frames hold the group.
+        # Not the original: its traceback refers to frames, which refer to the group.
         _handed_over.append(_rebuild(type(error), str(error), error.__dict__.copy()))
     return error
 
@@ -389,7 +390,7 @@ def hand_over(error: BaseException) -> BaseException:
 def origins(error: BaseException) -> Iterator[BaseException]:
     """Yield `error` and the errors during whose handling it was raised, the latest first.
 
-    An error that native code made from one of phalanx (see `hand_over`) is followed by that one.
+    If native code made an error from one of phalanx's (see `hand_over`), that one is yielded next.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -411,7 +412,7 @@ class UnsupportedLayout(ArgumentError, NotImplementedError):
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the innermost line outside torch and phalanx: the user's own, not one of ours."""
+    """Warn at the innermost line outside torch and phalanx, which is probably the user's."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "phalanx"):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,7 @@
-"""The ranks, calls and sizes that an error carries: plain data that travels between processes as JSON."""
+"""Classes for the ranks, calls and sizes in an error: plain data that travels between processes as JSON.
+
+Start with `Facts`, which converts every such object, and a `Failure`, to JSON's types and back.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ class Facts:
 
     @classmethod
     def from_facts(cls, facts: object) -> Self:
-        """Return the object that `to_facts` was called on; the facts may have travelled as JSON.
+        """Return an object like the one on which `to_facts` was called; the facts may have travelled as JSON.
 
         Raises:
-            ValueError: `to_facts` never returns these facts; a sender may send anything.
+            ValueError: `facts` can't come from `to_facts`; they may be from an unknown sender.
         """
         try:
             value: Self = read_value(facts, cls)
@@ -35,7 +38,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer(Facts):
-    """A rank of the world, with its process and its host as far as they are known.
+    """A rank of the world, with its process and its host if they are known.
 
     Attributes:
         host: Name of its host; empty if all ranks of the group share one.
@@ -54,7 +57,7 @@ class Standing(Peer):
         has_joined: Whether it has joined the group.
         waits_in: Call in which it is waiting, in any group; empty if it is not waiting.
         last: Number of its last collective in the group; None: unknown.
-        is_apart: Whether it waits to join a group of another name, and for the rank that waits for it here.
+        is_apart: Whether it waits to join a group of another name, in which it waits for the rank that reports this.
     """
 
     has_joined: bool = True
@@ -81,7 +84,7 @@ class MadeCall(Peer):
     """The call that a rank made: one row in the table of a mismatch.
 
     Attributes:
-        op: Operation; empty if it has made no call yet.
+        op: Operation; empty if the rank has made no call yet.
         dtype: Name of the tensor's dtype, without ``torch.``.
         count: Number of elements in a rank's block; None if each rank passes its own sizes.
         sizes: Number of elements in each rank's block, if they differ and are known.
@@ -102,19 +105,19 @@ class MadeCall(Peer):
 
     @property
     def asked(self) -> tuple[object, ...]:
-        """The facts on which all ranks must agree."""
+        """The facts of a call on which all ranks must agree."""
         return self.op, self.dtype, self.count, self.sizes, self.reduce_op, self.root
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeDispute(Facts):
-    """Two sizes that contradict each other: of what `one` sends to `other`, or of the block of the rank `of`.
+    """Two sizes that contradict each other: of a message from `one` to `other`, or of the block of the rank `of`.
 
     Attributes:
         one: Rank whose size is `count`.
-        count: Number of elements that `one` sends, or lists for `of`.
+        count: Number of elements that `one` sends, or states for the block of `of`.
         other: Rank that contradicts it.
-        other_count: Number of elements that `other` expects, or lists for `of`.
+        other_count: Number of elements that `other` expects, or states for the block of `of`.
         of: Rank of the world that owns the block; None if the sizes are those of a message.
     """
 

@@ -1,12 +1,13 @@
 """torch's private names: where each is found, why phalanx uses it, and what happens in a torch that lacks it.
 
-Nothing else in phalanx uses one; ``tests/test_torch_names.py`` holds this. A name of `NAMES` is looked up when it is
-first asked for: `from phalanx._torch import dispatch_keys` binds it once, for hot paths and for classes;
-``_torch.get_default_store()`` asks where it is used, so that a missing name fails there and nowhere else. All of
-them were seen in torch 2.11, 2.13 and 2.15.
+No other package of phalanx uses a private name of torch; ``tests/test_torch_names.py`` checks that. A name of `NAMES`
+is looked up when it is first used. ``from phalanx._torch import dispatch_keys`` looks it up once, at the import, for
+hot paths and for classes; ``_torch.get_default_store()`` looks it up in the call, so that only this call fails if torch
+lacks it. All names exist in torch 2.11, 2.13 and 2.15.
 
-Every ``import torch`` runs this module where phalanx is installed; the table and the rest are loaded when the first
-other name is asked for. Start with `names`, the table.
+Every ``import torch`` runs this module where phalanx is installed; `names` and `lookup` are loaded only when one of
+their names is used. Start with `names`, the table. Nothing here makes a group or trains; `replace` and `shield` are
+here because they work by private names.
 """
 
 import importlib
@@ -17,12 +18,12 @@ _MODULES = {"dynamo", "forkserver", "lookup", "names", "nested", "replace", "shi
 
 
 def __getattr__(key: str) -> Any:
-    if key in _MODULES:  # ``from phalanx._torch import shield`` asks here first
+    if key in _MODULES:  # ``from phalanx._torch import shield`` looks for an attribute first
         raise AttributeError(f"module 'phalanx._torch' has no attribute {key!r} yet")
     if key == "rendezvous_handlers" and hasattr(
         sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers"
     ):
-        found = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # without the table
+        found = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # so that the table is not loaded
     else:
         found = getattr(importlib.import_module("phalanx._torch.lookup"), key)
     globals()[key] = found

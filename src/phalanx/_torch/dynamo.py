@@ -1,14 +1,14 @@
 """Keeps ranks from importing ``torch._dynamo`` before they compile something: a second of CPU and 80 MB in each.
 
-torch itself imports it wherever a compiler that may be at work must be told of something: at the first optimizer, in
-each of its steps, in methods under ``torch._disable_dynamo``. Before anything is compiled, none of that has an effect.
-So the four modules of torch that ask without need get a stand-in that does nothing. The first question of anybody else
-imports torch's own module, which takes the stand-in's place for good and is told what it has missed. The same happens
-when a program uses a package that torch._dynamo would have imported, such as torch.distributed.nn, without importing
-it.
+torch itself imports it in places where a running compiler must be told of something: at the first optimizer, in each of
+its steps, in methods under ``torch._disable_dynamo``. Before anything is compiled, that has no effect. So four modules
+of torch get a stand-in that does nothing. As soon as any other code uses the stand-in, torch's own module is imported.
+It replaces the stand-in for good, and is told what the stand-in was told. The same happens when a program uses, without
+importing it, a package that torch._dynamo would have imported, such as torch.distributed.nn.
 
-Importing it ahead, in the process that forks the ranks, was the alternative: the import would have to stay hidden from
-the script, which may set what it reads, and would still cost a second on each host. torch's own DDP really needs it.
+The alternative was to import it in the process that forks the ranks. But the script may set variables that it reads
+when it is imported, so the import would have to be hidden from the script, and it would still cost a second on each
+host. Ranks that use torch's own DDP really need it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 _NAME = "torch._dynamo"
-_CACHE = "__dynamo_disable"  # where torch._disable_dynamo keeps what `disable` has returned
+_CACHE = "__dynamo_disable"  # attribute in which torch._disable_dynamo keeps the result of `disable`
 _WITHOUT_EFFECT = {
     "torch._compile": "disable",
     "torch.optim.optimizer": "graph_break",
-    "torch.distributed.distributed_c10d": "trace_rules",  # to clear a cache
+    "torch.distributed.distributed_c10d": "trace_rules",  # used to clear a cache
     "torch.testing._internal.common_utils": "reset",
 }
-"""Name that each of these modules of torch asks for without need."""
+"""Modules of torch that use torch._dynamo without need, each with the name that it uses."""
 _FILLED = ("torch.distributed", "torch.fx.experimental")
 """Packages that have public modules once torch._dynamo has been imported."""
 
@@ -62,13 +62,13 @@ class _Finder:
         """Return the spec of the stand-in; None for any other module."""
         if name == _NAME and not self.is_needed:
             return ModuleSpec(name, self)  # type: ignore[arg-type]
-        # Its import began with the stand-in as its parent, and that has imported it.
+        # A submodule: its import began when the stand-in was its parent, and torch's own module has imported it since.
         if name.startswith(f"{_NAME}.") and name in sys.modules and target is None:
             return ModuleSpec(name, _Found(sys.modules[name]))  # type: ignore[arg-type]
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return a module that has nothing yet."""
+        """Return a new, empty module."""
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -79,7 +79,7 @@ class _Finder:
                 vars(sys.modules[name]).setdefault("__getattr__", _Filling(self, name))
 
     def torchs(self) -> ModuleType:
-        """Return torch's own module, and have all others find it from now on."""
+        """Return torch's own module, and let all modules find it from now on."""
         with self._lock:
             if not self.is_needed:
                 self.is_needed = True
@@ -91,7 +91,7 @@ class _Finder:
         try:
             module = importlib.import_module(_NAME)
         except BaseException:
-            self.is_needed = False  # so that the next attempt is told what was missed, too
+            self.is_needed = False  # so that the next attempt also tells it what the stand-in was told
             raise
         while self._missed:
             function, recursive = self._missed.pop()
@@ -108,7 +108,7 @@ class _StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         finder = vars(self).get("_finder")
-        # Code that looks at all modules asks for names with underscores.
+        # Code that goes through all modules asks for names with underscores, which must not import torch's own.
         if finder is None or (name.startswith("__") and name != "__path__" and not finder.is_needed):
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         if not finder.is_needed and _WITHOUT_EFFECT.get(sys._getframe(1).f_globals.get("__name__", "")) == name:
@@ -129,7 +129,7 @@ class _StandIn(ModuleType):
 
 
 class _Filling:
-    """The ``__getattr__`` of a package in which torch's own module would fill in modules."""
+    """The ``__getattr__`` of a package to which the import of torch's own module adds modules."""
 
     def __init__(self, finder: _Finder, package: str) -> None:
         self._finder, self._package = finder, package
@@ -153,9 +153,9 @@ class _Found:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        with contextlib.suppress(AttributeError):  # some have refused the other one, too
+        with contextlib.suppress(AttributeError):  # some modules do not allow it
             module.__spec__ = self._spec
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """Stand for what has no effect before something is compiled."""
+    """Stand in for functions that have no effect before something is compiled."""

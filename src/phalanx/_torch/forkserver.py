@@ -1,8 +1,9 @@
-"""Imported by the server that forks a rank's child processes, if the rank does not fork them: ignores its signals.
+"""Makes Python's fork server, which forks a rank's child processes in place of the rank, deaf to `shield.SIGNALS`.
 
-The server forks workers of loaders, and torch takes them for dead if the server has ended. It ends with the rank in
-any case. What it forks starts with these signals blocked, too; workers of loaders unblock them when they are shielded,
-others at their start.
+`shield` lets the server import this module, so importing it has an effect: it blocks the signals. If a signal ended the
+server, torch would take the workers that it forked for dead; it ends with the rank in any case. Processes that it forks
+start with the signals blocked. A loader's worker unblocks them when it is shielded (see `shield`), any other process at
+its start.
 """
 
 import signal

@@ -25,7 +25,7 @@ from phalanx._torch.names import (
     Name,
 )
 
-if TYPE_CHECKING:  # while torch is imported, it calls our plugin, which needs this module
+if TYPE_CHECKING:  # no import at run time: torch, while it is being imported, calls our plugin, which needs this module
     import torch
 
 __all__ = [
@@ -68,7 +68,7 @@ def _find(path: str) -> Any:
     found: Any = importlib.import_module(names[0])
     for i, name in enumerate(names[1:], 2):
         below = ".".join(names[:i])
-        if below in sys.modules:  # torch.distributed has a function of the name of its module rendezvous
+        if below in sys.modules:  # not getattr: torch.distributed.rendezvous is a function and a module
             found = sys.modules[below]
         else:
             found = getattr(found, name) if hasattr(found, name) else importlib.import_module(below)
@@ -116,8 +116,8 @@ def attribute_of(value: object, attribute: str) -> Any:
 def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]:
     """Open an event of the profiler with the shapes of `inputs`; return a function that closes it, in any order.
 
-    It ends on a thread of its own: so the profiler takes it for an asynchronous one, which need not nest in others.
-    torch 2.11 would lose it.
+    The event is closed on another thread, so that the profiler takes it for an asynchronous one, which need not nest in
+    others. torch 2.11 would lose such an event, so there it is closed differently.
     """
     try:
         enter, leave = __getattr__("record_function_enter"), __getattr__("record_function_exit")
@@ -141,7 +141,7 @@ def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]
 
 
 def keep_from_compiler(codes: Iterable[CodeType]) -> None:
-    """Have torch.compile run functions as they are; a graph that calls one breaks there."""
+    """Keep torch.compile from compiling functions, given by their code; a graph that calls one breaks there."""
     try:
         strategy, action = __getattr__("FrameExecStrategy"), __getattr__("FrameAction")
         choose = __getattr__("set_code_exec_strategy")
@@ -189,8 +189,8 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module | None:
 def devices_of_new_group(own: str) -> dict[str, str]:
     """Return the devices of the group that torch is making, and the backend of each.
 
-    A creator that returns a ProcessGroup ends torch's loop over the devices, and is not told the others. So they are
-    read from torch's frames: from the nearest local variable, whatever its name, that is a BackendConfig.
+    A backend's creator that returns a ProcessGroup ends torch's loop over the devices and is told only one of them. So
+    they are read from torch's stack: from the nearest local variable of any name that is a BackendConfig.
 
     Args:
         own: Name of the backend whose creator asks.
@@ -221,7 +221,7 @@ def wrap_making_of_groups(wrap: Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def begin_workers_with(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Have torch set the signal handlers of a worker, which this process is about to become, inside a context."""
+    """Let torch set the signal handlers of a worker inside a context; this process is about to become one."""
     from torch.utils.data._utils import signal_handling
 
     begin = __getattr__("begin_worker")
@@ -234,9 +234,9 @@ def begin_workers_with(around: Callable[[], contextlib.AbstractContextManager[No
 
 
 def backend_argument(frame: FrameType) -> str | None:
-    """Return the `backend` that ``init_process_group`` was given, "" for none, if that is what runs in `frame`.
+    """Return the argument `backend` if `frame` runs ``init_process_group``, "" if it has none; None for other frames.
 
-    Neither torch's rendezvous nor a store is told the backend.
+    It is read from the frame because torch tells neither its rendezvous nor a store the backend.
     """
     import torch.distributed as dist
 
@@ -248,4 +248,4 @@ def backend_argument(frame: FrameType) -> str | None:
         _warn(f"does not tell the backend that init_process_group was given: {loses}")
         return None
     backend = str(frame.f_locals.get("backend") or "")
-    return "" if backend == dist.Backend.UNDEFINED else backend  # what torch makes of None
+    return "" if backend == dist.Backend.UNDEFINED else backend  # torch replaces None by UNDEFINED

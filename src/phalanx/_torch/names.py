@@ -1,11 +1,8 @@
 """The table of torch's private names, with replacements for those that can be replaced.
 
-Any version of torch may drop a private name. The table says for each where it is found, what it is for, and what is
-worse without it. A missing name is replaced, with a warning that says what is lost; where it can't be replaced, its
-first use raises an ImportError that names it and the installed torch.
-
-The devices of a ``cpu:phalanx,cuda:nccl`` are not told to a backend that returns a group. They come from the nearest
-`BackendConfig` in torch's frames, found by its class rather than by a variable's name.
+Any version of torch may drop a private name. The table says for each name where it is found, what it is for, and what
+is lost without it. A missing name is replaced, with a warning that says what is lost. If it can't be replaced, its
+first use raises an ImportError with the name and the version of torch.
 """
 
 from __future__ import annotations
@@ -17,14 +14,14 @@ if TYPE_CHECKING:
     import torch
 
 
-class Name(NamedTuple):  # a dataclass would take a third of what phalanx adds to import torch
+class Name(NamedTuple):  # importing dataclasses would take a third of the time that phalanx adds to import torch
     """A private name of torch.
 
     Attributes:
         path: Path at which torch has it.
         use: Purpose for which phalanx needs it.
-        loses: Disadvantage of not having it; empty: it can't be replaced, and asking for it raises ImportError.
-        instead: Replacement, used with a warning; None: the function of this module that asks for it has one.
+        loses: Disadvantage of a torch without it; empty if it can't be replaced, so that its use raises ImportError.
+        instead: Replacement, used with a warning; None if the caller replaces it.
     """
 
     path: str
@@ -247,19 +244,19 @@ ATTRIBUTES = {
     "_threads": ("torch.distributed.ProcessGroupGloo._Options", "to bound Gloo's threads"),
     "_devices": ("torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens"),
 }
-"""Private attributes of torch's objects: the class or module that has each, and what for. A missing one raises."""
+"""Private attributes of torch's objects: the class or module that has each, and its use. A missing one is an error."""
 
 MARK_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Names on a module the parameters that DistributedDataParallel leaves alone, in torch as well."""
 MARK_STEPS_IN_BACKWARD = "_in_backward_optimizers"
-"""What torch sets on parameters whose optimizer steps within backward; without it, such a model is not refused."""
+"""Attribute that torch sets on parameters whose optimizer steps in backward. Without it, such a model is accepted."""
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Where an optimizer keeps its hooks; without, a hook sees parts of parameters where a Trainer divides the step."""
+"""Attributes in which optimizers keep hooks. Without them, a hook sees only parts of parameters in a divided step."""
 PARTS_OF_SCHEDULER = "_schedulers"
 MILESTONES_OF_SCHEDULER = "_milestones"
-"""Where SequentialLR and ChainedScheduler keep their schedules; without, none in them is looked into."""
+"""Attribute in which SequentialLR and ChainedScheduler keep their schedules. Without it, these are not compared."""
 SCHEDULER_COUNTERS = frozenset({"_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"})
-"""Where schedulers count, beside their hyperparameters. With another one, a run would refuse its own resumption."""
+"""Counters of schedulers, among their hyperparameters. If torch adds another one, a run refuses its own resumption."""
 
 OVERRIDDEN = {
     "torch.distributed.ProcessGroup": (  # the last four before torch 2.14

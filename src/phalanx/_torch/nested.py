@@ -41,7 +41,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        changed = copy.copy(value) if isinstance(value, MutableMapping) else {}  # of the same class
+        changed = copy.copy(value) if isinstance(value, MutableMapping) else {}  # keeps the mapping's class
         changed.update({key: with_tensors(item, change) for key, item in value.items()})
         return changed
     if isinstance(value, tuple | list):
@@ -53,7 +53,8 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def num_collated(batch: Any, num_samples: int) -> int:
     """Return how many of `num_samples` samples a collate function kept in a batch.
 
-    That is the first dimension of the tensors, if all agree and it is smaller; else all samples count as kept.
+    If all tensors have the same first dimension, and it is smaller than `num_samples`, it is that; otherwise
+    `num_samples`.
     """
     lengths = {len(tensor) if tensor.dim() else num_samples for _, tensor in tensors_in(batch)}
     return min(lengths.pop(), num_samples) if len(lengths) == 1 else num_samples

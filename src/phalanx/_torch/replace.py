@@ -1,23 +1,22 @@
 """Phalanx in the place of Gloo: every group that asks for ``gloo``, or for torch's CPU default, is phalanx's.
 
-``PHALANX_REPLACE=gloo`` takes effect at the end of ``import torch``, so in every process of a job and before any
-group. From torch 2.14 on, Gloo is a plugin that torch looks up by name and registers only if nobody has, so we
+``PHALANX_REPLACE=gloo`` takes effect at the end of ``import torch``: in every process of a job, and before any group is
+made. From torch 2.14 on, Gloo is a plugin that torch looks up by name and registers only if nobody has done so; we
 register the name first. Older versions call `ProcessGroupGloo` in `_new_process_group_helper`; see `stand_in`.
 
-Nothing else changes: the name, the tables that programs look into, `ProcessGroupGloo` itself. A failure of any kind
-(an ImportError while a group is made, an unknown word, a plugin that can't be set up) prints a line on stderr, and
-torch makes its own Gloo. Installation is the last step, so nothing is ever half replaced.
+The name, the tables that programs look into and `ProcessGroupGloo` itself stay as they are. Any failure (an ImportError
+while a group is made, an unknown word in the variable, a plugin that can't be set up) prints a line on stderr, and
+torch makes its own Gloo. The last step of the replacement makes it take effect, so Gloo is never replaced only in part.
 
-**A rank without the replacement** waits inside Gloo and can't be reached, but its address lies in the group's store
-under one of Gloo's keys. A rank that misses another looks there and names it. In a roll call every rank hears of it,
-since the records say who replaces Gloo.
+**A rank without the replacement** waits inside Gloo, where other ranks can't reach it. But Gloo has stored its address
+in the group's store, where a rank that waits for it in vain looks, and then names it. If the ranks compare their
+records when they meet, every rank learns of it, because the records say who replaces Gloo.
 
-**torchcomms**, if it is installed and asked for, is asked by torch before any plugin; a line on stderr says so.
+**torchcomms:** if it is installed and asked for, torch asks it before any plugin; a line on stderr says so.
 
-**Tensors of a GPU.** Gloo takes them in collectives, though not in messages. All ranks are present in such a
-collective, so they make a real Gloo group at the first one, after a barrier that names any rank that called something
-else. Both devices share one backend, as in torch: torch would drop a second backend of type GLOO in favour of the
-first.
+**Tensors of a GPU.** Gloo takes them in collectives, though not in messages. At the first such collective, where all
+ranks are present, they make a real Gloo group, after a barrier that names any rank that called something else. Both
+devices share one backend, as in torch, which would drop a second backend of type GLOO.
 
 Every ``import torch`` runs this module where the variable is set; ``python -m bench.imports`` measures what that
 costs.
@@ -38,7 +37,7 @@ _said: set[str] = set()
 
 
 def origin() -> str:
-    """Return who asked for it, ``PHALANX_REPLACE`` or ``phalanx.replace_gloo()``; empty: Gloo is Gloo."""
+    """Return what replaced Gloo: ``PHALANX_REPLACE`` or ``phalanx.replace_gloo()``; "" if it is not replaced."""
     return _origins[0] if _origins else ""
 
 
@@ -50,7 +49,7 @@ def say_once(line: str) -> None:
 
 
 def obey() -> None:
-    """Put phalanx in the place of what PHALANX_REPLACE names; an unknown word becomes a line on stderr."""
+    """Replace Gloo if PHALANX_REPLACE says so; for an unknown word, print a line on stderr."""
     environ = _env.environment()
     word = environ.get(_env.REPLACE_VARIABLE, "")
     if _env.MISTAKEN_FOR_REPLACE in environ and not word:
@@ -64,19 +63,19 @@ def obey() -> None:
 
 
 def obey_script() -> None:
-    """Obey a variable that a script sets above its import of torch, if torch was imported ahead of the script."""
+    """Call `obey` when a script imports torch, which was imported ahead of it; the script may have set the variable."""
     if _env.environment().get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         try:
             obey()
-        except Exception as error:  # the import goes on
+        except Exception as error:  # must not break the script's import
             say_once(f"{_env.REPLACE_VARIABLE} can't be obeyed at import torch: {error!r}")
 
 
 def begin(who: str) -> None:
-    """Put phalanx, which torch knows already, in the place of Gloo in this process.
+    """Put phalanx in the place of Gloo in this process; phalanx must be registered as a backend already.
 
     Args:
-        who: Origin of the request, which ``phalanx doctor`` shows.
+        who: Variable or function that asks for it, which ``phalanx doctor`` shows.
     """
     import torch.distributed as dist
 
@@ -103,7 +102,7 @@ def begin(who: str) -> None:
 
 
 class _AsPlugin:
-    """From torch 2.14 on: Gloo is a plugin, looked up by name, and the first to register the name has it."""
+    """The replacement from torch 2.14 on, where Gloo is a plugin: torch takes whoever registers the name first."""
 
     @classmethod
     def install(cls) -> None:
@@ -117,14 +116,14 @@ class _AsPlugin:
 
     @classmethod
     def _create(cls, options: Any, backend_options: Any) -> Any:
-        if getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
+        if getattr(options, "enable_reconfigure", False):  # exists from torch 2.15 on
             say_once("a group with enable_reconfigure stays on Gloo: phalanx can't change its ranks")
             return cls._gloo(options, enable_reconfigure=True)
         return _make(options, backend_options) or cls._gloo(options)
 
     @staticmethod
     def _gloo(options: Any, **asked: Any) -> Any:
-        """Return what torch would have made."""
+        """Return the Gloo group that torch would have made."""
         from torch.distributed import ProcessGroupGloo
 
         gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout, **asked)
@@ -134,7 +133,7 @@ class _AsPlugin:
 
 
 def _make(options: Any, backend_options: Any) -> Any:
-    """Return a group of phalanx in the place of Gloo's; None if this one is Gloo's, after a line that says why."""
+    """Return a group of phalanx in the place of Gloo's; None, after a line that says why, if it must be Gloo's."""
     create: Any = _torch.backend_plugins["PHALANX"].creator_fn
     try:
         return create(options, backend_options, own=_GLOO)
@@ -144,7 +143,7 @@ def _make(options: Any, backend_options: Any) -> Any:
 
 
 def _note_direct_uses(gloo: Any) -> None:
-    """Log it, at debug level, if a program makes a `ProcessGroupGloo` by name, which stays what it is."""
+    """Log, at debug level, that a program makes a `ProcessGroupGloo` by name, which is not replaced."""
     made = gloo.__init__
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:

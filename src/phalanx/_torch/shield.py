@@ -1,21 +1,22 @@
 """Shields processes that load data for a rank from the signals that ask the rank to save.
 
-A launcher, a service manager or Slurm may send a signal to every process of a job. torch takes the death of a loader's
-worker for a failure of the rank, which then has no time left to save. So workers, torch's own included, are shielded:
-a handler in C (``csrc/process/shield.h``) obeys only their rank, by the sender's pid, because the rank ends its
-workers by SIGTERM; once the rank is gone it obeys everybody.
+A launcher, a service manager or Slurm may send a signal to every process of a job. If it ended a loader's worker, torch
+would take that for a failure, and the rank would have no time left to save. So workers, torch's own included, are
+shielded by a handler in C (``csrc/process/shield.h``). A rank ends its workers by SIGTERM, so the handler obeys a
+signal only if the rank has sent it, which the sender's pid tells; once the rank is gone, it obeys everybody.
 
-- **Ignoring the signals** would not do: torch and multiprocessing wait for workers that they have told to end.
-- **Blocking them** would not do either: a program that a worker starts would inherit the mask.
+- **Not by ignoring the signals:** torch and multiprocessing wait for workers that they have told to end.
+- **Not by blocking them for good:** a program that a worker starts would inherit the mask.
 - **When.** The handler is installed when a worker begins, and again after torch has installed its own. Until then,
-  which is seconds where a worker imports torch anew, the signals are blocked: the rank blocks them around
-  `Process.start`, and the mask survives fork and exec. A signal that is pending when they are unblocked still tells
-  its sender, so it is handled like any other. A program that a module starts while a worker imports it keeps them
-  blocked.
-- **Where.** Every start method passes through `Process.start`, and the worker takes its shield along as its target. No
-  variable and no plugin is needed.
-- **Python's fork server**, the default since Python 3.14, blocks the signals for good (see `forkserver`); what it
-  forks unblocks them at its start, or as a worker. A rank that ends kills workers that have not come that far.
+  which takes seconds if a worker imports torch anew, the signals are blocked: the rank blocks them around
+  `Process.start`, and the mask survives fork and exec. A signal that is pending when they are unblocked still tells its
+  sender, so it is handled like any other. If a module starts a program while a worker imports it, the signals stay
+  blocked in that program.
+- **How.** Every start method calls `Process.start`, which is wrapped so that the worker's target installs the handler
+  first. Neither a variable nor a plugin is needed.
+- **Python's fork server**, the default since Python 3.14, blocks the signals for good (see `forkserver`). Loader
+  workers that it forks unblock them when the handler is installed, other processes at their start. At its end, a rank
+  kills workers that have not come that far.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ _AGAIN_S = 0.5
 
 @functools.cache
 def watch() -> None:
-    """Shield the workers of the loaders that this process makes from here on, torch's own too.
+    """Shield the loader workers that this process starts from now on, those of torch's loaders, too.
 
-    They obey this process, which ends them, and anybody once it has ended. Until they can tell who has sent a signal,
-    signals are held back: a process inherits that from the thread that starts it, also if it is executed.
+    A worker then obeys only this process, and anybody once it has ended. Until its handler is installed, the signals
+    are
+    blocked: a process inherits that from the thread that starts it, also through exec.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -53,7 +55,7 @@ def watch() -> None:
     @functools.wraps(start)
     def start_shielded(process: Any) -> None:
         target: Any = getattr(process, "_target", None)
-        if getattr(target, "__name__", "") != _torch.worker_loop.__name__:  # torchdata's has the same
+        if getattr(target, "__name__", "") != _torch.worker_loop.__name__:  # torchdata's worker loop has the same name
             return start(process)
         process._target = functools.partial(_work, target)
         setattr(process, _LOADS_DATA, True)
@@ -77,7 +79,7 @@ def loads_data(process: object) -> bool:
 def _held_back() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a handler may raise in there
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # within try, because a Python handler may raise in this call
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -94,7 +96,7 @@ def _start_tracker(process: Any) -> None:
 
 
 def _work(loop: Callable[..., object], *args: Any) -> None:
-    """Run a worker, which begins with signals blocked."""
+    """Run a worker, which begins with the signals blocked."""
     _torch.begin_workers_with(_hear_owner)
     with _hear_owner():
         pass
@@ -103,7 +105,7 @@ def _work(loop: Callable[..., object], *args: Any) -> None:
 
 @contextlib.contextmanager
 def _hear_owner() -> Iterator[None]:
-    """From the end of the block on, obey the owner alone; in it, torch may set a handler of its own."""
+    """Install the handler, which obeys only the rank, at the end of a block in which torch may install its own."""
     import multiprocessing
 
     from phalanx import _core
@@ -117,16 +119,16 @@ def _hear_owner() -> Iterator[None]:
 
 
 def _end_workers(pid: int) -> None:
-    """End the workers that still live at the end of this process, and so before multiprocessing does.
+    """End the workers that still run at the end of this process, before multiprocessing would do so.
 
-    multiprocessing signals them once and waits for ever. But a signal is lost while the same one from somebody else is
-    pending, and a worker that has not begun to work hears none.
+    multiprocessing signals each once and waits for ever. But a signal is lost while the same one from somebody else is
+    pending, and a worker whose handler is not installed yet has it blocked.
     """
     import multiprocessing
 
     workers = [child for child in multiprocessing.active_children() if loads_data(child)] if os.getpid() == pid else []
     if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for one that is killed
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker is killed
     for worker in workers:
         while worker.is_alive():
             (worker.kill if _is_held_back(worker.pid) else worker.terminate)()

@@ -1,8 +1,8 @@
-"""Makes groups of phalanx where torch 2.11 to 2.13 would make Gloo's, which is no plugin there.
+"""Makes groups of phalanx where torch 2.11 to 2.13 would make Gloo's, which is not yet a plugin in these versions.
 
-`_new_process_group_helper` of these versions calls `ProcessGroupGloo` by its name in the module. While that function
-runs, a stand-in lies under the name: it makes phalanx's group, and `isinstance` accepts it. Neither torch's tables nor
-the class change.
+Their `_new_process_group_helper` calls `ProcessGroupGloo`, a global of its module. While that function runs, the global
+is a stand-in, which makes phalanx's group; `isinstance` with the stand-in accepts that group. Neither torch's tables
+nor the class `ProcessGroupGloo` change.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from phalanx._torch.lookup import wrap_making_of_groups
 
 
 def install(make: Callable[[Any, Any], Any]) -> None:
-    """Have `make` asked for every group that torch would make of Gloo.
+    """Let `make` make every group for which torch would use Gloo.
 
     Args:
-        make: Function of a group's options and of the user's ``pg_options``, which returns the group, or None if it is
-            to be Gloo's.
+        make: Function of a group's options and of the user's ``pg_options``, which returns the group, or None if torch
+            is to make it with Gloo.
     """
 
     def wrap(torchs: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,15 +57,15 @@ class _StandIn:
 
     def __call__(self, store: Any, rank: int, size: int, *, timeout: Any) -> Any:
         options = SimpleNamespace(store=store, group_rank=rank, group_size=size, timeout=timeout, **vars(self._options))
-        with _found_as_gloo(self._gloo):  # the group contains a Gloo
+        with _found_as_gloo(self._gloo):  # phalanx's group may contain a real Gloo
             group = self._make(options, self._backend_options)
         if group is None:
             return self._gloo(store, rank, size, timeout=timeout)
-        group.options = SimpleNamespace()  # torch notes ranks and name in it
+        group.options = SimpleNamespace()  # torch writes ranks and name into it
         return group
 
     def __instancecheck__(self, instance: object) -> bool:
-        """Whether torch may take `instance` for what it has asked for."""
+        """Whether torch may take `instance` for the group that it wanted."""
         return True
 
     def __getattr__(self, name: str) -> Any:

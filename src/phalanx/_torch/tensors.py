@@ -1,7 +1,8 @@
 """Tests whether a tensor's elements lie in CPU memory, and whether its storage holds all of them.
 
-Such a tensor is dense. The address of any other tensor (a DTensor, a FakeTensor, one wrapped by torch.func) is
-meaningless, and torch's dispatcher must unwrap it first. The dispatch keys tell the two apart, whatever the class.
+A tensor with its elements in CPU memory is called dense here. The address of any other tensor (a DTensor, a FakeTensor,
+one wrapped by torch.func) is meaningless until torch's dispatcher has unwrapped it. The dispatch keys tell which it is,
+for every class.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import torch
 from phalanx import _torch
 from phalanx._torch import dispatch_keys
 
-# The keys of dense CPU tensors. Any other key means that the dispatcher must be asked before the memory is touched.
+# The keys of dense CPU tensors. If there is any other key, the memory must not be touched without the dispatcher.
 _DENSE_KEYS = frozenset(
     {"CPU", "QuantizedCPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU", "Conjugate", "Negative"}
 )
-_are_dense: dict[int, bool] = {}  # by the bits of the dispatch keys
+_are_dense: dict[int, bool] = {}  # whether a tensor is dense, by the bits of its dispatch keys
 _OWN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 

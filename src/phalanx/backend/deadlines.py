@@ -1,4 +1,5 @@
 """Every time limit of the backend: how long a rank waits for what may never happen, and how often it looks.
+
 Deadlines are upper bounds: a wait ends as soon as it succeeds. Timeouts of operations belong to the user, see
 `phalanx._env`. No other module of the backend defines a time.
 """

@@ -53,6 +53,7 @@ _core.configure(call_site, shown_file, from_core, report_core_stall)
 
 def _end_as_member() -> None:
     """Keep groups that the script did not destroy, so that the end of the interpreter does not leave them in order.
+
     Then a script that raises or exits early is seen as that: its peers see the exit code, and the launcher learns how
     far it got. Native threads run until the process is gone, so the memory that they use must stay, too.
     """
@@ -90,7 +91,7 @@ def _serve_monitored_barrier() -> None:
 def _begin() -> None:
     """Set up what a process needs from its first group on; importing this package does not need it."""
     atexit.register(_end_as_member)
-    attached.listen()  # for a debugger; a rank that was forked by the launcher listens already
+    attached.listen()  # lets a debugger attach; a rank that the launcher forked listens already
     keep_from_compiler(*CLASSES)
     if HAS_PYTHON_BACKENDS:  # before torch 2.14 some C++ calls bypass us
         count_exchanges(num_exchanges)

@@ -29,5 +29,5 @@ _MODULES = {
     "checkpoint.state.tree": "unwrap",
 }
 
-if not TYPE_CHECKING:  # they would accept any name
+if not TYPE_CHECKING:  # with a module __getattr__, type checkers would accept any name
     __getattr__, __dir__ = _on_first_use(__name__, _MODULES)

@@ -10,7 +10,7 @@ from phalanx._errors import CheckpointError, GroupUnusable, addressed, printable
 from phalanx._text import named
 from phalanx.wire.rank_group import RankGroup
 
-_MISSING_S = 60.0  # for every rank to make the call
+_MISSING_S = 60.0  # time for every rank to make the call
 
 
 def require_all(op: str) -> None:
@@ -23,7 +23,7 @@ def require_all(op: str) -> None:
     try:
         ranks.barrier(_MISSING_S)
     except GroupUnusable:
-        raise  # no rank is late: this one can't use the group
+        raise  # no rank is late; this rank itself can't use the group
     except RuntimeError as error:
         raise CheckpointError(
             f"rank {ranks.rank}: checkpoint.{op}: not every rank has called it. All must, not only rank 0: take the "

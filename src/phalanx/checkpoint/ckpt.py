@@ -21,7 +21,7 @@ from phalanx.checkpoint.disk.retention import verify
 from phalanx.checkpoint.state.unpacking import KINDS_OF_MAPPINGS, Json, pairs_of, unpack
 from phalanx.wire.files import open_regular
 
-_LENGTH_BYTES = 8  # of the length of a header, which precedes it
+_LENGTH_BYTES = 8  # size of the number in front of a header, which is the header's length
 
 
 class _Command(NamedTuple):
@@ -41,11 +41,11 @@ class _Command(NamedTuple):
 
 
 class _Mistake(Exception):
-    """The command can't be carried out, for the reason that the message gives."""
+    """The command can't be carried out; the message says why."""
 
 
 def main(args: Sequence[str]) -> int:
-    """Run ``phalanx ckpt`` and return its exit code: 2 if it can't be done, with a line that says why."""
+    """Run ``phalanx ckpt`` and return its exit code: 2 if the command can't be carried out, and a line says why."""
     name = args[0] if args else ""
     parser = _parser(name)
     try:
@@ -204,7 +204,7 @@ def _export(given: argparse.Namespace) -> int:
     value = read(checkpoint, key, rank)
     try:
         num_tensors = export(value, given.out)
-    except OSError as error:  # it may name a temporary file
+    except OSError as error:  # its own file name may be that of a temporary file, so ours is shown
         raise _Mistake(f"can't write {given.out}: {error.strerror}") from None
     _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {in_units(os.path.getsize(given.out))}")
     return 0
@@ -266,7 +266,7 @@ def _print_table(heads: list[str], rows: list[list[str]]) -> None:
         except ImportError:
             pass
         else:
-            table = Table(*(Column(head, overflow="fold") for head in heads))  # does not cut long names
+            table = Table(*(Column(head, overflow="fold") for head in heads))  # long names are wrapped and not cut
             for row in rows:
                 table.add_row(*map(Text, row))
             Console(highlight=False).print(table)
@@ -296,7 +296,7 @@ def _rows(name: str, node: Json) -> Iterator[tuple[str, str]]:
     kind = next(iter(node)) if isinstance(node, dict) else ""
     if kind == "tensor":
         yield name, f"{node['dtype']} {node['shape']}"
-    elif kind == "dtype":  # without torch
+    elif kind == "dtype":  # shown as text, so that torch need not be imported
         yield name, f"torch.{node['dtype']}"
     elif kind == "size":
         yield name, f"torch.Size({node['size']})"

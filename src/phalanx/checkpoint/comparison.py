@@ -77,10 +77,10 @@ def _differences(name: str, one: Any, other: Any) -> Iterator[Difference]:
             yield from _differences(f"{name}.{index}", item, another)
     elif isinstance(one, torch.Tensor):
         yield from _tensor_difference(name, one, other)
-    elif type(one).__module__ == "numpy":  # the repr of a large array leaves out most of it
+    elif type(one).__module__ == "numpy":  # compared by bytes: the repr of a large array leaves out most of it
         if (one.dtype, one.shape, one.tobytes()) != (other.dtype, other.shape, other.tobytes()):
             yield Difference(name, _short(one), _short(other))
-    elif repr(one) != repr(other):  # as text, NaN equals itself
+    elif repr(one) != repr(other):  # compared as text, in which NaN equals itself
         yield Difference(name, _short(one), _short(other))
 
 

@@ -1,11 +1,12 @@
 """`load`: restores the newest undamaged checkpoint, from memory or from disk, on any number of ranks.
 
 Rank 0 lists the candidates, newest first. The ranks share the hashing of all files, and only a checkpoint that every
-rank has found undamaged is used. A hash shows that no file has changed by accident, not who wrote it. So before a
-checkpoint is accepted, its header must tile its data, and each rank unpacks its tree once on trial, with tensors that
-take no memory: each tensor has one place in the tree, and its blocks cover it exactly once, which the signs of their
-corners show in linear time. Whatever this trial raises counts as damage: it goes into one warning, and the next
-candidate is tried. A checkpoint that does not fit the user's state is an error.
+rank has found undamaged is used. A hash shows that no file has changed by accident, but not who wrote it. So before a
+checkpoint is accepted, the entries of its header must cover its data without gaps or overlaps, and each rank unpacks
+its tree once on trial, with tensors that take no memory. Each tensor must be in one place of the tree only, and its
+blocks must cover it exactly once (`state.blocks` checks that in linear time). If this trial raises anything, the
+checkpoint counts as damaged: one warning names it, and the next candidate is tried. A checkpoint that does not fit the
+user's state is an error.
 
 Each rank then maps the files and copies the blocks that it needs into the existing tensors, such as the shards of four
 ranks into those of three.
@@ -169,7 +170,7 @@ def _load_best(
 ) -> Loaded | None:
     ranks = RankGroup()
     pending.await_own()
-    require_all("load")  # before any rank looks: another may still be writing its snapshot, or its part of a save
+    require_all("load")  # comes before any rank looks: another may still be writing its snapshot or part
     memory().asked.add(os.path.abspath(folder))
     holdings = ranks.gather(memory().holdings())
     path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks, holdings)
@@ -192,7 +193,7 @@ def _load_best(
             continue
         restoring.restore(state)
         if memory().is_kept:
-            drop_gradients(state)  # of the step in which another rank failed; a new process has none
+            drop_gradients(state)  # they are from the step in which another rank failed; a new process has none
         if damage and ranks.rank == 0:
             warn_caller(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead")
         return Loaded(number, source)
@@ -205,13 +206,13 @@ def _load_best(
 
 
 def why_not_loadable() -> str:
-    """Return why this process could not repeat its calls of `load`; empty if it could."""
+    """Return why this process could not repeat its calls of `load`; "" if it could."""
     holdings = [memory().holdings()]
     if not memory().asked:
         return "it has not called phalanx.checkpoint.load"
     for folder in sorted(memory().asked):
         problem, _, candidates = _candidates(folder, "latest", holdings)
-        if not (problem or candidates):  # the first save may still be running
+        if not (problem or candidates):  # looks for a save that is still running: it may be the first
             pending.await_every_rank()
             problem, _, candidates = _candidates(folder, "latest", holdings)
         if problem or not candidates:
@@ -332,7 +333,7 @@ def _check(
             f"the checkpoint of step {step} {'on' if source == 'disk' else 'in'} {source} can't be read: {error!r}"
         )
     said = gather("load", (is_seen, problem))
-    seen = [one for is_seen, one in said if is_seen]  # by a hash; other ranks only failed to read the same files
+    seen = [one for is_seen, one in said if is_seen]  # found by a hash; other ranks only failed to read the same files
     return images, list(dict.fromkeys(seen or [one for _, one in said if one]))
 
 
@@ -363,7 +364,7 @@ def images_of(checkpoint: Checkpoint, owners: Iterable[int] | None = None) -> li
 
 
 def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
-    """Raise some error unless the images belong to `step` and the trees of `owners` can be unpacked from them."""
+    """Check that the images belong to `step` and that the trees of `owners` can be unpacked; may raise any error."""
     for rank, image in enumerate(images):
         said = [image.metadata[key] for key in ("step", "rank", "world_size")]
         if said != [step, rank, len(images)] or type(image.metadata["is_alike"]) is not bool:

@@ -129,7 +129,7 @@ class Saver:
         ranks = RankGroup()
         rank, world_size = ranks.rank, ranks.world_size
         problem, cause = self.settle(), None
-        require_all("save")  # before anything else, since state_dict() may be a collective
+        require_all("save")  # comes first, because state_dict() may call a collective
         tree, draft, retention = None, None, None
         leaves: list[Leaf] = []
         described: blocks.Description = {}
@@ -142,7 +142,7 @@ class Saver:
             if rank == 0 and not problem:
                 draft = self._begin(folder, step, metric, retention, leaves)
             described = blocks.describe(leaves, world_size)
-        except OtherSide:  # raised by rank 0 only: the other ranks end as its victims
+        except OtherSide:  # only rank 0 raises this; the other ranks then fail as its victims
             raise
         except Exception as error:  # a state_dict() may raise anything, and the other ranks must learn of it
             problem, cause = problem or _describe(error, folder), error
@@ -161,7 +161,7 @@ class Saver:
             parts = blocks.parts_of_rank(leaves, rank, world_size, alike)
             metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
             image = self._stage(parts, metadata)
-        except Exception as error:  # on this rank only: reported like a failure to write
+        except Exception as error:  # only this rank has it, so it is reported like a failure to write
             self._pending = Future()
             self._pending.set_result(_give_up(draft, rank, f"it can't be copied: {_describe(error, folder)}"))
             writing.end()
@@ -213,9 +213,9 @@ class Saver:
         if len(self._staging) < layout.size_bytes:
             size = -(-layout.size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
             self._staging = mmap.mmap(-1, size)
-            # Forked workers of a loader don't need it; shared pages would be copied when the next save writes to them.
+            # Not for forked workers of a loader: pages shared with them would be copied when the next save writes.
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-                with contextlib.suppress(OSError, AttributeError):  # no huge pages in this kernel or system
+                with contextlib.suppress(OSError, AttributeError):  # this kernel or system may have neither
                     self._staging.madvise(getattr(mmap, advice))
         fill(self._staging, layout, parts)
         return memoryview(self._staging)[: layout.size_bytes]

@@ -126,7 +126,7 @@ class GlobalBatches:
             own = self.num_parts // world_size
             return [share(size, part, self.num_parts) for part in range(rank * own, (rank + 1) * own)]
         places = share(size, rank, world_size)
-        most = -(-size // world_size)  # the largest share: all ranks need equally many forward passes
+        most = -(-size // world_size)  # the largest share, because all ranks must run equally many forward passes
         step = self.micro_batch_size or most
         return [places[at : at + step] for at in range(0, most, step)]
 
@@ -164,8 +164,8 @@ class GlobalBatches:
 class GivenBatches(GlobalBatches):
     """Global batches that a batch sampler makes; `place` counts batches.
 
-    The sampler's random numbers are a function of seed and epoch, if it draws them from the default generators or from
-    one that ``set_epoch`` seeds.
+    The default generators are seeded from seed and epoch before the sampler runs. So it yields the same batches again
+    if it draws from them, or from a generator that its ``set_epoch`` seeds.
 
     Args:
         length: Number of samples in the dataset.
@@ -187,7 +187,7 @@ class GivenBatches(GlobalBatches):
         num_parts: int | None = None,
         seed: int = 0,
     ) -> None:
-        size = rank_and_size()[1]  # unused, and never too small
+        size = rank_and_size()[1]  # the parent's batch size is unused here; this value passes its checks
         super().__init__(length, size, micro_batch_size=micro_batch_size, num_parts=num_parts, seed=seed)
         self._sampler = batch_sampler
         self._of_epoch: tuple[int, list[list[int]]] = 0, self._draw()

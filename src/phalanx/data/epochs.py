@@ -1,10 +1,10 @@
 """`RepeatedOrders`: a warning about a loop that forgets `set_epoch`.
 
-A forgotten `set_epoch` is silent and costs accuracy: every epoch has one order. A loop of torch's loader, torch's
-sampler and our model passes through nothing of ours when an epoch begins, and what it does pass through, the forward
-pass, can't tell a repeated order from one that is meant. So two methods of torch's `DistributedSampler` are wrapped
-once a phalanx DistributedDataParallel is made. The wrappers look at three attributes per epoch, on rank 0 alone; a
-script that trains without it is not touched. Evaluation data, and a loader that is only looked at, are no repetition.
+Without `set_epoch`, every epoch has the same order, which costs accuracy and causes no error. A loop with torch's
+loader, torch's sampler and our model calls no code of ours when an epoch begins; it calls our forward pass, but that
+can't tell whether a repeated order is meant. So once a phalanx DistributedDataParallel is made, two methods of torch's
+`DistributedSampler` are wrapped. The wrappers look at three attributes per epoch, on rank 0 alone. A script without
+such a model is not affected. An evaluation, or a look at the first batch, does not count as an epoch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class RepeatedOrders:
     """Warns once if a model trains on torch's `DistributedSampler` and nobody calls `set_epoch`.
 
     An epoch counts if it begins while a watched model is in training mode with gradients on, because an evaluation may
-    repeat its order. It repeats an order if the model has trained since the previous epoch began, because looking at
-    the first batch is no epoch.
+    repeat its order. An epoch with the order of the one before is a mistake only if the model has trained in between;
+    otherwise, the script may just have looked at the first batch.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class RepeatedOrders:
         self._num_passes += 1
 
     def _listen(self) -> None:
-        """Wrap two methods of torch's class: nothing else tells that an epoch begins."""
+        """Wrap two methods of torch's class, because nothing else shows when an epoch begins."""
         kind = torch_distributed.DistributedSampler
         torchs_iter, torchs_set_epoch = kind.__iter__, kind.set_epoch
 

@@ -1,7 +1,7 @@
-"""`DataLoader`: torch's, of this rank's part of the data.
+"""`DataLoader`: torch's loader, for this rank's part of the data.
 
-What a loader draws when it begins (torch's seed for workers, drawn even without any) the run before the interruption
-has drawn already, so resuming draws it separately.
+torch's loader draws a seed for its workers when an epoch begins, even if there are no workers. In a resumed epoch, the
+earlier run has already drawn it, so the generators are then restored after the draw.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ class DataLoader(torch_data.DataLoader[Any]):
             pin_memory_device=pin_memory_device, in_order=in_order,
         )  # fmt: skip
         self.is_own_part: bool = bool(is_own_part)
-        self._num_batches = 0  # yielded in this epoch
+        self._num_batches = 0  # number of batches yielded in this epoch
         self._is_over = False
         self._has_drawn = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._remark and torch.is_grad_enabled():  # in an evaluation each rank may take all samples
+        if self._remark and torch.is_grad_enabled():  # not in an evaluation, where each rank may take all samples
             remark, self._remark = self._remark, ""
             warn_caller(remark)
         # torch draws the workers' seed here, even without workers. For a resumed epoch the earlier run has drawn it.
@@ -187,7 +187,7 @@ def _dividing_sampler(
         )
     pad = shuffle and not drop_last
     sampler = DistributedSampler(dataset, num_replicas, rank, shuffle, drop_last=drop_last, pad=pad)
-    sampler.expects_set_epoch = False  # no script has access to it
+    sampler.expects_set_epoch = False  # no script can call it: the sampler belongs to the loader
     return sampler
 
 

@@ -67,7 +67,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         self.epoch: int
         self.pad = pad
         self._start = 0  # place in the epoch's order where the next iteration begins
-        self._num_taken = 0  # by this rank since `_start`
+        self._num_taken = 0  # number of samples that this rank has taken since `_start`
         self._is_running = False  # whether an iteration has begun since the epoch was set
         self._is_over = False  # whether it has ended
         self.expects_set_epoch: bool = True  # False: beginning an epoch without it is no mistake

@@ -43,7 +43,7 @@ def seed_everything(seed: int, *, per_rank: bool = False) -> int:
 
 
 def seed_process(seed: int) -> None:
-    """Seed all generators of this process; in a loader's worker only those of the CPU, which is 100 times as fast."""
+    """Seed all generators of this process; in a loader's worker only the CPU's, which takes a hundredth of the time."""
     random.seed(seed)
     if get_worker_info() is None:
         torch.manual_seed(seed)  # CUDA's generators as well

@@ -1,9 +1,9 @@
 """`shard_iterable`: a stream divided among ranks and their workers.
 
-A stream has no workers by default, and ranks take turns at it. Every worker yields a whole ``IterableDataset``, and
-nobody can know whether one divides itself. torch's rule for streams holds for workers that the user asks for. For
-ranks, taking turns loses no item of a stream that does not divide itself, and a warning names ``is_own_part`` for one
-that does. A `Partition` is as often a split of all ranks as one rank's own, so there the loader asks.
+Nobody can know whether an ``IterableDataset`` divides itself among workers or ranks. Among the workers that the user
+asks for, torch's rule holds: each yields the whole stream, unless the stream divides itself. Ranks take turns at a
+stream. If it does not divide itself, they lose no item; if it does, a warning names ``is_own_part``. A `Partition` may
+be a part for all ranks, such as the training set, or one rank's own part, so there the loader requires ``is_own_part``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shard(IterableDataset[Any]):
     """
 
     def __init__(self, iterable: Iterable[Any], rank: int, num_replicas: int, *, over_workers: bool = True) -> None:
-        # Stored now: a worker is in no process group.
+        # Stored now, because a worker could not ask: it has no process group.
         self._iterable, self._rank, self._num_replicas = iterable, rank, num_replicas
         self._over_workers = over_workers
 

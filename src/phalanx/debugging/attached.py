@@ -1,10 +1,10 @@
-"""The side of a rank in ``phalanx attach``: a signal opens pdb, which talks to the terminal that the command lends.
+"""The rank's side of ``phalanx attach``: a signal opens pdb, which talks to the terminal that the command lends.
 
-Python 3.14 can be told to run code (PEP 768), earlier ones can't, and a signal works on all of them. Its handler is
-set after the fork, before the script, and only where nobody has set one. The command notes the socket at which it
-lends its terminal in the launcher's notes, which ranks read through ``/proc``, and sends the signal; the kernel tells
-who connects. The prompt opens within the handler, since the next line of the script may be long in coming. A debugger
-is not lent across containers: the socket by which a rank would answer may lie in another file system.
+Only Python 3.14 and newer can be told to run code (PEP 768); a signal works with every version. A rank sets the handler
+after the fork and before the script, unless somebody has set one. The command writes the socket at which it lends its
+terminal into the launcher's notes, which ranks read through ``/proc``, and sends the signal; the kernel tells which
+user connects. The prompt opens within the handler, because it may take long until the next line of the script runs.
+This does not work between containers, because the socket may lie in another file system than the rank's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _is_open = False
 def listen() -> None:
     """Allow ``phalanx attach`` in this process, unless the script handles the signal or there is no launcher."""
     if _launch() is not None:
-        with contextlib.suppress(ValueError):  # only the main thread may set handlers
+        with contextlib.suppress(ValueError):  # raised in other threads than the main one
             if signal.getsignal(SIGNAL) == signal.SIG_DFL:
                 signal.signal(SIGNAL, _open)
 
@@ -43,8 +43,8 @@ def _open(_: int, frame: FrameType | None) -> None:
         return
     terminal = borrow_terminal(launch.lender_for(os.getpid()), launch.rank)
     if terminal is None:
-        return  # the sender has given up
-    from phalanx.debugging.prompt import Prompt  # not at the start of every job
+        return  # whoever sent the signal has given up
+    from phalanx.debugging.prompt import Prompt  # here, because jobs should not import pdb at their start
 
     def do_nothing() -> None:
         pass

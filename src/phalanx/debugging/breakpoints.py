@@ -1,13 +1,13 @@
 """`phalanx.breakpoint`: every rank stops at a line of the script, and one of them has the debugger.
 
-Ranks meet in the default group's store, under the line and how often it was reached, so a condition that keeps a rank
-from one line does not confuse the next. The rank with the debugger enters pdb, and the others wait for its word,
-whatever the backend. It gives the word when the prompt is left for the first time, so that the others are there for a
-step over a collective.
+Ranks meet in the default group's store, under a key of the line and how often it was reached. So if a condition keeps a
+rank from one line, the ranks still meet at the next. The rank with the debugger enters pdb, and the others wait, with
+any backend, until it releases them through the store. It does so when its prompt is left for the first time, so that
+the others take part if the user then steps over a collective.
 
-``SystemExit`` ends only its thread, so ``quit`` in a thread ends the process. A rank counts as debugged until its last
-thread leaves the debugger. A forked worker of a data loader would share its rank's connection to the store, which two
-processes can't use, so it meets nobody.
+In a thread other than the main one, ``quit`` ends the process, because ``SystemExit`` would end only the thread. A rank
+counts as being in the debugger until its last thread has left it. A forked worker of a data loader does not meet the
+ranks: it shares its rank's connection to the store, which two processes can't use at once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from phalanx.host.network import host_identity
 from phalanx.record import writer
 from phalanx.rendezvous.launched import Launch, start_time
 
-_LOOK_S, _CHECK_S = 0.1, 0.5  # between looks for the word to continue, and checks that it can still come
-_TELL_S = 5.0  # before a rank says for whom it waits
+_LOOK_S, _CHECK_S = 0.1, 0.5  # intervals at which a waiting rank looks for its release, and checks that one can come
+_TELL_S = 5.0  # time after which a waiting rank says for whom it waits
 _QUIT, _GOES_ON = "quit", "goes on"
 
 _num_stops: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = weakref.WeakKeyDictionary()  # by group and line
@@ -73,7 +73,7 @@ def breakpoint(rank: int | None = None) -> None:
 
 
 def _debug(frame: FrameType, rank: int, meeting: _Meeting | None) -> None:
-    is_nested = is_held()  # it would wait for the terminal that its caller uses
+    is_nested = is_held()  # called at a prompt: a second one would wait for the terminal that the first one uses
     terminal = None if is_nested else open_terminal(rank)
     if terminal is None:
         why = "has no terminal for a debugger, so no rank stops"
@@ -139,13 +139,13 @@ class _Meeting:
 
         self._line = line_of(frame)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        # Conditions may keep ranks from some lines, but a line is the same on all of them.
+        # Counted by line: conditions may keep some ranks from a line, but then the counts of other lines still agree.
         num_stops = _num_stops.setdefault(dist.group.WORLD, collections.Counter())
         num_stops[place] += 1
         self._key = f"phalanx/breakpoint/{place}/{num_stops[place]}"
         self._pids = getattr(dist.group.WORLD, "pids", {})
         self._has_ended = False
-        # torch's store may hold the stops of an earlier group.
+        # Not torch's store, if possible: it may hold the stops of an earlier group.
         self._store = JsonStore(getattr(dist.group.WORLD, "life_store", None) or _torch.get_default_store())
 
     def begin(self) -> None:
@@ -163,15 +163,15 @@ class _Meeting:
         from phalanx.wire.store import StoreGoneError
         from phalanx.wire.waiting import StoreSilentError
 
-        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the others notice that it is gone
+        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the others notice a lost store themselves
             self._store.set(f"{self._key}/{what}", value)
 
     def wait(self, chosen: int, own: int) -> None:
         """Return once the rank with the debugger releases this one.
 
         Raises:
-            SystemExit: It has quit the debugger.
-            RankFailed: It has ended.
+            SystemExit: That rank has quit the debugger.
+            RankFailed: That rank has ended.
         """
         from phalanx.wire.store import StoreGoneError
         from phalanx.wire.waiting import wait_until
@@ -218,7 +218,7 @@ class _Meeting:
             host, pid, started = who
             return bool(host == host_identity() and start_time(pid) != started)
         launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
-        pid = self._pids.get(chosen)  # the group may span programs of other launches
+        pid = self._pids.get(chosen)  # None for a rank that another launcher started
         return launch is not None and any(end.rank == chosen and pid in (None, end.pid) for end in launch.ended())
 
 

@@ -1,10 +1,10 @@
-"""pdb in one rank. While its prompt is open, the clocks of the ranks that wait for this one stand still.
+"""pdb in one rank. Time at its prompt does not count towards the timeouts of ranks that wait for this one.
 
-A rank at a prompt locks a byte of the job's shared memory through an open file of its own (OFD locks: all ranks share
-the file that was handed over). A rank that waits in any group of that memory looks every 50 ms whether anybody holds
-one, and leaves that time out of its deadline. Groups need not know each other, and the kernel drops the lock with its
-process, which a flag in memory would survive. Gloo's waits and other hosts know nothing of it. A forked worker of a
-loader holds its rank's byte through an open file of its own.
+A rank at a prompt locks a byte of the job's shared memory. It opens the memory anew for that (OFD locks belong to an
+open file, and all ranks share the one that was handed over). A rank that waits in any group of that memory looks every
+50 ms whether anybody has locked a byte, and extends its deadline by that time. Groups need not know each other, and the
+kernel drops the lock when the process ends, whereas a flag in memory would stay. Waits inside Gloo, and ranks on other
+hosts, still time out. A forked worker of a loader locks its rank's byte through an open file of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.record import writer
 _LIBRARIES = {"phalanx", "torch", *sys.stdlib_module_names} - {"__main__"}
 
 _held_threads: list[int] = []  # threads of this process that are at a prompt
-_holding = threading.RLock()  # reentrant, because a signal opens a prompt, too
+_holding = threading.RLock()  # reentrant, because a signal handler may open a prompt while the lock is held
 
 
 def line_of(frame: FrameType) -> str:
@@ -36,9 +36,9 @@ def line_of(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def held(where: str) -> Iterator[None]:
-    """Let the ranks that wait for this one know that it is in a debugger, and where. Several threads may be."""
+    """Let the ranks that wait for this one know, during a block, that it is in a debugger at a line; in any thread."""
     core: Any = None
-    with contextlib.suppress(ImportError):  # not on Linux, where there are no groups of ours
+    with contextlib.suppress(ImportError):  # raised outside Linux, where there are no groups of ours
         from phalanx import _core as core
     own = threading.get_ident()
     with _holding:
@@ -105,7 +105,7 @@ class Prompt(pdb.Pdb):
         frame = _scripts(frame)
         self.reset()
         above: FrameType | None = frame
-        while above is not None:  # as set_trace does
+        while above is not None:  # traces all callers, as pdb's set_trace does
             above.f_trace = self.trace_dispatch
             self.botframe = above
             above = above.f_back

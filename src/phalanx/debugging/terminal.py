@@ -1,10 +1,10 @@
 """The terminal on which a rank's debugger talks: its own, or one that another process lends over a socket.
 
 Under ``phalanx run`` a rank asks the supervisor for the terminal, over a socket in a folder that only this user can
-enter; what is typed then goes there and not to the first rank. So it does not matter which streams of the rank are
-shown. Several debuggers take turns: one that lets its program run for a line might keep the one that asks next
-waiting, so it says so and the terminal moves on. Elsewhere a rank's own stdin counts, if it is a terminal and reading
-would not stop the process; a lock on the terminal makes the turns there.
+enter. What is typed then goes to that rank instead of the first one, whichever streams of the rank are shown. Several
+debuggers take turns: when one lets its program run, even for a line, it says so, and the supervisor lends the terminal
+to the next. Under other launchers a rank uses its own stdin, if that is a terminal and reading would not stop the
+process; then debuggers take turns by a lock on the terminal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.wire.peer import peer_of
 CONNECT_S = 2.0
 """Time for the other side of a socket to accept a connection."""
 RUNS = "\0"
-"""Byte that a debugger writes when the program runs until the next prompt; others may use the terminal meanwhile."""
+"""Byte that a debugger sends when its program runs on, so that others may use the terminal until its next prompt."""
 
 
 class Terminal:

@@ -4,6 +4,7 @@ Three sources are used, in this order: the notes of a launcher of ours, which kn
 boxes that processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them. A launcher is
 recognised by its program, so ``vim torchrun`` is not one. A torchrun without ranks is a job that is starting. A process
 that is not a rank can be asked about, too: it counts as a job with one rank of number -1.
+
 The processes of a job in a container have other numbers in it than on its host, where the job can be seen. So process
 numbers in its launcher's notes and in boxes are translated by ``NSpid``; otherwise they would be taken for unrelated
 processes of the host.
@@ -349,6 +350,7 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 
 def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int], int]:
     """Return a function that translates the pids in a launcher's notes into those of this pid namespace.
+
     They differ if the launcher runs in a container. For a process that has ended there, the function returns 0.
     """
     if number_inside(launcher) == launcher:

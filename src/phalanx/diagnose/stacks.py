@@ -3,6 +3,7 @@
 A process is not halted for it, and need not cooperate: py-spy reads its memory without ptrace (``--nonblocking``). That
 takes 20 ms, works on stopped processes and interrupts no system call of the job. If a stack changed while it was read,
 it is read again.
+
 Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So they are read only of culprits
 that sleep in native code with the GIL, and only if every thread of the process is in a system call that the kernel
 restarts after a halt. Others (recv with a time limit, accept, epoll_wait, semop) would fail with EINTR; for such

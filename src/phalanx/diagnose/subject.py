@@ -36,6 +36,7 @@ class Run(NamedTuple):
 
 def subject_of(wanted: str) -> Job | Run:
     """Return the running job that a user means, or else the ended run.
+
     If a job of that name runs in another folder, and one has ended in this folder, the ended one is meant.
 
     Args:

@@ -19,7 +19,7 @@ from phalanx.doctor.finding import Finding, note, ok, problem, warning
 from phalanx.host.cpus import has_module
 
 _SLOW_IMPORT_S = 10.0
-# Variables of the launcher that started us, which the doctor's own mpirun would take for its own.
+# Prefixes of variables that another launcher may have set for us; the doctor's own mpirun would obey them.
 _FOREIGN = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "SLURM_", "MPI_LOCAL", "HYDI_", "HYDRA_", "I_MPI_")
 _ADVICE = {
     "phalanx": "see /dev/shm, shared memory and limits above; the message says which system call failed",
@@ -33,7 +33,7 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
 
     Args:
         told: Facts from the process that imports torch; None: it sent nothing.
-        died: Description of how that process died; empty: it did not.
+        died: Description of how that process died; empty if it did not.
     """
     todo = f"{os.path.basename(sys.executable)} -c 'import torch' shows it whole; install torch 2.11 or newer anew"
     if told is None or "error" in told:

@@ -18,9 +18,9 @@ from phalanx.host.cpus import count_gpus, read_machine
 from phalanx.host.network import Interface, interfaces
 from phalanx.host.processes import count_threads
 
-_TEST_S = 5.0  # for one test of the host
+_TEST_S = 5.0  # time limit of one test of the host
 _MPI_S = 8.0
-_MEETING_SLACK_S = 90.0  # beyond the hosts' wait for each other; the meeting has deadlines of its own
+_MEETING_SLACK_S = 90.0  # added to the time for which hosts wait for each other; the meeting also has its own deadlines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def _look_towards_master(role: HostRole) -> tuple[HostRole, list[Finding]]:
         return findings
 
     findings = _guarded("master", look)
-    if not towards:  # any address: the others may reach it nevertheless
+    if not towards:  # takes any address, at which the others may reach this host nevertheless
         towards = [one for one in interfaces() if one.is_up and not one.is_loopback and one.address]
     if not towards:
         return role, findings
@@ -181,7 +181,7 @@ def _judge_torch(told: Mapping[str, Any], role: HostRole, environ: Mapping[str, 
 
 
 def _guarded(topic: str, test: Callable[[], list[Finding]], deadline_s: float = _TEST_S) -> list[Finding]:
-    """Return the findings of a test; if it hangs or raises, that is a finding, too."""
+    """Return the findings of a test; if it hangs or raises, that is the finding."""
     try:
         return within(deadline_s, test)
     except UnansweredError:

@@ -21,7 +21,7 @@ from phalanx.doctor.deadline import UnansweredError, within
 SIZE_BYTES = 1 << 20
 ITEM_BYTES = 4
 _NUM_WARM_UP = 3
-_LOOP_S, _BUDGET_S = 0.01, 0.2  # of one loop, and of all
+_LOOP_S, _BUDGET_S = 0.01, 0.2  # durations of one loop, and of all loops together
 _LEAST_S = 1e-6  # shortest duration that counts, however coarse the clock
 _GLOO_S = 5.0
 ABANDONED = "it waited for another host, which had failed"
@@ -51,7 +51,7 @@ def all_reduce(engine: str, store: Any, rank: int, world_size: int, timeout_s: f
 
 
 def all_reduce_by_gloo(store: Any, rank: int, world_size: int) -> float:
-    """Return the same for Gloo between hosts, with a group that is registered nowhere, so that it can be abandoned."""
+    """Return what `all_reduce` returns, for Gloo between hosts, in an unregistered group, which can be abandoned."""
     import torch.distributed as dist
 
     group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=_GLOO_S))

@@ -22,12 +22,12 @@ from phalanx.host.network import infiniband_cards
 from phalanx.host.processes import process_of
 from phalanx.launch.warm import starter
 
-_RANK_BYTES = 512 << 20  # a process that has imported torch, and a small model
-_LEAST_BYTES = 256 << 20  # about what importing torch takes
-_SEGMENT_BYTES = 4 << 20  # enough for the groups of up to four ranks
-_END_MS = 3000  # for a process to end
-_LITTLE_SWAP_BYTES = 64 << 20  # pages that nobody has touched since boot
-_DOCKER_SHM_BYTES = 64 << 20  # size of its /dev/shm by default
+_RANK_BYTES = 512 << 20  # memory of a rank with torch and a small model
+_LEAST_BYTES = 256 << 20  # memory that importing torch takes, about
+_SEGMENT_BYTES = 4 << 20  # size of the segment to try: enough for the groups of up to four ranks
+_END_MS = 3000  # time limit for a process to end
+_LITTLE_SWAP_BYTES = 64 << 20  # so much may be swapped out without harm: pages that nobody has touched since boot
+_DOCKER_SHM_BYTES = 64 << 20  # size of /dev/shm in a Docker container by default
 
 
 class Limit(NamedTuple):
@@ -105,14 +105,14 @@ def examine_limits(
         num_threads: Number of threads that this user already has, which count against NPROC.
     """
     space, files, tasks, locked = (limits[name] for name in ("AS", "NOFILE", "NPROC", "MEMLOCK"))
-    wanted = []  # findings and advice
+    wanted = []  # pairs of a finding and the advice for it
     if space.soft is not None:
         found = (
             f"RLIMIT_AS: the address space is limited to {in_units(space.soft)}; torch, its threads and CUDA reserve "
             "far more than they use"
         )
         wanted.append((found, "ulimit -v unlimited; limit memory by the container or the job instead"))
-    num_files = 256 + 4 * world_size  # libraries, logs, the loader's workers; a connection or two to each rank
+    num_files = 256 + 4 * world_size  # 256 for libraries, logs and loader workers; the rest for connections to ranks
     if files.soft is not None and files.soft < num_files:
         found = f"RLIMIT_NOFILE: {files.soft} open files a process, and some {num_files} may be needed"
         more = "" if files.hard is None or files.hard >= num_files else f" (the hard limit is {files.hard}: ask root)"

@@ -80,7 +80,7 @@ def _chosen_by_nccl(text: str, known: Sequence[Interface]) -> list[Interface]:
 def examine_own_name(environ: Mapping[str, str], num_hosts: int, name: str | None = None) -> list[Finding]:
     """Look up this host's own name, as Gloo and MPI do to find the address that they give the others."""
     name = socket.gethostname() if name is None else name
-    is_chosen = bool(environ.get("GLOO_SOCKET_IFNAME"))  # then Gloo does not look the name up
+    is_chosen = bool(environ.get("GLOO_SOCKET_IFNAME"))  # if it is set, Gloo does not look the host's name up
     began_s = time.monotonic()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)

@@ -51,7 +51,7 @@ def print_report(diagnosis: Diagnosis) -> None:
 def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     """Return the findings, each with its hosts; equal findings of several hosts become one.
 
-    Findings that are ok merge by topic: the first host's stands for all, and the JSON has the others.
+    Findings of level ok merge by topic: the first host's is shown for all, and only the JSON has the others.
     """
     groups: dict[tuple[str, ...], list[Finding]] = {}
     seen: dict[tuple[int | None, str], int] = {}
@@ -86,7 +86,7 @@ def summary(diagnosis: Diagnosis) -> str:
 
 def _print_lines(rows: Sequence[tuple[Finding, str]], has_hosts: bool) -> None:
     cells = [[finding.level, *[hosts] * has_hosts, finding.topic] for finding, hosts in rows]
-    heads = columns([[*row, "|"] for row in cells])  # the mark keeps the last column's width
+    heads = columns([[*row, "|"] for row in cells])  # without the mark, columns() would strip the last column's padding
     for (finding, _), head in zip(rows, heads, strict=True):
         indent = len(head) - 1
         lines = [f"{head[:-1]}{finding.found}"]

@@ -17,7 +17,7 @@ from phalanx.wire.packets import PacketSocket
 
 Say = Callable[[str], None]
 
-_TORCH_S = 40.0  # for everything that needs torch on one host, mostly for an import from a cold disk
+_TORCH_S = 40.0  # time limit for all that needs torch on one host; an import from a cold disk takes most of it
 _ENGINE_S = 6.0
 _END_S = 2.0
 
@@ -65,7 +65,7 @@ class TorchProcess:
         self._stderr.close()
 
     def examine(self) -> dict[str, Any]:
-        """Return the process's facts (``torch``, ``gpus``, ``engines``), and how it ``died``, empty if it did not."""
+        """Return the process's facts: ``torch``, ``gpus``, ``engines``; and ``died``: how it died, "" if it did not."""
         told: dict[str, Any] = {"engines": [], "died": ""}
         ends_s = time.monotonic() + _TORCH_S
         while True:

@@ -22,7 +22,7 @@ from phalanx.launch.processes.descendants import die_with_parent
 from phalanx.wire.packets import PacketSocket
 
 NUM_RANKS = 2
-_GPU_DEADLINE_S = 15.0  # the driver may have to load
+_GPU_DEADLINE_S = 15.0  # long, because the driver may have to be loaded
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
         from phalanx.doctor.hosts.hosts import hold
 
         hold(settings["role"], go, packets.send)
-        os._exit(0)  # Gloo may still be waiting in a thread
+        os._exit(0)  # not sys.exit, because Gloo may still be waiting in a thread
 
 
 def _versions(torch: Any, dist: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _versions(torch: Any, dist: Any) -> dict[str, Any]:
     if dist.is_available():
         facts |= {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     try:
-        importlib.import_module("phalanx.backend.groups")  # before the ranks are forked
+        importlib.import_module("phalanx.backend.groups")  # imported once, before the ranks are forked
     except Exception as error:
         facts["backend_error"] = brief_error(error)
     return facts

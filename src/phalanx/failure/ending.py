@@ -1,12 +1,12 @@
-"""How a process of a job ended: the one type for it, in memory, in files and between hosts.
+"""How a rank ended: the one type for it, in memory, in files and between hosts.
 
-Whoever sees a rank end makes an `Ending`; the report, the notes for waiting ranks, the files of a run and the messages
-between nodes hold or write that object, so a death has the same facts and the same words everywhere. What travels is
-`Ending.for_others`, whose traceback is short.
+Every launcher describes the end of a rank by an `Ending`. The report, the notes for waiting ranks, the files of a run
+and the messages between nodes all contain it, so a death has the same facts and the same words everywhere. Other
+processes get the copy that `Ending.for_others` makes, with a short traceback.
 
-`find_culprit` picks the ending that caused the others. The first rank to fail is often a victim: a peer's
-death closes its sockets before the peer is seen to end. So victims come last, signals before exit codes,
-and then earlier ends before later ones: one order for ``phalanx run``, `phalanx.spawn` and `run_ranks`. If only victims
+`find_culprit` picks the ending that caused the others. The first rank that is seen to fail is often only a victim: when
+a peer dies, its sockets close before the launcher sees its end. So victims come last, signals before exit codes, and
+then earlier ends before later ones: one order for ``phalanx run``, `phalanx.spawn` and `run_ranks`. If only victims
 have failed, the other ranks get up to 3 s to end or to say why before they are told to end.
 """
 
@@ -29,7 +29,7 @@ from phalanx.failure.victims import is_victim
 from phalanx.record.run_folder import LAUNCH_LOG
 from phalanx.wire.messages import LOCAL, between
 
-_MAX_PLAIN_LINES = 5  # of the last output of a rank that raised nothing: the screen shows it, too
+_MAX_PLAIN_LINES = 5  # last lines of output kept for a rank that raised nothing; the screen has shown them anyway
 _ERROR_FILE = "error.json"
 _MOST_LINE, _MOST_KIND, _MOST_MESSAGE = 300, 200, 1000  # characters sent to other processes
 _MOST_RANKS = _MOST_PIDS = 1 << 31
@@ -38,18 +38,19 @@ _MOST_CODE, _MOST_SIGNAL = 255, 64
 
 @dataclasses.dataclass(kw_only=True)
 class Ending:
-    """How a rank ended, under whichever launcher.
+    """How a rank ended, under any launcher of phalanx.
 
     Attributes:
         rank: Rank that ended; -1: the process that starts the ranks.
         pid: Process id of the rank.
         exitcode: Exit code of the rank, or minus the number of the signal that ended it; None while it lives.
         value: Result of the function, if it returned.
-        error: Exception that the rank raised, or None; under ``phalanx run``, `last_words` have what is known of it.
+        error: Exception that the rank raised, or None. Always None under ``phalanx run``, where `last_words` describe
+            it.
         last_words: Exception that ended the rank, or its last output; after a hang, the stacks of all threads.
         hung: Whether the rank was killed because it had not ended by the time limit.
-        ended_by_us: Whether the rank was told to end, so that it is not the cause.
-        killed_by_another: Whether a SIGKILL that was not ours ended it after it was told to end.
+        ended_by_us: Whether the launcher told the rank to end, so that it is not the cause.
+        killed_by_another: Whether somebody else's SIGKILL ended it after it was told to end.
         preempted: Whether it was asked to end and has saved its state, so that it can resume.
         ended_for_restart: Whether it ended for a planned restart, perhaps before its own launcher was told of it.
         skipped: Whether the rank skipped the test or expected its failure, so that it is not the cause.
@@ -106,7 +107,7 @@ class Ending:
         """Signal that ended the rank, as a ``signal.Signals`` if it has a name; None if no signal did."""
         if self.exitcode is None or self.exitcode >= 0:
             return None
-        with contextlib.suppress(ValueError):  # a real-time signal
+        with contextlib.suppress(ValueError):  # a real-time signal has no name
             return signal.Signals(-self.exitcode)
         return -self.exitcode
 
@@ -123,7 +124,7 @@ class Ending:
 
     @property
     def raised(self) -> str:
-        """Class of the exception that ended the rank; empty if none did, even if it caught and printed one."""
+        """Class of the exception that ended the rank; "" if none did, even if it printed one that it had caught."""
         by_exception = self.last_words.is_told or self.exitcode in (1, -signal.SIGABRT)
         return self.last_words.name if by_exception else ""
 
@@ -153,7 +154,7 @@ class Ending:
         words = self.last_words
         brief = dataclasses.replace(
             words,
-            # Short enough even where JSON takes twelve bytes for a character.
+            # Short enough for a packet, even if JSON takes twelve bytes for each character.
             kind=words.kind[:_MOST_KIND],
             message=words.message[:_MOST_MESSAGE],
             lines=tuple(line[:_MOST_LINE] for line in fold(words.lines, num_rows)) if num_rows else (),
@@ -235,8 +236,8 @@ RankError.__module__ = "phalanx"  # where users import it from
 def find_culprit(outcomes: Iterable[Ending]) -> Ending | None:
     """Return the ending that caused the others; None if no rank failed.
 
-    Hangs and victims come last, signals before exit codes, the rank that ended the group before those that only heard
-    of it, and then earlier ends before later ones.
+    Hangs and victims come last, signals before exit codes, the rank that ended a group before ranks that were told of
+    it, and then earlier ends before later ones.
     """
     return min((outcome for outcome in outcomes if outcome.failed), key=_order, default=None)
 
@@ -257,7 +258,7 @@ def _gist(words: LastWords) -> tuple[object, ...]:
     failure = words.failure
     if failure is None:
         return words.name, re.sub(r"\d+", "N", words.message)
-    if failure.calls or failure.sizes is not None:  # each rank describes it from its own call
+    if failure.calls or failure.sizes is not None:  # a mismatch, which each rank describes from its own call
         return words.name, failure.group
     return words.name, failure.kind, failure.group, failure.ranks, re.sub(r"\d+", "N", failure.detail)
 
@@ -290,5 +291,5 @@ def write_error_file(outcome: Ending) -> None:
     record = words.record(outcome.rank, outcome.pid, words.summary or outcome.describe())
     record["exception"]["is_victim"] = outcome.is_victim
     ends = {"exit_code": code if code >= 0 else None, "signal": signal_name(-code) if code < 0 else None}
-    with contextlib.suppress(OSError):  # the disk may be what failed
+    with contextlib.suppress(OSError):  # a full disk may be the failure itself
         words_file.write(path, {**record, **ends})

@@ -1,4 +1,4 @@
-"""Saves how the ranks of an attempt ended beside their black boxes, for readers that come after the launcher."""
+"""Saves how the ranks of an attempt ended, beside their black boxes, for commands that run after the launcher's end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save_reason(reason: str, folder: Path) -> None:
 
 
 def load_reason(folder: Path) -> str:
-    """Return the reason that `save_reason` wrote; empty if it wrote none."""
+    """Return the reason that `save_reason` wrote; "" if there is none."""
     with contextlib.suppress(OSError), open_regular(folder / _REASON) as file:
         return printable(file.read(_MOST_BYTES).decode(errors="replace").strip())
     return ""

@@ -55,14 +55,14 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
     last_other: list[str] = []
     num_own = num_cpp = 0
     paths = {found[2] for line in lines if (found := _FRAME.match(line))}
-    is_command = all(map(owner_of, paths))  # else the user's frames are in files
+    is_command = all(map(owner_of, paths))  # no frame is in a file of the user: then code of python -c is the user's
     depth = -1  # indent of the frame whose source follows
     is_own = has_carets = True
     for line in lines:
         if found := _FRAME.match(line):
             depth, owner = len(found[1]), owner_of(found[2])
             is_own = not owner or (is_command and found[2] == _COMMAND)
-            has_carets = found[4] is None  # a SyntaxError's carets show where it is
+            has_carets = found[4] is None  # it is a SyntaxError, whose carets show where it is
             where = f'{found[1]}File "{short_path(found[2])}", line {found[3]}{found[4] or ""}'
             if is_own:
                 num_own += 1

@@ -25,7 +25,7 @@ _OUT_OF_MEMORY = (
     "workers"
 )
 _KILLED = "it was killed from outside: by a person, a job's limit, or a container's memory limit"
-_ADVISED = re.compile("it made fewer calls: |another rank ran out of data earlier: ")  # the error itself advises
+_ADVISED = re.compile("it made fewer calls: |another rank ran out of data earlier: ")  # errors that contain advice
 _OF_A_CHILD = re.compile(r"^\S*ProcessExitedException: .* with exit code 1$|worker \(pid.*exited unexpectedly", re.M)
 _NO_GUARD = r"before the\s+current process has finished its bootstrapping phase"
 _LOG_BYTES = 2**16
@@ -49,7 +49,7 @@ class Hint:
         kind: Pattern of the exception's class, without its module.
         text: Pattern to find in the traceback and its message.
         advice: Advice, in which {python} stands for the interpreter's path.
-        seen: Release in which the message was seen, to compare with a newer one that words it differently.
+        seen: Release in which the message was seen with these words.
         entry: Name of the explanation; empty if there is none.
     """
 
@@ -169,7 +169,7 @@ _HINTS = (
 
 
 def hint_for(end: Ending, ends: Sequence[Ending] = (), *, num_oom_kills: int = 0, command: Sequence[str] = ()) -> str:
-    """Return what to do about a failure, in one line; empty if nothing is known to help.
+    """Return advice about a failure, in one line; "" if there is none.
 
     Args:
         end: End of the rank that was the cause.
@@ -201,7 +201,7 @@ def hint_for(end: Ending, ends: Sequence[Ending] = (), *, num_oom_kills: int = 0
 
 
 def explanation_for(end: Ending) -> str:
-    """Return the short address of the explanation of a rank's end; empty if its message has it, or there is none."""
+    """Return a reference such as ``(phalanx explain NAME)`` for an end; "" if none exists or the message has it."""
     entry = _entry_for(end)
     return address(entry) if entry else ""
 
@@ -223,7 +223,7 @@ def _entry_for(end: Ending) -> str:
 
 def _said(end: Ending) -> str:
     lines = [*end.last_words.lines, end.last_words.summary]
-    if end.folder and _OF_A_CHILD.search("\n".join(lines)):  # only the log has the child's own words
+    if end.folder and _OF_A_CHILD.search("\n".join(lines)):  # a child process's error, which only the log has whole
         with contextlib.suppress(OSError), open(end.log, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_BYTES))
             lines += re.findall(_NO_GUARD, log.read().decode(errors="replace"))[:1]
@@ -237,7 +237,7 @@ def _hints_that_fit(end: Ending) -> Iterator[Hint]:
 
 
 def _hint_for_module(name: str, command: list[str]) -> str:
-    """Return the advice for a module that was not found: it may lie beside the script, but not on the path."""
+    """Return the advice for a module that was not found; it may lie in a folder that is not on the path."""
     python = command[0] if command else "python"
     top, _, rest = name.partition(".")
     script = command[1] if len(command) > 1 and not command[1].startswith("-") else ""

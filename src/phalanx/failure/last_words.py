@@ -1,13 +1,14 @@
-"""A rank's last words: the facts of the exception that ends it, in the file that torch's launchers name for it.
+"""A rank's last words: facts about the exception that ended it, in the file that torch's launchers name for that.
 
-A rank knows best what ended it. So a hook before `sys.excepthook`, set when a phalanx group is made or `phalanx.init`
-is called, writes ``error.json`` in the format of torch's ``@record``, which torchrun can read, with class, message,
-the user's line, ``is_victim`` and the `Failure` beside it. An exception raised while a victim's error was
-handled is a victim's, too, and so is the `RuntimeError` into which native code turns an error in a future's callback.
+The rank itself knows best what ended it. So when a phalanx group is made or `phalanx.init` is called, a hook is put in
+front of `sys.excepthook`. It writes ``error.json`` in the format of torch's ``@record``, which torchrun can read, and
+adds class, message, the user's line, ``is_victim`` and the `Failure`. An exception that was raised while a victim's
+error was being handled counts as a victim's, too, and so does the `RuntimeError` into which native code turns an error
+in a future's callback.
 
-The launcher trusts nothing in the file unchecked: it must be whole, not too large, of the expected form and of the
-rank's own process. If a rank has left no file (a foreign program, a crash, another excepthook, `sys.exit`), the
-traceback on its stderr is read, and the wording of other engines' errors identifies victims (`victims`).
+The launcher checks the file before it uses it: it must be whole, not too large, of the expected form and written by the
+rank's own process. If a rank has left no file (another program, a crash, another excepthook, `sys.exit`), the launcher
+reads the traceback on its stderr, and recognises victims by the wording of other engines' errors (`victims`).
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from phalanx._text import message_of
 from phalanx.wire.files import read_json, write_whole
 from phalanx.wire.messages import cropped, read_value, require
 
-_MAX_LINES = 400  # of a traceback
-_MAX_LINE, _MAX_MESSAGE = 500, 20_000  # characters
+_MAX_LINES = 400  # most lines of a traceback
+_MAX_LINE, _MAX_MESSAGE = 500, 20_000  # most characters
 _KIND = re.compile(r"[A-Za-z_][\w.<>]{0,199}")
 _SITE = re.compile(r'^\s*(?:\| )?File "(.+)", line (\d+)')
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+?)(?:\.py)?(?:/|$)")
 _STANDARD_LIBRARY = re.compile(
     r"/lib/python3\.\d+/|^<(?!stdin>|ipython-input)"
-)  # or generated code, such as that of dataclasses
+)  # the last: generated code, such as that of dataclasses
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
@@ -93,13 +94,13 @@ class LastWords:
         return f"{self.summary}, raised at {self.site}" if self.site else self.summary
 
     def record(self, rank: int, pid: int, message: str = "") -> dict[str, Any]:
-        """Return the content of the file.
+        """Return the content for ``error.json``.
 
         Args:
             message: Whole message, if it is known; default: `summary`.
         """
         lines = [line[:_MAX_LINE] for line in cropped_lines(self.lines)]
-        # In seconds. torchrun takes the earliest for the cause, which must not be a victim in the same second.
+        # In whole seconds. torchrun takes the earliest for the cause, so a victim's is one second later.
         timestamp = str(int(time.time()) + self.is_victim)
         return {
             "message": {
@@ -142,7 +143,7 @@ def owner_of(path: str) -> str:
 
 
 def site_of(lines: Sequence[str]) -> str:
-    """Return the last line of the user's code in a traceback, else the last line of all; empty if it has no frame."""
+    """Return the user's innermost line in a traceback, or else the innermost line of all; "" if there is no frame."""
     places = [found for line in lines if (found := _SITE.match(line))]
     places = [found for found in places if not owner_of(found[1])] or places
     return f"{places[-1][1]}:{places[-1][2]}" if places else ""
@@ -160,7 +161,7 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
     The hook runs before the existing ones, which print as usual.
 
     Args:
-        note: Function that takes the exception in one line, whether or not a launcher has asked for its facts.
+        note: Function that is called with the exception in one line, even if no launcher has asked for the facts.
     """
     global _teller_pid, _note
     is_set, _teller_pid, _note = _teller_pid != 0, os.getpid(), note
@@ -169,10 +170,10 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
     print_it = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None, /) -> None:
-        # The interpreter records the exception that ends it; a script that calls the hook to print one may go on.
+        # The interpreter stores the exception that ends it here; a script may also call the hook just to print one.
         is_end = error is getattr(sys, "last_value", None) and isinstance(error, Exception)
         if is_end and os.getpid() == _teller_pid:  # not in a forked child
-            with contextlib.suppress(Exception):  # the disk may have failed, or the exception's own __str__
+            with contextlib.suppress(Exception):  # the disk may be full, or the exception's own __str__ may fail
                 _tell(error)
         print_it(kind, error, trace)
 
@@ -203,7 +204,7 @@ def _tell(error: BaseException) -> None:
     rank = _env.environment().get("RANK", "")
     record = words.record(int(rank) if rank.isdigit() else -1, os.getpid(), f"{words.name}: {message_of(error)}")
     before = _read(path)
-    if isinstance(before, dict) and "message" in before:  # written by @record, or by the user's handler
+    if isinstance(before, dict) and "message" in before:  # already written by @record, or by the user's handler
         record = {**before, **record, "message": before["message"]}
     write(path, record)
 

@@ -1,8 +1,9 @@
 """Losses of ranks and hosts, and how jobs resumed: saved beside the black boxes of the attempts that they ended.
 
-Each launcher saves the losses that it saw: once when it learns of one, and again with the phases of the recovery, so
-that a loss after which no step completed is on record as well. A Trainer's report merges them: two records are of one
-loss if they name the same rank or node, at times no further apart than the clocks of hosts may be.
+Each launcher saves each loss that it saw twice: when it learns of it, and again with the phases of the recovery, so
+that a loss after which no step completed is recorded as well. A Trainer's report merges the records of several
+launchers: two are of one loss if they name the same rank or node, at times no further apart than the clocks of hosts
+    may be.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Loss:
 
 
 def who_of(loss: Loss) -> str:
-    """Return who was lost, in words."""
+    """Return a phrase for the rank or node that was lost."""
     end = loss.ending
     if loss.node_sign:
         return f"node {end.host} ({named('rank', range(end.rank, end.rank + max(loss.num_ranks, 1)))})"
@@ -84,7 +85,7 @@ def who_of(loss: Loss) -> str:
 
 
 def sign_of(loss: Loss) -> str:
-    """Return how a loss was noticed, in words."""
+    """Return a phrase for how a loss was noticed."""
     if loss.node_sign == "silent":
         return f"silent for {loss.silent_s:.1f} s"
     if loss.node_sign:
@@ -96,7 +97,7 @@ def sign_of(loss: Loss) -> str:
 
 
 def place_of(loss: Loss, number: str = "") -> str:
-    """Return where the job resumed, in words; `number` is the format of the step."""
+    """Return a phrase for where the job resumed; `number` is the format of the step."""
     if loss.step is not None:
         return f"at step {loss.step:{number}}"
     if loss.loaded_step is None:
@@ -105,7 +106,7 @@ def place_of(loss: Loss, number: str = "") -> str:
 
 
 def repeated(loss: Loss) -> str:
-    """Return how many steps were done twice, in words; empty if that is unknown."""
+    """Return a phrase for how many steps were done twice; "" if that is unknown."""
     if loss.num_repeated is None:
         return ""
     return f"{counted(loss.num_repeated, 'step') if loss.num_repeated else 'no step'} repeated"

@@ -21,8 +21,8 @@ from phalanx.failure.victims import is_victim
 from phalanx.record.notes import words_of_checkpoints
 
 _MAX_OTHERS = 4
-_OTHERS_ROWS = 2  # of the screen, for each
-_MAX_ROWS = 14  # of the culprit's traceback: the interpreter prints that of the call above it
+_OTHERS_ROWS = 2  # rows for each of the other ranks
+_MAX_ROWS = 14  # rows of the culprit's traceback; the interpreter prints that of the call above it
 
 
 def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: str = "") -> str:
@@ -77,7 +77,7 @@ def _in_brief(outcome: Ending, culprit: Ending) -> str:
             return f"{words.name}, because of it"
         if alike(words, culprit.last_words):
             return "the same error"
-        message = words.message.removeprefix(f"rank {outcome.rank}: ")  # the line begins with it
+        message = words.message.removeprefix(f"rank {outcome.rank}: ")  # the line already begins with the rank
         said = f"{words.name}: {message}" if message else words.name
         return f"ended because of it; before: {said}" if outcome.ended_by_us and outcome.exitcode != 1 else said
     if outcome.ended_by_us and not outcome.killed_by_another:
@@ -119,7 +119,7 @@ def heads(culprit: Ending, outcomes: Sequence[Ending], timeout_s: float) -> list
 
 
 def headline(culprit: Ending) -> str:
-    """Return which rank ended how; after an exception also where, with the source line if it has no message."""
+    """Return which rank ended, and how; after an exception also where, with the source line if it has no message."""
     words = culprit.last_words
     path, _, number = words.site.rpartition(":")
     if culprit.error is None or not path or owner_of(path):
@@ -145,5 +145,5 @@ def folded(culprit: Ending, max_rows: int) -> list[str]:
         return []
     shown = fold(block.lines, max_rows)
     heads = [n for n, line in enumerate(shown) if line.startswith(f"{block.kind}:") or line == block.kind]
-    number = heads[-1] if heads else 0  # the last exception of a chain ended the rank
+    number = heads[-1] if heads else 0  # the last exception of a chain is the one that ended the rank
     return [*shown[:number], *(f"  {line}" for line in shown[number + 1 :])]

@@ -19,7 +19,7 @@ HOLD_S: Final = 5.0
 """Seconds for which a traceback is held back; if the rank is still running by then, it is shown."""
 
 HOLD_LAST_S: Final = 30.0
-"""The same for one that torch's excepthook printed: the process is dying; only background threads still run."""
+"""Seconds for which a traceback of torch's excepthook is held back: longer, because that process is surely ending."""
 
 STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line
@@ -36,7 +36,7 @@ _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
 _FIRST_WORDS = (
     b"Traceback (most recent call last):",
     b"  + Exception Group Traceback (most recent call last):",
-    b'  File "',  # of a SyntaxError
+    b'  File "',  # how a SyntaxError begins
     _FATAL.encode(),
     b"terminate called after throwing an instance of ",
 )
@@ -47,7 +47,7 @@ _BEGINNING = re.compile(
     rb"^(?:\[rank\d+\]: )?(?:" + b"|".join(re.escape(words) for words in _FIRST_WORDS) + rb")", re.MULTILINE
 )
 _BEGINNING_OR_IGNORED = re.compile(_BEGINNING.pattern + rb"|^Exception ignored ", re.MULTILINE)
-_MAX_HELD_BYTES = 1 << 20  # no traceback is that long: what only looks like one is forwarded
+_MAX_HELD_BYTES = 1 << 20  # no traceback is longer; longer output that looks like one is forwarded
 
 
 # ---------------------------------------------------------------- finding them
@@ -164,7 +164,7 @@ class HeldTracebacks:
         self._held = bytearray()
         self._since_s = 0.0
         self._at_line_start = True
-        self._is_in_backtrace = False  # of C++
+        self._is_in_backtrace = False  # whether a C++ backtrace is being printed
 
     @property
     def is_holding(self) -> bool:
@@ -173,7 +173,7 @@ class HeldTracebacks:
     def feed(self, data: bytes) -> None:
         if self._held:
             self._held += data
-            if len(self._held) > _MAX_HELD_BYTES or b"\r" in data.replace(b"\r\n", b""):  # a progress bar is moving
+            if len(self._held) > _MAX_HELD_BYTES or b"\r" in data.replace(b"\r\n", b""):  # a progress bar moves
                 self.release()
             return
         data, self._pending = self._pending + data, b""
@@ -189,7 +189,7 @@ class HeldTracebacks:
         self._pass(data)
 
     def _beginning_in(self, data: bytes) -> int:
-        """Return one more than where a traceback begins; 0 if none does."""
+        """Return the position at which a traceback begins, plus one; 0 if none does."""
         for found in (_BEGINNING_OR_IGNORED if self.hides_interrupts else _BEGINNING).finditer(data):
             if found.start() or self._at_line_start:
                 return found.start() + 1
@@ -205,7 +205,7 @@ class HeldTracebacks:
 
     def _without_cpp_frames(self, data: bytes) -> bytes:
         kept = []
-        for line in re.findall(rb"[^\n]*\n|[^\n]+", data):  # a \r does not end a line: more may follow
+        for line in re.findall(rb"[^\n]*\n|[^\n]+", data):  # a \r does not end a line
             if not line.endswith(b"\n") and len(line) < _MAX_HELD_BYTES:
                 self._pending = line + self._pending
                 self._at_line_start = True
@@ -219,17 +219,17 @@ class HeldTracebacks:
         return b"".join(kept)
 
     def release_late(self) -> None:
-        """Forward held output if the rank has kept running."""
+        """Forward held output if the rank has kept running for long enough."""
         limit_s = HOLD_LAST_S if _WHOLE_PREFIX.match(self._held) else HOLD_S
         if self._held and time.monotonic() - self._since_s >= limit_s:
             self.release()
 
     def release(self) -> None:
-        """Forward held output, with a victim's traceback cut to one line."""
+        """Forward held output; a victim's traceback is cut to one line."""
         self._forward(drops_last_words=False)
 
     def settle(self) -> None:
-        """Forward held output except the last words: the rank has ended, and the report has them."""
+        """Forward held output, except for the last words, which the report shows because the rank has ended."""
         self._forward(drops_last_words=True)
 
     def _forward(self, *, drops_last_words: bool) -> None:

@@ -1,7 +1,7 @@
 """Recognises the errors of a victim: a rank that failed because a peer had left, or did not come.
 
-Errors of phalanx say so by an attribute. This module decides for all others: by class, if a rank has left nothing
-but a traceback, and by text, if another engine's errors have no class of their own.
+Errors of phalanx have an attribute that says so. This module decides about all others: by their class, if a rank has
+left only a traceback, and by their text, if another engine's errors have no class of their own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _OF_SOCKETS = {
     kind.__name__
     for kind in (ConnectionError, ConnectionResetError, ConnectionAbortedError, ConnectionRefusedError, BrokenPipeError)
 }
-_OF_STORES = {"DistNetworkError"}  # torch 2.15
+_OF_STORES = {"DistNetworkError"}  # since torch 2.15
 _KINDS = _OURS | _OF_SOCKETS | _OF_STORES
 
-_TEXTS = {  # pattern: where it was seen
+_TEXTS = {  # patterns, each with the place where it was seen
     r"closed by (?:remote )?peer": "Gloo in torch 2.15, NCCL 2.30",
     r"[Cc]onnection reset by peer|Broken pipe": "Gloo in torch 2.15, Linux",
     r"Timed out waiting \d+ ?ms for (?:recv|send) operation": "Gloo in torch 2.15",
@@ -35,5 +35,5 @@ _SAID = re.compile("|".join(_TEXTS))
 
 
 def is_victim(words: LastWords) -> bool:
-    """Whether the rank that said this only suffers from the failure of another rank."""
+    """Whether these are the last words of a rank that failed only because another rank had."""
     return words.is_victim or words.name in _KINDS or _SAID.search(words.message) is not None

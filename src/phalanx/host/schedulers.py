@@ -1,4 +1,5 @@
 """Which launcher started this process, and its rank and host there: torchrun's contract, MPI, Slurm or Kubeflow.
+
 One small class per environment answers one question, `place`. They are asked from the innermost launcher outwards, and
 the first answer counts: a rank that ``phalanx run`` starts inside a Slurm job has the variables of both.
 """
@@ -120,7 +121,7 @@ class OpenMpi:
 
 
 class Hydra:
-    """``mpiexec`` of MPICH and Intel MPI. Slurm's own PMI sets PMI_RANK as well, but not the local ones."""
+    """``mpiexec`` of MPICH and Intel MPI. Slurm's own PMI sets PMI_RANK as well, but no local rank."""
 
     name = "MPICH or Intel MPI"
 

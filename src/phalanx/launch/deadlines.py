@@ -1,4 +1,5 @@
 """Time limits of a launcher's waits for what a rank, another node or the kernel may never do.
+
 Each is an upper bound: a wait ends as soon as it succeeds. Times that the user sets, such as ``--shutdown-timeout``,
 are in `command.flags`.
 """

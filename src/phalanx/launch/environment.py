@@ -47,6 +47,7 @@ def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, 
 
 def shared_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
     """Return the environment that all ranks of a node share; variables that the user has set are kept.
+
     The number of threads comes from `share`, since every rank has the same. Ranks write into pipes, so their streams
     are made unbuffered: the last words of a rank that dies are not lost. A crash in native code prints the stacks of
     Python's threads.

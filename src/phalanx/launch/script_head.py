@@ -3,11 +3,13 @@
 torch reads variables when it is imported. If ranks are forked from a process that has imported torch, that process must
 have read the same values as each rank would. If the source does not tell them for certain, ranks import torch
 themselves, and the first line of the job says so. Nothing of the script is executed here.
+
 The reader understands ``os.environ["NAME"] = "value"``, and ``setdefault`` and ``update`` with literals, each as a
 statement of its own, up to the first import of torch. Everything else that may change the environment is a doubt: other
 uses of it than reading, code that is not in the source (``exec``, ``importlib``), and packages that are not known here.
 So the reader lists what is harmless, and not what is dangerous: a false doubt costs seconds, but a missed one would
 make a wrong run.
+
 Executing the rank anew at its import of torch would need no reader, but everything before the import would run twice.
 """
 

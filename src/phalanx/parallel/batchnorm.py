@@ -57,7 +57,7 @@ class SyncBatchNorm(BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        options = {} if bias else {"bias": False}  # not in every torch
+        options = {} if bias else {"bias": False}  # not every torch takes the argument
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self.process_group = process_group
 
@@ -112,7 +112,7 @@ class SyncBatchNorm(BatchNorm):
             norm.momentum,
             norm.affine,
             norm.track_running_stats,
-            process_group or getattr(norm, "process_group", None),  # torch's SyncBatchNorm has one
+            process_group or getattr(norm, "process_group", None),  # only torch's SyncBatchNorm has one
         )
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
             setattr(sync, name, getattr(norm, name))

@@ -1,4 +1,9 @@
-"""Functions that readers of the distributed tutorials write by hand."""
+"""What readers of the distributed tutorials write by hand: averaging gradients, and an all_reduce around a ring.
+
+Scripts call these functions in place of their own; nothing in phalanx uses them. They work on any backend.
+`average_gradients` uses the buckets of DistributedDataParallel, once backward has ended. `ring_all_reduce` shows the
+algorithm with point-to-point messages only, and is for learning.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +89,7 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
             request.wait()  # type: ignore[union-attr]
         return incoming
 
-    for step in range(size - 1):  # reduce-scatter: afterwards chunk rank + 1 is complete here
+    for step in range(size - 1):  # reduce-scatter: after it, chunk rank + 1 is complete on this rank
         incoming = exchange(rank - step, rank - step - 1)
         chunks[(rank - step - 1) % size].add_(incoming)
     for step in range(size - 1):  # all-gather

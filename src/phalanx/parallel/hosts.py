@@ -42,7 +42,7 @@ class HostGroups(NamedTuple):
 
     @property
     def rail(self) -> int:
-        """Index of this rank on its host, from 0, which is also that of its rail if there are enough rails."""
+        """Index of this rank on its host, from 0; also the index of its rail, if there are so many rails."""
         return dist.get_rank(self.host) if self.host is not None else 0
 
     @property
@@ -74,13 +74,13 @@ def host_groups(
         >>> dist.all_reduce(torch.ones(3), group=groups.host)
     """
     whole = group_or_world(None, "host_groups")
-    world, timeout = RankGroup(whole), getattr(whole, "timeout", None)  # None: torch's own
+    world, timeout = RankGroup(whole), getattr(whole, "timeout", None)  # None: torch's default
     rank, world_size = world.rank, world.world_size
     names = world.gather(_this_host() if name is None else f"named {name}")
     hosts = [[r for r in range(world_size) if names[r] == host] for host in dict.fromkeys(names)]
     num_rails = min(map(len, hosts))
     rails = [[ranks[rail] for ranks in hosts] for rail in range(num_rails)]
-    # Every rank of the world makes every group, in the same order, even those that it is not in.
+    # Every rank must make every group, in the same order, even those that it is not in.
     by_host: list[Any] = [
         dist.new_group(ranks, timeout, host_backend, group_desc=f"host {i}") for i, ranks in enumerate(hosts)
     ]

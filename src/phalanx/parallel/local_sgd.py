@@ -6,8 +6,8 @@ the hosts. On every rank alike, an outer optimizer steps along it from the commo
 the next window. So only the averaged pseudo-gradient crosses between hosts, ranks keep the same bits, and bf16's
 residual of a rail's piece stays with that rail.
 
-Between synchronizations ranks differ, so `state_dict` then contains a name of each rank's own, which makes a checkpoint
-save each rank's state completely.
+Between synchronizations ranks differ, so `state_dict` then contains an entry whose name differs on each rank. That
+makes a checkpoint save each rank's state separately and completely.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ class LocalSGD:
         """
         groups = self._groups
         host = dist.get_rank(groups.across) if groups.across else -1
-        # A name of each rank's own makes phalanx.checkpoint save every rank's state separately. Otherwise a job of
-        # another size would get the small tensors of rank 0, which belong to one host.
+        # If a name differs on each rank, phalanx.checkpoint saves every rank's state separately. Otherwise a job of
+        # another size would load rank 0's small tensors on all ranks, but they belong to one host.
         apart = {f"rank {dist.get_rank()}": torch.tensor(self.num_steps_apart)} if self.num_steps_apart else {}
         return {
             "num_steps": self.num_steps,

@@ -1,7 +1,8 @@
 """ZeroRedundancyOptimizer: every rank keeps and steps its shard of the optimizer's state (ZeRO stage 1).
 
-Sharing the parameters between ranks is an option rather than the rule: code that writes to parameters in place on
-every rank would do so several times. For a snapshot the state is gathered, so it is the same on all ranks and hosts.
+Ranks share the memory of the parameters only if that is asked for (`share_parameters`): if every rank of a script
+writes to parameters in place, shared ones would be changed several times. For a snapshot the state is gathered, so it
+is the same on all ranks and hosts.
 """
 
 from __future__ import annotations
@@ -99,19 +100,19 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = group_or_world(process_group, "ZeroRedundancyOptimizer")
         group = self.process_group
-        self._consolidated: dict[str, Any] | None = None  # the whole state; empty on ranks that were not to have it
+        self._consolidated: dict[str, Any] | None = None  # the whole state on the rank that asked for it, {} on others
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._shared = share_parameters
         self._built = False
         super().__init__(params, defaults)
         self._built = True
         parameters = [p for g in self.param_groups for p in g["params"]]
-        self._index_of = {p: index for index, p in enumerate(parameters)}  # in the plain optimizer's state
-        self._ranges: list[list[Tensor]] = []  # of each buffer, by rank
-        self._pieces: list[Piece] = []  # of all ranks, in the same order on each
+        self._index_of = {p: index for index, p in enumerate(parameters)}  # index in the plain optimizer's state
+        self._ranges: list[list[Tensor]] = []  # for each buffer, the ranges of the ranks
+        self._pieces: list[Piece] = []  # pieces of all ranks, in the same order on each rank
         self._homes: list[tuple[nn.Parameter, Tensor]] = []  # each parameter, and its part of a buffer
         self._lay_out(CUT_ELEMS if optimizer_class in ELEMENTWISE else 0)
-        own = [piece for piece in self._pieces if piece.owner == self._rank]  # at most one of each parameter
+        own = [piece for piece in self._pieces if piece.owner == self._rank]  # at most one piece of each parameter
         self._own = {piece: nn.Parameter(piece.of(piece.parameter)) for piece in own}
         shard_of = {piece.parameter: shard for piece, shard in self._own.items()}
         groups = []
@@ -121,7 +122,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         self.optim: optim.Optimizer = optimizer_class(groups, **defaults)
         for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             for name, value in inner.items():
-                outer.setdefault(name, value)  # what the optimizer has by default: schedulers look for it
+                outer.setdefault(name, value)  # the optimizer's defaults, which schedulers look for
 
     def _lay_out(self, cut: int) -> None:
         """Move the parameters into one buffer for each kind, equal to rank 0's, and divide it among the ranks."""
@@ -262,7 +263,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def _collect_state(self) -> dict[str, Any]:
-        own: dict[int, dict[str, Any]] = {}  # by parameter; tensors that are cut with it are sent afterwards
+        own: dict[int, dict[str, Any]] = {}  # state by parameter; tensors that are cut are sent later
         for piece, shard in self._own.items():
             values = self.optim.state.get(shard, {})
             dtypes = {name: value.dtype for name, value in elementwise(values, shard).items()}
@@ -318,7 +319,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
 
 class _Shadow(JoinHook):
-    """Steps the shard of a rank that has run out of data, with the gradients from DistributedDataParallel's `join`."""
+    """Steps the shard of a rank that has run out of data, with the gradients from `DistributedDataParallel.join`."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer

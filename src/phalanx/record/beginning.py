@@ -3,6 +3,7 @@
 Repeated steps are those of the previous attempt after the checkpoint from which this one continues. If a script caught
 an error and loaded a checkpoint by itself during the previous attempt, the steps that it took back then are not counted
 again. Only under a Trainer do steps have numbers in the run; for a manual loop, the loaded checkpoint tells.
+
 A rank writes a failure note when an operation fails. If nothing began between the first step or collective and such a
 note, that step or collective has failed. It is no progress, so the line of a recovery does not name it.
 """

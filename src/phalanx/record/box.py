@@ -278,7 +278,7 @@ def boxes_in(fd: int) -> Iterator[bytes]:
 
 
 def _at_rest(data: bytes, later: bytes) -> bytes:
-    """Return `later`, a second read of the box `data`, without events that changed in between, except by ending."""
+    """Return `later`, a second read of the box `data`, leaving out events that changed (not just ended) since."""
     first, second = memoryview(data), memoryview(later)
     end = min(len(data), len(later), BOX_BYTES - _TEXT_BYTES)
     if first[_PAGE:end] == second[_PAGE:end]:

@@ -11,7 +11,7 @@ from phalanx.wire.files import read_json
 from phalanx.wire.messages import read_value
 
 _NAME = "clocks.json"
-Ahead = dict[str, tuple[int, int]]  # by host name: nanoseconds, and the largest error
+Ahead = dict[str, tuple[int, int]]  # for each host name: how far its clock is ahead in ns, and the largest error
 
 
 def save_clocks(clocks: Mapping[str, Sequence[float]], folder: Path) -> None:

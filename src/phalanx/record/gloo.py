@@ -4,6 +4,7 @@ A hook tells when a collective is called, and `Work.wait` when a caller has wait
 or DDP starts and waits for later is recorded as a "call", an event without an end. Whether a rank waits for it can be
 seen only from its stack, and the straggler ledger leaves such ranks out. Messages are not recorded, because it is not
 known whether they had to wait.
+
 A callback on the work's future would tell every end, but Gloo calls it in a thread of its own, even after Python has
 ended: of sixteen jobs in which a rank left while a collective ran, seven crashed.
 """

@@ -1,4 +1,5 @@
 """`Loop`: records the steps and phases of a manual training loop, as its model and its loader see them.
+
 A step begins with the first forward pass after a backward pass that averaged gradients. Optimizers are not hooked: a
 global hook would break ``torch.compile(fullgraph=True)`` around a step.
 """

@@ -3,6 +3,7 @@
 A *stage* begins when a rank leaves a collective and ends when it arrives at the next one, so no stage contains a wait
 for other ranks. Only durations by a rank's own clock are compared, never times of two hosts. Comparing the times of
 arrival instead would blame a rank that the scheduler woke late, and would need one clock for all hosts.
+
 Collectives that overlap on any rank (started asynchronously, waited for later) count as one: a stage then ends with the
 last arrival. If no steps are recorded, a step ends with the collective before which ranks compute the most. Buckets of
 gradients come in a burst, and the time before one bucket is not that of a step.

@@ -1,4 +1,5 @@
 """The straggler ledger: which rank the others wait for, how long, in which phase, and whether that is chance.
+
 The launcher, the report and the commands all use it, the launcher without torch. It costs 7 us for each collective that
 is read, and 34 ms for a decision over 1,000 steps of 4 ranks; so the launcher reads at most 2,000 events per second,
 and decides every 10 s. `stages` and `excess` describe the method.

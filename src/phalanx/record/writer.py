@@ -22,7 +22,7 @@ from phalanx.host.processes import process_of
 from phalanx.record.box import MEMORY, MEMORY_NAME, OPS
 
 _core: Any = None
-with contextlib.suppress(ImportError, OSError):  # without the core, training works on Gloo
+with contextlib.suppress(ImportError, OSError):  # without the core there is no box, but training works on Gloo
     from phalanx import _core
 
 _COLLECTIVE, _STEP, _PHASE, _NOTE, _CALL = 1, 3, 4, 5, 6  # EventKind of csrc/memory/record.h

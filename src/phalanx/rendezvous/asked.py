@@ -18,7 +18,7 @@ from phalanx._torch import replace
 from phalanx.rendezvous.launched import Launch
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-_DEFAULT_S = 300.0  # torch's, for anything that is not a positive time
+_DEFAULT_S = 300.0  # torch's default, used for anything that is not a positive time
 _RIGHT = 'init_process_group("{}") takes rank and world size from the launcher'
 
 
@@ -39,8 +39,8 @@ class Asked:
         use_libuv: Whether the store is served by libuv.
         is_served: Whether torchrun's agent serves the store, instead of rank 0.
         launch: Launch of this process, if phalanx started it and all ranks are on this host.
-        launcher: Name of the launcher, ``phalanx run`` or ``phalanx.spawn``, that starts all ranks; empty: somebody
-            else starts them.
+        launcher: Name of the launcher that starts all ranks, ``phalanx run`` or ``phalanx.spawn``; empty: it is
+            neither.
     """
 
     rank: int
@@ -75,9 +75,9 @@ class Asked:
 
     @property
     def launch_here(self) -> Launch | None:
-        """The launch that chose this meeting point, so that no process from elsewhere comes to it.
+        """The launch that chose this meeting point, to which only its own ranks come; None if another was chosen.
 
-        Elsewhere a rank may meet other programs, whatever numbers they give each other.
+        At another meeting point a rank may meet other programs, and ranks may have other numbers.
         """
         launch = self.launch
         return launch if launch is not None and self.host and launch.meets_at(self.host, self.port) else None
@@ -138,7 +138,7 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
     )
     asked = Asked(
         **numbers,
-        # The backend refuses an invalid time, and tells the other ranks.
+        # An invalid time is replaced here, because the backend refuses it later and tells the other ranks.
         timeout_s=min(seconds, _env.LONGEST_S) if seconds > 0 else _DEFAULT_S,
         call=call,
         where=where,

@@ -1,23 +1,23 @@
-"""The rendezvous of ranks before there is a group: none waits in silence, or for a rank that can't come.
+"""The rendezvous of ranks before there is a group: none waits without saying so, or for a rank that can't come.
 
 torch's own rendezvous waits inside native code for its timeout, half an hour, and prints nothing. So the plugin
 registers this handler in front of torch's for ``env://``, ``tcp://`` and ``file://``. It serves ranks of ``phalanx
-run``, `phalanx.spawn` and `phalanx.init` whatever their backend, and any rank that asks for the phalanx backend. A
-handler is told neither the backend nor the line of the script, so both are read from the frames of the call. Every
-other use of torch, RPC included, is left alone, with one exception: an ``env://`` without a launcher's variables gets
-a hint on how to start ranks.
+run``, `phalanx.spawn` and `phalanx.init` whatever their backend, and any rank that asks for the phalanx backend. torch
+tells a handler neither the backend nor the line of the script, so both are read from the frames of the call. Every
+other use of torch, RPC included, is left alone, with one exception: if an ``env://`` lacks a launcher's variables, the
+error gets a hint on how to start ranks.
 
-**A line while in doubt, an error only when certain.** A rank 0 that imports for minutes, a pod whose name is not in
-DNS yet, ranks that train alone while others meet, and ranks that ended with exit code 0 under torchrun, which keeps no
-notes of its ranks, all look alike from outside. They get a line after 5, 15 and 45 s that names the missing ranks (see
-`patience`). These are certain, and raise: contradicting numbers, a rank that has ended (see `launched`), and something
-that answers on rank 0's port before rank 0 listens and is not a store (see `server`).
+**A line while in doubt, an error only when certain.** Several cases look alike from outside: a rank 0 that imports for
+minutes, a pod whose name is not in DNS yet, ranks that train alone while others meet, and ranks that ended with exit
+code 0 under torchrun, which keeps no notes of its ranks. For these, a line names the missing ranks after 5, 15 and 45 s
+(see `patience`). Others are certain, and raise: contradicting numbers, a rank that has ended (see `launched`), and a
+program on rank 0's port that is not a store (see `server`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import encodings.idna  # noqa: F401 a socket imports it for its first address, in each rank that was forked
+import encodings.idna  # noqa: F401 a socket needs it for its first address; imported here, before ranks are forked
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ Rendezvous = tuple[Any, int, int]
 
 
 def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]]) -> Iterator[Rendezvous]:
-    """Meet for ``init_process_group``: in our rendezvous if this call concerns us, else in torch's.
+    """Meet for ``init_process_group``: in our rendezvous if the call is one that we serve, otherwise in torch's.
 
     Args:
         url: URL at which the ranks meet.
@@ -51,12 +51,12 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]
     """
     wants_others()
     backend, where = caller()
-    if backend is None:  # RPC
+    if backend is None:  # the call is not from init_process_group, but from RPC or the like
         exchanges_uncounted()
         return torchs()
     _check_backend(backend, where, is_launched=launch_of(_env.environment()) is not None)
     if "phalanx" in backend.lower():
-        require_linux()  # not only when the group is created: the ranks would first wait for one another
+        require_linux()  # checked here, because before the group is created ranks would wait for one another
     is_ours = "phalanx" in backend.lower() or launch_of(_env.environment()) is not None
     asked = read_url(url, timeout, where) if is_ours else None
     if asked is None:
@@ -129,7 +129,7 @@ def _check_backend(backend: str, where: str, *, is_launched: bool) -> None:
     """Raise ValueError for an unknown backend, which torch would reject only after waiting for all ranks.
 
     Args:
-        is_launched: Whether phalanx started this process; otherwise only a misspelling of ``phalanx`` is our concern.
+        is_launched: Whether phalanx started this process; otherwise only a misspelling of ``phalanx`` is refused.
     """
     known = [f'"{name}"' for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "phalanx")]
     for part in backend.lower().split(","):

@@ -3,13 +3,13 @@
 The launcher (``phalanx run`` or `phalanx.spawn`) notes each rank that has ended, and with which exception. The notes,
 one per line, lie in memory that the launcher holds and ranks open through ``/proc``, so a full disk does not matter.
 
-**Who can't come any more.** Ranks that wait raise `RankFailed` once fewer ranks live than the world needs, provided
-that the world is the launch's own, that is, it meets where the launcher said. Elsewhere a rank may meet other
-programs, whatever numbers they give each other. Ranks that all wait for a rank 0 note that too, and so learn that none
-of them is it.
+**Ranks that can't come any more.** Waiting ranks raise `RankFailed` once fewer ranks live than the world needs, if the
+world consists of the launch's ranks, that is, if it meets where the launcher said; elsewhere a rank may meet other
+programs, and ranks may have other numbers. A rank also notes that it waits for rank 0. If all ranks of the launch do,
+each learns that none of them is rank 0.
 
-A group that forms consults the notes as well, for the processes that are known to be its ranks: the roll call tells
-those of the world, and the world those of its groups. For a group that a program makes by hand over a store of its
+A group that is being formed reads the notes as well, for processes that are known to be its members. For the world, the
+roll call tells them; for other groups, the world does. For a group that a program makes by hand over a store of its
 own, no process is known before the ranks have said hello. An end counts only at the second look, because a rank may
 have done what others awaited just before it ended.
 """
@@ -32,7 +32,7 @@ from phalanx.wire.messages import GarbledError, as_facts, parse_json, read_value
 
 MEMORY_NAME = "phalanx-notes"
 """Name of the memory in which the notes lie, as ``/proc/PID/fd`` shows it."""
-_PF_EXITING = 0x4  # of linux/sched.h
+_PF_EXITING = 0x4  # flag of linux/sched.h
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -45,7 +45,7 @@ def note_meeting(store: Any, pids: dict[int, int]) -> None:
 
 
 def met_in(store: Any) -> dict[int, int]:
-    """Return which processes of this host are known to have met in a store, or in one that it wraps, by rank."""
+    """Return which processes of this host are known to have met in a store, or in the store that it wraps, by rank."""
     while store is not None:
         if store in _meetings:
             return _meetings[store]
@@ -100,7 +100,7 @@ class Launch:
         return []
 
     def note_wait(self, rank: int, where: str) -> None:
-        """Note that this process waits, as `rank`, for a rank 0 to open the store; a negative rank: no longer."""
+        """Note that this process, as `rank`, waits for rank 0 to open the store; -1: it no longer waits."""
         self._note("waits", (self.rank, rank, where))
 
     def note_progress(self) -> None:
@@ -116,12 +116,12 @@ class Launch:
         self._note("apart", (self.rank,))
 
     def waiting(self) -> dict[int, tuple[int, str]]:
-        """Return, for the given rank of each that waits, the rank that it claims and its line in the script."""
+        """Return the waiting ranks, by the rank that the launcher gave: the rank that each claims, and its line."""
         waits = {facts[0]: (facts[1], facts[2]) for kind, facts in self._read() if kind == "waits"}
         return {given: wait for given, wait in waits.items() if wait[0] >= 0}
 
     def lender_for(self, pid: int) -> str:
-        """Return the socket that `note_lender` noted last for a process; empty if it never did."""
+        """Return the socket that `note_lender` last noted for a process; "" if there is none."""
         return next((facts[1] for kind, facts in reversed(self._read()) if kind == "lends" and facts[0] == pid), "")
 
     def _note(self, kind: str, facts: object) -> None:
@@ -220,7 +220,7 @@ def start_time(pid: int) -> int:
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
         fields = stat_fields(pid)
-        # Its files and sockets are closed before it is a zombie.
+        # Its files and sockets are closed before it becomes a zombie, so a process that is exiting counts as ended.
         return 0 if fields[3] in "ZX" or int(fields[9]) & _PF_EXITING else int(fields[22])
     return 0
 
@@ -238,11 +238,11 @@ class Notes:
         os.ftruncate(self._fd, 0)
 
     def note_attempt(self, launcher: str, command: str, folder: str, world_size: int) -> None:
-        """Tell whoever asks about the job what it runs; see `Started`."""
+        """Note what the job runs, for commands that ask about it; see `Started`."""
         os.write(self._fd, _line("attempt", (launcher, command, folder, world_size)))
 
     def note_state(self, state: str, left_s: float | None = None) -> None:
-        """Tell whoever asks about the job what its launcher does while none of its ranks runs; see `Started`.
+        """Note what the launcher does while none of its ranks runs, for commands that ask; see `Started`.
 
         Args:
             left_s: Seconds after which it gives up; None: it does not.
@@ -250,11 +250,11 @@ class Notes:
         os.write(self._fd, _line("state", (state, None if left_s is None else time.monotonic() + left_s)))
 
     def note_straggler(self, words: str) -> None:
-        """Tell whoever asks about the job which rank has cost the others time; see `Started`."""
+        """Note which rank has cost the others time, for commands that ask; see `Started`."""
         os.write(self._fd, _line("straggler", (words,)))
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Tell whoever asks about the job which process a rank is."""
+        """Note which process a rank is."""
         os.write(self._fd, _line("started", (rank, pid)))
 
     def note_end(self, end: Ending) -> None:
@@ -290,7 +290,7 @@ class Notes:
 
 
 def _notes_in(text: str | bytes) -> list[tuple[str, Any]]:
-    """Return the notes, each with its kind; how the facts of a kind look is said where they are written."""
+    """Return the notes, each with its kind; the methods that write a kind define its facts."""
     return [(kind, facts) for kind, facts in map(parse_json, text.splitlines())]
 
 

@@ -1,4 +1,4 @@
-"""Progress lines, ever less often, for as long as a rank waits for others before there is a group."""
+"""Prints lines, ever less often, as long as a rank waits for others before there is a group."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import time
 from phalanx.rendezvous.asked import Asked
 
 _FIRST_S = 5.0
-_FIRST_LAUNCHED_S = 15.0  # where a launcher starts all ranks, and ends all if one fails
+_FIRST_LAUNCHED_S = 15.0  # first line if a launcher of ours starts all ranks, and ends all if one fails
 _FACTOR = 3
 
 
 class Patience:
     """Prints what a rank is waiting for after 5 s, 15 s, 45 s and so on, until the ``with`` block ends.
 
-    Where a launcher starts all ranks, the first line comes after 15 s, and says so instead of what to do by hand.
+    If a launcher of ours starts all ranks, the first line comes after 15 s, and says so instead of giving advice.
 
     It uses a thread of its own, because a resolver or torch's store may block the waiting thread inside native code.
 
     Attributes:
-        awaits: Words for what the rank is waiting for, and advice.
-        awaits_ranks: Whether that is other ranks, which a launcher may be starting.
+        awaits: Phrase for what the rank is waiting for, and advice.
+        awaits_ranks: Whether it waits for other ranks, which a launcher may be starting.
         deadline: End of the wait on the monotonic clock.
     """
 

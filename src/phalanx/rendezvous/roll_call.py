@@ -1,15 +1,17 @@
 """The roll call: rank 0 waits until every rank has come to the store, then tells each that all are there.
 
-Each rank leaves a record in the store (rank, world size, backend, process, line of the script), leaves it again under
-the token of the rank 0 that it finds, and waits for a word of its own. Rank 0 reads the records under its token,
-compares them, and gives every rank the same fresh prefix for the keys of the group. So two processes with one rank,
-contradicting world sizes and different backends are detected, and every rank raises the same error.
+Each rank writes a record into the store (rank, world size, backend, process, line of the script). When it finds the
+record of rank 0, which contains a fresh token, it writes its own again under that token, and waits for an answer to
+itself. Rank 0 reads the records under its token, compares them, and answers every rank with the same fresh prefix for
+the keys of the group. So two processes with one rank, contradicting world sizes and different backends are detected,
+and every rank raises the same error.
 
-**Leftovers do no harm.** A file, or the store of torchrun's agent, may hold the records of an earlier group, attempt
-or run: the agent keeps one store for all attempts, and its restart count may differ between nodes. None of these
-records lies under today's token, because the dead don't answer a new one. A rank believes the record of a rank 0 once
-it has seen that this rank 0 lives: in ``/proc`` on its own host, elsewhere by what rank 0 keeps writing. A rank that
-dies during the roll call is noticed in ``/proc`` by the ranks of its host.
+**Leftovers do no harm.** A file, or the store of torchrun's agent, may hold the records of an earlier group, attempt or
+run: the agent keeps one store for all attempts, and its restart count may differ between nodes. None of these records
+is under the present token, because dead ranks answer none. A rank answers a rank 0 only after it has seen that this
+rank 0
+lives: in ``/proc`` on its own host, elsewhere by reports that rank 0 keeps writing. If a rank dies during the roll
+call, the ranks of its host notice in ``/proc``.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from phalanx.wire.messages import GarbledError, Shape, one_of, read_value
 from phalanx.wire.store import JsonStore, StoreGoneError, shared_pause
 from phalanx.wire.waiting import StoreSilentError, wait_until
 
-_PAUSE_S = 0.005  # between queries of the store
-_MOST_NAMED = 8  # missing ranks in a message
-_LOOK_S = 0.2  # between checks whether a missing rank can still come
+_PAUSE_S = 0.005  # time between queries of the store
+_MOST_NAMED = 8  # most missing ranks that a message names
+_LOOK_S = 0.2  # time between checks whether a missing rank can still come
 _ADVICE = (
     "Every rank must call init_process_group: start those that are missing, or look at what they printed last; one may "
     "have ended before this call, perhaps with exit code 0"
@@ -69,7 +71,7 @@ class RollCall:
     """This rank's part in the meeting of a world in `store`.
 
     Attributes:
-        pids: Processes of this host that have come, by rank, once all have.
+        pids: Process ids of the ranks on this host; empty until all ranks of the world have come.
     """
 
     def __init__(self, store: dist.Store, asked: Asked, patience: Patience) -> None:
@@ -88,21 +90,19 @@ class RollCall:
             "host": _env.host_name(),
         }
         self.pids: dict[int, int] = {}
-        self._keys = [
-            f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)
-        ]  # used if this is rank 0
-        self._answered = ""  # token of the rank 0 that this rank answered
+        self._keys = [f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)]  # used on rank 0
+        self._answered = ""  # token of the rank 0 that this rank has answered
         self._rank_0 = ""  # token of a rank 0 known to be alive
-        self._server: Record | None = None  # of the process that serves this store, if ranks have met in it before
+        self._server: Record | None = None  # process that serves this store, if ranks have met in it before
         self._beat: dict[str, Any] = {}  # rank 0's last report of missing ranks
         self._num_looks = 0
         self._missing: list[int] = []
-        self._doubts = False  # the last look saw a rank end, which may have written something before
+        self._doubts = False  # whether the last look saw a rank end, which may have written something before its end
 
     def answer(self) -> str | None:
-        """Return the prefix of the group's keys, once all ranks have come; None if a living rank 0 closed the store.
+        """Return the prefix of the group's keys, once all ranks have come; None if the store is gone and rank 0 lives.
 
-        That store belonged to an earlier group, which rank 0 had yet to leave: it serves another one next.
+        Then the store was that of an earlier group, which rank 0 has just left, and it will serve another one.
 
         Raises:
             CollectiveTimeout: Ranks did not come within the timeout.
@@ -130,7 +130,7 @@ class RollCall:
             self._store.close()
 
     def _arrive(self) -> bool:
-        """Say that this rank is here; return True. It may be called again if the store was silent."""
+        """Write that this rank is here; return True. To be called again if the store did not answer."""
         rank, here = self._asked.rank, self._mine["process"][0]
         self._server = self._read("server", _RECORD)
         before = self._record(rank)
@@ -140,15 +140,15 @@ class RollCall:
         self._set(f"rank/{rank}", self._mine)
         if before is None or before["process"] == self._mine["process"]:
             return True
-        if before["process"][0] == here and not _has_ended(before):  # on another host it may have ended unseen
+        if before["process"][0] == here and not _has_ended(before):  # on another host, a process's end can't be seen
             self._fail(_two_of(before, self._mine), (rank,), facts={"entry": "same-rank"}, also=before)
         return True
 
     def raise_rival(self) -> None:
         """Raise if the rank 0 that serves this store is alive; it is not this process."""
         deadline = min(self._patience.deadline, time.monotonic() + NOTE_S)
-        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the store is going away
-            # The rival listens a moment before it writes this.
+        with contextlib.suppress(StoreGoneError, StoreSilentError):  # the store may just be closing
+            # The rival may listen for a moment before it has written its record.
             server = wait_until(lambda: self._read("server", _RECORD), deadline)
             if server is not None and not _has_ended(server):
                 self._fail(_two_of(server, self._mine), (0,), facts={"entry": "same-rank"}, also=server)
@@ -156,7 +156,7 @@ class RollCall:
     # ---- records in the store --------------------------------------------------------------------------------------
 
     def _read(self, key: str, shape: Shape) -> Any:
-        """Return the value of a key; None if it has none, or none that a rank would write."""
+        """Return the value of a key; None if there is none, or not of this shape."""
         with contextlib.suppress(GarbledError):
             return self._store.get(key, shape)
         return None
@@ -165,7 +165,7 @@ class RollCall:
         self._store.set(key, value, max(self._patience.left_s, PART_S))
 
     def _record(self, rank: int, key: str = "rank") -> Record | None:
-        """Return the record under a rank's number; the process that left it may have ended long ago."""
+        """Return the record under a rank's number, whose process may have ended long ago."""
         record: Record | None = self._read(f"{key}/{rank}", _RECORD)
         return record
 
@@ -188,13 +188,13 @@ class RollCall:
             self._answered = told["token"]
 
     def _reply(self) -> str | None:
-        """Answer rank 0 unless that is done; return the prefix if this rank has its word."""
+        """On other ranks: answer rank 0, if that is not done yet; return the prefix once rank 0 has sent it."""
         if not self._answered:
             self._answer()
         return self._word()
 
     def _word(self) -> str | None:
-        """Return the prefix if this rank has its word, None if not; raise the error that it was given instead."""
+        """Return the prefix that rank 0 has sent to this rank, None if it has not; raise the error that it sent."""
         word = self._read(f"word/{self._mine['token']}", _read_word)
         if word is None:
             return None
@@ -205,7 +205,7 @@ class RollCall:
         raise _KINDS[word["kind"]](text, op="join", ranks=ranks, **word["facts"])
 
     def _call(self) -> str | None:
-        """Give every rank its word once all have come; return the prefix, or None if not all have."""
+        """On rank 0: once all ranks have come, send each the prefix and return it; None before that."""
         if not self._store.has(*self._keys):
             return None
         records = [record for record in self._all_here() if record is not None]
@@ -237,7 +237,7 @@ class RollCall:
     # ---- who can't come --------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Raise if the ranks certainly can't meet; otherwise note which are missing."""
+        """Raise if the ranks certainly can't meet; otherwise tell `patience` which ranks are missing."""
         rank = self._asked.rank
         self._word()
         mine = self._record(rank)
@@ -337,7 +337,7 @@ class RollCall:
         facts: dict[str, Any] | None = None,
         also: Record | None = None,
     ) -> None:
-        """Tell the others, and raise the error; `also` tell another process that claims this rank."""
+        """Tell the others the error, and raise it. `also`: record of another process that claims this rank."""
         self._tell(text, ranks, kind, facts, also)
         raise kind(f"{self._asked.name}: {text}", op="join", ranks=ranks, **(facts or {}))
 
@@ -362,7 +362,7 @@ class RollCall:
                 time.sleep(PART_S)
 
     def _is_served_again(self) -> bool:
-        """Whether rank 0 has only closed the store that is gone: it listens again, or its process lives."""
+        """Whether rank 0 has only closed the store, which is gone: it listens again, or its process lives."""
         asked, deadline = self._asked, time.monotonic() + NOTE_S
         is_rank_0s = not (asked.is_served or asked.path)
 

@@ -83,7 +83,7 @@ def _listens(port: int) -> bool:
             fd = os.dup(int(number))
             try:
                 own = socket.socket(fileno=fd)
-            except OSError:  # no socket
+            except OSError:  # this descriptor is no socket
                 os.close(fd)
                 continue
             with own:
@@ -96,7 +96,7 @@ def _listens(port: int) -> bool:
 
 
 def store_of_another(asked: Asked) -> dist.Store | None:
-    """Return the store that is already served on rank 0's port; None if whatever listens is not a store."""
+    """Return the store that is already served on rank 0's port; None if the listener is not a store."""
     with contextlib.suppress(dist.DistError):
         return dist.TCPStore(
             asked.host,
@@ -109,7 +109,7 @@ def store_of_another(asked: Asked) -> dist.Store | None:
 
 
 def _open_file(asked: Asked, patience: Patience) -> dist.Store:
-    """Return the file as a store, after checking it: torch would try for minutes to open a file without a folder."""
+    """Return a file store, after a check that its folder exists: without one, torch would try for minutes."""
     folder = os.path.dirname(asked.path) or "/"
     has_come = wait_until(lambda: os.path.isdir(folder) or None, time.monotonic() + FOLDER_S, most_s=_PAUSE_S)
     why = ""
@@ -138,7 +138,7 @@ def _await_name(asked: Asked, patience: Patience) -> None:
         except (socket.gaierror, UnicodeError) as error:
             text = unresolved(asked.host, error)
         advice = "Correct MASTER_ADDR (or init_method), or add the name to DNS or /etc/hosts"
-        if asked.launch is not None:  # all ranks are on this host, so no name is yet to appear
+        if asked.launch is not None:  # all ranks are on this host, so waiting for a name would be in vain
             raise PhalanxError(
                 f"{asked.name}: {text}. {advice}", op="join", ranks=(asked.rank,), entry="name-not-found"
             )
@@ -154,7 +154,7 @@ def _await_server(asked: Asked, patience: Patience) -> None:
     try:
         _try_to_connect(asked, patience)
     except PhalanxError as error:
-        still_waits = type(error) is PhalanxError  # there is no rank 0; ranks that look later must see this wait, too
+        still_waits = type(error) is PhalanxError  # no rank is rank 0: the note stays, for ranks that look later
         raise
     finally:
         if launch is not None and not still_waits and launch.rank in launch.waiting():
@@ -170,7 +170,7 @@ def _try_to_connect(asked: Asked, patience: Patience) -> None:
             _connect(asked, min(CONNECT_S, patience.left_s))
             return True
         except OSError as error:
-            # The error of the last address that was tried, often an IPv6 one.
+            # This is the error of the last address that was tried, often an IPv6 one.
             why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         who = "the launcher's agent" if asked.is_served else "rank 0"
         patience.awaits_ranks = not asked.is_served
@@ -238,7 +238,7 @@ def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:
     ended = launch.ended() if launch is not None else []
     if launch is None or launch.world_size - len(ended) >= asked.world_size:
         return None
-    end = ended[launch.world_size - asked.world_size]  # later ones may be its victims
+    end = ended[launch.world_size - asked.world_size]  # the first that left too few; later ones may be its victims
     text = (
         f"rank {end.rank} (pid {end.pid}) {end.exit_words} before all ranks had joined\n"
         f"All {asked.world_size} must come to {asked.call}: look at what rank {end.rank} printed last."

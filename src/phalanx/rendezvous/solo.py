@@ -1,8 +1,10 @@
-"""Detects ranks that train apart: each tells its launcher at its end, for a user who forgot to join them.
+"""Detects ranks that train without each other, because the user forgot to join them.
+
+Each tells its launcher at its end.
 
 A rank without a group has trained alone if its optimizer has stepped. A rank in a group has trained apart if its
-optimizer has stepped twice and nothing but barriers ran in any group since the first optimizer was made; twice,
-because what the first step needed may have been exchanged before. The launcher warns if all its ranks note the same.
+optimizer has stepped twice, and nothing but barriers ran in any group since the first optimizer was made. (Twice,
+because what the first step needed may have been exchanged before.) The launcher warns if all its ranks note the same.
 
 **A correct program must never be warned.** A process whose exchanges can't all be counted notes nothing: one with a
 group of another backend, RPC, a GPU in use, or torch before 2.14, which has ways past Python. A single all_reduce of a
@@ -27,8 +29,8 @@ from phalanx import _env
 from phalanx.rendezvous.launched import Launch
 
 _wants_others = False
-_has_uncounted = False  # a group of another backend, or RPC
-_has_devices = False  # a group in which another backend takes the tensors of other devices
+_has_uncounted = False  # whether there is a group of another backend, or RPC
+_has_devices = False  # whether there is a group in which another backend takes the tensors of other devices
 _num_exchanges: Callable[[], int] | None = None
 
 
@@ -55,7 +57,7 @@ def watch() -> None:
     launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
     if launch is None or launch.world_size == 1 or not _env.is_rank():
         return
-    from phalanx import _torch  # not for the supervisor, which only forks
+    from phalanx import _torch  # here, because the supervisor imports this module and must not import torch
 
     training = _Training()
     training.watch()
@@ -69,9 +71,9 @@ class _Training:
 
     Attributes:
         has_begun: Whether one has stepped.
-        goes_on: Whether one has stepped twice: what the second step needed was not exchanged before the first.
-        was_in_group: Whether there was a group of several ranks then.
-        num_before: Number of operations with data when the first one was made.
+        goes_on: Whether one has stepped twice, so that it needed no exchange between the two steps.
+        was_in_group: Whether there was a group of several ranks at the second step.
+        num_before: Number of operations with data when the first optimizer was made.
     """
 
     def __init__(self) -> None:
@@ -82,7 +84,7 @@ class _Training:
         self._first: Callable[[], Any] = lambda: None
 
     def watch(self) -> None:
-        """Look at each class's `step` when torch hooks it, as it does when the first optimizer of a class is made."""
+        """Wrap `step` of each optimizer class when torch hooks it, which is when the first optimizer of it is made."""
         from torch.compiler import is_dynamo_compiling
         from torch.optim import Optimizer
 

@@ -1,4 +1,4 @@
-"""Functions that reject unknown arguments and name the one that is meant."""
+"""A decorator whose functions reject unknown arguments and name the one that was probably meant."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _R = TypeVar("_R")
 def naming_arguments(
     unknown: Callable[[str, str, list[str]], TypeError],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make an unknown argument of a function an error that names the one that is meant.
+    """Return a decorator: if a function is called with an unknown argument, it raises the error that `unknown` returns.
 
     Args:
-        unknown: Function that returns the error, of the function's name, the argument's, and those that exist.
+        unknown: Function of the function's name, the argument's name and all known names, which returns the error.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

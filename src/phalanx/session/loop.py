@@ -18,7 +18,7 @@ from phalanx.wire.rank_group import RankGroup
 
 _NUMBERS = "numbers"
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OTHER_NAMES = {  # in other libraries and in torch
+_OTHER_NAMES = {  # names of precisions in other libraries and in torch, with ours
     "32": "fp32", "32-true": "fp32", "float32": "fp32", "float": "fp32", "no": "fp32", "none": "fp32",
     "bf16-mixed": "bf16", "bfloat16": "bf16",
     "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16",
@@ -33,7 +33,7 @@ _OF_WEIGHTS = {
 
 
 def right_precision(given: object) -> str:
-    """Return what to write instead of another library's name for a precision; empty if the name is unknown."""
+    """Return what to write instead of another library's name for a precision; "" if the name is unknown."""
     name = str(given).lower().removeprefix("torch.")
     if name in _OF_WEIGHTS:
         return f'"fp32" and model.to(torch.{_OF_WEIGHTS[name]}), for this changes the weights too'
@@ -114,7 +114,7 @@ def _gather_tensor(tensor: Tensor, num_rows: Sequence[int], total: int | None, r
     parts = ranks.gather_tensor(padded)
     if total is None:
         joined = torch.cat([part[:num] for part, num in zip(parts, num_rows, strict=True)])
-    else:  # row i of rank r was dealt out as number i * ranks + r
+    else:  # row i of rank r is sample i * ranks + r of the dataset, because the sampler dealt them out in turn
         joined = torch.stack(parts, dim=1).flatten(0, 1)[:total]
     return joined.to(tensor.device)
 
@@ -156,7 +156,7 @@ def _take_apart(value: Any, leaves: list[Any]) -> Any:
     if isinstance(value, Mapping):
         return [(repr(key), _take_apart(item, leaves)) for key, item in value.items()]
     if type(value) is list and value and all(isinstance(item, int | float) for item in value):
-        return _NUMBERS  # every rank refuses it
+        return _NUMBERS  # marks a list of only numbers, which every rank refuses
     if isinstance(value, tuple | list):
         return [_take_apart(item, leaves) for item in value]
     leaves.append(value)

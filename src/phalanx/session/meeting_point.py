@@ -3,13 +3,13 @@
 torch's ``env://`` knows only RANK. The plugin puts this reader of schedulers in front of it, so mpirun and srun work
 without `phalanx.init`.
 
-- **mpirun on one host:** ranks meet through a file named after their launcher (the nearest ancestor without a rank, by
-  pid and start time). A port derived from a job's number might belong to anybody.
+- **mpirun on one host:** ranks meet through a file named after their launcher (pid and start time of the nearest
+  ancestor that is no rank). A port derived from a job's number might be in use by another program.
 - **mpirun across hosts:** ranks meet at MASTER_ADDR, because MPI does not say where rank 0 is; or, if mpi4py is the
   bridge, through a broadcast of MPI's.
 - **Slurm:** the port is derived from job and step, because a job's tasks don't necessarily share a folder.
 - **Ranks set by hand** exchange their hosts (boot, network namespace) through the store before `phalanx.init` chooses a
-  backend. Guessing from MASTER_ADDR, ranks arrived at different numbers of hosts, and so at different backends.
+  backend. When they guessed from MASTER_ADDR, they found different numbers of hosts, and so chose different backends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from phalanx.wire.store import JsonStore
 from phalanx.wire.waiting import wait_until
 
 _LOCAL_ADDRESS = "127.0.0.1"
-_HOSTS_S = 300.0  # for ranks to report their hosts once they have met; one may be stopped in a debugger
+_HOSTS_S = 300.0  # time limit for ranks that have met to report their hosts; one may be stopped in a debugger
 _num_meetings = 0
 
 
@@ -132,7 +132,7 @@ def _meet_on_this_host(place: Placement) -> Any:
     found = os.lstat(folder)
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a folder of yours alone: set TMPDIR to one, on every rank")
-    job = re.sub(r"\W", "_", _env.environment().get("PMIX_NAMESPACE", ""))  # where one launcher serves many jobs
+    job = re.sub(r"\W", "_", _env.environment().get("PMIX_NAMESPACE", ""))  # one launcher may serve several jobs
     path = os.path.join(folder, f"{_launcher_of(place.rank_variable)}-{job}-{_num_meetings}")
     meeting = dist.FileStore(path, place.world_size)  # removed by the last rank that closes it
     served = None
@@ -161,7 +161,7 @@ def _meet_by_mpi(place: Placement) -> Any:
 
 
 def _check_mpis_world(place: Placement) -> None:
-    """Raise if mpi4py uses another MPI than the one that started the ranks: each rank would be a world of its own."""
+    """Raise if mpi4py uses another MPI than the one that started the ranks: then each rank sees a world of one rank."""
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.Get_size() == place.world_size:
@@ -196,6 +196,6 @@ def _launcher_of(rank_variable: str) -> str:
     pid = os.getpid()
     while True:
         parent = int(stat_fields(pid)[4])
-        pid = parent or pid  # a rank may be the first process of its container
-        if rank_variable not in environment_of(pid) or not parent:  # that of another user can't be read
+        pid = parent or pid  # a rank may be the first process of its container, which has no parent
+        if rank_variable not in environment_of(pid) or not parent:  # another user's environment reads as empty
             return f"{pid}-{stat_fields(pid)[22]}"

@@ -1,4 +1,11 @@
-"""`phalanx.init`: finds this process's place in the job and its device, and creates the process group."""
+"""`phalanx.init`: finds this process's place in the job and its device, and creates the process group.
+
+A process has at most one session, `_current`. `init` finds the place (see `meeting_point`), lets the ranks meet,
+chooses backend and device, and makes the default group; if the script has made that group, `init` adopts it.
+`shutdown`, the end of the outermost ``with`` block, or the script's own `destroy_process_group` ends the session; a
+group that the script made is left to the script. `survival` calls `init_again` after another rank has failed: the same
+object then describes the new place. The methods for hand-written loops only pass on to `loop`.
+"""
 
 from __future__ import annotations
 
@@ -169,10 +176,10 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if _current is None or _current.session is not self:  # shut down in the block
+        if _current is None or _current.session is not self:  # the block itself has called shutdown()
             return
         _current.num_blocks -= 1
-        if _current.num_blocks == 0:  # the outermost
+        if _current.num_blocks == 0:  # this was the outermost block
             _end(error)
 
 
@@ -182,9 +189,9 @@ class Made:
 
     Attributes:
         arguments: Arguments of `init`.
-        exported: Variables set for the group that it owns; None: the script owns the group.
+        exported: Names of the environment variables that `init` set for its group; None: the script made the group.
         use: Use of the group before this session, as `use_of_group` returns it.
-        num_blocks: Open ``with`` blocks.
+        num_blocks: Number of open ``with`` blocks of the session.
     """
 
     session: Session
@@ -271,7 +278,7 @@ def made() -> Made | None:
 
 
 def use_of_group() -> tuple[int, bool] | None:
-    """Return how many collectives the default group has run, and whether it has messages; None if it does not count."""
+    """Return how many collectives the default group has run, and whether it sent messages; None if it can't tell."""
     group: Any = dist.group.WORLD
     return (group.num_collectives, group.has_messages) if hasattr(group, "num_collectives") else None
 
@@ -380,7 +387,7 @@ def leave_failed_groups(error: BaseException, backend: str) -> None:
 
         leave_groups(error)
     if "nccl" in backend:
-        _torch.abort_process_group()  # destroying would wait for peers that may never come
+        _torch.abort_process_group()  # not destroy, which would wait for peers that may never come
     else:
         dist.destroy_process_group()
 

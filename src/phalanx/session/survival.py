@@ -1,24 +1,25 @@
 """Outliving the failure of another rank: this process leaves its groups, waits, and takes a place in new ones.
 
 - **A function that is called again,** not an iterator, because a generator can't catch what the body of a loop raises.
-  Everything outside the function is kept; inside is everything that belongs to the groups: the group, the wrapper,
-  `load`. Our wrappers and torch's remove their hooks from the parameters once nothing refers to them, so the frames of
-  the exception are cleared before anything else.
+  What the script makes outside the function is kept; inside belong the group, the wrapper and `load`. Our wrappers and
+  torch's remove their hooks from the parameters once nothing refers to them, so the frames of the exception, which do,
+  are cleared before anything else.
 - **State in place.** `load` restores into the existing objects, and drops gradients of the interrupted step. A kept
   process does not have the initial values of a new one, so a process is kept only if everything that it has loaded
   could be loaded again.
-- **Meeting new processes.** A forked process runs the script from the top. Kept processes can meet it only at the
-  script's first group: if there was a group before the call, or at a second call, the process is started anew. To let a
-  new process skip what the others did together would need a log of it.
+- **Meeting new processes.** A new process runs the script from the top, so kept processes can meet it only at the
+  script's first group. If there was a group before the call of the function, or if it is the script's second such call,
+  processes are not kept. Otherwise the new process would have to skip what the others have done together, for which a
+  log of it would be needed.
 - **Without peers.** A solo rank has no collective that could raise. It checks where it would meet others, at a
   Trainer's step or at a snapshot (`wire.rank_group.call_when_solo`).
 
-**Compared.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and skips a step
-that fails. We took from it that the group is made anew under the objects that use it, and that state is restored in
-place. We did not take its wrappers of groups, optimizers and collectives, for which a program must be written, nor
-steps with fewer ranks, whose results depend on which ranks took part. torch 2.15's `shrink_group` and `reconfigure`
-belong to single backends (NCCL), keep what the failed rank left behind in the others, and can't admit a new rank.
-Destroying the group and making it again does all of that, with every backend and torch version.
+**Alternatives.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and skips a
+step that fails. As there, the group is made anew under the objects that use it, and state is restored in place. We did
+not take over its wrappers of groups, optimizers and collectives, because programs must be written for them, nor steps
+with fewer ranks, because results then depend on which ranks took part. torch 2.15's `shrink_group` and `reconfigure`
+exist only for some backends (NCCL), leave traces of the failed rank in the other ranks, and can't admit a new rank.
+Destroying the group and making it again has none of these limits, and works with every backend and torch version.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from phalanx.wire.rank_group import call_when_solo
 _T = TypeVar("_T")
 _CONNECT_S = 2.0
 _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-_num_begun = 0  # survivors in this process so far
+_num_begun = 0  # number of survivors begun in this process
 _is_open = False  # whether one of them is open
 
 
@@ -84,8 +85,8 @@ class Survivor:
         self._why_not, self._let_go = why_not, let_go
         self._is_outermost = self._is_first = False
         self._channel: PacketSocket | None = None
-        self._is_told = threading.Event()  # to stop
-        self._has_looked = False  # whether the main thread has seen that
+        self._is_told = threading.Event()  # set once the launcher has told this rank to stop
+        self._has_looked = False  # whether the main thread has seen that the event is set
         self._places: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Survivor:
@@ -140,7 +141,7 @@ class Survivor:
         if self._channel is not None:
             channel, self._channel = self._channel, None
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
             self._thread.join()
             channel.close()
 
@@ -203,7 +204,7 @@ class Survivor:
         _env.update(place)
         snapshots.renew()
         saving.renew()
-        if not place[_env.SURVIVORS_VARIABLE]:  # the last attempt
+        if not place[_env.SURVIVORS_VARIABLE]:  # no process is kept after the last attempt
             self._disconnect()
 
 
@@ -214,7 +215,7 @@ def may_outlive() -> bool:
 
 def _abort_groups() -> None:
     """End every wait in every group of this process."""
-    with contextlib.suppress(ImportError):  # if torch lacks the name, this rank does not stop, and is killed
+    with contextlib.suppress(ImportError):  # if torch lacks the name, this rank goes on until it is killed
         for group in list(_torch.world.pg_names):
             with contextlib.suppress(Exception):  # the group may be closing, or its backend can't abort
                 group.abort()

@@ -147,7 +147,7 @@ def _note_imports(folder: str) -> None:
     if names := installed_modules(imported_by_server):
         path, line = os.path.join(folder, "imported"), f"{json.dumps(names)}\n".encode()
         with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
-            file.write(line)  # in one call, so that lines of other children stay whole
+            file.write(line)  # written in one call, so that lines of other children stay whole
 
 
 imported_by_server: set[str] = set()

@@ -1,7 +1,9 @@
 """``--fast-ranks``: processes that tests start by spawn or forkserver are forked from a server instead.
+
 The server has imported the packages that the tests use. The tests need not be changed: multiprocessing pickles the same
 process object for both start methods, so our server can serve both, under the same reaper as `phalanx.spawn`. Three
 rules make a fork the same as a new process:
+
 - State that a child would inherit by exec is sent to it, and applied before anything of the test is unpickled
   (`fast_child`).
 - State that can't be sent (variables that the interpreter and torch read, the CPUs, variables that packages read while
@@ -9,6 +11,7 @@ rules make a fork the same as a new process:
   are no longer imported by servers but by each child: torch's own tests, for one, give each test another folder.
 - The server imports only installed packages, in a process of its own, so it has nothing of the test's. Before each fork
   it also imports what children have imported meanwhile.
+
 If a package leaves a thread behind, the server ends, and the next one leaves that package out (OpenBLAS's threads end
 before a fork, so threads are counted after one). A child runs its exit functions, but its interpreter is not finalized.
 If a fork can't be the same as a new process, a new process is started, and a line says why.
@@ -40,7 +43,7 @@ _PRELOAD = "phalanx.testing.fast_server"
 _READ_BY_INTERPRETER = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LANGUAGE|LC_.*")
 _OF_EACH_TEST = frozenset({"PYTEST_CURRENT_TEST"})  # differs in each test, so it must not determine the server
 _MEASURED_BY = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
-_MAX_SERVERS = 4  # at the same time
+_MAX_SERVERS = 4  # most servers that run at the same time
 _MAX_STARTS = 16  # servers started in a session; more would cost more than they save
 
 _METHODS: dict[str, Any] = {"spawn": context.SpawnProcess, "forkserver": context.ForkServerProcess}
@@ -115,7 +118,7 @@ class _Server:
         return status, data
 
     def close(self) -> None:
-        """End it, and all its children."""
+        """End the server and all its children."""
         if self.lives:
             os.kill(self._forks._forkserver_pid, signal.SIGKILL)  # its reaper: the kernel ends the server then
         with contextlib.suppress(OSError, TypeError):
@@ -304,7 +307,7 @@ class _Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         self.sentinel, data = self._server.connect(self._fds)
-        alive = os.dup(data)  # by this descriptor the child notices the end of its parent
+        alive = os.dup(data)  # the child notices the end of its parent by this descriptor
         self.finalizer = util.Finalize(self, util.close_fds, (alive, self.sentinel))  # type: ignore[attr-defined]
         with open(data, "wb") as file:
             file.write(buffer.getbuffer())
@@ -375,7 +378,7 @@ class Plugin:
 
     def pytest_sessionfinish(self) -> None:
         self._lines.update(dict.fromkeys(end()))
-        if (output := getattr(self._config, "workeroutput", None)) is not None:  # in a worker of pytest-xdist
+        if (output := getattr(self._config, "workeroutput", None)) is not None:  # this is a worker of pytest-xdist
             output["phalanx_fast_ranks"] = list(self._lines)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -1,4 +1,5 @@
 """The program of the fork server of `phalanx.testing.fast_ranks`, which alone imports it: imports what the tests use.
+
 Before each fork it checks for requests to import more. It reports which variables its imports have read. If an import
 has left a thread or touched a device, neither of which survives a fork, it says so and ends.
 """

@@ -23,6 +23,7 @@ def make_portable(error: BaseException) -> None:
 
 def result_of(outcomes: Sequence[Ending]) -> BaseException | None:
     """Return the exception by which a rank decided about the whole test; None if there is none, or a rank has failed.
+
     Ranks that failed only because that rank left, or that still wait for it, do not count as failed. The rank's
     `Ending` is marked as ``skipped``, so that it is not taken for the cause of another's failure.
     """

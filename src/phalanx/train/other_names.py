@@ -1,4 +1,4 @@
-"""Names that other trainers give to things that ours has under another name, for errors that name ours."""
+"""Other trainers' names of arguments and methods; errors about them give the name here, or the code to write."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=0.1), as the optimizer"
 _LAUNCH = "phalanx run --nproc-per-node N script.py"
 _FIT = "trainer.fit(data, validation_data)"
 _RESUME = 'trainer.fit(data), which resumes from the newest checkpoint in the folder, unless resume="never"'
-_ELSEWHERE = {  # what is done outside a Trainer, or by a method
+_ELSEWHERE = {  # other trainers' arguments, with the code that does the same here
     **dict.fromkeys(("learning_rate", "lr", "momentum", "weight_decay"), _OF_OPTIMIZER),
     **dict.fromkeys(
         ("devices", "accelerator", "strategy", "gpus", "num_gpus", "num_processes", "nprocs", "nproc_per_node",

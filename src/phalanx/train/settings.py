@@ -30,7 +30,7 @@ _CHOICES = {
     "scheduler_interval": ("step", "epoch"), "deterministic": (None, "world"), "on_nan": ("raise", "warn", "ignore"),
     "divide_optimizer": ("auto", "always", "never"), "mode": (None, "min", "max"),
 }  # fmt: skip
-_OTHER_VALUES = {  # by setting: wrong values, and the value that is probably meant
+_OTHER_VALUES = {  # for each setting, wrong values, each with the value that is probably meant
     "resume": {"True": '"auto"', "False": '"never"'}, "deterministic": {"True": '"world"', "False": "None"},
     "divide_optimizer": {"True": '"always"', "False": '"never"'},
     "scheduler_interval": {"batch": '"step"', "iteration": '"step"'}, "on_nan": {"error": '"raise"'},

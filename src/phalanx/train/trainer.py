@@ -234,7 +234,7 @@ class Trainer:
             return super().__getattribute__(name)
 
     def _change(self, name: str, value: Any) -> None:
-        """Set an attribute that scripts may not set, since more than the attribute must change."""
+        """Set an attribute that scripts may not set, because other state must change with it."""
         super().__setattr__(name, value)
 
     # ---- training --------------------------------------------------------------------------------------------------

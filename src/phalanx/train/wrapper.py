@@ -1,6 +1,4 @@
-"""Puts a model into the wrapper that keeps it the same on all ranks, and tells which a model has: ours, torch's,
-FSDP2's.
-"""
+"""Puts a model into the wrapper that keeps it the same on all ranks; tells if a model has ours, torch's or FSDP2's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The search of ``phalanx tune`` for the fastest setup, as far as it can be told from noise.
+
 First come ranks and threads, all compared with plain python; then each further change alone, on top of the best so far;
 then all changes together that gained something. Setups are measured in turns of 0.3 s, in rounds (a race).
+
 - Compared are the times from one optimizer step to the next, without the slowest tenth, in which an evaluation or a new
   epoch may fall, and the samples that loaders have yielded. Ratios are taken within a round; every second round goes
   backwards.

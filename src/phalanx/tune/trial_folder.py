@@ -1,4 +1,5 @@
 """The folder of a search. It is removed when the search ends; if that was killed, by the next search.
+
 A lock in the folder is held as long as the search lives. The next search removes folders whose locks are free.
 """
 

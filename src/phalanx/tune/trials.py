@@ -75,7 +75,7 @@ class Setup:
 
 
 class Trial:
-    """A job that takes turns.
+    """A job that tries one setup: it trains while it has the turn, and waits while other trials have it.
 
     Args:
         setup: Way to train; each turn sets the threads and the optimizer's form anew.
@@ -131,6 +131,7 @@ class Trial:
 
     def rate(self, setup: Setup, *, counts_samples: bool) -> float:
         """Measure the speed of all ranks together, in samples or steps per second.
+
         The first time with a number of threads, short turns come first, to learn how long a step takes and to let a
         Trainer decide how to step.
 

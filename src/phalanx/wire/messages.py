@@ -1,5 +1,6 @@
-"""Reads what other processes send: turns plain data into a value of a declared form, or raises an error that says why
-not. Data from outside this process (an agent's line, the value of a key in a store, a file in a run's folder) may be
+"""Reads what other processes send: turns plain data into a value of a declared form, or says why that is impossible.
+
+Data from outside this process (an agent's line, the value of a key in a store, a file in a run's folder) may be
 from another version or another program, cut short, or made up. So no code picks fields out of parsed JSON. It declares
 a form, most often a dataclass, and `read_value` returns an object of that form or raises a `GarbledError` that says
 what is wrong. Bounds are part of the form::

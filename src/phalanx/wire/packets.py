@@ -1,4 +1,5 @@
 """Packets between two processes of one host and one user, optionally with descriptors.
+
 Packets are JSON. A warm process and its clients use marshal instead: both run the same Python, and a client, which only
 hands a job over, would spend more time on importing json than on using it. For the same reason this module imports next
 to nothing.

@@ -15,7 +15,7 @@ _on_meeting: Callable[[], None] | None = None
 
 
 def call_when_solo(look: Callable[[], None] | None) -> None:
-    """Have `look` called, in a group of one, where several ranks would call a collective; it may raise."""
+    """Let a group of one rank call `look` where a group of several would call a collective; `look` may raise."""
     global _on_meeting
     _on_meeting = look
 

@@ -1,4 +1,5 @@
 """All operations of a group (collectives, coalesced collectives, messages), and how a rank leaves the group.
+
 The adapters of all torch versions call these. All ranks are numbers in the group.
 """
 
@@ -16,7 +17,7 @@ from torch.distributed import ReduceOp
 
 from phalanx import _core, _env
 from phalanx._errors import ArgumentError, CollectiveTimeout, Failure, GroupUnusable, PhalanxError
-from phalanx._torch import is_profiling  # by name: looking it up costs half as much as the call
+from phalanx._torch import is_profiling  # imported by name, because a lookup costs half as much as the call
 from phalanx.backend.calls.arguments import Arguments
 from phalanx.backend.calls.collectives import UNSET, Call, Collectives, Options, Settle
 from phalanx.backend.calls.extension import Extended

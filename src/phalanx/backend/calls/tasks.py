@@ -28,7 +28,7 @@ class Task:
     """
 
     keep: object = None
-    source = -1  # of a receive: the rank that sent the message
+    source = -1  # for a receive, the rank that sent the message
 
     def __init__(self, check: Callable[[], object]) -> None:
         self._check = check

@@ -210,7 +210,7 @@ class PhalanxWork(Work):
 
     def _finish(self) -> None:
         if self._settle is not None and self._lock is not None:
-            is_forked = self._num_forks != _num_forks  # then the thread that holds the lock may not exist here
+            is_forked = self._num_forks != _num_forks  # the thread that holds the lock may exist only in the parent
             with contextlib.nullcontext() if is_forked else self._lock:
                 if self._settle is not None:
                     self._settle()  # done again if a signal handler interrupted it, so that all results are copied
@@ -249,7 +249,7 @@ class PhalanxWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; raise its error. A `timeout` of 0 means none, as in torch."""
-        handle, wait = self._handle, self._wait  # in this order: another thread may drop the core
+        handle, wait = self._handle, self._wait  # in this order, because `_part` clears them in the other
         if handle is None:
             return True
         seconds = timeout.total_seconds() if timeout is not None else 0.0
@@ -313,11 +313,11 @@ class PhalanxWork(Work):
         # failure, whereas set_exception() is seen by Python alone.
         future = over.then(lambda _: self._outcome())
         untold = [over]
-        made = self.__dict__.setdefault("_futures", (untold, future))  # atomic; in a forked child a lock may stay held
+        made = self.__dict__.setdefault("_futures", (untold, future))  # atomic, so no lock is needed
         if made[0] is not untold:
             return made[1]
         if self.over:
-            self.fulfil()  # at once, because the caller may ask the future whether it is done
+            self.fulfil()  # now, because the caller may ask whether the future is done
         else:
             _completer.expect(self, self._handle)
         return future
@@ -343,6 +343,7 @@ def _is_native(caller: FrameType | None) -> bool:
 @functools.cache
 def _typed() -> Any:
     """Return a function ``(future, tensors) -> future`` whose result holds the list as a value that C++ understands.
+
     A value that Python sets is an opaque object to C++. Only torch's built-in FP16 hook minds. Such a future has to be
     made by TorchScript and costs ten times as much, so only that hook gets one.
     """

@@ -1,4 +1,5 @@
 """Runs ``phalanx why`` during a long wait, in a process of its own, while this rank goes on waiting.
+
 The answer is printed after the report of the stall, noted in the black box, and becomes part of the error if the wait
 times out. The report itself does not wait for it. Only the lowest waiting rank asks, once per operation. Without
 py-spy, or without permission to look into other ranks, there is no answer.

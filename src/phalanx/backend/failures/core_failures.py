@@ -21,6 +21,7 @@ _bridged: weakref.WeakValueDictionary[tuple[int, str], Members] = weakref.WeakVa
 
 def note_bridged(members: Members) -> None:
     """For a group on several hosts: add hosts to the core's failures and to its stall reports about messages.
+
     The core's stall reports about collectives are dropped, because the group itself makes them.
     """
     _bridged[os.getpid(), members.group] = members

@@ -72,6 +72,7 @@ def report_due_s(num_reports: int, stall_s: float) -> float:
 
 def report_stall(failure: Failure, waited_s: float) -> None:
     """Print that an operation is waiting, for which ranks, and what each of them is doing; later reports add why.
+
     Every rank reports a wait once. If it is known which rank is the lowest waiting one, only that rank repeats it.
     """
     call = failure.op, failure.seq

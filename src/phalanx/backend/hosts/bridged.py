@@ -237,6 +237,7 @@ class BridgedGroup:
 
     def _release(self) -> bool:
         """Free the engine's threads, connections and memory, even if references to them remain; False if it is busy.
+
         It is busy while a call in another thread uses it, and Gloo may never end a receive that a lost connection has
         interrupted. A busy engine is tried again when the next group is left.
         """

@@ -59,7 +59,7 @@ class Channel(Protocol):
     ) -> Handle:  # fmt: skip
         """Send ``in_bytes[i]`` bytes of `source` to rank i, part by part, and receive ``out_bytes[i]`` into `out`.
 
-        The handle may be waited for in slices; nobody waits beyond `limit`.
+        The handle may be waited for several times, each with a timeout; no wait lasts beyond `limit`.
         """
         ...
 
@@ -86,6 +86,7 @@ class Channel(Protocol):
 
 class _GlooHandle:
     """A handle of Gloo, which drops Gloo's own object when its channel is destroyed.
+
     So a reference to the handle, say in a traceback, keeps no connection open.
     """
 
@@ -198,6 +199,7 @@ class GlooChannel:
 
     def drain(self, handles: Sequence[Handle]) -> None:
         """Wait until Gloo has closed the descriptors of its connections; then it no longer touches messages' memory.
+
         The handles must stay alive until then, but can't tell when: Gloo forgets interrupted receives.
         """
         own = {link.fileno() for link in self.links.values()}

@@ -1,4 +1,5 @@
 """Forms a group: ranks write a hello into the store, those of one host map one segment, and a bridge joins the hosts.
+
 At first, the hellos only claim which ranks share a host. The first rank of each supposed host then offers a segment,
 and a rank proves that it is there by mapping it. A process of another user or in another network namespace can't map
 it, and counts as a host of its own. A segment file that is too short for its contents, or that may still shrink, is
@@ -161,7 +162,7 @@ def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
 def _map_segment(
     meeting: Meeting, hellos: list[dict[str, Any]], hosts: list[list[int]]
 ) -> tuple[_core.Segment, int, list[list[int]]]:
-    """Map this host's segment; return it, the group's offset in it, and the ranks by host, as mapping has proved."""
+    """Map this host's segment; return it, the group's offset in it, and the ranks by host: those that mapped it."""
     here = next(ranks for ranks in hosts if meeting.rank in ranks)
     key = f"segment/{here[0]}"
     if meeting.rank != here[0]:

@@ -7,6 +7,7 @@ connections that are idle or whose reader takes nothing. So idle connections hav
 watcher looks at all of them with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host counts as silent once its
 kernel has owed an answer for that long, to data sent after its last acknowledgement or to two probes. (One unanswered
 probe means nothing: a kernel answers at most two a second.)
+
 So a host that lost power or its cable is noticed although nothing is sent. A host that is busy, or whose ranks are
 stopped, is not taken for lost; TCP_USER_TIMEOUT could not make that difference, because the stopped reader's kernel
 answers every probe only with "my buffer is full". A virtual machine that is paused as a whole counts as lost, since its
@@ -31,14 +32,14 @@ from collections.abc import Iterator
 from phalanx.backend.deadlines import KEEPALIVE_S, LEAST_SILENCE_S
 from phalanx.host.processes import open_files
 
-_MOST_KEPT = 127  # probes: MAX_TCP_KEEPCNT
+_MOST_KEPT = 127  # most probes that the kernel allows: MAX_TCP_KEEPCNT
 _ESTABLISHED = 1  # linux/tcp_states.h
 _PROBES, _UNACKED = 3, 24  # offsets in struct tcp_info, linux/tcp.h; times are in milliseconds
 _LAST_DATA_SENT, _LAST_DATA_RECV, _LAST_ACK_RECV = 44, 52, 56
 _INFO_BYTES = 60
 _RTO_MAX_MS = 44  # option of Linux 6.15 and newer
 _LOOKS = 5  # looks during silence_s
-_MOST_PROBES = 1  # unanswered ones that mean nothing: a kernel answers two per second (net.ipv4.tcp_invalid_ratelimit)
+_MOST_PROBES = 1  # unanswered probes that mean nothing: a kernel answers two a second (tcp_invalid_ratelimit)
 
 
 class Link:
@@ -89,7 +90,7 @@ class Link:
         was_late, self._is_late = (
             self._is_late,
             is_overdue and owes_data,
-        )  # at two looks in a row, because data that was just sent is still travelling
+        )  # true of two looks in a row, because data that was just sent is still on its way
         has_ignored_probes = is_overdue and info[_PROBES] > _MOST_PROBES
         self._is_silent = self._is_silent or has_ignored_probes or (self._is_late and was_late)
         return self._is_silent
@@ -158,6 +159,7 @@ def engine_descriptors() -> set[tuple[str, int]]:
 @contextlib.contextmanager
 def closed_at_exec() -> Iterator[set[tuple[str, int]]]:
     """Make descriptors that an engine opens in the block close at ``exec``, so that no program keeps them open.
+
     The context's value is a set, which after the block holds the target and the number of each.
     """
     known = engine_descriptors()

@@ -1,12 +1,15 @@
 """Mail between ranks for the time when the store is gone: that a rank has left in order, or why the group ended.
+
 The store ends with the process that serves it, which is often rank 0. So each rank listens on a socket, but does not
 read: the kernel keeps messages until this rank itself meets a failure. When the store is gone, failures are sent there,
 and so are the notes of ranks that leave in order, so that the end of their connections is not taken for a death.
+
 Before the engine connects, each rank also posts a test message to the mailbox of every rank on another host, and all
 tell each other whom they could not reach. So the error about a closed port names both ends, on every rank, during the
 meeting. And Gloo need not give up on a rank that is merely late, which it must not: it would free the connection,
 but its listener would still find it when the late rank connects, and the process would end with SIGSEGV (gdb:
 ``Pair::connectCallback`` under ``Listener::haveConnection``).
+
 Anybody on the network can connect. So a mailbox spends at most one second of its life on strangers, keeps only a few of
 their connections, and stops reading as soon as the token is wrong.
 """
@@ -30,7 +33,7 @@ from phalanx.wire.messages import understand
 
 _BACKLOG = 4096  # or as many as the kernel allows
 _MOST_OPEN = 64
-_MOST_BYTES = 1 << 20  # per message; a group failure may list every rank
+_MOST_BYTES = 1 << 20  # most bytes of a message; a group failure may list every rank
 
 
 class _Letter:

@@ -12,6 +12,7 @@ ranks join as fast as without tokens, and eight take up to 3.6 ms longer, of 12 
 **What a hello holds.** Kernel, network and host name, process, torch version, and the segments that the rank maps.
 Rank 0 returns the hellos of all to all, so everybody decides from the same facts. Hosts are ordered by their first
 rank, which fixes every later order.
+
 **A rank that can't join says why.** If a rank fails between its hello and the end of the join (a denied system call, a
 limit, a setting out of range), it writes its error into the group's store. Every rank that waits (for the store, the
 segment or the join) looks there every 0.1 s and raises the same error. A rank that fails before there is a list writes
@@ -84,6 +85,7 @@ _SHAPES: dict[str, Shape] = {
 
 class Whereabouts:
     """Where each rank of the job waits to join a group.
+
     It is kept in the job's store, because the store of a group shows only the ranks that came to that group.
     """
 
@@ -115,7 +117,7 @@ class Whereabouts:
         return Standing(rank=rank, has_joined=False, waits_in=where, is_apart=me in said["ranks"])
 
     def close(self, rank: int) -> None:
-        """Write that a rank no longer waits, if it has written that it does."""
+        """Take back what `say` has written for a rank, if anything, and close the store."""
         store = self.__dict__.get("_store")
         if store is not None:
             self.say(rank, "", "", [])
@@ -247,7 +249,7 @@ class Meeting:
         return None
 
     def _understood(self, key: str, value: Any, shape: Shape) -> Any:
-        """Return a value that a rank of this life has written, checked against its shape."""
+        """Return a value that a rank has written for this meeting, checked against its shape."""
         try:
             return read_value(value, shape)
         except GarbledError as error:
@@ -268,7 +270,7 @@ class Meeting:
         return first["token"] if first else ""
 
     def _if_here(self, told: dict[str, Any] | None, first: str) -> dict[str, Any] | None:
-        """Return the hello `told` if it answers the token `first` and its process is not known to have ended."""
+        """Return `told`, a rank's hello, if it is for the rank 0 with token `first` and its process may still run."""
         if told is None or told["answers"] not in ("", first):
             return None
         return None if self._has_ended(told) else told
@@ -421,7 +423,7 @@ class Meeting:
         for rank, watch in self.watches.items():
             if not watch.dead:
                 continue
-            if rank in self._suspects:  # found dead before; since then the store was read, without an error of its
+            if rank in self._suspects:  # dead at the last look, too; it has left no error in the store since
                 raise self._bury(rank, watch)
             self._suspects.add(rank)
         if not self.watches:
@@ -513,8 +515,10 @@ class Meeting:
         self.part()
 
     def _tell_each(self, cause: Failure) -> None:
-        """Tell the cause to each rank that is here or comes soon; one by one, as all share no key before the list.
-        What looks like a rank may be the hello of an earlier life, so a rank counts as told only when it confirms.
+        """Tell the cause to each rank that is here or comes soon, each under its own key of the store.
+
+        The ranks have no key in common before all have come. A hello may be left from an earlier job, so a rank
+        counts as told only once it confirms.
         """
         told: dict[str, int] = {}
         awaited = set(range(self.size)) - {self.rank}

@@ -1,4 +1,5 @@
 """Point-to-point messages of a group on several hosts: by shared memory within a host, over the bridge between hosts.
+
 Over the bridge, a message is a head, which contains a short message whole, and a body if it is longer. Each rank of
 another host has one thread here that receives from it and one that sends to it, in order; they start on first use.
 """
@@ -188,6 +189,7 @@ class Messages:
 
     def wait(self, request: Any, timeout_s: float) -> bool:
         """Wait for a message and raise its error; return whether it is over.
+
         After `timeout_s`, returns False, and the message goes on. With 0, the group's timeout applies, and the message
         fails with an error when it passes.
         """
@@ -247,6 +249,7 @@ class Messages:
 
     def _receive_one(self, slot: torch.Tensor, peer: int) -> bool:
         """Receive a message; return False if its receive does not match, so that the group ends.
+
         This frame keeps the message's tensor alive until the engine is done with it, even if `_fail` has ended the
         message meanwhile.
         """

@@ -174,6 +174,7 @@ def group_failure_in(text: bytes) -> Failure | None:
 
 def _own_connection(store: Store) -> JsonStore:
     """Return the store over a connection of its own, since another thread may be waiting on the shared one.
+
     To connect to a server that is gone or stopped would take minutes; after a short time it counts as not answering.
     """
     shared = JsonStore(store)

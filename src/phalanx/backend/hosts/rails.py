@@ -26,7 +26,7 @@ _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
 # Measured: up to these sizes, one step that sends whole messages is faster than two steps that send parts.
 _WHOLE_BYTES = 256 * 1024  # that a rank sends to all hosts together
-_PAIR_BYTES = 16 << 20  # with two hosts only, where both ways send the same number of bytes
+_PAIR_BYTES = 16 << 20  # used with two hosts only, where both ways send the same number of bytes
 _OWN_TAGS = 1 << 30  # tags from here on belong to collectives, smaller ones to messages
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 

@@ -155,6 +155,7 @@ class Running:
 
     def look_from_outside(self) -> None:
         """End the call when it is long overdue, because the engine may hold its own thread for ever.
+
         For a thread that waits for the task of this call.
         """
         if time.monotonic() > self.began_s + self.timeout_s + LATE_S:

@@ -16,6 +16,7 @@ order is fixed, but it is not the order in which the same ranks would add on one
 each of the two levels, and are rounded once per level. AVG of floats is the average of the hosts' averages if all hosts
 have equally many ranks, which keeps halves in range; otherwise the sum is divided at the end. AVG of integers exchanges
 quotients and remainders, which can't overflow, and truncates once: an average of truncated averages would differ.
+
 **Tried and dropped: pipelining**, so that one piece crosses the bridge while the next is reduced on its host. With two
 hosts of two ranks on two cores, 64 MiB took 113 ms in pieces of 4 MiB and 86 ms whole: the CPU is the bottleneck there,
 and for each piece every rank must be scheduled once more.
@@ -89,6 +90,7 @@ class Steps:
 
     def _confirm(self, running: Running) -> None:
         """Check that the ranks of this host made the same call, unless the core or the rails have compared them.
+
         The core compares only the steps of a call, and a rail only its own ranks, to which not all may belong.
         """
         is_average = running.call.code == _AVG and not is_inexact(_DTYPES[running.dtype])
@@ -325,6 +327,7 @@ class Steps:
 
     def _with_far_root(self, running: Running, own: Addresses, all_at_root: Addresses) -> tuple[list[Span], list[Span]]:
         """Return the spans of a gather or scatter that cross hosts, by rank.
+
         The first list holds this rank's block, if the root is on another host; the second, filled on the root alone,
         holds the blocks of ranks on other hosts.
         """
@@ -355,7 +358,7 @@ class Steps:
         self._scatter_wide(running, sends, recvs)
 
     def _all_to_all_by_rails(self, running: Running, sources: Addresses, outs: Addresses) -> None:
-        """Collect, on this rank, what this host's ranks send to each rank of its rail; send that as one message."""
+        """Collect the blocks from this host's ranks to each rank of this rank's rail; send it one message with all."""
         assert self._rail is not None
         count, num_local = running.call.count, len(self.here)
         num_bytes = count * running.item

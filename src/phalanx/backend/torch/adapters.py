@@ -240,7 +240,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     ) -> None:
         if HAS_PYTHON_BACKENDS:
             super().__init__(store, operations._rank, operations._size)
-        else:  # of the base's constructors, only this one lets Python override methods
+        else:  # only this one of the base's constructors lets Python override methods
             super().__init__(operations._rank, operations._size)
         self.life_store = store
         self._operations = operations
@@ -277,6 +277,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         self, tensors: list[torch.Tensor], marks: torch.Tensor, *, with_squares: bool = False
     ) -> float:
         """Replace CPU tensors by their means over the ranks, in place and in one pass; blocks.
+
         torch has no such operation. It spares data-parallel training the copies of gradients into buckets.
 
         Args:
@@ -300,9 +301,9 @@ class PhalanxGroup(_Common, ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
-        if hasattr(ProcessGroup, "set_timeout"):  # from torch 2.15 on
+        if hasattr(ProcessGroup, "set_timeout"):  # exists from torch 2.15 on
             limit = timedelta(seconds=_env.seconds("timeout", timeout))  # bounded: longer ones overflow in C++
-            ProcessGroup.set_timeout(self, limit)  # for the backends of other devices
+            ProcessGroup.set_timeout(self, limit)  # sets it for the backends of other devices, too
 
     def split_group(
         self,

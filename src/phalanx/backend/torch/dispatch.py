@@ -216,7 +216,7 @@ def _rerunnable(method: Any, make: Callable[[Operation], Any], operation: Operat
 
 
 def named_as(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Rename a function. Tracebacks show the name, and by it pybind11 recognises an override that calls its base."""
+    """Rename a function, for tracebacks, and for pybind11, which looks at the name when an override calls its base."""
     function.__code__ = function.__code__.replace(co_name=name)
     function.__name__ = name
     function.__qualname__ = f"PhalanxGroup.{name}"

@@ -1,4 +1,5 @@
 """Makes a group look like Gloo to torch and to programs: its class, name and options; and Gloo itself for GPU tensors.
+
 A group that replaces Gloo is an ordinary group with a second name, which programs see, and a list of devices that it
 takes. Python and profilers are told the name ``gloo``. C++ is told ``phalanx``, because the logger of torch's DDP casts
 a backend named gloo to the C++ `ProcessGroupGloo` and reads its members.
@@ -43,6 +44,7 @@ def _by_device(run: Any) -> Any:
 
 class GlooShaped(PhalanxBackend):
     """The backend of a group that replaces Gloo, from torch 2.14 on.
+
     ``isinstance(backend, ProcessGroupGloo)`` is true. Gloo also takes tensors on a GPU. Collectives of those go to a
     Gloo that all ranks create at the first such collective.
 

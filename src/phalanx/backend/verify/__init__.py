@@ -28,4 +28,5 @@ of other devices are not verified; a line says so. `average_coalesced` is verifi
 what it costs on Gloo, and more where sums differ in their last bits. ``python -m bench.verify`` measures all three.
 
 Start with `proof`. `cases` knows torch's arguments, `messages` counts messages, `reports` tells and leaves behind.
+Nothing here changes a result.
 """

@@ -13,12 +13,12 @@ flags allow it. No vote can prevent that; the folder can. The Trainer's lock is 
 - **The lock of a process that died on this kernel is free at once**, so a job that starts again on the same host does
   not wait. A note that another host has not closed counts as abandoned after 4 s without a renewal. A renewal changes a
   counter, and the reader times it with its own monotonic clock: no wall clocks are compared.
-- **Publishing** checks the epoch last, just before the rename. Whoever takes a folder renames all drafts away first,
-  so a process that was stopped between its check and its rename has nothing to rename. One gap remains: a rank that is
-  stopped between check and write can still append a line to metrics.jsonl.
+- **Publishing** checks the epoch last, just before the rename. A process that takes a folder first renames all drafts
+  away, so one that was stopped between its check and its rename has nothing left to rename. One gap remains: a rank
+  that is stopped between check and write can still append a line to metrics.jsonl.
 - **The younger job yields.** When the folder refuses it, or its agent meets the older job, it ends its ranks, and its
   agent executes itself again with another id and without the right to begin a job. Ages are compared as durations, not
-  by the keys of the jobs' views: a job that fails often has the larger keys.
+  by the keys of the jobs' views, because a job that fails often has larger keys.
 
 **Not built: a claim that lets the second of two hosts continue when the first loses power.** The second would have to
 know that the first no longer trains. A claim shows only that it is not being renewed, which is also true of a host that
@@ -51,14 +51,14 @@ from phalanx.wire.waiting import wait_until
 
 BEAT_S = 1.0
 SILENCE_S = 4.0
-"""A note from another host that has not changed for so long belongs to a job that has ended."""
+"""Time after which a note from another host that has not changed counts as that of a job that has ended."""
 _STALE_S = 2.0  # after a longer pause between renewals, the folder is checked again
 _LOOK_EVERY_S = 0.02
 _NAME = ".lock"
 _CLAIM = re.compile(r"\.epoch-([0-9]{1,18})")
 _NUM_CLAIMS_KEPT = 8
 _MOST_EPOCHS = 10**17
-_NOTE_BYTES = 4096  # fixed: the file is overwritten, never truncated, so a reader sees the old note or the new one
+_NOTE_BYTES = 4096  # fixed size: the file is overwritten and never truncated, so readers see the old or the new note
 
 
 class OtherSide(CheckpointError):
@@ -112,7 +112,7 @@ class Note:
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
-    """The right to write to a folder, which any rank can check."""
+    """The right to write to a folder, which every rank of the job can check."""
 
     folder: str
     epoch: int
@@ -235,7 +235,7 @@ class Claim:
         if not is_locked and not self.problem:
             return False
         if not note.is_open or (is_locked and note.boot in ("", _boot())):
-            return True  # the holder was on this host and has ended, or it would have the lock
+            return True  # the holder was on this host and has ended; otherwise it would have the lock
         return self._is_silent(note)
 
     def _is_silent(self, note: Note) -> bool:
@@ -265,7 +265,7 @@ class Claim:
             if old <= epoch - _NUM_CLAIMS_KEPT:
                 with contextlib.suppress(OSError):
                     os.unlink(_claim_path(self._folder, old))
-        return not os.path.exists(_claim_path(self._folder, epoch + 1))  # claimed if this process was stopped meanwhile
+        return not os.path.exists(_claim_path(self._folder, epoch + 1))  # exists if this process was stopped meanwhile
 
     # ------------------------------------------------------------ keeping it
 
@@ -295,14 +295,14 @@ class Claim:
             file.write(text.ljust(_NOTE_BYTES - 1) + b"\n")
 
 
-_claimed: dict[str, Claim] = {}  # by folder
+_claimed: dict[str, Claim] = {}  # claims of this process, by folder
 
 
 def fence_for(folder: str) -> Fence | None:
     """Return the fence of the checkpoints in `folder`; None: there is none.
 
-    It is the claim of a Trainer on the run's folder. Other scripts claim the folder of the checkpoints itself if their
-    job has several hosts: a host that was cut off may have been started a second time.
+    For a Trainer it is the claim on the run's folder. Other scripts claim the folder of the checkpoints itself if their
+    job has several hosts, because a host that was cut off may have been started a second time.
 
     Raises:
         OtherSide: Another side of the job holds the folder.
@@ -330,7 +330,7 @@ def other_side(folder: str, holder: Note, prefix: str = "") -> OtherSide:
 
 
 def is_other_side(holder: Note) -> bool:
-    """Return whether the holder of a folder belongs to this job, as a newer attempt or by being started like it."""
+    """Return whether the holder of a folder is another side of this job: a newer attempt, or a job started like it."""
     ours = claimant()
     return bool(ours.job) and (holder.job == ours.job or (ours.name != "" and holder.name == ours.name))
 
@@ -346,7 +346,7 @@ def claimant() -> Claimant:
 
 
 def read_note(folder: str) -> Note:
-    """Return the note of a folder's holder; an empty one, as of nobody, if the file is missing or not a note."""
+    """Return the note of a folder's holder; a note with no holder if the file is missing or not a note."""
     with contextlib.suppress(OSError, ValueError):
         return read_value(read_json(os.path.join(folder, _NAME)), Note)
     return Note()
@@ -363,13 +363,13 @@ def _claim_path(folder: str, epoch: int) -> str:
 
 
 def _boot() -> str:
-    with contextlib.suppress(OSError):  # another system than Linux
+    with contextlib.suppress(OSError):  # systems other than Linux have no boot id
         return boot_id()
     return ""
 
 
 def _unlock_in_child() -> None:
-    for claim in [*_claimed.values()]:  # a loader's worker that outlives its rank must not hold the lock
+    for claim in [*_claimed.values()]:  # runs in a forked worker of a loader, which must not hold the lock
         claim.unlock()
 
 

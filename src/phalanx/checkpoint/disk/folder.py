@@ -124,7 +124,7 @@ def say_missing(folder: str) -> str:
 def steps_under_way(folder: str) -> list[int]:
     """Return the steps whose checkpoints a process on any host is writing there, smallest first.
 
-    If the folder has no checkpoints, its ``checkpoints`` counts, too: the first one may be written there.
+    If the folder has no checkpoints, its subfolder ``checkpoints`` is searched, too: it may be a run's folder.
     """
     found = set()
     for path in [folder] if steps(folder) else [folder, os.path.join(folder, "checkpoints")]:
@@ -170,7 +170,7 @@ def read_manifest(folder: str, step: int) -> Checkpoint:
 
 
 def _checkpoint(step: int, path: str, manifest: Mapping[str, Any]) -> Checkpoint:
-    """Return the checkpoint that a manifest describes; raise some error if the manifest is invalid."""
+    """Return the checkpoint that a manifest describes; raises any kind of error if the manifest is invalid."""
     files, world_size, metric = manifest["files"], manifest["world_size"], manifest["metric"]
     if len(files) != world_size or set(files) != set(map(file_of, range(world_size))):
         raise ValueError("a rank's file is missing, or there is one too many")
@@ -182,7 +182,7 @@ def _checkpoint(step: int, path: str, manifest: Mapping[str, Any]) -> Checkpoint
         raise ValueError("no time")
     size_bytes = sum(file["size_bytes"] for file in files.values())
     metric, epoch = None if metric is None else float(metric), int(manifest.get("epoch", 0))
-    is_least = manifest.get("best_is_least")  # absent from earlier versions, like the epoch
+    is_least = manifest.get("best_is_least")  # earlier versions wrote neither this nor the epoch
     is_least = None if is_least is None else bool(is_least)
     return Checkpoint(step, path, size_bytes, world_size, saved_at, metric, files, epoch, is_least)
 
@@ -225,11 +225,11 @@ def map_file(checkpoint: Checkpoint, name: str) -> mmap.mmap:
 
 
 class Writing:
-    """Mark that this process is writing a draft; it lasts until `end`, or until the process ends."""
+    """Marks a draft as being written by this process, until `end` or until the process ends."""
 
     def __init__(self, path: str) -> None:
         self._file: FileIO | None = None
-        with contextlib.suppress(OSError):  # the draft is gone, or its file system has no locks: then there is no mark
+        with contextlib.suppress(OSError):  # without a mark if the draft is gone, or its file system has no locks
             self._file = open_regular(os.path.join(path, _WRITING), os.O_RDWR)
             lock_within(_MARK_S, self._file, fcntl.LOCK_SH)  # a reader that checks the mark locks it for a moment
 
@@ -247,7 +247,7 @@ def _is_marked(path: str) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # published or removed meanwhile, or on a file system without locks
+    except OSError:  # the draft was published or removed meanwhile, or its file system has no locks
         return False
     return False
 
@@ -270,21 +270,21 @@ class Draft:
         name = file_of(rank)
         _write_past_cache(os.path.join(self.path, name), image)
         signed = {"size_bytes": len(image), "sha256": sha256.result()}
-        # Once this signature exists, another rank may publish: it then syncs the folder, moves it, removes signatures.
+        # Written last: once this signature exists, another rank may publish, and so move the folder.
         write_whole(os.path.join(self.path, f"{name}.json"), json.dumps(signed))
 
     def publish(self) -> bool:
         """Give the checkpoint its name if all ranks have signed; return whether this call did.
 
         Raises:
-            OtherSide: A newer attempt has the folder. It removed all drafts when it took the folder, so a rank that
-                was stopped between this check and the rename has nothing to publish either.
+            OtherSide: A newer attempt has the folder. It removed all drafts when it took the folder, so a rank that is
+                stopped between this check and the rename has nothing left to publish.
         """
         names = [file_of(rank) for rank in range(self.world_size)]
         signatures = [os.path.join(self.path, f"{name}.json") for name in names]
         if not all(map(os.path.exists, signatures)):
             return False
-        # Whoever renames the first signature publishes: of the ranks that saw all signatures, only one can.
+        # Several ranks may see all signatures. The one that succeeds in renaming the first of them publishes.
         claimed = os.path.join(self.path, "publisher")
         try:
             os.rename(signatures[0], claimed)
@@ -306,7 +306,7 @@ class Draft:
         _sync(self.path)
         self.check_fence()
         final = path_of(self.folder, self.step)
-        if os.path.exists(final):  # saved again
+        if os.path.exists(final):  # this step was saved before
             _exchange(self.path, final)
             self.remove()
         else:
@@ -318,7 +318,7 @@ class Draft:
 
     def is_under_way(self, *, is_young: bool) -> bool:
         """Return whether a rank is still writing or publishing, or, if the draft is young, has yet to begin."""
-        if not os.path.isdir(self.path):  # published or abandoned
+        if not os.path.isdir(self.path):  # it was published or abandoned
             return False
         names = map(file_of, range(self.world_size))
         has_begun = all(os.path.exists(os.path.join(self.path, name)) for name in names)
@@ -336,7 +336,7 @@ class Draft:
     def remove(self) -> None:
         """Remove the draft, so that a rank that is still writing can't publish it."""
         doomed = f"{self.path}.old"
-        with contextlib.suppress(OSError):  # gone already, or the folder has become read-only
+        with contextlib.suppress(OSError):  # it is gone already, or the folder has become read-only
             os.rename(self.path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -385,16 +385,16 @@ def sweep(folder: str) -> None:
             path = os.path.join(folder, name)
             if _LEFTOVER.fullmatch(name):
                 if os.path.isdir(path) and not name.endswith(".old"):
-                    with contextlib.suppress(OSError):  # first of all: its job may be alive and about to publish it
+                    with contextlib.suppress(OSError):  # renamed first, as its job may be alive and about to publish it
                         os.rename(path, f"{path}.old")
                         path = f"{path}.old"
                 shutil.rmtree(path, ignore_errors=True)
-                with contextlib.suppress(OSError):  # gone, or not ours to remove
+                with contextlib.suppress(OSError):  # it is gone, or not ours to remove
                     os.unlink(path)
 
 
 def remove(folder: str, doomed: Iterable[int]) -> None:
-    """Remove checkpoints; readers do not take a half-removed one for a checkpoint."""
+    """Remove checkpoints. Each is renamed first, so that no reader takes a half-removed one for a checkpoint."""
     for step in doomed:
         hidden = _hidden_path(folder, step)
         with contextlib.suppress(FileNotFoundError):
@@ -419,7 +419,7 @@ def _write_past_cache(path: str, image: memoryview) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        with contextlib.suppress(FileNotFoundError):  # some file systems create it before they fail
+        with contextlib.suppress(FileNotFoundError):  # removed because some file systems create it before they fail
             os.unlink(path)
         fd = os.open(path, flags, 0o666)
     try:

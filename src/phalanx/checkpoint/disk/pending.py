@@ -1,9 +1,9 @@
-"""Saves of this process that are still being written, so that a reader of their folder can await them.
+"""Saves of this process that are still being written, so that calls that read their folder can wait for them.
 
-A reader awaits the saves of its own job. `load`, which every rank calls, awaits this rank's part, and then the other
-ranks in the collective that it needs anyway. A call on one rank alone waits until no rank holds the lock on the draft's
-file ``writing``. A lock ends with its process, so the remains of a killed job do not count as a save in progress. A
-save of another job is only reported, because it may take long, or fail.
+Such a call waits for the saves of its own job. `load`, which every rank calls, waits for this rank's part, and then for
+the other ranks in a collective that it needs anyway. A call on one rank alone waits until no rank holds the lock on the
+draft's file ``writing``. A lock ends with its process, so the remains of a killed job do not count as a save in
+progress. A save of another job is only reported, because it may take long, or fail.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from concurrent.futures import Future, wait
 from phalanx.checkpoint.disk.folder import Draft, Writing
 from phalanx.wire.waiting import wait_until
 
-_MOST_S = 600.0  # a reader awaits a save for so long at most
-_YOUNG_S = 10.0  # a rank that has not begun to write by then never will
+_MOST_S = 600.0  # longest wait for a save
+_YOUNG_S = 10.0  # a rank that has not begun to write after this time never will
 _LOOK_EVERY_S = 0.02
 
 

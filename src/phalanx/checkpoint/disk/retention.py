@@ -157,6 +157,6 @@ def _best_first(found: Iterable[Checkpoint], best_is_least: bool) -> list[int]:
     ranked = sorted(
         (sign * checkpoint.metric, checkpoint.step)
         for checkpoint in found
-        if checkpoint.metric is not None and checkpoint.metric == checkpoint.metric  # not a NaN
+        if checkpoint.metric is not None and checkpoint.metric == checkpoint.metric  # leaves out NaN
     )
     return [step for _, step in ranked]

@@ -1,16 +1,16 @@
 """Fetching the images, or parts of images, that a host's ranks need and only other hosts have, over the ranks' group.
 
-Where all ranks have the same state, each host gets complete images, broadcast in pieces of 16 MiB. Where each host has
-a part of the state, it first gets the headers. From these each rank surveys its own state (`restoring.survey` does all
-that `restore` does except read and assign) and lists the ranges of bytes that it will read, in pages. A range that most
-hosts want is broadcast; any other goes from rank to rank. Such an image has its usual place in its region, with holes,
-and its head marks it as complete only if everything has arrived. So only the ranks that are loading it now use it, and
-the next load fetches it anew.
+If all ranks have the same state, each host gets complete images, broadcast in pieces of 16 MiB. If each host has a part
+of the state, it first gets the headers. From these, each rank finds the ranges of bytes that it will read, in whole
+pages (`restoring.survey` does all that `restore` does, except to read and assign). A range that most hosts need is
+broadcast; any other goes from rank to rank. Such an image lies in its usual region, with holes, and is marked as
+complete only if everything has arrived. So only the ranks that are loading it now use it, and the next load fetches it
+anew.
 
 The first version sent complete images to all hosts: 26 MB instead of 0.4 MB in all when one rank of three fails (the
 page on checkpoints in docs/en/how_it_works), and memory for the whole job on each host, which users of FSDP2 do not
-have. The price: until a new snapshot is safe, a part whose holder was lost has one copy less. So after such a load, a
-Trainer takes a snapshot at its first step.
+have. The disadvantage now: until a new snapshot is safe, a part whose holder was lost has one copy less. So after such
+a load, a Trainer takes a snapshot at its first step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Ranges = list[tuple[int, int]]
 """Half-open ranges of an image's bytes."""
 
 _PIECE_BYTES = 16 << 20
-_LENGTH_BYTES = 8  # of the length of a header, which precedes it
+_LENGTH_BYTES = 8  # size of the number in front of a header, which is the header's length
 
 
 def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
@@ -64,7 +64,7 @@ class Fetch:
         self._fd, self._choice, self._ranks = fd, choice, ranks
         self._host, self._is_first_here, self._problem = host, is_first_here, problem
         self.num_bytes: int = 0
-        self._filled: dict[int, Ranges] = {}  # by the number of an image that this rank writes
+        self._filled: dict[int, Ranges] = {}  # ranges that have arrived, by number of an image that this rank writes
         self._lacking = choice.lacking[ranks.rank]
         given = [number for number, giver in choice.givers.items() if giver == ranks.rank]
         self._here = find(fd, choice, choice.world_sizes[ranks.rank]) if given else {}
@@ -92,7 +92,7 @@ class Fetch:
             offset = layout.region_of_others(number, FETCHED_SLOT)
             found[number] = Region(offset, number, FETCHED_SLOT, is_own=False, head=self._heads[number])
             if self._is_first_here and not self._problem:
-                layout.release_region(self._fd, offset)  # an older image there has a head that must not be read
+                layout.release_region(self._fd, offset)  # frees an older image, whose head must not be read
         sizes = self._headers if self.has_holes else {number: head.size_bytes for number, head in self._heads.items()}
         self._get({number: [(0, sizes[number])] for number in self._lacking})
         return found
@@ -134,7 +134,7 @@ class Fetch:
                     length = min(_PIECE_BYTES, end - at, self._heads[number].size_bytes - at)
                     try:
                         self._move(number, at, length, to, is_for_most=2 * len(hosts) > len(writers))
-                    except OSError as error:  # the other ranks still expect this one in every transfer
+                    except OSError as error:  # goes on: the other ranks expect this one in every transfer
                         failed = error
         for number, ranges in mine.items() if self._is_first_here and failed is None else ():
             self._note(number, ranges)
@@ -151,7 +151,7 @@ class Fetch:
             os.pwrite(self._fd, head.pack(), layout.region_of_others(number, FETCHED_SLOT))
 
     def _move(self, number: int, at: int, length: int, to: Sequence[int], *, is_for_most: bool) -> None:
-        """Send some bytes of an image from its giver to the ranks that write them."""
+        """Send some bytes of an image from the rank that has it to the ranks that write it."""
         giver, me = self._choice.givers[number], self._ranks.rank
         if not is_for_most and me != giver and me not in to:
             return
@@ -175,14 +175,14 @@ class Fetch:
         held_bytes = os.fstat(self._fd).st_blocks * 512
         if self.has_holes:
             what, total_bytes = "with what its ranks need of other hosts, snapshots", held_bytes + more_bytes
-        else:  # this host will keep as many of its own
+        else:  # counted twice, because this host will also keep its own images, of the same size
             what, total_bytes = "two of all ranks", 2 * more_bytes
         problem = shortage(what, total_bytes, held_bytes)
         try:
             for number, ranges in wanted.items() if not problem else ():
                 offset = layout.region_of_others(number, FETCHED_SLOT)
                 last_page = offset + region_bytes(self._heads[number].size_bytes) - PAGE_BYTES
-                os.posix_fallocate(self._fd, last_page, PAGE_BYTES)  # the file must reach as far as the image is mapped
+                os.posix_fallocate(self._fd, last_page, PAGE_BYTES)  # so that the file covers all of the mapped image
                 for begin, end in ranges:
                     os.posix_fallocate(self._fd, offset + PAGE_BYTES + begin, end - begin)
         except OSError as error:

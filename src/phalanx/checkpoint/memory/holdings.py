@@ -74,7 +74,7 @@ def newest_of(by_rank: Sequence[Sequence[Holding]], folder: bytes) -> Choice | N
                 continue
             every = frozenset(range(size))
             lacking = [frozenset() if own else every - has for own, has in zip(complete, images, strict=True)]
-            if any(complete):  # all from one host, since the images of each host have the values of its own ranks
+            if any(complete):  # take all from one such host: each host's images have the values of its own ranks
                 first = next(rank for rank, own in enumerate(complete) if own)
                 images = [has if rank == first else frozenset() for rank, has in enumerate(images)]
             givers = {

@@ -18,18 +18,19 @@ from typing import NamedTuple
 
 from phalanx.wire.files import free_pages
 
-REGION_BYTES = 1 << 36  # address space, not memory
+REGION_BYTES = 1 << 36  # distance between regions in the sparse file, which takes no memory by itself
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 MAGIC = b"phalanx2"
 NUM_SLOTS = 3
-"""Regions for each image. For an image of this host: the replicated one, the one being copied, and a newer one. For an
-image of another host: the newest that all hosts have, the one being received, and the one fetched to be loaded."""
+"""Number of regions for each image. For an image of this host: the replicated snapshot, the one being copied, and a
+newer one. For an image of another host: the newest that all hosts have, the one being received, and one fetched to be
+loaded."""
 FETCHED_SLOT = 2
 _HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PLAN = struct.Struct("<Q")
-MOST_OF_OTHERS = 1 << 22  # images of other hosts, and as many of this one: their regions end before the plan
+MOST_OF_OTHERS = 1 << 22  # most images of other hosts, and of this one; so all regions end before _PLAN_OFFSET
 _OF_OTHERS = NUM_SLOTS * REGION_BYTES * MOST_OF_OTHERS  # where images of other hosts begin
-_PLAN_OFFSET = 1 << 62  # after all regions
+_PLAN_OFFSET = 1 << 62  # where the records begin, after all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
 _WANTED_OFFSET, _COPY_OFFSET, _COPIED_OFFSET, _GAPS_OFFSET = (_PLAN_OFFSET + number * 4096 for number in (2, 3, 4, 5))
 _COPY = struct.Struct("<QQ16sQQ")
@@ -116,7 +117,7 @@ def used_regions(fd: int) -> Iterator[int]:
         try:
             at = os.lseek(fd, at, os.SEEK_DATA) // REGION_BYTES * REGION_BYTES
         except OSError as error:
-            if error.errno == errno.ENXIO:  # no more data
+            if error.errno == errno.ENXIO:  # there is no more data in the file
                 return
             raise
         if at >= _PLAN_OFFSET:
@@ -163,7 +164,8 @@ def common_heads(fd: int) -> list[Head]:
 
 
 class Copy(NamedTuple):
-    """A snapshot to copy to other hosts once it is complete, and the safe one that must not be overwritten for it.
+    """The snapshot that is to be copied to other hosts once it is complete, and the safe one that must be kept
+    meanwhile.
 
     Attributes:
         safe_attempt: Attempt of the newest snapshot that all hosts have copied, or that the ranks have loaded.
@@ -212,7 +214,7 @@ def last_copied(fd: int) -> Copied | None:
 
 
 class Gaps(NamedTuple):
-    """The times without a replicator.
+    """How often, and for how long, there was no replicator.
 
     Attributes:
         num: Number of times that it has ended.

@@ -1,12 +1,13 @@
-"""The choice of the region that a rank writes the next snapshot to. Imports no torch, and waits for nothing.
+"""Chooses the region into which a rank writes its next snapshot. Imports no torch, and waits for nothing.
 
 One snapshot is always complete on all hosts, so that any host may be lost at any moment:
 
-- A snapshot is **safe** once all hosts have copied their parts of it. It stays until the next one is safe. The ranks
-  learn that from the collective that a snapshot needs anyway: each rank contributes whether its host is still copying.
-- Another is being **copied**, and neither ranks nor the hosts that receive the copies overwrite it.
-- Meanwhile, newer ones are written to a third region. They are of use if ranks fail, but no host. Ranks that load such
-  a newer one, which may exist only where it was taken, also keep the safe one until a newer one has been copied.
+- A snapshot is **safe** once all hosts have copied their parts of it. It is kept until the next one is safe. The ranks
+  learn that from the collective that a snapshot needs anyway, in which each rank tells whether its host still copies.
+- Another snapshot is being **copied**. It is not overwritten, neither here nor on the hosts that receive the copies.
+- Meanwhile, newer ones are written to a third region. They help if ranks fail, but not if a host does. If ranks load
+  such a newer one, which may exist only where it was taken, they also keep the safe one until a newer one has been
+  copied.
 
 As many hosts may be lost as there are replicas; ``tests/checkpoint/test_replica_rules.py`` simulates it. Where every
 host has the whole state, nothing is copied, and each snapshot is safe at once.
@@ -56,7 +57,7 @@ class Slots:
         self.safe, self._safe_slot = (moment, slot) if safe is None else (safe, safe_slot)
 
     def skip(self, moment: Moment) -> None:
-        """Record that this snapshot, for which `next` was just called, is not taken for want of a third region."""
+        """Record that the snapshot for which `next` was just called is not taken, because there is no third region."""
         if self._copying == moment:
             self._copying, self._copying_slot = None, -1
         self._newest, self._newest_slot = self._copying, self._copying_slot

@@ -7,10 +7,10 @@ is no hash: a region that a killed rank was writing lacks the mark. Ranks that t
 apart, so there is always a step whose snapshot is complete on all of them.
 
 **Limits.** All snapshots together get a quarter of the tightest limit, that of the host or of any cgroup above, and
-half of what is still free of it. If the kernel kills for want of memory all the same (the cgroup's own count has grown
-while an attempt failed), the supervisor forbids snapshots: the next attempt loads the last one and frees its memory at
-its first step, or it would be killed again. If one host is short of memory, no host takes snapshots. The ranks agree on
-that before their first one, because a rank that left one out by itself would keep the others waiting in its collective.
+half of what is still free of it. If the kernel nevertheless kills a process for lack of memory (the cgroup's own
+counter tells), the supervisor forbids snapshots: the next attempt loads the last one and frees its memory at its first
+step; otherwise it would be killed again. If one host is short of memory, no host takes snapshots. The ranks agree on
+that before their first one, because a rank that left one out by itself would keep the others waiting in the collective.
 
 **Several hosts.** Any host may be lost, and its supervisor's memory with it. State that is the same on all ranks is on
 every host anyway, so nothing is copied between hosts during training: the blocks are divided among the ranks of each
@@ -53,9 +53,9 @@ from phalanx.host.spare_memory import shortage
 from phalanx.record import writer
 from phalanx.wire.rank_group import RankGroup
 
-_SLACK_BYTES = 64 * 1024  # headers grow a little
-_NO_SLOT = 2  # in place of the 0 or 1 by which a rank says whether its region is too short
-_IS_WHOLE = slice(8, 16)  # bytes of a head: written in one store, so that an incomplete image never has the mark
+_SLACK_BYTES = 64 * 1024  # added to an image's size, because headers grow a little
+_NO_SLOT = 2  # sent by a rank without a region, where others send 1 if theirs is too short and 0 if not
+_IS_WHOLE = slice(8, 16)  # the mark in a head: written in one store, so that an incomplete image never has it
 
 
 class SnapshotMemory:
@@ -67,7 +67,7 @@ class SnapshotMemory:
         fetched_bytes: Bytes that other hosts have sent to this one, through this rank, for the last load.
         asked: Folders from which this rank has loaded, or has tried to.
         spans_hosts: Whether the ranks are on several hosts.
-        is_kept: Whether this process outlived a failure, as this rank or another one.
+        is_kept: Whether this process has outlived a failure, under its present rank or another.
     """
 
     def __init__(self, *, is_kept: bool = False) -> None:
@@ -77,15 +77,15 @@ class SnapshotMemory:
         self._regions: dict[int, mmap.mmap] = {}
         self._slots = Slots()
         self._is_forbidden = self._has_agreed = False
-        self._fetch: Fetch | None = None  # of the snapshot that is being loaded
-        self._has_fetched = False  # there may be fetched images, to be freed once a newer snapshot is safe
+        self._fetch: Fetch | None = None  # the fetching of the snapshot that is being loaded
+        self._has_fetched = False  # whether there may be fetched images, which are freed once a newer snapshot is safe
         self.size_bytes: int = 0
         self.is_urgent: bool = False
         self.fetched_bytes: int = 0
         environ = _env.environment()
         self._restart_count = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        self._attempt = 0  # known at the first snapshot
-        self._is_parted = False  # other hosts have other parts of the last snapshot
+        self._attempt = 0  # number of the attempt; known from the first snapshot on
+        self._is_parted = False  # whether other hosts have other parts of the last snapshot
         self._num_hosts = int(environ.get("GROUP_WORLD_SIZE") or 1)
         self.spans_hosts: bool = environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE")
         self._host = environ.get("GROUP_RANK", "0")
@@ -122,7 +122,7 @@ class SnapshotMemory:
             CheckpointError: A value can't be saved on some rank; raised on every rank.
         """
         self.agree()
-        if self.problem:  # then every rank has one
+        if self.problem:  # every rank has a problem if one has
             self.let_go()
             return
         ranks = RankGroup()
@@ -184,7 +184,7 @@ class SnapshotMemory:
         is_short = region is None or len(region) < PAGE_BYTES + head.size_bytes
         most = ranks.largest(_NO_SLOT if slot < 0 else is_short)
         problem = ""
-        if most and most != _NO_SLOT:  # at the first snapshot, and at the first with an optimizer's state
+        if most and most != _NO_SLOT:  # some region is too short, as at the first snapshot with an optimizer's state
             problem, num_slots = self._reserve(ranks.rank, head.size_bytes, max(slot + 1, 2))
             if problem and num_slots == 2:
                 self.problem = problem
@@ -208,9 +208,9 @@ class SnapshotMemory:
                 layout.release_region(self._fd, offset)
 
     def _reserve(self, rank: int, size_bytes: int, num_slots: int) -> tuple[str, int]:
-        """Allocate memory for some snapshots of every rank; return why that failed or an empty string, and how many.
+        """Allocate memory for some snapshots of every rank; return why that failed, or "", and the number of snapshots.
 
-        Both are the same on every rank, and the number is the largest that any of them wants.
+        Both are the same on every rank; the number is the largest that any rank asked for.
         """
         told = gather("snapshot", (self._host, region_bytes(size_bytes + _SLACK_BYTES), num_slots))
         num_slots = max(most for _, _, most in told)
@@ -222,7 +222,7 @@ class SnapshotMemory:
         if max(sizes) > layout.REGION_BYTES:
             most = layout.REGION_BYTES >> 20
             problem = f"one of a rank would take {max(sizes) >> 20} MiB, more than {most} MiB"
-        problem = next(filter(None, gather("snapshot", problem)), "")  # before any rank allocates
+        problem = next(filter(None, gather("snapshot", problem)), "")  # agreed on before any rank allocates
         if problem:
             return problem, num_slots
         try:
@@ -258,7 +258,7 @@ class SnapshotMemory:
     def num_hosts(self) -> int:
         """Return how many hosts have this host's part of the newest safe snapshot; 0 if there is no such snapshot."""
         safe = self._slots.safe
-        if self.problem or safe is None or safe[0] != self._attempt:  # of an earlier attempt: hosts may have been lost
+        if self.problem or safe is None or safe[0] != self._attempt:  # hosts may be lost since an earlier one
             return 0
         if not self._is_parted:
             return self._num_hosts
@@ -282,7 +282,7 @@ class SnapshotMemory:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def holdings(self) -> list[Holding]:
-        """Return the complete images on this host; of a snapshot that each host has taken whole, all or none."""
+        """Return the complete images on this host. If each host takes whole snapshots, all images of one or none."""
         numbers: dict[tuple[int, int, bytes, int], set[int]] = {}
         parted = set()
         for region in layout.whole_regions(self._fd) if self._fd >= 0 else ():
@@ -397,7 +397,7 @@ _memory: SnapshotMemory | None = None
 
 
 def memory() -> SnapshotMemory:
-    """Return the memory of this process, made when a rank first asks: a parent may have imported this module for it."""
+    """Return the memory of this process. It is made at the first call: a parent may have imported this module."""
     global _memory
     if _memory is None:
         _memory = SnapshotMemory()

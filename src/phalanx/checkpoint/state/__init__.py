@@ -1,4 +1,4 @@
-"""The content of a checkpoint: state as a tree of JSON, tensors as blocks of the ranks, each rank's part as an image.
+"""The content of a checkpoint: the state is a tree of JSON, tensors are cut into blocks, each rank's part is an image.
 
 Start with `tree`, then `blocks`. Nothing here knows where an image is kept.
 """

@@ -5,8 +5,8 @@
 - Each rank saves its shard of a DTensor, and replicas are saved once. torch says where the shards lie.
 - Buffers of modules, NumPy arrays, tensors below 64 KiB and plain values are saved by every rank, because they may
   differ (batch norm, random numbers, positions in the data). A job of another size gets rank 0's.
-- Where the ranks' names, shapes or bits differ (a hand-written pipeline or experts), each rank saves its own, and only
-  the same number of ranks can load the checkpoint.
+- If the ranks' names, shapes or bits differ (a hand-written pipeline or experts), each rank saves its own tensors, and
+  only the same number of ranks can load the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from phalanx.checkpoint.state.tree import Leaf
 from phalanx.checkpoint.state.unpacking import Json, as_dtype
 
 _SMALL_BYTES = 64 * 1024
-_MAX_CUT_DIMS = 8  # more than the dimensions of any mesh
-_PIECE_BYTES = 4 << 20  # of a tensor, for one thread
+_MAX_CUT_DIMS = 8  # dimensions along which blocks may be cut; no mesh has as many
+_PIECE_BYTES = 4 << 20  # bytes of a tensor that one thread digests at a time
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in the whole tensor
 
@@ -120,7 +120,7 @@ class Reader:
         Raises:
             ValueError: The images lack something that `into` needs.
         """
-        with torch.inference_mode(into is not None and into.is_inference()):  # else it could not be written
+        with torch.inference_mode(into is not None and into.is_inference()):  # so that inference tensors can be written
             dtype = as_dtype(node["dtype"])
             tensor = torch.empty(node["shape"], dtype=dtype) if into is None else into
             target: Tensor = (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ class Reader:
         """Check that the images hold a node's tensor; return a tensor of the same form that takes no memory.
 
         Raises:
-            ValueError: They do not, or another node has the same tensor, which no save writes.
+            ValueError: They do not; or another node has the same tensor, which no save would write.
         """
         if node["tensor"] in self._checked:
             raise ValueError(f"{node['tensor']!r} is there more than once")
@@ -161,7 +161,7 @@ class Reader:
         missing = _count(wanted)
         found: dict[Block, tuple[Image, tuple[int, ...], tuple[int, ...], str]] = {}
         for image in self._images:
-            if missing <= 0:  # under the same name, other ranks may have saved other tensors
+            if missing <= 0:  # stops here: further ranks may have saved other tensors under the same name
                 break
             for offset, shape, key in image.blocks.get(name, ()):
                 common = _overlap(wanted, (offset, shape))
@@ -176,10 +176,11 @@ class Reader:
 
 
 def _do_tile(blocks: Iterable[Block], whole: Block) -> bool:
-    """Return whether blocks within `whole` cover each of its elements once, in time linear in their number.
+    """Return whether blocks within `whole` cover each of its elements exactly once, in time linear in their number.
 
-    A block's corners determine it: each carries the sign of the mixed difference of the block's indicator function. The
-    blocks cover each element of `whole` once exactly if their signed corners add up to those of `whole`.
+    Give each corner of a block a sign: + if an even number of its coordinates are upper ends, - otherwise. The blocks
+    cover each element of `whole` once if and only if the signed corners of all blocks add up to those of `whole`: all
+    inner corners cancel out.
 
     Raises:
         ValueError: They are cut along more dimensions than any mesh has.
@@ -236,10 +237,10 @@ Description = dict[str, bytes]
 
 
 def describe(leaves: Sequence[Leaf], world_size: int) -> Description:
-    """Return, by name, what ranks with the same state have in common: shape, dtype, and the bits of large tensors.
+    """Return a description of each tensor, by name: shape, dtype and, for large tensors, a digest of the bits.
 
-    Every bit counts: ranks with different stages of a model, or different experts of which one has learnt nothing yet,
-    may use the same names. A single rank has nothing to compare.
+    All bits are digested, because ranks with different stages of a model, or different experts that have learnt nothing
+    yet, may use the same names. A single rank has nothing to compare, so its digests are left out.
     """
     described = {}
     for leaf in leaves:

@@ -1,10 +1,10 @@
-"""Digests of tensors: a few bytes by which ranks see whether they hold the same bits.
+"""Digests of tensors: a few bytes that ranks compare to see whether they hold the same bits.
 
-Every bit counts. A sample of elements can't tell two experts apart if one of them has not learnt yet, and what looks
-the same would silently be lost. So each rank takes XXH3's 128 bits of each large tensor, which reads it once at the
-speed of memory. With two ranks, a save of 256 MiB took 0.8 of a memcpy with a sample and 1.4 with every bit
-(``python -m bench.checkpoint --ranks 2``); a single rank has nothing to compare. XXH3 is not cryptographic: ranks do
-not attack each other. Files on disk have SHA-256.
+All bits are digested. A sample of elements can't tell two experts apart that have not learnt yet, and one of two
+tensors that seem the same would silently not be saved. So each rank takes XXH3's 128 bits of each large tensor, which
+reads it once at the speed of memory. With two ranks, a save of 256 MiB took as long as 0.8 memcpy with a sample, and
+1.4 with all bits (``python -m bench.checkpoint --ranks 2``). XXH3 is not cryptographic: ranks do not attack each other.
+Files on disk have SHA-256.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 if sys.platform == "linux":
     from phalanx import _core
 
-_LEAST_BYTES = 241  # the core takes no shorter pieces: see csrc/memory/digest.h
+_LEAST_BYTES = 241  # shorter pieces get a BLAKE2 digest: the core takes none, see csrc/memory/digest.h
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the bits of a strided tensor as bytes, in the order of its elements: a view if possible, else a copy."""
     elements = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return elements.as_strided((elements.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+    return elements.as_strided((elements.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def digests(pieces: Sequence[Tensor], num_threads: int = 1) -> bytes:
@@ -36,7 +36,7 @@ def digests(pieces: Sequence[Tensor], num_threads: int = 1) -> bytes:
         num_threads: Number of threads that share the pieces.
     """
     long = [piece for piece in pieces if len(piece) >= _LEAST_BYTES]
-    if sys.platform != "linux":  # there is no core
+    if sys.platform != "linux":  # without Linux, there is no core
         found = b"".join(_blake(piece.numpy()) for piece in long)
     else:
         found = _core.digests([piece.data_ptr() for piece in long], [len(piece) for piece in long], num_threads)

@@ -1,9 +1,9 @@
-"""A rank's part of a checkpoint as one safetensors file, laid out in memory, then written to disk or left there.
+"""A rank's part of a checkpoint as one safetensors file, made in memory, and then written to disk or kept there.
 
-The layout is written by hand because the safetensors library can't write into existing memory; any tool opens the
-result. The state's tree and the place of each part are in the header's metadata. The data begins at a multiple of 4096
-bytes, and larger elements come first, because torch crashes on complex numbers that are not aligned. Complex numbers
-are stored as pairs, and dtypes that the format lacks as bytes.
+The file is made by hand because the safetensors library can't write into existing memory; any tool opens the result.
+The state's tree and the place of each part are in the header's metadata. The data begins at a multiple of 4096 bytes,
+and larger elements come first, because torch crashes on complex numbers that are not aligned. Complex numbers are
+stored as pairs, and dtypes that the format lacks as bytes.
 
 **Why not torch's distributed checkpoint.** Its ``.metadata`` is a pickle, so anybody who can write to the folder can
 run code in the job; it has no hashes; and its writer can't leave an image in memory.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 4096  # of the data, which so stays in place although headers differ a little from step to step
+_ALIGNMENT = 4096  # where data may begin, so that it stays in place although headers differ a little from step to step
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
@@ -86,7 +86,7 @@ def lay_out(parts: Sequence[Part], metadata: Mapping[str, Any] | None) -> Layout
     for i in sorted(range(len(parts)), key=lambda i: -parts[i].block.element_size()):
         part, stored = parts[i], as_stored(parts[i].block)
         key = part.key
-        while key in entries:  # a tensor may have the name of another tensor's block
+        while key in entries:  # the key of a block may be the name of another tensor
             key += "'"
         places[i], end = end, end + stored.numel() * stored.element_size()
         entries[key] = {
@@ -120,7 +120,7 @@ class Image:
         memory: Writable buffer, which is not modified; the blocks are views of it.
 
     Raises:
-        ValueError: It holds no image. A hand-written header may raise other errors as well.
+        ValueError: It holds no image. A header that no save wrote may raise other errors as well.
     """
 
     def __init__(self, memory: Any) -> None:

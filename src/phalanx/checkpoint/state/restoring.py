@@ -1,9 +1,10 @@
-"""Restores the user's state from a tree, modules, optimizers and tensors in place, or says why the tree does not fit.
+"""Restores the user's state from a tree, modules, optimizers and tensors in place; or says why the tree does not fit.
 
-What the user passes directly comes back as it was saved, or is refused: containers in the tree carry the name of their
-class, a tensor that shared the memory of another one carries its name, and a tensor of the user's is filled only if it
-can hold every value. An object's ``load_state_dict`` is given more leeway, as it decides for itself: values are cast as
-torch does, and mappings become dicts.
+What the user passes directly is restored exactly as it was saved, or refused: containers in the tree have the name of
+their class, a tensor that shared the memory of another one has that one's name, and a tensor of the user's is filled
+only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact, because the object
+itself
+decides: values are cast as torch does, and mappings become dicts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from phalanx.checkpoint.state.unpacking import Json, Read, as_dtype, form_of, na
 
 NOT_STRICT = "pass strict=False"
 NOT_STRICT_IN_TRAINER = 'set resume="force"'
-_MAX_NAMES = 5  # in a message
+_MAX_NAMES = 5  # most names in a message
 
 
 def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool = True) -> None:
@@ -42,7 +43,7 @@ class _Sharing:
     def __init__(self, read: Read) -> None:
         self._read = read
         self._done: dict[str, Tensor] = {}
-        self._single: dict[str, tuple[Json, Tensor]] = {}  # by the tensor that shared their memory and is not read yet
+        self._single: dict[str, tuple[Json, Tensor]] = {}  # tensors by the one that shares their memory, not read yet
 
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
         name, other = node["tensor"], node.get("shares", [""])[0]
@@ -239,7 +240,7 @@ def _state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
     state: dict[Any, dict[str, Tensor]] = {}
     for index, values in pairs_of(dict(pairs_of(node))["state"]):
         if index not in range(len(parameters)):
-            continue  # another model's state: load_state_dict() will say so
+            continue  # it is the state of another model, which load_state_dict() will refuse
         parameter = parameters[index]
         if is_dtensor(parameter) or not parameter.is_contiguous():
             state[index] = {

@@ -1,4 +1,4 @@
-"""State as a tree of JSON in which tensors are names: all that a checkpoint holds except the tensors' bytes.
+"""Turns state into a tree of JSON in which tensors are represented by names; their bytes are stored apart.
 
 Nothing in it is pickled. A value of a class that is not listed here and has no ``state_dict`` is an error.
 """
@@ -23,7 +23,7 @@ from phalanx._torch.tensors import is_dtensor, is_stored, unusual_keys
 from phalanx.checkpoint.state.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
 
 _SCALARS = (bool, int, str, type(None))
-_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # torch can neither copy these dtypes nor view them as complex
+_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # dtypes that torch can neither copy nor view as complex
 _MAX_INT_BITS = 14_000  # Python refuses to read a number of more than 4300 digits
 _INLINE_BYTES = 1024  # longer bytes are saved like a tensor
 
@@ -93,7 +93,7 @@ def pack(state: Any) -> tuple[Json, list[Leaf]]:
     try:
         tree = packer.pack(state, "")
         packer.note_shared_memory()
-        json.dumps(tree)  # a failure must come before the ranks agree to save
+        json.dumps(tree)  # tried here, so that a failure comes before the ranks agree to save
     except RecursionError:
         raise ValueError("the state is nested too deeply to be saved: make it flatter") from None
     return tree, packer.leaves
@@ -104,9 +104,9 @@ class _Packer:
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
-        self._names = {"__metadata__"}  # reserved in a safetensors file
+        self._names = {"__metadata__"}  # names in use; this one is reserved in a safetensors file
         self._buffers: frozenset[str] = frozenset()
-        self._depth = 0  # nested objects: their load_state_dict() does not learn of shared memory
+        self._depth = 0  # depth of nested objects, whose load_state_dict() is not told of shared memory
         self._places: list[_Place] = []
 
     def note_shared_memory(self) -> None:
@@ -129,7 +129,7 @@ class _Packer:
         if isinstance(value, Tensor):
             with torch.DisableTorchFunctionSubclass():  # a subclass may override torch's functions
                 is_divided = is_dtensor(value)
-                tensor = value if is_divided else value.detach()  # a DTensor's first operation imports torch._dynamo
+                tensor = value if is_divided else value.detach()  # not for a DTensor: it would import torch._dynamo
                 node = self._pack_tensor(tensor, name, name in self._buffers)
                 if not self._depth and not is_divided and tensor.numel():
                     self._places.append(_Place.of(tensor, node))
@@ -239,7 +239,7 @@ class _Packer:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The memory of a tensor's elements, to find tensors that share it."""
+    """Where the elements of a tensor lie in memory, to find tensors that share memory."""
 
     node: dict[str, Any]
     begin: int

@@ -106,7 +106,7 @@ def _check_fit(like: Tensor, node: Json) -> None:
     """Check that a tensor can be filled with that of a node without losing a value.
 
     Raises:
-        ValueError: It can't.
+        ValueError: It would lose a value.
     """
     if not isinstance(node, dict) or "tensor" not in node:
         raise ValueError(
@@ -120,7 +120,7 @@ def _check_fit(like: Tensor, node: Json) -> None:
 
 
 def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a dtype can hold every value of another, judging by what torch promotes the two to."""
+    """Return whether a dtype can hold every value of another: torch promotes the two to the first."""
     if dtype == other:
         return True
     inexact = [one.is_floating_point or one.is_complex for one in (dtype, other)]
@@ -210,7 +210,7 @@ def _unpack_numpy(node: Json, read: Read) -> Any:
 
     data = bytearray(_unpack_bytes(node["numpy"], read))
     dtype = numpy.dtype(node["dtype"])
-    if dtype.hasobject or dtype.names:  # the bytes of objects are addresses
+    if dtype.hasobject or dtype.names:  # refused, because the bytes of objects are addresses
         raise ValueError(f"an array of {node['dtype']!r} can't have been saved")
     array: Any = numpy.ndarray(node["shape"], dtype, data)
     return array[()] if node["scalar"] else array

@@ -1,4 +1,5 @@
 """The calls of ranks, taken from their black boxes: the first in which they differ, and which ranks wait for which.
+
 Sizes are compared for operations in which all ranks must pass equally many elements. dtype and root need no comparison
 here: the core itself refuses calls that differ in them.
 """

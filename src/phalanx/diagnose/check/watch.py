@@ -1,7 +1,9 @@
 """Runs the first steps of a script as a trial, and watches its ranks' black boxes until there is a result.
+
 ``phalanx check`` adds no checks to a rank: black boxes hold what was called, and the core compares calls anyway. The
 job is started as ``phalanx tune`` starts one (`tune.trial_job`), with ranks that stop at an optimizer step. The boxes
 are read from the supervisor's memory.
+
 The trial ends when all ranks have taken their steps or made enough calls, when the job ends, when it stalls, or when
 the time is up (`result.Stop`). If all ranks are in a call and no event comes for two seconds, the job has stalled. If
 some rank is in no call, it counts as stalled only if that rank has not computed for some seconds either, because eight

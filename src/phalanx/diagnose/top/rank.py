@@ -88,7 +88,7 @@ class Seldom:
 
 
 class WatchedRank:
-    """One rank and the last look at it, because rates are differences.
+    """One rank, and what was seen at the last look: rates are differences between two looks.
 
     Args:
         rank: Rank to watch.

@@ -62,7 +62,7 @@ class Steps:
         self.num_steps: int | None = None
         self._ended: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MOST_STEPS)  # end time, samples
         self._bar_ns = int(bar_s * 1e9)
-        self._bars: dict[int, tuple[int, int]] = {}  # by interval: nanoseconds and number of steps ended in it
+        self._bars: dict[int, tuple[int, int]] = {}  # for each interval, duration and number of steps ended in it
 
     def add(self, event: Event) -> None:
         """Add a step, which may not have ended."""

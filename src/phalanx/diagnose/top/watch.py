@@ -102,7 +102,7 @@ class Watch:
         self._jobs: list[Job] = []
         self._finding = Seldom(10.0, share=0.001)
         self._measuring_pss = Seldom(10.0, share=0.001)
-        self._stragglers: dict[tuple[int, ...], _Stragglers] = {}  # by the pids of a job's ranks
+        self._stragglers: dict[tuple[int, ...], _Stragglers] = {}  # ledgers of jobs, by the pids of a job's ranks
 
     def look(self, wait_s: float = 0.0) -> list[JobView]:
         """Return the jobs as they are now, newest last.

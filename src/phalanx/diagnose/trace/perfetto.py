@@ -5,6 +5,7 @@ are instants. A flow (an arrow) leads from the rank that came last to a collecti
 a collective of several hosts, each host records its own steps, in which the hosts do not meet. So an arrow joins two
 hosts only between steps that overlap and belong to the same call, and only if the later rank came later than all ranks
 of the other host by more than the error of the clocks.
+
 The documented JSON is written and not Perfetto's protobuf: browsers read it, tests check it, and 24,000 slices are half
 a megabyte when compressed. A trace of a running job begins with what its boxes still hold; if the job hangs, those are
 the events that matter.
@@ -98,7 +99,7 @@ class _Rank:
         numbers = itertools.count(_FIRST_LANE)
         lanes: dict[int, list[tuple[int, list[int]]]] = defaultdict(
             list
-        )  # by thread: its tracks, each with the ends of its open slices
+        )  # tracks of each thread, each with the ends of its open slices
         for event in self.events:
             end = event.ended_ns or 1 << 63
             known = lanes[event.thread]
@@ -187,7 +188,7 @@ def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple
 
 
 def _last_of(lasts: Mapping[str, _Call], rank: _Rank) -> _Call:
-    """Return the last arrival on the rank's host, or a later one elsewhere that the clocks' error can't explain."""
+    """Return the last arrival on the rank's host, or one elsewhere, if even with the clocks' error it is later."""
     here = lasts[rank.box.host]
     later = (call for call in lasts.values() if call.begun_ns - call.rank.within_ns - rank.within_ns > here.begun_ns)
     return max(later, key=lambda call: call.begun_ns, default=here)

@@ -199,7 +199,7 @@ def activity_of(rank: int, look: Look, helpers: Sequence[Look] = ()) -> Activity
 
 
 def _may_be_longer(still_s: float | None, last: Call | None) -> bool:
-    """Whether a thread may have been there for longer than its present sleep, judging by its last operation."""
+    """Whether a thread may have been where it is for longer than it has slept, judging by its last operation."""
     if still_s is None:
         return False
     return last is None or last.since_s is None or last.since_s > still_s + _SOON_S

@@ -1,7 +1,9 @@
-"""Finds, from the evidence, the ranks that the others wait for. The result is a `Finding`; `wording` makes the
-sentence. On phalanx, numbers tell which ranks are late: those whose last collective of the group in their box has a
-lower number. On other backends only stacks can be compared. If all ranks wait, in calls that do not match, the smaller
-set of ranks is named. For a run that has ended, the same findings are drawn from saved boxes and error files (`past`).
+"""Finds, from the evidence, the ranks that the others wait for.
+
+The result is a `Finding`, of which `wording` makes a sentence. On phalanx, numbers tell which ranks are late: those
+whose last collective of the group in their box has a lower number. On other backends only stacks can be compared. If
+all ranks wait, in calls that do not match, the smaller set of ranks is named. For a run that has ended, the same
+findings are drawn from saved boxes and error files (`past`).
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
     others = [one for one in activities if one.rank != doing.rank]
     if call.is_message and call.group in ("", WORLD) and call.peer is not None:
         return {one.rank for one in others if one.rank == call.peer}
-    if call.is_message:  # in a smaller group, peers have other numbers, so any member may be the peer
+    if call.is_message:  # any member may be the peer: in a smaller group, ranks have other numbers
         return {
             one.rank for one in others if one.call is None and (not one.progress or call.group in ("", *one.progress))
         }
@@ -161,6 +163,7 @@ def _circle(awaited: Mapping[int, set[int]], by_rank: Mapping[int, Activity]) ->
 
 def _is_late(one: Activity, call: Call) -> bool:
     """Whether a rank has not begun a numbered collective of its group.
+
     If its box tells which collectives it has begun, ranks outside the group are not late. Otherwise membership is
     unknown, and a rank is late if it is not seen waiting in the same call.
     """

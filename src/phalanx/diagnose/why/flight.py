@@ -1,4 +1,5 @@
 """Reads torch's Flight Recorder for ranks on NCCL, whose collectives phalanx does not record.
+
 If the job was told to open a pipe (``TORCH_NCCL_DEBUG_INFO_PIPE_FILE``), a thread of NCCL's process group writes the
 record to a file whenever something comes through the pipe, even if the rank hangs. It checks the pipe once a second, so
 the answer takes up to 1.3 s; stacks are read meanwhile. The file is a pickle of plain values, and is unpickled without

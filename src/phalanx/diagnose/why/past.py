@@ -88,7 +88,7 @@ def _evidence_in(folder: Path) -> Evidence:
 
 
 def _other_hosts(boxes: Path, seen: Sequence[RankSeen]) -> tuple[str, ...]:
-    """Return the other hosts of an attempt; two launchers on one host may each have ranks."""
+    """Return the hosts of an attempt, except those of the ranks seen: two launchers on one host share its name."""
     own = {one.look.box.host for one in seen if one.look.box}
     return tuple(sorted(printable(host) for host in load_clocks(boxes) if host not in own))
 
@@ -126,6 +126,7 @@ def _saved(folder: Path) -> dict[int, _Saved]:
 
 def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
     """Return the ranks, adding the wait from which Ctrl-C or another's failure released them just before they ended.
+
     The box has an end for that operation, but it can't have succeeded if a rank that it needs was missing.
     """
 

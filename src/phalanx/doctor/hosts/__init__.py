@@ -1,4 +1,5 @@
 """The hosts of a job, examined together: they meet in a store, and missing hosts are named.
 
-Start with `hosts`. Nothing here trusts what another host says unchecked.
+Start with `hosts`. All of it runs in the process that has torch. Nothing here uses a value from another host before
+`messages` has checked its form.
 """

@@ -22,12 +22,12 @@ from phalanx.wire.waiting import wait_until
 
 Send = Callable[[dict[str, Any]], None]
 
-PATIENCE_S = 2.0  # before a line names the hosts that are missing
+PATIENCE_S = 2.0  # time before a line names the hosts that are missing
 POLL_S = 0.02
-STAGE_S = 20.0  # for one stage on all hosts
+STAGE_S = 20.0  # time in which all hosts must complete a stage of the meeting
 _HELLO = "phalanx-doctor"
 _HANDSHAKE_S = 2.0
-_NAME_S = 5.0  # for a name to appear in DNS
+_NAME_S = 5.0  # time in which the name of host 0 may still appear in DNS
 _KNOCK_EVERY_S = 0.2
 
 
@@ -56,7 +56,7 @@ class Bulletin(JsonStore):
         return value
 
     def sync(self, name: str, members: Sequence[int]) -> bool:
-        """Wait until all members have called this; return False if some have not in time."""
+        """Wait until all members have called this with the same name; return False if some have not in time."""
         ends_s = time.monotonic() + STAGE_S
         self.add(f"sync/{name}", STAGE_S)
         have_come = wait_until(lambda: self.count(f"sync/{name}") >= len(members) or None, ends_s, most_s=POLL_S / 4)
@@ -88,7 +88,7 @@ def come_to_bulletin(host: str, port: int, ends_s: float, send: Send) -> tuple[B
     _knock(host, port, ends_s, send)
     todo = "a job may be running there, or host 0 was given another port: see host 0"
     timeout = timedelta(seconds=_HANDSHAKE_S)
-    try:  # torch would wait forever for a server that accepts the connection and says nothing
+    try:  # has a deadline, because torch would wait forever for a server that accepts the connection and says nothing
         store = within(2 * _HANDSHAKE_S, lambda: dist.TCPStore(host, port, is_master=False, timeout=timeout))
     except Exception as error:
         why = str(error) if isinstance(error, UnansweredError) else brief_error(error)

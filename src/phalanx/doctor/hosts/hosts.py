@@ -1,11 +1,13 @@
 """The hosts of a job meet, probe each other and try Gloo; host 0 gathers the results.
 
-This runs in the process that has torch. Host 0 decides who is there; whoever has come is measured, whether or not all
-have. Every wait has a deadline in seconds (``--timeout``); missing hosts are named, and the others go on.
+This runs in the process that has torch. Host 0 decides which hosts take part; those that have arrived are measured,
+even if others are missing. Every wait has a deadline in seconds (``--timeout``); missing hosts are named, and the
+others go on.
 
-Gloo is tried as a job would find it, and where that fails, over the interface towards host 0, which tells the usual
-fault (a host's own name that leads to loopback) from a closed network. Where one host's Gloo fails at once, another's
-waits for five times its timeout, so the tries are abandoned by what the hosts tell each other in the store.
+Gloo is first tried as configured, as in a job. If that fails, it is tried over the interface towards host
+0. If that works, the usual fault is the reason (a host's own name leads to loopback), and not a closed network. If Gloo
+fails at once on one host, it waits for five times its timeout on another, so hosts note a failure in the store, and the
+others then abandon the try.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from phalanx.wire.messages import GarbledError
 from phalanx.wire.waiting import wait_until
 
 _MOST_REFUSED = 20
-_SLACK_S = 45.0  # for a host that has arrived to examine itself
+_SLACK_S = 45.0  # time that a host needs, after its arrival, to examine itself
 _SAME_VERSION = "the same version of phalanx on all hosts, and a --master-port that no other program uses"
 _SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on each"
 
@@ -202,11 +204,11 @@ class HostExamination:
             with contextlib.suppress(GarbledError):
                 if self._bulletin.has(
                     f"refused/{number}"
-                ):  # its host may have increased the counter but not yet written the reason
+                ):  # the host may have increased the counter but not yet written the reason
                     refused.append(self._bulletin.get(f"refused/{number}", messages.text))
         findings = [problem("meeting", why, _SAME_FLAGS) for why in refused]
         missing = self._missing({*members, *self._garbled})
-        if missing and len(members) < self._role["least_hosts"]:  # fewer than --nnodes MIN:MAX allows
+        if missing and len(members) < self._role["least_hosts"]:  # fewer than MIN in --nnodes MIN:MAX
             found = f"{named('host', missing)} did not come to {self.where} within {self._role['timeout_s']:g} s"
             todo = f"start phalanx doctor there too; where it runs, it says why {self.where} is not reached"
             findings.append(problem("meeting", found, todo, missing=missing))
@@ -232,7 +234,7 @@ class HostExamination:
         if any("error" in link for link in to.values()):
             bulletin.add("unreachable")
         if bulletin.sync("links", members) and not bulletin.count("unreachable"):
-            measured["gloo"] = self._try_gloo(members)  # which needs every link
+            measured["gloo"] = self._try_gloo(members)  # last, because it needs every link
         return measured
 
     def _try_gloo(self, members: Sequence[int]) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from phalanx.doctor.exercise import ABANDONED, SIZE_BYTES
 from phalanx.doctor.finding import Finding, note, ok, problem, warning
 
 _CLOCK_NOTE_S, _CLOCK_WARNING_S = 0.1, 2.0
-_SLOW_LINK_BYTES_PER_S = 0.1e9  # less than most of Ethernet at 1 Gbit/s
-_STRAGGLER = 0.5  # of the median of all links
+_SLOW_LINK_BYTES_PER_S = 0.1e9  # below this, a link is slower than Ethernet at 1 Gbit/s usually is
+_STRAGGLER = 0.5  # a link below this fraction of the median of all links is a straggler
 _COMPARED = ("torch", "phalanx", "python")
 
 

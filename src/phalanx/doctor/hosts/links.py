@@ -23,8 +23,8 @@ _STAMP = struct.Struct("!d")
 _COUNTED = struct.Struct("!Qd")
 _NUM_TRIPS = 20
 _BLOCK_BYTES = 1 << 18
-_FEWEST_BLOCKS = 4  # however slow the sender
-_SLOW_START = 0.25  # of the stream, not counted
+_FEWEST_BLOCKS = 4  # blocks that are sent in any case, even if that takes longer than planned
+_SLOW_START = 0.25  # first part of a stream's time, which is not counted
 _MOST_CALLERS = 256
 _LAST_S = 1e12  # latest plausible time, some 30,000 years from now
 _LEAST_S = 1e-6  # shortest plausible stream
@@ -53,7 +53,7 @@ class Listener:
         for _ in range(_MOST_CALLERS):
             try:
                 caller, _ = self._socket.accept()
-            except OSError:  # closed
+            except OSError:  # close() was called
                 return
             threading.Thread(target=self._answer, args=(caller,), name="doctor-answer", daemon=True).start()
 
@@ -71,7 +71,7 @@ class Listener:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._socket.close()
 
 
@@ -85,7 +85,7 @@ def _count(caller: socket.socket) -> tuple[int, float]:
     if len(marks) < 2:
         return total, 0.0
     first_s, last_s = marks[0][0], marks[-1][0]
-    # The last mark in the slow start: a delayed receiver may have none directly after it.
+    # Begins at the last mark within the slow start, because a delayed receiver may have no mark shortly after it.
     began_s, skipped = [mark for mark in marks if mark[0] <= first_s + _SLOW_START * (last_s - first_s)][-1]
     return total - skipped, last_s - began_s
 
@@ -114,7 +114,7 @@ def measure_trip(connection: socket.socket) -> Trip:
         if not 0 <= there_s < _LAST_S:
             raise OSError(errno.EPROTO, "its answer is not a plausible time")
         trips.append(took_s)
-        # Cristian 1989: the other clock is assumed read halfway through the trip; the shortest trip errs least.
+        # Cristian 1989: assume that the other clock was read halfway through the trip. The shortest trip errs least.
         best = min(best, (took_s, there_s - (sent_wall_s + took_s / 2)))
     return Trip(sorted(trips)[_NUM_TRIPS // 2], best[1])
 

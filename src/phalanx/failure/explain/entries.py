@@ -1,7 +1,7 @@
-"""Reads the entries: each is a section of a topic's file, under a heading that is its name.
+"""Reads the entries. Each is a section of a topic's file; the heading is its name.
 
-The first paragraph of a section says in a line what happened. Its ``text`` blocks hold the messages as they are
-printed, separated by blank lines; ``<words>`` stand for what differs from case to case, and a line that begins with
+The first paragraph of a section says in one line what happened. Its ``text`` blocks hold the messages as they are
+printed, separated by blank lines; ``<words>`` in angle brackets stand for parts that vary, and a line that begins with
 four spaces continues the one before.
 """
 

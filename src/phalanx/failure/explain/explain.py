@@ -16,7 +16,7 @@ from phalanx.failure.explain.search import find, of_exit
 
 RIGHT_CALL = "phalanx explain [NAME | MESSAGE]"
 _WIDTH = 80
-_LINK = re.compile(r"\[([\w-]+)\]\(\w+\.md#[\w-]+\)")  # to another entry: for the site
+_LINK = re.compile(r"\[([\w-]+)\]\(\w+\.md#[\w-]+\)")  # a link to another entry, which works only on the site
 _GAP = re.compile(
     r"([\u3000-\u30ff\u4e00-\u9fff\uff00-\uffef](?:\x1b\[[\d;]*m)*) (?=(?:\x1b\[[\d;]*m)*[\u4e00-\u9fff])"
 )
@@ -68,7 +68,7 @@ def _find(text: str) -> tuple[str, list[str]]:
     """Return the entry that is meant, and others that may be.
 
     Raises:
-        UsageError: None is.
+        UsageError: No entry fits.
     """
     known = entries()
     word = text.strip().lower().replace("_", "-")
@@ -107,7 +107,7 @@ def _list(language: str) -> list[str]:
 
 def _show(entry: Entry) -> None:
     """Print an entry: formatted on a terminal, plain elsewhere."""
-    from rich.console import Console  # not where a job is started
+    from rich.console import Console  # here, because starting a job must not import rich
     from rich.markdown import Markdown
 
     is_terminal = sys.stdout.isatty()
@@ -117,7 +117,7 @@ def _show(entry: Entry) -> None:
         console.print(entry.name, style="bold", markup=False)
         console.print()
         console.print(Markdown(_LINK.sub(r"`\1`", entry.text), code_theme="ansi_dark", inline_code_theme=None))
-    text: Any = _GAP.sub(r"\1", shown.get())  # Markdown needs a space after **...**, and Chinese has none there
-    if not is_terminal:  # the blocks are padded to the width
+    text: Any = _GAP.sub(r"\1", shown.get())  # drops spaces after **...**, which Markdown needs and Chinese does not
+    if not is_terminal:  # rich has padded the blocks to the full width
         text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
     print(text, end="")

@@ -16,10 +16,10 @@ from phalanx.failure.explain.entries import entries
 _PLACE = re.compile(r"<[^<>\n]+>")
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d]|['./-](?=\w))+")
 _LEAST_SHARE = 0.55
-"""Of a message's weight that has to be in the pasted text, or the reverse."""
+"""Fraction of a message's weight that must be in the pasted text, or of the text's in the message."""
 _NEAR_SHARE = 0.2
 _GENERAL = frozenset({"rank-exited", "rank-failed", "rank-error", "error"})
-"""Entries that only say that something else has gone wrong: they stand back behind one that says what."""
+"""Entries that say only that something has gone wrong; an entry that says what takes precedence."""
 
 
 _CODE = re.compile(r"(?:exit(?:ed)?|code|status|exitcode)[^\w-]+(?:with )?(-?\d+)\b|^\W*(-?\d+)\W*$")
@@ -29,14 +29,11 @@ _ABOUT_ENDS = frozenset({
     "kill", "killed", "pid", "process", "program", "python", "received", "returned", "script", "signal", "status",
     "task", "terminated", "the", "was", "with",
 })  # fmt: skip
-"""Words around a number that say no more than that it is an exit code or a signal."""
+"""Words that may stand around a number which is an exit code or a signal."""
 
 
 def find(text: str) -> tuple[str, list[str]]:
-    """Return the name of the entry that explains a message, and those that come nearest, best first.
-
-    The first is empty if none certainly explains it.
-    """
+    """Return the name of the entry that surely explains a message, or "", and the nearest entries, best first."""
     known = entries()
     if (name := addressed(text)) in known:
         return name, []
@@ -85,7 +82,7 @@ def _patterns() -> tuple[list[tuple[str, frozenset[object]]], dict[object, float
 
 
 def _of_message(message: str) -> frozenset[object]:
-    """Return the words of a message and the pairs of neighbours among them, but none across what differs."""
+    """Return the features of a message: its words, and pairs of neighbouring words with no varying part in between."""
     return frozenset().union(*(_features(part) for part in _PLACE.split(message)))
 
 
@@ -95,6 +92,6 @@ def _features(text: str) -> frozenset[object]:
 
 
 def _weights(patterns: Iterable[frozenset[object]]) -> dict[object, float]:
-    """Return how much each feature tells: one that is in few messages tells more."""
+    """Return the weight of each feature: the fewer messages have it, the more."""
     counts = collections.Counter(feature for pattern in patterns for feature in pattern)
     return {feature: 1.0 / math.sqrt(count) for feature, count in counts.items()}

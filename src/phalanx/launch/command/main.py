@@ -32,6 +32,7 @@ def main(args: Sequence[str]) -> int:
 
 def _run_warm(plan: Plan, args: Sequence[str], *, is_trial: bool = False) -> str:
     """Have a warm process run the job, and end as it ends. Returns only if none does, with the reason.
+
     With `is_trial`, nothing is run, and the return value says what would be done.
     """
     from phalanx.launch.warm import starter  # a cold start does without this import

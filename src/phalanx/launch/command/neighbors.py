@@ -1,10 +1,12 @@
 """Launchers of one user on one machine find each other in a folder, and the last to start warns if cores are short.
+
 The warning only says what to set; each launcher still takes all cores that it may use. Sharing them out automatically
 would not do: the numbers of ranks and threads decide the result, to the bit; a running job can't change its own; and
 nobody knows which job ends first. On two cores, a step of a small model with two threads took 0.29 ms alone, 7 and 14
 ms in two jobs at once, 0.98 ms in both with OMP_NUM_THREADS=1, and 1.7 ms with threads that sleep while they wait. If
 only the second job has one thread, only that one is fast. Two ranks in each of two jobs took 1.7 ms, where one job took
 0.58 ms.
+
 Each launcher keeps a file in its user's folder under a record lock. The lock ends with the process, and no child
 inherits it.
 """
@@ -74,7 +76,7 @@ class Presence:
             return
         with contextlib.suppress(OSError):
             folder = make_folder()
-            self._announce(folder, claim)  # before it looks: if two start at once, at least one sees the other
+            self._announce(folder, claim)  # before the look: if two start at once, at least one sees the other
             self.others = _claims_in(folder)
 
     def _announce(self, folder: str, claim: Claim) -> None:

@@ -3,9 +3,12 @@
 ``--nproc-per-node`` is ``auto`` by default, where torchrun starts one rank. ``cpu`` means every usable CPU, as in
 torchrun; ``auto`` counts physical cores, since two ranks on one core gain nothing, and counts GPUs only if the
 installed torch is built for GPUs.
+
 On one node, the rendezvous flags set only the port and the run's id: ranks need no agent's store there.
+
 Ranks are not pinned if a cgroup quota pays for fewer CPUs than there are, or if the user asks for more threads than a
 rank has CPUs: other processes then run on those CPUs, too, and a pinned rank could not move away.
+
 Inter-op threads and malloc arenas are left alone. torch starts inter-op threads when something asks for them, and lets
 a process set their number only once: if the launcher did, the script's own call would be an error.
 """

@@ -84,7 +84,7 @@ class Agent:
         self._joining_s = time.monotonic()
         self._times: dict[
             str, tuple[float, float]
-        ] = {}  # by peer: when it sent its last heartbeat, by its clock, and when that arrived, by ours
+        ] = {}  # for each peer: when it sent its last heartbeat (its clock), and when that arrived (ours)
         self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # linked nodes by id
         self._signs: dict[str, messages.LossSign] = {}  # how the loss of a node was noticed, by host
@@ -192,7 +192,7 @@ class Agent:
         Raises:
             OSError: The nodes did not meet.
         """
-        if self._job.drain_file or self._job.drain_url:  # before the nodes meet, which may take a while
+        if self._job.drain_file or self._job.drain_url:  # asked before the nodes meet, which may take a while
             from phalanx.launch.nodes.notices import Notices
 
             left = "was there before this job: it is no notice until it is touched"
@@ -334,6 +334,7 @@ class Agent:
 
     def _ask_supervisor(self) -> None:
         """Ping the supervisor once a second; exit if it has not answered for `ANSWERS_S`.
+
         Then it has been stopped (SIGSTOP), and the other nodes are to continue without this one.
         """
         now_s = time.monotonic()
@@ -361,7 +362,7 @@ class Agent:
         if "state" in message:
             beat, now_s = read_value(message, messages.Heartbeat), time.monotonic()
             if peer not in self._times:
-                self._told = None  # sends one at once: the peer counts no answer before one echoes its heartbeat
+                self._told = None  # so that a heartbeat goes out now: the peer waits for one that echoes its own
             if beat.echo and peer in self._nodes:
                 self._clocks.heard(self._nodes[peer].host, beat.echo, beat.came, beat.at, now_s)
             self._times[peer] = beat.at, now_s

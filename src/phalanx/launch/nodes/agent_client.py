@@ -166,6 +166,7 @@ class AgentClient:
 
     def await_end(self) -> None:
         """Wait until the agent says that the job has ended, at most for the grace period.
+
         If this node exited before the others know, they would count it as lost.
         """
         deadline = time.monotonic() + self._job.grace_s
@@ -176,6 +177,7 @@ class AgentClient:
 
     def look(self) -> bool:
         """Do what is due while ranks run. The supervisor calls this regularly.
+
         Kills the ranks if the agent has not pinged for `AGENT_S`. Asks for more ranks when it is time to. If a newer
         snapshot is awaited, reports it once it is there, or at once if the ranks take none.
 
@@ -221,7 +223,7 @@ class AgentClient:
         )
 
     def _take(self) -> None:
-        if self._num_asked:  # from its first ping on, the agent pings once a second
+        if self._num_asked:  # the agent pings once a second after its first ping
             self._stopped_s = max(self._stopped_s, time.monotonic() - self._heard_s)
         for packet in self._channel.receive():
             self._obey(messages.read_packet(packet))

@@ -458,6 +458,7 @@ class Agreement:
 
     def _next_members(self, voters: Sequence[Node], cause: Cause | None) -> tuple[Node, ...]:
         """Return the members of the next attempt; empty while this node waits for more nodes.
+
         `cause` is the failure that ended the last attempt.
         """
         rules, old = self._rules, self.view.ids if self.view is not None else ()

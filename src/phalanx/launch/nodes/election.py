@@ -79,7 +79,7 @@ class Election:
             self.dead.add(peer)
 
     def is_dialed(self, now_s: float) -> bool:
-        """Whether to let another node connect first, a while longer."""
+        """Whether this node should still wait, so that another node connects first."""
         return now_s - self._quiet_since_s < SETTLE_S
 
     @property

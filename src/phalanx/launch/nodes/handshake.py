@@ -3,6 +3,7 @@
 Each node connects to all meeting places of the list. A node on the host of a place may begin the job, but waits 5 s for
 each place before its own in the list. If two nodes begin anyway, there are two jobs, and the younger one gives way. A
 scheduler's list is cut to four places, because every node connects to every place.
+
 Scripts that differ between nodes are reported, not refused: somebody may edit a script in a shared folder while a job
 runs, and a host that comes back afterwards must be let in.
 """

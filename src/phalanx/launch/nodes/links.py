@@ -23,7 +23,7 @@ from phalanx.wire.lines import as_line, read_line
 from phalanx.wire.messages import read_value
 
 _INTERACTIVE = 6  # SO_PRIORITY: ahead of bulk traffic
-_MOST_BYTES = 1 << 22  # in one line, or waiting to be sent
+_MOST_BYTES = 1 << 22  # most bytes of a line, and most that may wait to be sent
 _MOST_STRANGERS = 64  # connections without a completed handshake
 _BUFFER_BYTES = 1 << 18
 
@@ -160,7 +160,7 @@ class Links:
             self._add(_Link(end, time.monotonic(), place))
         else:
             end.close()
-        if result == errno.ECONNREFUSED:  # on the same host, the answer is immediate
+        if result == errno.ECONNREFUSED:  # a refusal comes at once if the peer is on this host
             self._bury(place)
         return ""
 

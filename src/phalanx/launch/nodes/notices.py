@@ -104,7 +104,7 @@ class Notices:
         self._say(f"{self._service.url} says that this host is to go")
 
     def _say(self, notice: str) -> None:
-        if self._said.acquire(blocking=False):  # of two notices, only the first is told
+        if self._said.acquire(blocking=False):  # only the first of two notices is told
             self._tell(notice)
 
 

@@ -4,6 +4,7 @@ A module that is imported ahead reads the environment before the script has run,
 So the process that imports ahead notes which package has read which variables. A rank that is forked from it hides the
 packages; when the script imports one, the rank compares. A variable that differs is reported by name. Reads by native
 code can't be noted; for torch, every variable in `READ_BY_TORCH` counts as read. This module imports no torch.
+
 Our own variables that ``import torch`` obeys (``PHALANX_REPLACE``) are unset while the forker or a fork server imports
 it, and obeyed later in the rank: at its import of torch, or before the function of `phalanx.spawn`.
 """
@@ -123,7 +124,7 @@ class Hidden:
         self._imports, self._on_return = imports, on_return
         packages = set(imports.outer).difference(sys.stdlib_module_names, map(_package_of, keep))
         self._specs: dict[str, ModuleSpec | None] = {}  # original specs of packages that are being restored
-        self._modules: dict[str, dict[str, ModuleType]] = {}  # by package
+        self._modules: dict[str, dict[str, ModuleType]] = {}  # modules by package
         for name in [name for name in sys.modules if _package_of(name) in packages]:
             self._modules.setdefault(_package_of(name), {})[name] = sys.modules.pop(name)
         if self._modules:
@@ -211,8 +212,9 @@ def begin_log(given: Collection[str]) -> None:
 
 
 def replay(logs: Sequence[Mapping[str, Any]], imports: Imports, left_out: Collection[str]) -> set[str]:
-    """Import what the first of several ranks has imported, in the same steps. Errors are ignored: the script meets
-    them.
+    """Import what the first of several ranks has imported, in the same steps.
+
+    Errors are ignored, because the script will meet them.
 
     Args:
         logs: Results of `Log.summary` in each rank.

@@ -182,6 +182,7 @@ def execute(command: Sequence[str]) -> Begin:
 
 def serve_preloaded(loaded_before: Collection[str]) -> None:
     """Import what ranks share, and serve the supervisor; return in each rank, which then goes on into its script.
+
     If a fork could not go on as if nothing had been imported, it executes the command anew.
 
     Args:
@@ -210,7 +211,7 @@ def _prepare_and_serve(
     modules_files, left_out = modules
     if modules_files and not trouble:
         unfit = replay([_read_json(path) for path in modules_files], imports, left_out)
-        atexit.register(gc.unfreeze)  # in a rank: otherwise libraries report as leaked what the collector can't reach
+        atexit.register(gc.unfreeze)  # runs in a rank; otherwise libraries report frozen objects as leaked
     gc.freeze()  # so that the collector does not touch these pages, and they stay shared
     gc.enable()
     begin, can_go_on = way_into_script(sys.orig_argv, loaded_before, imports)

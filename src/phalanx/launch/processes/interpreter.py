@@ -1,4 +1,5 @@
 """Makes this interpreter run another script or module than the one it was started on.
+
 A warm process is Python stopped in the site hook, before it has opened its script. The name of the script is in
 CPython's ``PyConfig``. It is replaced there with the functions that embedders use, so the interpreter itself makes
 ``__main__``, ``sys.path`` and tracebacks; `runpy` would show in every traceback. The layout of that structure differs

@@ -22,6 +22,7 @@ def modules_file(rank_folder: str) -> str:
 
 def note_modules() -> None:
     """Tell the supervisor which installed modules this rank has imported, and how. To be called once it trains.
+
     Does nothing outside ``phalanx run``, if no restart is allowed, or without preloading.
     """
     folder = own_folder()

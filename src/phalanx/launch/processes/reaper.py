@@ -1,4 +1,5 @@
 """The parent of a forker: kills everything that the forker has started, once the supervisor or the forker is gone.
+
 Supervisor, reaper and forker watch each other: if some of the three are killed, one that is left ends the job. It
 learns of the others' end from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each is a subreaper
 and each rank leads a session, so every process under the forker has a living ancestor that kills it. When the
@@ -8,6 +9,7 @@ killed it at once and were itself killed in the next millisecond, nobody would b
 The reaper does nothing else. It has a name and a command line of its own, because people kill a job by name (``pkill
 -9 -f train.py``), and would otherwise kill all three at once. If all three are killed, processes that ranks have
 started stay alive, unless the whole cgroup was killed.
+
 The fork server of `phalanx.spawn` has a reaper, too: the first module that the server imports forks it, and the process
 that multiprocessing started becomes the reaper. A server serves all calls of a script, so what ranks leave behind is
 ended only when the script ends, in whatever way. Reaper and server are in a process group of their own, because
@@ -49,7 +51,7 @@ def fork_forker(supervisor_pid: int, told: int) -> None:
     """
     supervisor, forker_pid = _fork_below(supervisor_pid)
     if forker_pid == 0:
-        os.write(told, b"%d" % os.getpid())  # before the forker prints anything
+        os.write(told, b"%d" % os.getpid())  # told before the forker prints anything
         os.close(told)
         return
     _close_all_but(supervisor)

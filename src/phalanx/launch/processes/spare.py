@@ -128,6 +128,7 @@ def forget_all_but(shared: Collection[str]) -> None:
 
 def _draw_anew() -> None:
     """Redo what modules did once at import, such as seeding; otherwise all jobs of a warm process would share it.
+
     Not needed for ``tempfile``, which seeds in each process, or ``uuid`` and ``secrets``, which use the kernel's
     numbers.
     """

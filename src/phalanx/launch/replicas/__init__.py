@@ -1,3 +1,4 @@
-"""The replicator: a process beside the supervisor that copies this node's snapshots into other nodes' memory, and keeps
-snapshots of theirs. Start with `replicator`. Nothing here knows what a snapshot holds.
+"""The replicator: a process that copies this node's snapshots into other nodes' memory, and keeps copies of theirs.
+
+It runs beside the supervisor. Start with `replicator`. Nothing here knows what a snapshot holds.
 """

@@ -1,18 +1,22 @@
 """Copies this host's snapshots into other hosts' memory, and keeps theirs in this host's. Imports no torch.
+
 The supervisor starts one such process per host, at the lowest priority. It is a process of its own because the agent's
 heartbeats may not wait, and the ranks' group is busy with training. One thread sends; for each host that sends to us,
 one thread receives. Images are sent from the memfd of the snapshots with `sendfile`, and the other host's replicator
 receives them into its own memfd.
+
 The protocol, over TCP: an **offer** (a line of JSON) says which images are to come, and which snapshot must not be
 overwritten for them. The holder confirms at once that it has heard the offer. When it has made room, it answers that
 the images may come, or why not. The images follow in pieces, each preceded by its length and answered by a byte.
 `sendfile` does not copy: if a rank writes into a page before it has been answered, the new bytes may be sent. So at the
 end the sender checks that no rank has written into the images, and only then has the holder mark them as whole.
+
 **Training goes first.** A piece has as many bytes as the link carries in 4 ms (8 KiB at least), and is answered before
 the next is sent, so a message of the ranks never waits behind more than one piece; between pieces, the link is left
 alone for as long again. A limit of the rate (SO_MAX_PACING_RATE) would need a number that nobody knows. Between copies
 the process rests until it has used 1 % of the processors' time; training loses some three times as much, because the
 kernel's work for the link and colder caches are not in that time.
+
 **Its death.** The supervisor starts it again after a pause that doubles; the new process itself makes the pause, so the
 supervisor needs no timer. The supervisor keeps the listener open, so the port that other nodes know stays the same.
 Meanwhile ranks still ask for replicas, so the safe snapshot stays until a newer one has been copied; if a host is lost
@@ -47,7 +51,7 @@ _MOST_FAILURES = 3  # failures of each holder after which a snapshot is left wit
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
 _REST, _SLOW_REST = 1.0, 4.0  # rests, in durations of a piece; the second if even the smallest piece takes too long
-_SHARE_OF_CPUS = 0.01  # for copying and receiving; training loses some three times as much
+_SHARE_OF_CPUS = 0.01  # fraction of the CPUs for copying and receiving; training loses about three times as much
 
 
 class Refused(Exception):

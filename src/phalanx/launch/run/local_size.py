@@ -49,7 +49,7 @@ class LocalSize:
         self._proven = 0  # the number of ranks that made progress before MAX was tried again; 0: MAX was not
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # of all snapshots that are here now, replicas included
+        self._attempt_before = newest_attempt(self._fd)  # that of the snapshots here now, replicas included
         self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check after the wait was over
 
     @property
@@ -119,6 +119,7 @@ class LocalSize:
 
     def go_on(self, num_ranks: int) -> None:
         """Begin the next attempt with `num_ranks`, after one that ended for a reason outside this node.
+
         If MAX is being tried, the trial goes on, unless MAX ranks have already made progress.
         """
         is_trial, proven = self.is_trial, self._proven
@@ -135,6 +136,7 @@ class LocalSize:
 
 class SharedSize:
     """The number of ranks of one node among several: what it offers the others, and what they have agreed on.
+
     Only the node whose rank was the cause of a failure changes its number. Nodes agree on the cause only after each has
     reported its own failure, so the report says what the node will do if its failure is the cause.
     """

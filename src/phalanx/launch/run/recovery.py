@@ -7,6 +7,7 @@ last rank; the start of the next attempt; and, from the black box of the host's 
 ``checkpoint.load`` and of the first step. One rank is enough, since a step needs all of them. Times of different hosts
 are never compared: each launcher reports its own. If a node was lost, the first sign is the end of its connection, or
 the last message from it.
+
 For this, ranks record one phase and one note in ``checkpoint.load``. The supervisor reads the box 20 times a second for
 a minute after a restart, then once a second, until the line is printed. The box of the previous attempt, which tells
 how many steps are repeated, is read only when a step has ended: before that, the starting ranks need the cores. If a
@@ -28,7 +29,7 @@ from phalanx.launch.nodes.messages import LossSign
 from phalanx.record.beginning import Before, Beginning, is_numbered, num_repeated, read_before
 from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
 
-_PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # between two reads, at first and later
+_PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # pauses between two reads, at first and later
 _SOON_S = 60.0  # time after the start during which the shorter pause applies
 _RAISED_S = 0.5  # time for an error, which may have ended the step, to be recorded or to end its rank
 

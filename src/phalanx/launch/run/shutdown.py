@@ -182,7 +182,7 @@ class Shutdown:
             self.end(signal.SIGKILL, running or None)
 
     def within(self, timeout_s: float | None) -> float | None:
-        """Return `timeout_s`, the supervisor's, shortened to the time of the next report."""
+        """Return the supervisor's timeout, or the time until `say_who_is_late` must be called if that is shorter."""
         if self._late_at_s is None:
             return timeout_s
         left_s = max(0.0, self._late_at_s - time.monotonic())

@@ -49,7 +49,7 @@ from phalanx.rendezvous.launched import Notes
 if TYPE_CHECKING:
     from phalanx.launch.processes.spare import Spare
 
-_LOOK_S = 0.2  # between two calls of `until`
+_LOOK_S = 0.2  # interval of the calls of `until`
 
 
 class Supervisor:
@@ -59,7 +59,7 @@ class Supervisor:
         self._job = job
         self._folder = folder
         self._spare = spare
-        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # which the shell has started
+        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # the shell started it
         self.memory = job.memory  # the next attempt's treatment of freed memory
         self.events = EventLoop(self._say_log_problem)
         self._console = Console(

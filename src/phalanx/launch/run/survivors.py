@@ -6,6 +6,7 @@ the stack unwinds, all groups are destroyed, and the rank reports that it is wai
 with `LastWords` like any other. For the next attempt, the supervisor sends it a new environment, and forks the other
 ranks. On several nodes the agent's "stop" has the same effect; other nodes need not know. The rank's side is
 `phalanx.session.survival`.
+
 - **A rank that has not stopped** after 2 s, because it reached no collective, is ended and forked again. No signal
   interrupts it: an exception in the middle of a loader or of native code would leave an undefined state.
 - **Forkers.** A kept process is the child of the forker that forked it. The standby forks the others; the relieved

@@ -3,6 +3,7 @@
 Every rank's lines are written whole, each with the prefix ``[rank N]``. On a terminal, rank 0 is shown live instead,
 character by character, so that its progress bar moves; lines of other ranks are inserted above the line that it is
 writing. While a debugger's prompt is open, the prompt is live, and rank 0 is shown like the others.
+
 If we are on a terminal, rank 0 writes to a pseudo-terminal; all others write to pipes. The pseudo-terminal is narrower
 than the screen by the length of the prefix, because a progress bar that wraps can't be rewritten in place; for the same
 reason a COLUMNS that is too wide is emptied for the rank. The Trainer's bar is rich's, which captures stderr and shows

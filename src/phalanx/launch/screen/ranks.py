@@ -1,4 +1,5 @@
 """One rank as the supervisor sees it: a process and two streams.
+
 When a traceback begins on a rank's stderr, it is held back on the screen. If the rank ends, the traceback goes into the
 report of the failure. If it does not end within 5 s (30 s after torch's own prefix, which only an uncaught exception
 has), the rank has evidently gone on, and the traceback is shown. The logs get everything at once. A log that can't be
@@ -210,7 +211,7 @@ class Rank:
 
     @property
     def said_why(self) -> bool:
-        """Whether it has reported an exception that no other rank caused: it has ended or is about to."""
+        """Whether the rank has printed an exception that no other rank caused, so that it has ended or soon will."""
         words = self._last_words()
         return bool(words.kind) and not is_victim(words)
 

@@ -17,8 +17,8 @@ LOOK_S = 1.0
 _LEAST_COST = 0.05  # fraction of a step that a rank must cost the others to be named
 _LEAST_S = 60.0
 _JUDGE_S = 10.0
-_MOST_EVENTS = 2000  # read of all ranks together; if there are more, the newest are taken as a sample
-_LEAST_EVENTS = 100  # read of each rank at least, however many ranks there are
+_MOST_EVENTS = 2000  # most events read, of all ranks together; of more, the newest are a sample
+_LEAST_EVENTS = 100  # fewest events read of each rank, however many ranks there are
 
 
 class StragglerWatch:

@@ -1,4 +1,5 @@
 """Shows a warning that several ranks print only once, with the ranks.
+
 A warning is held back for half a second, in which other ranks may print the same.
 """
 
@@ -43,7 +44,7 @@ class WarningFilter:
         return any(not warning.is_shown for warning in self._warnings.values())
 
     def take(self, rank: int, text: bytes) -> None:
-        """Take a rank's warning in whole lines."""
+        """Take a warning of a rank, which must consist of whole lines; show it once all ranks have printed it."""
         key = _LOGGED.sub(b"", text)
         warning = self._warnings.setdefault(key, _Warning(text, time.monotonic()))
         warning.ranks.add(rank)

@@ -1,4 +1,5 @@
 """Ends the processes that forked ranks have started, however the ranks or their parent end.
+
 If the parent is killed, the kernel kills the ranks, but not the processes below them. Those are killed by the cleaner,
 a shell that knows the ranks' process groups and waits for the end of its input. As long as the parent lives, it adopts
 processes that ranks leave behind, recognises them by the rank in their environment, and ends them itself.
@@ -82,6 +83,7 @@ cleaner = Cleaner()
 
 class Orphans:
     """Adopts and ends processes that ranks, forked from now on, leave behind, whatever their session.
+
     While this exists, the process also adopts orphans of other descendants; those are left alone. Children that another
     thread has started are in that thread's list in ``/proc``, and are not taken for orphans.
     """

@@ -1,4 +1,5 @@
 """The first module that the fork server of `phalanx.spawn` imports: puts a reaper between the server and its parent.
+
 Nothing else imports it. With a warm start, the server is a fork of a warm process, which runs this module again; the
 process that multiprocessing started then only stands for the server.
 """

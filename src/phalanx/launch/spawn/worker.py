@@ -136,6 +136,7 @@ def load_function(function: Function | Callable[..., Any]) -> Callable[..., Any]
 
 def dumps(value: object) -> bytes:
     """Return `value` pickled for another process of this group.
+
     Functions and classes are pickled by name if they can be imported there. Those that a notebook's cell or ``python
     -c`` defines, and lambdas, can't be, and are pickled by value.
     """
@@ -155,6 +156,7 @@ def _main_can_be_imported() -> bool:
 
 class Inherited:
     """A descriptor of the parent, which the rank gets under the same number.
+
     It is needed for stdout and stderr: those of the server, of which ranks are forks, may lead elsewhere (pytest's
     capture changes between tests).
     """
@@ -278,6 +280,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
 
 def _let_go_of_server() -> None:
     """Close this rank's copy of the descriptor that keeps the server running: only the parent's copy may do that.
+
     multiprocessing hands the number on to children of this rank, so it stays open, on /dev/null.
     """
     alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]

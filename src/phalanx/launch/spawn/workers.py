@@ -54,6 +54,7 @@ _MAX_SERVERS = 4
 
 class _Servers:
     """The servers from which ranks are forked: one for each set of variables that ``import torch`` may read.
+
     multiprocessing knows only one at a time, the one that was chosen last.
     """
 

@@ -1,4 +1,5 @@
 """Warm processes: they have imported torch and outlive jobs, and jobs are forked from them instead of importing anew.
+
 `client` is the side of ``phalanx run --warm``, and imports next to nothing. `server` is the warm process, and `guard`
 its child for each job. Start with `client`. Nothing here changes what happens inside a job: that is the same as after a
 cold start.

@@ -3,11 +3,13 @@
 The job is forked elsewhere, but its streams, folder, umask, environment and open files (SCM_RIGHTS) are those of this
 process. The client passes signals on, and ends by the wait status that it is told. A command imports this module before
 anything else, so it imports next to nothing itself.
+
 The warm process greets first, and only then does the client say what it wants. The fork that is to become the job
 answers "go"; then the client sends it the open files, and it answers "began". Files are sent so late because
 descriptors in the queue of a stopped process would keep pipes open for good. If anything fails before "began", the
 client starts the job cold; after it, nothing depends on the warm process. With "began" comes a pidfd of the supervisor,
 which the client keeps: by it, ``phalanx why PID`` finds the job of a client.
+
 The job has the terminal's descriptors but is in another session, so the kernel would let it read what is typed for the
 shell. So before it reads, the supervisor checks in ``/proc`` that the client is in the foreground.
 """
@@ -78,6 +80,7 @@ def connect(path: str) -> PacketSocket | None:
 
 def _greeted(channel: PacketSocket, path: str) -> str:
     """Wait for the greeting of a warm process, which may still import torch; return what is wrong with it, or "".
+
     If it does not answer in time, it is stopped or stuck, and its socket is removed.
     """
     deadline = time.monotonic() + WARM_IMPORT_S

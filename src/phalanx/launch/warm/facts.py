@@ -115,6 +115,7 @@ class Watch:
 
 def _zip_of(entry: str) -> str:
     """Return the zip file that a path entry is, lies in or may become; "" for a folder.
+
     It is watched because ``zipimport`` caches the directories of zip files.
     """
     if os.path.isdir(entry):

@@ -2,6 +2,7 @@
 
 It has no threads, and keeps nothing of a job. It ends when nobody has needed it for a while, when a file that it has
 imported has changed, or when it is told to; running jobs continue.
+
 The client that starts it makes its socket, before torch is imported. So if two jobs start at once, the second waits in
 the backlog and does not start another process. The mode of the socket file says whether torch has been imported, and so
 whether to wait two seconds or two minutes for the greeting. The process itself calls listen() once more, so that the

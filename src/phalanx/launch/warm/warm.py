@@ -1,4 +1,5 @@
 """``phalanx warm``: lists the warm processes of this user, from which ``phalanx run --warm`` forks jobs, and ends them.
+
 A warm process answers with a description of itself, see `starter.describe`; one that does not answer is listed by pid
 and state. `server` decides when a warm process ends by itself.
 """

@@ -1,8 +1,8 @@
 """Communication hooks for the link between hosts: `bridge_hook`, and bf16 with error feedback to use with it.
 
 `bridge_hook` first adds up a bucket on each host, then sends it over rails (see `phalanx.parallel.hosts`). The bucket
-is cut between gradients, because PowerSGD needs whole matrices. One bucket crosses while backward makes the next, and
-never two: callbacks start PowerSGD's rounds, and with two buckets their order would differ between ranks.
+is cut between gradients, because PowerSGD needs whole matrices. While one bucket crosses, backward makes the next. Two
+never cross at once: PowerSGD starts its rounds from callbacks, whose order would then differ between ranks.
 """
 
 # No `from __future__ import annotations`: torch's DistributedDataParallel compares a hook's annotations with types.
@@ -72,7 +72,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
             )
         if groups.host is not None:
             dist.all_reduce(buffer, group=groups.host)
-        buffer.mul_(groups.num_hosts / groups.num_ranks)  # then the mean over hosts is that over ranks
+        buffer.mul_(groups.num_hosts / groups.num_ranks)  # so that the mean over hosts becomes the mean over ranks
         parts = _parts_of(bucket, groups.num_rails)
         future = None
         if groups.across is not None:

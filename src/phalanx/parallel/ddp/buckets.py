@@ -1,4 +1,4 @@
-"""Buckets: a model's gradients, each kind averaged over the ranks in the way that suits it.
+"""Buckets: groups of a model's gradients, averaged over the ranks in the way that suits the backend and the device.
 
 A `Bucket` loads gradients, starts to average them, and stores the means. There are three kinds.
 
@@ -7,31 +7,31 @@ copied into flat buffers of 25 MiB, in the reverse order of the parameters. The 
 gradient arrives. From the second pass on, a bucket starts as soon as it is complete, in a fixed order, while backward
 runs.
 
-**SparseBucket.** The gradient of an embedding that is sparse.
+**SparseBucket.** The sparse gradient of one embedding.
 
 **CoalescedBucket.** On the phalanx backend and the CPU, gradients are averaged where they lie once backward has ended.
 One call of the core stages chunks, sums them in rank order, scales them and writes them back in one pass, and adds up
 the sum of squares on the way if `grad_norm()` was ever called. One more small piece says, for each parameter, whether
 this rank had a gradient.
 
-**Only the range that a rank steps.** Where the optimizer's step is divided, the large gradients are reduce-scattered:
-each rank has the means of the range that it steps, and otherwise keeps its own gradient. That happens only in the
-trainer's own backward pass, and only if nothing on any rank looks at gradients (an optimizer's hook, a wrapper of its
-step, `grad_norm()`) or steps a parameter whole. The small gradients come first and carry the question, so a hook on one
-rank gives all ranks all means.
+**Only the range that a rank steps.** If each rank steps only a range of the parameters (`Division`), the large
+gradients are reduce-scattered: each rank gets the means of its range, and keeps its own gradient elsewhere. That
+happens only in the trainer's own backward pass, and only if nothing on any rank looks at gradients (an optimizer's
+hook, a wrapper of its step, `grad_norm()`) or steps a whole parameter. Each rank says with the small gradients, which
+are averaged first, whether it needs all means; if one does, all ranks get all means.
 
 **No buckets in shared memory, no overlap on the thread that computes.** The first plan was to write gradients into
-buckets in the segment, and to reduce a bucket once all ranks have filled it. Take the MLP 784-1024-10 on two cores, and
-a step without communication as 1. Copying gradients into any buffer as they arrive costs 0.12 of a step before a byte
-is exchanged (0.05 for 17 M parameters); averaging them in place costs 0.07 to 0.10 in all. The staging slots of a
-pipelined all_reduce stay in the second-level cache; a bucket does not. Overlap gains nothing where the cores that would
-reduce are those that compute: meeting once at the end costs 0.03 to 0.05, and meeting at every bucket costs that again
-each time.
+buckets in the segment, and to reduce a bucket once all ranks have filled it. The following fractions are of a step
+without communication, for the MLP 784-1024-10 on two cores. Copying gradients into any buffer as they arrive costs 0.12
+before a byte is exchanged (0.05 for 17 M parameters); averaging them in place costs 0.07 to 0.10 in all, because the
+staging slots of a pipelined all_reduce stay in the second-level cache, and a bucket does not. Overlap gains nothing if
+the cores that would reduce are those that compute: if ranks meet once at the end, that costs 0.03 to 0.05, and if they
+meet at every bucket, it costs as much each time.
 
 **What averaging costs** on two cores (``python -m bench.ddp --rounds 5``, which shows how much of it is waiting):
 
 - The MLP has 3.3 MB of gradients and a step of 2.4 ms. Averaging takes 0.45 ms when nothing else runs, and 0.6 to 0.75
-  ms at the end of a backward pass, where neither gradients nor code are in the first-level caches and the ranks wait
+  ms at the end of a backward pass, when neither gradients nor code are in the first-level caches and the ranks wait
   0.01 to 0.14 ms for each other. Hooks and the wrapper add 0.1 to 0.2 ms. A local average of two such messages takes
   0.24 ms. Nearly all of these gradients belong to the first layer, which comes last, so there is nothing to overlap
   with.
@@ -76,7 +76,7 @@ class Bucket(abc.ABC):
         index: Position in the order of reduction.
         is_last: Whether this bucket is the last in that order.
         started: Whether the bucket was started and not stored yet.
-        overlaps: Whether it may be started while backward runs.
+        overlaps: Whether the bucket may be started while backward runs.
         waited_s: Seconds that the last `wait` spent waiting for other ranks, if that is known.
     """
 
@@ -93,7 +93,7 @@ class Bucket(abc.ABC):
         self.waited_s: float = 0.0
         self._group = group
         self._work: dist.Work | None = None
-        self._hooked: tuple[torch.futures.Future[Any], Tensor] | None = None  # of a communication hook, with its buffer
+        self._hooked: tuple[torch.futures.Future[Any], Tensor] | None = None  # a hook's future, and the buffer for it
 
     def _mark(self, marks: Tensor) -> None:
         """Fill `marks`, one element for each parameter: 1 if this rank has a gradient for it, else 0."""
@@ -142,7 +142,7 @@ class Bucket(abc.ABC):
 
 def _dense_gradient(parameter: nn.Parameter, grad: Tensor) -> Tensor:
     """Return the gradient of a parameter, made dense if necessary."""
-    if grad.is_sparse:  # of a parameter that was not passed to make_buckets() as sparse
+    if grad.is_sparse:  # the parameter was not passed to make_buckets() as sparse
         parameter.grad = grad = grad.to_dense()
     return grad
 
@@ -236,7 +236,7 @@ class SparseBucket(Bucket):
             self.load_nothing()
         elif grad.is_sparse:
             self._sum = grad.detach().coalesce().clone()
-        else:  # another layer uses the weight, too
+        else:  # dense, because another layer uses the weight, too
             self._sum = grad.detach().to_sparse(1)
 
     def load_nothing(self) -> None:
@@ -294,8 +294,8 @@ class Division(Protocol):
 class CoalescedBucket(Bucket):
     """Gradients on the CPU that a group averages where they lie, in one pass once backward has ended.
 
-    For groups with ``average_coalesced(tensors, marks, with_squares)`` and ``average_waited_s``. On a CPU that beats a
-    buffer, because the cores that compute would have to copy all gradients into it.
+    The group must have ``average_coalesced(tensors, marks, with_squares)`` and ``average_waited_s``. On a CPU this is
+    faster than a buffer, into which the cores that compute would have to copy all gradients.
 
     Attributes:
         division: Elements that each rank needs; the others stay as autograd made them. None: all ranks need all.
@@ -362,7 +362,7 @@ class CoalescedBucket(Bucket):
     def _average_parts(self, division: Division) -> None:
         """Average the elements of each gradient that this rank needs, or all elements if any rank needs them.
 
-        The first message, with the gradients that are not divided, says which.
+        The ranks learn whether one does from the first message, which averages the gradients that are not divided.
         """
         lengths = [division.length(p) for p in self.parameters]
         self._needs_whole.fill_(self._wants_squares or division.needs_whole())
@@ -388,12 +388,12 @@ class CoalescedBucket(Bucket):
             for parameter, mean, used in zip(self.parameters, self._tensors, anywhere, strict=True):
                 if used and parameter.grad is None:
                     parameter.grad = shaped(mean, parameter)
-        self._tensors = []  # autograd copies a gradient to which something else refers, instead of passing it on
+        self._tensors = []  # if something else refers to a gradient, autograd copies it instead of passing it on
 
     def norm(self) -> Tensor:
         if self._squares is not None:
             return torch.tensor(self._squares**0.5)
-        self._wants_squares = True  # from the next pass on
+        self._wants_squares = True  # takes effect in the next pass
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack([torch.zeros(()), *map(torch.linalg.vector_norm, grads)]))
 

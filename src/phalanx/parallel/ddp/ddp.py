@@ -1,15 +1,16 @@
 """DistributedDataParallel: one model on every rank, with gradients averaged while backward runs.
 
 `forward` registers a hook on the tensors of the model's output. It fires when backward reaches them, and asks autograd
-for a callback at the end of this backward pass, whatever checkpoints nest in it. Hooks on the parameters record which
-of them got a gradient. Then `reducer` averages, in one of two ways:
+for a callback at the end of this backward pass, even if activation checkpoints run other passes within it. Hooks on the
+parameters record which of them got a gradient. `reducer` averages the gradients in one of two ways:
 
 - On the phalanx backend and the CPU nothing happens until the pass has ended; then one call of the core averages all
   gradients where autograd left them (`buckets.CoalescedBucket`).
 - On other backends gradients go into flat buckets, which are averaged while backward runs (`buckets.FlatBucket`).
 
-A parameter without a gradient counts as zeros if another rank has one, and is left as it is if none has; the message
-that averages says which. So the graph is not searched for unused parameters, nothing hangs and nothing raises.
+A parameter without a gradient counts as zeros if another rank has one, and is left as it is if none has. The messages
+that average gradients also say which rank has one, so the graph is not searched for unused parameters, and such a
+parameter causes neither a hang nor an error.
 
 **Parameters added to a wrapped model** are not averaged, since ranks would have to agree about them; a warning names
 them. torch's hooks on the registration of parameters and modules count additions to wrapped models, so a forward pass
@@ -225,8 +226,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @disable_dynamo
     def _after_forward(self, output: Any) -> None:
-        # As in torch: buffers become rank 0's before the first evaluation after training, and then stay. So ranks may
-        # evaluate different numbers of batches.
+        # As in torch: buffers become rank 0's before the first evaluation after training, and are then left alone, so
+        # that ranks may evaluate different numbers of batches.
         self._reducer.loop.end_phase()
         averages = self._averages_now()
         if averages != self.require_forward_param_sync:  # an attribute of a module takes a microsecond to set
@@ -288,7 +289,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._reducer.take_averaging_s()
 
     def take_waiting_s(self) -> float:
-        """Return how much of that time was spent waiting for the slowest rank since the last call, in seconds.
+        """Return the waits for the slowest rank since the last call, in seconds; `take_averaging_s` includes them.
 
         It is measured where the phalanx backend averages gradients on the CPUs of one host, and 0.0 elsewhere.
         """
@@ -384,7 +385,7 @@ class _Shadow(JoinHook):
     """Contributes zeros on a rank that has run out of data, within ``join()``, while other ranks continue.
 
     Args:
-        replica: Model that the rank has trained until then.
+        replica: Model that this rank has trained until it ran out of data.
         reducer: Reducer of the model's gradients.
         follow_forward: Function that takes part in a forward pass of the other ranks, and returns whether any of them
             averages gradients.

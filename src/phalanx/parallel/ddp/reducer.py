@@ -1,8 +1,8 @@
 """Reducer: averages gradients over the ranks, bucket by bucket, while backward runs.
 
-A gradient's path: the hook of its parameter (`_on_gradient`), then its bucket (see `buckets`), which starts once all of
-its gradients have arrived, then the parameter's ``.grad``. The remaining buckets start when backward ends (`_finish`),
-because a parameter without a gradient is not an error here.
+A gradient goes through the hook of its parameter (`_on_gradient`) into a bucket (see `buckets`), which starts once all
+of its gradients have arrived; the mean goes into the parameter's ``.grad``. A parameter may get no gradient, so the
+buckets that are then incomplete start when backward ends (`_finish`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from phalanx.record.loop import Loop
 
 @dataclasses.dataclass(slots=True)
 class _Pass:
-    """A backward pass whose gradients are averaged, or the wait for one."""
+    """A backward pass whose gradients are averaged: expected, or running."""
 
-    task: int | None = None  # of the autograd engine, once the pass runs
-    node: Any = None  # of the graph, where the pass reached the model's output
-    armed: bool = False  # a forward pass has announced it
-    reached: bool = False  # a parameter got a gradient
-    next: int = 0  # index of the bucket to start next: they start in order
+    task: int | None = None  # id that the autograd engine gave the pass; None before it runs
+    node: Any = None  # node of the graph at which the pass reached the model's output
+    armed: bool = False  # whether a forward pass has announced it
+    reached: bool = False  # whether a parameter got a gradient
+    next: int = 0  # index of the bucket to start next; buckets start in order
     num_arrived: dict[nn.Parameter, int] = dataclasses.field(default_factory=dict)
 
 
@@ -56,8 +56,8 @@ class Reducer:
 
     Attributes:
         loop: Recorder of the passes, for the black box.
-        averaged: Parameters whose gradients it averages: those that require one and, in the first averaged pass after
-            they were frozen, those that did, because this rank may have accumulated a gradient for them.
+        averaged: Parameters whose gradients are averaged: those that require one, and newly frozen ones for one
+            averaged pass more, because this rank may have accumulated a gradient for them.
 
     Raises:
         ValueError: A parameter has an optimizer that steps within backward.
@@ -78,12 +78,12 @@ class Reducer:
         self._as_view = as_view
         self._comm_hook = comm_hook
         self._warns_of_unused = warns_of_unused
-        self._named: set[nn.Parameter] = set()  # in an earlier warning
+        self._named: set[nn.Parameter] = set()  # parameters that an earlier warning has named
         self._all = dict(replica.parameters())
         self._averaging_s = self._waiting_s = 0.0
         self._division: Division | None = None
         self._buckets: list[Bucket] = []
-        self._may_hold: set[nn.Parameter] = set()  # trained at any time since gradients were averaged
+        self._may_hold: set[nn.Parameter] = set()  # parameters trained at any time since gradients were averaged
         self._must_build = False
         self._handles: dict[nn.Parameter, Any] = {}
         weakref.finalize(self, _remove_all, self._handles).atexit = False
@@ -116,7 +116,7 @@ class Reducer:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         for parameter in accumulated:
             self._bucket_of[parameter].used.add(parameter)
-        self._expected: dict[nn.Parameter, int] = {}  # number of times that its gradient arrived in the last pass
+        self._expected: dict[nn.Parameter, int] = {}  # how often each parameter's gradient arrived in the last pass
         self._pass = _Pass()
         for parameter in self._handles.keys() - self._names.keys():
             self._handles.pop(parameter).remove()
@@ -141,7 +141,7 @@ class Reducer:
         names = self._replica.newcomers()
         if names and self._replica.group.size() > 1:
             some = listed([repr(name) for name in names], 8)
-            warn_caller(  # with the same text on every rank, so the launcher shows it once
+            warn_caller(  # the text is the same on every rank, so the launcher shows it once
                 f"DistributedDataParallel: gradients of {some} are not averaged, because the model was given them "
                 "after it was wrapped, so each rank trains its own. Wrap the model, or make its Trainer, last; or call "
                 "remove_hooks() and wrap it again"
@@ -203,7 +203,7 @@ class Reducer:
         """Forget a backward pass that is running, or that an error ended; its gradients stay."""
         for bucket in self._buckets:
             if bucket.started:
-                bucket.wait()  # other ranks take part in it
+                bucket.wait()  # not dropped, because other ranks take part in it
         self._pass = _Pass()
 
     def _on_gradient(self, parameter: Any) -> None:
@@ -214,7 +214,7 @@ class Reducer:
             if self._pass.task is None:
                 if not self._pass.armed:
                     return
-                self._begin()  # the model's output held no tensor with a hook
+                self._begin()  # not begun before, because the model's output held no tensor for the hook
             self._pass.reached = True
         if not bucket.overlaps:
             return
@@ -285,7 +285,7 @@ class Reducer:
             return
         self._named.update(fresh)
         some = listed([self._names[p] for p in fresh], 8)
-        warn_caller(  # with the same text on every rank, so the launcher shows it once
+        warn_caller(  # the text is the same on every rank, so the launcher shows it once
             f"DistributedDataParallel: no gradient reached {some} in this backward pass. "
             "They count as zeros where another rank has a gradient, and stay as they are where none has. "
             "If that is meant, make it DistributedDataParallel(model, find_unused_parameters=True), which a Trainer "
@@ -304,7 +304,7 @@ class Reducer:
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
-            bucket.store()  # for an optimizer that also takes part, such as ZeroRedundancyOptimizer
+            bucket.store()  # the means are needed if an optimizer takes part, too, such as ZeroRedundancyOptimizer
         self._let_frozen_go()
 
     def divide(self, division: Division | None) -> None:

@@ -17,7 +17,7 @@ from phalanx.wire.rank_group import RankGroup
 _BROADCAST_BYTES = 250 << 20
 
 _parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules of all replicas
-_num_additions = 0  # to them, in this process
+_num_additions = 0  # number of parameters and modules added to `_parts`
 
 
 class Replica:
@@ -101,7 +101,7 @@ class Replica:
 
     def broadcast_buffers(self, src: int = 0) -> None:
         """Copy the buffers of rank `src` of the group to all, between passes. Every rank calls it."""
-        # Not detach(), which shares the version counter: a backward that has saved a buffer would then fail.
+        # Not detach(), which shares the version counter: backward would fail if it has saved a buffer.
         self._broadcast([b.data for _, b in self.buffers()], src)
 
     def _broadcast(self, tensors: list[Any], src: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: tells which still have data, and hints at ``join()`` after a vain wait."""
+"""Ranks with different numbers of batches: which have data, and a hint at ``join()`` for errors of waiting ranks."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ from phalanx.parallel.divergence.replicated import (
 )
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
-_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # pieces of a tensor: for a digest, and to exchange
+_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # pieces that are digested: of each tensor, and of one that differs
 _MOST_NAMED = 3
-_MOST_WORDS = 200  # characters of torch's reason, which may fill pages
+_MOST_WORDS = 200  # most characters of torch's reason, which may fill pages
 _SHARED = (TypeError, ValueError)
 _SHARED_BY_NAME: dict[str, type[Exception]] = {kind.__name__: kind for kind in _SHARED}
 
@@ -41,8 +41,8 @@ class Difference:
     """The first tensor that is not the same on all ranks, and how.
 
     Attributes:
-        tensors: Names of all tensors that differ, the first one first.
-        ranks: Ranks in the group that differ from the majority; all of them if there is none.
+        tensors: Names of all tensors that differ, in the model's order.
+        ranks: Ranks in the group that differ from the majority; all ranks if there is no majority.
         how: Kind of the first one's difference: "value", "NaN", "shape", "dtype" or "missing".
         words: Clause that states the difference.
     """
@@ -227,7 +227,7 @@ def _first_element(tensor: Tensor, ranks: RankGroup) -> tuple[str, list[str]]:
     except (NotImplementedError, RuntimeError):  # torch can't read numbers of this dtype, such as float4_e2m1fn_x2
         values = words
     else:
-        if len({*values}) == 1:  # such as NaNs with different bits
+        if len({*values}) == 1:  # the values look equal, such as NaNs with different bits
             values = [f"{value} ({word})" for value, word in zip(values, words, strict=True)]
     index = torch.unravel_index(torch.tensor(first + offset), tensor.shape)
     return f" at [{', '.join(str(int(i)) for i in index)}]" if tensor.dim() else "", values

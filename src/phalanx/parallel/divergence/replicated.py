@@ -1,4 +1,4 @@
-"""State that is the same on all ranks that train a model: parameters, buffers, the optimizer's state, by name."""
+"""Lists the state of a model that must be equal on all ranks: parameters, buffers, the optimizer's state, by name."""
 
 from __future__ import annotations
 

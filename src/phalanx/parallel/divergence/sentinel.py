@@ -1,17 +1,20 @@
 """`Sentinel`: compares the ranks' copies of a model during training, slice by slice, in messages that are sent anyway.
 
-The message by which ranks agree after a step carries two more numbers: a fingerprint of the next slice of parameters
-and optimizer state, and its negative. If the maxima of both add up to 0, all fingerprints are equal, and every rank
-knows at once. Otherwise the ranks compare everything (see `check`). Averaged gradients have the same bits on all ranks,
-so a difference stays where it began: the tensor that is named is the one that was corrupted.
+A Trainer's ranks exchange a few numbers after a step anyway, of which all get the maxima. The sentinel adds two
+numbers: a fingerprint of the next slice of parameters and optimizer state, and its negative. The maxima of both add up
+to 0 if and only if all fingerprints are equal, so every rank knows the result at once. If they differ, the ranks
+compare everything (see `check`). Averaged gradients have the same bits on all ranks, so a difference does not spread to
+other
+tensors: the tensor that is named is the one that was corrupted.
 
-- All slices take ``compare_every`` steps, even if the number of steps between two messages changes: a slice is as long
-  as the steps since the last one require, continues into the next cycle, and a cycle is planned one such gap shorter (a
-  quarter of the interval at most). The message also carries the time that slices took on the slowest rank, so all ranks
-  choose the same slices, at 0.5 % of the time.
-- State that a divided step shares is left out, because there is one copy of it. So are buffers, because each forward
-  pass sets them to those of rank 0. Nothing is compared where ranks have different instruction sets or numbers of
-  threads, because elementwise kernels round differently there.
+- A cycle, in which every tensor is compared once, takes at most ``compare_every`` steps, even if the number of steps
+  between two messages (the gap) changes. The length of a slice is proportional to the last gap, a slice may continue
+  into the next cycle, and a cycle is planned one gap shorter than ``compare_every`` (by a quarter of it at most). The
+  message also carries the time that the slice took, of which all ranks get that of the slowest. So all choose slices of
+  the same length, such that comparing takes 0.5 % of the time.
+- Two kinds of state are left out: the optimizer's state of a divided step, because there is one copy of it; and
+  buffers, because each forward pass sets them to those of rank 0. Nothing is compared if ranks have different
+  instruction sets or numbers of threads, because their elementwise kernels round differently.
 - A difference that a moving average has rounded away before its slice is compared is not found; by then it is harmless.
 """
 
@@ -36,13 +39,13 @@ from phalanx.parallel.divergence.check import first_difference
 from phalanx.parallel.divergence.replicated import Entry, Owner, is_plain, optimizer_state, parameters
 from phalanx.parallel.layout import flat
 
-_SHARE = 0.005  # of the training time
-_FIRST_EVERY = 100  # steps, until the time of a step and of a comparison is known
-_LEAST_LOOKS = 4  # needed for a measurement of their time
+_SHARE = 0.005  # fraction of the training time that comparing may take
+_FIRST_EVERY = 100  # steps in a cycle until the time of a step and of a comparison is known
+_LEAST_LOOKS = 4  # comparisons ("looks") needed to measure their time
 _MOST_EVERY = 10_000
-_MOST_CHANGE = 4.0  # limits a change, since a rank may have been interrupted during a look
+_MOST_CHANGE = 4.0  # largest factor by which `every` changes at once: a rank may have been interrupted in a look
 _NOTHING = (0, 0, 0)
-LEAST_OF_A_CYCLE = 4  # looks in a cycle; if `every` allows them, two looks at a tensor are at most `every` steps apart
+LEAST_OF_A_CYCLE = 4  # fewest looks in a cycle for which two looks at a tensor are at most `every` steps apart
 
 
 def kind_of_processor(device: torch.device) -> str:
@@ -93,17 +96,18 @@ class Sentinel:
         self._is_on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
         self._adapts = every == "auto"
         self.every: int = 0 if group is None else _FIRST_EVERY if every == "auto" else every
-        self._step = self._begun = step  # of the last look; at the beginning of training
+        self._step = self._begun = step  # step of the last look, and step at the beginning
         self._since: dict[str, int] = {}  # step after which a tensor was last compared, by name
         self._cycle: list[Entry] = []
         self._at, self._offset = 0, 0  # start of the next slice: entry, and byte in it
         self._cycle_bytes = 0
-        self._tensor_begun = step  # of the look that compared the first piece of the tensor at `_at`
-        self._compared: dict[str, int] = {}  # tensors that the last look completed, and the step that began each
+        self._tensor_begun = step  # step of the look that compared the first piece of the tensor at `_at`
+        self._compared: dict[str, int] = {}  # tensors completed by the last look, each with the step of its first piece
         self._in_memory_order = True
-        self._num_steps = 1  # before the last look
+        self._num_steps = 1  # number of steps between the last two looks
         self._adapted = step
-        self._num_looks, self._looked_s, self._trained_s = 0, 0.0, 0.0  # on the slowest and on the fastest rank
+        # Time of looks on the slowest rank, and of steps on the fastest.
+        self._num_looks, self._looked_s, self._trained_s = 0, 0.0, 0.0
 
     def look(self, step: int) -> Sequence[int]:
         """Return the numbers of the next slice; all 0 if no step was taken since the last look."""
@@ -117,7 +121,7 @@ class Sentinel:
         return number, -number, int(1e9 * (time.perf_counter() - begin_s))
 
     def hear(self, largest: Sequence[int]) -> None:
-        """Receive the maximum of each number over all ranks.
+        """Take the maximum of each number over all ranks, after `look` has returned this rank's.
 
         Raises:
             ReplicaMismatch: The ranks' copies differ; on every rank.
@@ -149,7 +153,8 @@ class Sentinel:
     def adapt(self, step: int, step_s: float) -> None:
         """Adapt `every`, alike on every rank, if it is "auto".
 
-        A look has a cost that does not depend on the size of its slice, so sizes change until the share is right.
+        Part of a look's cost does not depend on the size of its slice, so the right size can't be computed: it changes
+        until looks take `_SHARE` of the time.
 
         Args:
             step: Number of steps done.
@@ -172,9 +177,9 @@ class Sentinel:
     def _share(self) -> Fraction:
         """Return the share of all bytes to compare in this look.
 
-        A byte at the end of a slice is compared again in the look that completes a cycle since then. The look before
-        that one came less than a cycle after the first, and this one comes at most one gap later. So a cycle must be
-        one gap shorter than `every`.
+        A byte at the end of a slice is compared again in the look that completes a cycle. The look before that comes
+        less than a cycle after the byte's first comparison, and the completing one at most one gap later. So a cycle
+        must be one gap shorter than `every`.
         """
         most_between = max(self._num_steps, self.every // LEAST_OF_A_CYCLE)
         return Fraction(self._num_steps, max(self.every - most_between, self._num_steps))
@@ -194,7 +199,7 @@ class Sentinel:
         while left > 0:
             if self._at >= len(self._cycle):
                 self._begin_cycle()
-                left = min(left, self._cycle_bytes)  # a tensor may have gone
+                left = min(left, self._cycle_bytes)  # the new cycle may be shorter, because a tensor is gone
                 continue
             form, piece = self._take(self._cycle[self._at], left)
             left -= len(piece)
@@ -205,7 +210,7 @@ class Sentinel:
         return int.from_bytes(bits.digest(), "little") >> 2
 
     def _take(self, entry: Entry, most_bytes: int) -> tuple[object, Tensor]:
-        """Return the next piece of a tensor: what else must be the same on all ranks, and its bits."""
+        """Return the next piece of a tensor: a description, which must also be the same on all ranks, and the bits."""
         tensor = entry.fetch()
         if tensor is None:
             form, bits = None, torch.empty(0, dtype=torch.uint8)

@@ -127,7 +127,7 @@ def _mean(values: list[Tensor], *, is_unsigned: bool) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the elements as rows of bytes; of bool and of integers of one byte, as rows of one."""
+    """Return the bytes of the elements, with one row for each element."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.itemsize)
 

@@ -4,6 +4,7 @@ Ranks are forked from pytest's own process, by `Workers`. So a test may be a loc
 fixtures have computed is shared until it is written. The test's own ``runtest`` runs on each rank. Its failure comes
 back as the text that pytest shows, since frames and rewritten asserts can't be pickled. Fixtures that ask for ``rank``
 are left out of the parent's setup and computed on the ranks.
+
 A fork copies only one thread, so a test is refused, with a message, if this process holds CUDA, a default process group
 or anything else that can't be forked; `run_ranks` with its fork server serves such tests. If pytest is killed, the
 kernel ends its ranks, and a shell that waits for that (`launch.spawn.cleaner`) ends what they have started.

@@ -151,7 +151,7 @@ def begin_coverage() -> Any:
     from coverage import CoverageData  # type: ignore[import-not-found,unused-ignore]
 
     data = CoverageData(no_disk=True)
-    current._collector.covdata = data  # in memory, because the file is the parent's
+    current._collector.covdata = data  # kept in memory, because the file belongs to the parent
     return current._collector, data
 
 

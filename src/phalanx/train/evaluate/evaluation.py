@@ -68,6 +68,7 @@ class Evaluator:
     @contextlib.contextmanager
     def keeping_loader(self) -> Iterator[None]:
         """Within this context, keep the loader of the last data, with its worker processes, for the next evaluation.
+
         At its end, the processes are ended in the right order. The garbage collector would break their queues first,
         and then wait for seconds.
         """

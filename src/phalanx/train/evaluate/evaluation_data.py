@@ -1,4 +1,5 @@
 """The batches that each rank evaluates, from a dataset, from a loader that all ranks have alike, or from its own.
+
 A dataset is divided among the ranks. If all ranks have the same torch loader, they take its batches in turns: its
 sampler draws from a fixed seed, and the ranks compare the result. If a loader divides its data, each rank takes its own
 batches. In all these cases the indices in each batch are known in advance, and so its size, whatever the batch looks

@@ -79,6 +79,7 @@ def is_dataset(data: Any) -> bool:
 
 def filler(dataset: Any, keys: Any, num_workers: int, **options: Any) -> Any:
     """Return a batch with which a rank takes part when it has none left. It does not depend on where a run was stopped.
+
     If worker processes load the dataset, one of them loads this batch, too. Many datasets open a file when they are
     first asked for a sample; if this process did so, processes that it forks later would share the file's position.
 

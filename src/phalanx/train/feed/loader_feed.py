@@ -1,4 +1,5 @@
 """`LoaderFeed`: takes the batches of this rank's own loader as they are.
+
 Before each step, the ranks tell each other how many samples each one's batch has. A batch weighs as much as it has
 samples, an epoch is as long as the longest loader, and a rank that has run out of batches takes part with one that
 weighs nothing.
@@ -178,7 +179,7 @@ class LoaderFeed:
         return _UNKNOWN if most is not None and length > most else length
 
     def _keep(self, batch: Any) -> None:
-        """Keep a batch with which to take part later, in case none can be made when this rank has none left."""
+        """Keep a batch, if none can be made, for passes in which this rank has no batch left and others do."""
         if self._world_size > 1 and not self._can_make_filler:
             self._last = batch
 

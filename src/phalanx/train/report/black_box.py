@@ -1,4 +1,5 @@
 """The part of a run's report that comes from black boxes: waits, the last moments before a failure, lost ranks.
+
 Everything that comes from the boxes is escaped for HTML. Imports no torch.
 """
 

@@ -187,7 +187,7 @@ class _TensorBoard:
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # after each record, because a rank that is killed never closes it
+        self._writer.flush()  # now, because a rank that is killed never closes it
 
     def close(self) -> None:
         self._writer.close()

@@ -21,7 +21,7 @@ _NUM_HINTS = 100
 _LARGEST = 1e300  # the axis of a larger value would overflow a float
 _SMALLEST = 1e-300  # and that of a smaller one underflow
 _LONG_S = 1e10
-_NUM_COLOURS = 12  # in report.css
+_NUM_COLOURS = 12  # number of colours that report.css defines
 _OF_PHASES = {name: number for number, phase in enumerate(PHASES) for name in (phase, RECORDED.get(phase, phase))}
 
 
@@ -200,7 +200,7 @@ def _why_lost(points: Sequence[Point]) -> str:
 
 
 def _segments(points: Sequence[Point]) -> list[list[Point]]:
-    """Split the points where a value is not drawn."""
+    """Split the points into runs, at each value that is not drawn."""
     segments: list[list[Point]] = [[]]
     for point in points:
         if _is_drawn(point[1]):

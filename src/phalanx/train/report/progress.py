@@ -65,6 +65,7 @@ class ProgressBar:
 
 class _StderrBesideBar:
     """Replaces stderr while the bar is shown: text goes to rich, which prints it above the bar; warnings do not.
+
     Warnings are written unchanged, because ``phalanx run`` shows the same warning of all ranks once, above the bar.
     """
 

@@ -116,7 +116,7 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_bar()
-        is_victim = kind is not None and issubclass(kind, RankFailed)  # then it must not hold up the restart
+        is_victim = kind is not None and issubclass(kind, RankFailed)  # a victim must not hold up the restart
         self._loggers.close(_VICTIMS_CLOSE_S if is_victim else CLOSE_S)
         if self._log is not None:
             self._log.close()

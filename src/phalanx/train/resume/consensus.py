@@ -1,4 +1,5 @@
 """How ranks agree, every few steps, on what any of them noticed: a signal, a stop, a bad value, or differing copies.
+
 Right after gradients have been averaged, when the ranks have just met, one all_reduce of a number tells every rank
 whether any of them was asked to end; all obey after the same step. It costs some 0.1 ms, so if steps take less than
 0.1 s, it is not done in each of them, but also at the end of every epoch.

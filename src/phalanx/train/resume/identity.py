@@ -6,6 +6,7 @@ tensors; classes and, for torch's own, settings of its modules; arguments of a l
 that affect the result. They are collected when the trainer is made, before a scheduler or a checkpoint has changed
 anything, and those of rank 0 count on all ranks. A checkpoint restores them first, so another run is refused before
 anything is changed.
+
 - **Not compared** are settings that may change from one start to the next: ``max_epochs`` and ``max_steps`` (if the
   length affects the result, it is in the scheduler), the number of ranks, ``micro_batch_size``, ``num_workers``,
   ``patience``, what is saved and logged and where. Samples are not compared, because augmentation makes new ones.
@@ -237,6 +238,7 @@ class Identity:
 
 def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
     """Return the facts that have changed, each with both texts. Facts that only one side has count only for the model.
+
     The other side may come from a version of torch or of phalanx that records other facts, and another version of torch
     may describe its modules differently.
     """

@@ -23,7 +23,7 @@ from phalanx.train.feed.feed import Feed
 from phalanx.train.settings import Settings
 from phalanx.wire.rank_group import RankGroup
 
-_BENT = {  # by class: the attribute that holds the schedule's length, and what the learning rate does after it
+_BENT = {  # for each class, the attribute with the schedule's length, and what the learning rate does after it
     lr_scheduler.CosineAnnealingLR: ("T_max", "rises again"),
     lr_scheduler.PolynomialLR: ("total_iters", "stays 0"),
 }

@@ -17,7 +17,7 @@ from phalanx.train.report.loggers import WANDB_ID
 from phalanx.wire.rank_group import RankGroup
 
 _trained: dict[str, weakref.ref[object]] = {}  # the last trainer in a folder, by folder
-_by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDictionary()  # by model: its last trainer
+_by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDictionary()  # last trainer of each model
 
 
 def run_folder(given: str | os.PathLike[str] | None) -> str:

@@ -124,7 +124,7 @@ class Hyperparameters:
         ]
 
     def give_again(self, optimizer: torch.optim.Optimizer, *, keep_state: bool) -> None:
-        """Set them again. Without `keep_state`, also clear the optimizer's state, which is that of another class."""
+        """Set the hyperparameters. Without `keep_state`, also clear the state, which is another class's."""
         for group, given in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()

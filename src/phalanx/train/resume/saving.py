@@ -1,4 +1,5 @@
 """`RunSaver`: saves a trainer's checkpoints on disk, if its weights are finite.
+
 **Fewer saves if memory is safe.** If every host's part of the state is in the memory of two hosts, a checkpoint on disk
 is needed only if all hosts are lost at once. So unless the user has set an interval, the end of an epoch is then saved
 only if the last checkpoint is 10 minutes old. Ranks agree on that by one small all_reduce per epoch, because their

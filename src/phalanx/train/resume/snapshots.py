@@ -1,4 +1,5 @@
 """How often a trainer takes snapshots in memory: as often as 3 % of its time allows.
+
 At first it takes one after every step. Then all ranks choose the interval that costs 3 % of the time, from the duration
 of steps and snapshots on the slowest rank.
 """

@@ -1,4 +1,5 @@
 """`DividedStep`: divides an optimizer's step among the ranks if a trial in the first steps shows that it pays.
+
 The first five steps are plain, the next five divided. Then all ranks keep to the way that was faster on the slowest of
 them, the averaging of gradients included. An optimizer with hooks is not divided; hooks that are added later are called
 around the divided step, with whole parameters. torch's fused Adam, AdamW and Adagrad are faster still but round

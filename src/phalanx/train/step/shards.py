@@ -216,7 +216,7 @@ class _Cut:
                 if value is not self._states[0].get(name):
                     for own in self._states:
                         own[name] = value.clone() if isinstance(value, Tensor) else value
-            elif value is not self._state[name]:  # at the beginning, and after a script has loaded another state
+            elif value is not self._state[name]:  # true at the beginning, and after a script has loaded another state
                 flat(self._state[name])[self._own] = flat(laid_out_like(self._state[name], value))[self._own]
                 values[name] = self._state[name]
 
