@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _torch
 from phalanx.testing.fuzz.memory import VALUES, Room, copy_bits
+from phalanx.testing.fuzz.messages import messages_of
 
 ReduceOp = dist.ReduceOp
 
@@ -549,37 +550,6 @@ def scatter_object_list(call: Call, how: dict[str, Any]) -> Started:
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message from one rank of the group to another; `any_source`: its receiver does not say from whom."""
-
-    src: int
-    dst: int
-    tag: int
-    num: int
-    any_source: bool = False
-
-
-def messages_of(call: Call) -> list[Message]:
-    """Return some messages among the ranks: chains of equal tags, large ones between small ones, from anybody."""
-    draw = random.Random(call.seed)
-    if call.size == 1:
-        return []
-    num = max(torch.Size(call.shape).numel(), 0)
-    found = []
-    for i in range(draw.randint(1, 3 * call.size)):
-        src, dst = draw.sample(range(call.size), 2)
-        found.append(Message(src, dst, draw.randrange(3), draw.choice((num, num, 0, 1, num // 2, i))))
-    # From anybody: to one rank, one message from each of some others, under a tag of their own, as other steps may
-    # still be on the way.
-    if draw.random() < 0.4:
-        dst = draw.randrange(call.size)
-        others = [r for r in range(call.size) if r != dst]
-        for src in draw.sample(others, draw.randint(1, len(others))):
-            found.append(Message(src, dst, 1000 + call.seed % 1_000_000, num, True))
-    return found
 
 
 def _received(call: Call) -> list[Wanted]:

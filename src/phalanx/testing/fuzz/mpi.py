@@ -24,7 +24,8 @@ from phalanx import _env
 from phalanx._text import joined, shortened
 from phalanx.doctor.engines import mpi_environment
 from phalanx.host.cpus import has_module
-from phalanx.testing.fuzz.calls import Call, messages_of, splits, uneven
+from phalanx.testing.fuzz.calls import Call, splits, uneven
+from phalanx.testing.fuzz.messages import messages_of
 from phalanx.testing.fuzz.program import Program, Step
 
 _START_S = 120.0

@@ -1,0 +1,40 @@
+"""Which messages the ranks of a group send each other in one call of the fuzzer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message from one rank of the group to another; `any_source`: its receiver does not say from whom."""
+
+    src: int
+    dst: int
+    tag: int
+    num: int
+    any_source: bool = False
+
+
+def messages_of(call: Any) -> list[Message]:
+    """Return some messages among the ranks: chains of equal tags, large ones between small ones, from anybody."""
+    draw = random.Random(call.seed)
+    if call.size == 1:
+        return []
+    num = max(torch.Size(call.shape).numel(), 0)
+    found = []
+    for i in range(draw.randint(1, 3 * call.size)):
+        src, dst = draw.sample(range(call.size), 2)
+        found.append(Message(src, dst, draw.randrange(3), draw.choice((num, num, 0, 1, num // 2, i))))
+    # From anybody: to one rank, one message from each of some others, under a tag of their own, as other steps may
+    # still be on the way.
+    if draw.random() < 0.4:
+        dst = draw.randrange(call.size)
+        others = [r for r in range(call.size) if r != dst]
+        for src in draw.sample(others, draw.randint(1, len(others))):
+            found.append(Message(src, dst, 1000 + call.seed % 1_000_000, num, True))
+    return found
