@@ -113,9 +113,6 @@ NAMES = {
     "coalescing_manager": Name(
         "torch.distributed.distributed_c10d._coalescing_manager", "to try coalesced collectives in phalanx.testing.fuzz"
     ),
-    "make_premul_sum": Name(
-        "torch.distributed._make_nccl_premul_sum", "to try sums with a factor in phalanx.testing.fuzz"
-    ),
     "set_group_name": Name("torch.distributed.ProcessGroup._set_group_name", "to split a group"),
     "set_group_desc": Name("torch.distributed.ProcessGroup._set_group_desc", "to split a group"),
     "get_default_store": Name(
