@@ -29,8 +29,10 @@ from phalanx.wire import places as warm_places
 from tests import costs, kept, namespaces, shm
 from tests import forked as nursery
 
-# The same examples in every run; pytest --hypothesis-profile=default draws others.
-hypothesis.settings.register_profile("same", derandomize=True)
+# The same examples in every run, however long they take; pytest --hypothesis-profile=default draws others.
+hypothesis.settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("same")
 
 # Of two MPIs, mpi4py would take the one whose development files are installed, which may be neither's library.

@@ -60,14 +60,14 @@ def assert_gives_way(folder, is_whole=False):
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_one_flipped_bit_anywhere_is_noticed(damaged, name, where):
     assert_gives_way(damaged(lambda path: flip_bit(path, int(where * 8 * path.stat().st_size)), name))
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_a_file_that_ends_too_early_is_noticed(damaged, name, where):
     assert_gives_way(
@@ -286,7 +286,7 @@ def test_a_row_in_many_blocks_takes_linear_time(tmp_path, rows):
     assert state["x"].sum() == rows * num
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_blocks_are_taken_exactly_if_they_cover_each_element_once(data):
     whole = tuple(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))

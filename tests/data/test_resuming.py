@@ -19,7 +19,7 @@ NUM_RUNS = 1000 if os.environ.get("PHALANX_TEST_LONG") else 20
 lengths, world_sizes = st.integers(1, 200), st.integers(1, 4)
 
 
-@settings(max_examples=NUM_RUNS, deadline=None)
+@settings(max_examples=NUM_RUNS)
 @given(lengths, world_sizes, st.booleans(), st.booleans(), st.booleans())
 def test_a_sampler_goes_on_as_without_the_stop(length, world_size, shuffle, drop_last, pad):
     options = {"shuffle": shuffle, "drop_last": drop_last, "pad": pad, "seed": 3}
@@ -29,7 +29,7 @@ def test_a_sampler_goes_on_as_without_the_stop(length, world_size, shuffle, drop
         )
 
 
-@settings(max_examples=NUM_RUNS, deadline=None)
+@settings(max_examples=NUM_RUNS)
 @given(lengths, world_sizes, st.integers(1, 9), st.booleans(), st.booleans())
 def test_a_loader_goes_on_as_without_the_stop(length, world_size, batch_size, shuffle, drop_last):
     def open_loader(rank, **options):
@@ -46,7 +46,7 @@ def test_workers_that_load_ahead_change_nothing(persistent):
     check_every_stop(lambda state: loop(phalanx.DataLoader(torch.arange(7), 2, **options), state))
 
 
-@settings(max_examples=NUM_RUNS, deadline=None)
+@settings(max_examples=NUM_RUNS)
 @given(lengths, world_sizes, world_sizes, st.integers(0, 50), st.booleans())
 def test_other_ranks_pad_with_the_beginning_of_the_epoch(length, before, after, num_steps, shuffle):
     options = {"shuffle": shuffle, "seed": 3}

@@ -23,6 +23,7 @@ from phalanx.train.resume.preflight import preflight
 from tests import resuming
 from tests.resuming import Stream, check_every_stop
 
+CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 NUM_RUNS = 3000 if os.environ.get("PHALANX_TEST_LONG") else 100
 NUM_WHOLE_RUNS, LONGEST = (300, 200) if NUM_RUNS > 100 else (10, 40)
 LENGTH = 23
@@ -67,7 +68,7 @@ def ranks_of_one_process(monkeypatch):
         monkeypatch.setattr(module, "rank_and_size", module.rank_and_size)  # given back at the end
 
 
-@settings(max_examples=NUM_RUNS, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=NUM_RUNS, suppress_health_check=CHECKS)
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(1, 14)), min_size=1, max_size=5))
 def test_a_loader_goes_on_exactly_whatever_the_steps_and_ranks_of_each_run(runs):
     seen, state, epoch = {}, None, 0
@@ -115,7 +116,9 @@ def open_shards(length, rank, world_size, batch_size, drop_last):
 
 
 @pytest.mark.parametrize("open_one", [open_global, open_given, open_loader, open_torch_loader, open_shards])
-@settings(max_examples=NUM_WHOLE_RUNS, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=NUM_WHOLE_RUNS, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.integers(1, LONGEST), st.integers(1, 4), st.integers(1, 9), st.booleans())
 def test_every_stop_goes_on_with_the_steps_of_the_whole_run(open_one, length, world_size, batch_size, drop_last):
     for rank in range(world_size):
