@@ -8,14 +8,14 @@ namespace phalanx {
 
 enum class Op : std::uint8_t {
   kNone = 0, kJoin, kBarrier, kBroadcast, kAllReduce, kReduce, kReduceScatter, kAllGather, kGather, kScatter,
-  kAllToAll, kSend, kRecv,
+  kAllToAll, kSend, kRecv, kPut, kMap, kSignal, kWaitSignal,
 };
 
 /// The name by which Python knows the operation; empty for kNone.
 inline const char* op_name(Op op) {
   static constexpr const char* kNames[] = {"", "join", "barrier", "broadcast", "all_reduce", "reduce",
                                            "reduce_scatter", "all_gather", "gather", "scatter", "all_to_all",
-                                           "send", "recv"};
+                                           "send", "recv", "put", "map_remote_tensor", "signal", "wait_signal"};
   return kNames[static_cast<std::size_t>(op)];
 }
 

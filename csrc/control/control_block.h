@@ -162,6 +162,8 @@ class ControlBlock {
   void require_in_order(Wait& wait) {
     if (header_->group_failure.load(std::memory_order_acquire) != 0) come_late(wait);
   }
+  /// Throw if the group has ended, or rank `r` has ended or left it; then the group ends.
+  void require_peer(const Call& call, int r, Hooks& hooks);
   /// Throw in a forked child. To be called before any lock is taken: in the child, a lock may stay held for ever by a
   /// thread that exists only in the parent.
   void require_own_process(Op op) const;

@@ -79,6 +79,16 @@ std::optional<Failure> ControlBlock::is_dead(int r, const Wait& wait) {
   return found;
 }
 
+void ControlBlock::require_peer(const Call& call, int r, Hooks& hooks) {
+  const Wait wait = begin(call, 0, hooks, 0, p2p_bell(rank()));
+  if (r == rank()) return;
+  auto dead = is_dead(r, wait);
+  if (!dead) return;
+  // What the first rank saw explains this death, as in look_up().
+  auto told = find_group_failure(wait, [](int) { return false; });
+  throw end(std::move(told ? *told : *dead));
+}
+
 /// The failure that a peer has published, as a failure of this rank's operation; none if no peer has.
 std::optional<Failure> ControlBlock::find_group_failure(const Wait& wait, const MissingFn& missing) {
   const std::uint64_t packed = header_->group_failure.load(std::memory_order_acquire);

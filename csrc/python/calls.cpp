@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "p2p/signals.h"
 #include "python/python.h"
 #include "python/tensors.h"
 
@@ -275,6 +276,28 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
             nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);
   group.def("average_plain", &average_plain);
+  // Of a window, whose counters lie at addresses that Python keeps mapped during the call.
+  group.def("require_peer", [](Group& g, int peer, bool is_put) {
+    WithoutGil thread;
+    PythonHooks hooks(thread);
+    Call call;
+    call.op = is_put ? Op::kPut : Op::kMap;
+    g.control().require_peer(call, peer, hooks);
+  }, nb::arg("peer"), nb::arg("is_put"),
+     "Throw if the group has ended, or this rank of it has ended or left: for a put, or for a mapping.");
+  group.def("signal", [](Group& g, Address counter, int peer) {
+    WithoutGil thread;
+    PythonHooks hooks(thread);
+    send_signal(g.control(), *static_cast<SignalCounter*>(pointer(counter)), peer, hooks);
+  }, nb::arg("counter"), nb::arg("peer"));
+  group.def("wait_signal", [](Group& g, Address counter, std::uint64_t number, int peer, Timeout timeout) {
+    run_without_gil([&](Hooks& hooks) {
+      await_signal(g.control(), *static_cast<SignalCounter*>(pointer(counter)), number, peer, hooks, bounded(timeout.count()));
+    });
+  }, nb::arg("counter"), nb::arg("number"), nb::arg("peer"), nb::arg("timeout"));
+  group.def("has_signal", [](Group&, Address counter, std::uint64_t number) {
+    return static_cast<SignalCounter*>(pointer(counter))->load(std::memory_order_acquire) >= number;
+  }, nb::arg("counter"), nb::arg("number"));
   for (const Op op : {Op::kSend, Op::kRecv}) {
     group.def(op_name(op), [op](Group& g, Address data, int dtype, std::size_t item, std::size_t count, int peer,
                                 std::int64_t tag, std::string site) {

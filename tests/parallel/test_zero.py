@@ -265,14 +265,18 @@ def test_a_sparse_gradient_of_a_cut_parameter_is_refused(run_ranks):
         run_ranks(sparse_gradient, 2)
 
 
+NOWHERE = shared_memory.Address(pid=2**22 + 1, fd=3, inode=4, size_bytes=5)  # beyond the largest pid
+
+
 def share_with_a_stranger(rank, world_size):
-    create = shared_memory._create
+    create = shared_memory.Block.create
 
-    def lie(num_bytes, opened):
-        memory, (_, fd, nonce) = create(num_bytes, opened)
-        return memory, (2**22 + 1, fd, nonce)  # beyond the largest pid
+    def lie(num_bytes, purpose):
+        block = create(num_bytes, purpose)
+        block.__class__ = type("Stranger", (shared_memory.Block,), {"address": NOWHERE})
+        return block
 
-    shared_memory._create = lie
+    shared_memory.Block.create = lie
     with pytest.raises(RuntimeError) as failure:
         phalanx.ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), optim.SGD, lr=1.0, share_parameters=True)
     return str(failure.value)

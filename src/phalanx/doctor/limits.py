@@ -20,6 +20,7 @@ from phalanx.host import cgroups
 from phalanx.host.block_pool import choose, huge_pages
 from phalanx.host.network import infiniband_cards
 from phalanx.host.processes import process_of
+from phalanx.host.shared_blocks import unnamed_file
 from phalanx.launch.warm import starter
 
 _RANK_BYTES = 512 << 20  # memory of a rank with torch and a small model
@@ -146,7 +147,7 @@ def try_shared_memory(size_bytes: int = _SEGMENT_BYTES) -> list[Finding]:
     began_s = time.monotonic()
     facts = {"size_bytes": size_bytes}
     try:
-        fd = os.memfd_create("phalanx-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = unnamed_file("phalanx-doctor", can_seal=True)
     except (OSError, AttributeError) as error:
         todo = "Linux 3.17 or newer, and a container whose seccomp profile allows memfd_create"
         return [problem("shared memory", f"memfd_create: {error}", todo, **facts)]

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from phalanx._errors import printable
 from phalanx.host.kernel import number_inside
 from phalanx.host.processes import open_files
+from phalanx.host.shared_blocks import path_of
 from phalanx.wire.files import open_regular, write_whole
 
 MEMORY_NAME = "phalanx-record"
@@ -50,7 +51,8 @@ _MOST_SAVED_BYTES = 2 * BOX_BYTES
 _KINDS = ("", "collective", "message", "step", "phase", "note", "call")
 OPS = (
     "", "join", "barrier", "broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "scatter",
-    "all_to_all", "send", "recv",
+    "all_to_all", "send", "recv", "put", "map_remote_tensor", "signal",
+    "wait_signal",
 )  # fmt: skip
 """Names of operations by their numbers in the core."""
 
@@ -298,7 +300,7 @@ def memories_of(pid: int, name: str) -> Iterator[str]:
         FileNotFoundError: The process has ended.
         PermissionError: This user may not look into it.
     """
-    return (f"/proc/{pid}/fd/{fd}" for fd, target in open_files(pid).items() if target.startswith(f"/memfd:{name} "))
+    return (path_of(fd, pid) for fd, target in open_files(pid).items() if target.startswith(f"/memfd:{name} "))
 
 
 def open_box(pid: int) -> tuple[int, int] | None:

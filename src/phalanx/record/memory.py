@@ -12,6 +12,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from phalanx.host.shared_blocks import path_of, unnamed_file
 from phalanx.record.box import BOX_BYTES, MEMORY_NAME, save_boxes
 from phalanx.wire.files import free_pages
 
@@ -26,7 +27,7 @@ class BoxMemory:
         self._num_boxes = num_boxes
         self._fd = -1  # -1: there is no memory
         with contextlib.suppress(OSError):
-            self._fd = os.memfd_create(MEMORY_NAME)
+            self._fd = unnamed_file(MEMORY_NAME)
             try:
                 os.ftruncate(self._fd, num_boxes * BOX_BYTES)
             except OSError:  # such as RLIMIT_FSIZE, which applies to a memfd
@@ -39,7 +40,7 @@ class BoxMemory:
     @property
     def path(self) -> str:
         """Path at which ranks open the memory, for `_env.RECORD_VARIABLE`; "" if there is none."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
+        return path_of(self._fd) if self._fd >= 0 else ""
 
     def save(self, folder: Path) -> None:
         """Write each box into its own file, and clear the memory for the next ranks.

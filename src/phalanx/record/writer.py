@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from phalanx import _env
 from phalanx.host.processes import process_of
+from phalanx.host.shared_blocks import unnamed_file
 from phalanx.record.box import MEMORY, MEMORY_NAME, OPS
 
 _core: Any = None
@@ -98,7 +99,7 @@ def _place() -> tuple[int, int]:
             if offset + _core.BOX_BYTES <= os.fstat(fd).st_size:
                 return fd, offset
             os.close(fd)
-    fd = os.memfd_create(MEMORY_NAME)
+    fd = unnamed_file(MEMORY_NAME)
     try:
         os.ftruncate(fd, _core.BOX_BYTES)
     except OSError:  # such as RLIMIT_FSIZE, which applies to a memfd

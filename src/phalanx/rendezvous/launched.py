@@ -28,6 +28,7 @@ from typing import Any
 
 from phalanx.failure.ending import Ending
 from phalanx.host.proc_stat import stat_fields
+from phalanx.host.shared_blocks import path_of, unnamed_file
 from phalanx.wire.messages import GarbledError, as_facts, parse_json, read_value, understand
 
 MEMORY_NAME = "phalanx-notes"
@@ -229,9 +230,9 @@ class Notes:
     """The launcher's side: the memory, and the notes of ranks that have started and ended."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create(MEMORY_NAME)
+        self._fd = unnamed_file(MEMORY_NAME)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.path = path_of(self._fd)
 
     def clear(self) -> None:
         """Forget the ranks of the previous attempt."""

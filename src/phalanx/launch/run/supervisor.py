@@ -26,6 +26,7 @@ from phalanx.failure.ends import save_ends, save_reason
 from phalanx.host.block_pool import of_rank
 from phalanx.host.cpus import Share
 from phalanx.host.descriptors import raise_descriptor_limit
+from phalanx.host.shared_blocks import path_of, unnamed_file
 from phalanx.launch.deadlines import IMPORT_S
 from phalanx.launch.environment import Attempt, rank_environment, shared_environment
 from phalanx.launch.job import Job
@@ -77,7 +78,7 @@ class Supervisor:
         adopt_orphans()  # to end the children of a forker that is killed
         self._descriptors = raise_descriptor_limit()
         self.events.catch((*self._job.signals, *HARMLESS))
-        self.snapshots_fd = os.memfd_create("phalanx-snapshots")  # keeps the ranks' snapshots for the next attempt
+        self.snapshots_fd = unnamed_file("phalanx-snapshots")  # keeps the ranks' snapshots for the next attempt
         self._boxes = BoxMemory(self._job.num_local_ranks)  # where ranks record what they do
         self._notes = Notes()
         self._note_attempt(self._job.num_local_ranks if self._job.max_nodes == 1 else 0)
@@ -109,7 +110,7 @@ class Supervisor:
         environ |= self._keyboard.environment()
         if not self._job.max_restarts:  # without another attempt, nobody would read snapshots
             return environ
-        return {**environ, _env.SNAPSHOT_VARIABLE: f"/proc/{os.getpid()}/fd/{self.snapshots_fd}"}
+        return {**environ, _env.SNAPSHOT_VARIABLE: path_of(self.snapshots_fd)}
 
     def _note_attempt(self, world_size: int) -> None:
         self._notes.note_attempt("phalanx run", self._job.typed, os.path.abspath(self._folder.path), world_size)

@@ -1,0 +1,39 @@
+// Signals of a window: counters in memory that all ranks of a host map, one for each sender and receiver.
+//
+// A sender adds one; a receiver waits until the counter has reached the number of the signal that it expects. So signals
+// are never lost, a sender never waits, and what it wrote before (a put) is visible to the receiver afterwards. The
+// receiver waits as for a message, asleep on the same bell, and so notices deaths, aborts, Ctrl-C and its deadline.
+// Messages of no bytes were the alternative: a ring has 128 records, so the 129th signal would wait for the receiver.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "control/control_block.h"
+
+namespace phalanx {
+
+using SignalCounter = std::atomic<std::uint64_t>;
+
+/// Count one more signal to rank `peer`, and wake it. Throws if it has ended or left the group.
+inline void send_signal(ControlBlock& control, SignalCounter& counter, int peer, Hooks& hooks) {
+  Call call;
+  call.op = Op::kSignal;
+  control.require_peer(call, peer, hooks);
+  // RELEASE publishes what this rank has written before; pairs with await_signal().
+  counter.fetch_add(1, std::memory_order_release);
+  if (Bell& bell = control.p2p_bell(peer); has_sleepers(bell)) ring(bell);
+}
+
+/// Wait until rank `peer` has sent signal `number`, from 1.
+inline void await_signal(ControlBlock& control, const SignalCounter& counter, std::uint64_t number, int peer, Hooks& hooks,
+                         double timeout_s) {
+  Call call;
+  call.op = Op::kWaitSignal;
+  Wait wait = control.begin(call, 0, hooks, timeout_s, control.p2p_bell(control.rank()));
+  wait.recorded = control.recorded(EventKind::kMessage, call, static_cast<std::uint64_t>(peer + 1));
+  // ACQUIRE shows what the peer wrote before the signal; pairs with send_signal().
+  control.await(wait, [&](int r) { return r == peer && counter.load(std::memory_order_acquire) < number; });
+}
+
+}  // namespace phalanx

@@ -1,0 +1,184 @@
+"""Memory of this host that several processes map: how it is made, handed over, held and counted.
+
+A **block** is a memfd: it has no name, so nothing is left when its last holder has ended, however that happened, and
+the size of ``/dev/shm`` does not matter. `Block.create` allocates every page before anybody uses one, so a shortage is
+an OSError here and never a SIGBUS later, and seals the size, so no process can take pages from under another. A limit
+of the host or of a cgroup is looked at before: there the kernel would kill a process instead of refusing.
+
+**Hand-over.** `Block.address` is plain data (JSON will do): the process, the number of the descriptor, the file's inode
+and size. A peer of the same user on this host calls `Block.open(address)`, which goes through ``/proc/PID/fd``, and
+compares inode, size and seal with what was announced. So the holder needs no thread that serves, and one that has
+ended, or whose number another process has by now, is an OSError. Passing the descriptor over a socket (SCM_RIGHTS) was
+the alternative. It works across pid namespaces, and costs a thread or a moment in which both sides are there; only the
+job's segment (``csrc/memory/segment.h``), which is handed over before ranks know each other, needs it.
+
+**Who holds it.** Memory lives as long as somebody maps it or has it open. The creator is the owner: it may `close`, and
+those who have mapped the block keep what they have. To let a block outlive a rank, a process that lives longer (the
+supervisor of ``phalanx run``) opens it and passes its own `address` on. Nothing here imports torch, so it can.
+
+**To build on it.** A rank that publishes: ``block = Block.create(size, "dataset")``, write into `block.memory`, then
+tell the others `block.address` by a store or a collective, and keep the block. A reader: ``Block.open(address,
+"dataset")``, then ``torch.frombuffer(block.memory, ...)``; the tensor keeps the mapping, so the block need not be kept.
+A block that was handed over is never used for anything else: others may map it for as long as they like. Memory that
+only its owner has ever seen may be used again (`phalanx.backend.windows.tensors` keeps such blocks, and gives them back
+under pressure). For blocks of torch that peers read directly, the pool of ``csrc/process/blocks.h`` would lie in one
+block, whose address is handed over once; `Block.create` with ``is_allocated=False`` leaves allocating parts to it.
+
+**Counting.** `held_bytes` counts what this process maps, by purpose. The kernel counts the pages for the cgroup of the
+process that created them, and, while they are mapped and touched, in the RSS of each that maps them (``RssShmem`` in
+``/proc/PID/status``): so ``phalanx top`` shows shared memory once for each rank that uses it. ``/proc/PID/fd`` shows
+``/memfd:phalanx-PURPOSE`` for each block that a process holds.
+
+`unnamed_file` makes the other memfds of this library, files that only happen to lie in memory: boxes, notes, snapshots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import weakref
+from typing import NamedTuple
+
+from phalanx._text import in_units
+from phalanx.host.cgroups import known_memory
+
+_LEAST_LEFT = 32 << 20  # bytes of a cgroup or of the host that a block must leave to others
+_SMALL = 1 << 20  # below this many bytes, to look at the limits costs more than the block
+
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, str] = weakref.WeakKeyDictionary()
+"""The mappings of this process, and what each is for."""
+
+
+class Address(NamedTuple):
+    """Where another process of this host finds a block, and what it must find there."""
+
+    pid: int
+    fd: int
+    inode: int
+    size_bytes: int
+
+
+def unnamed_file(name: str, *, can_seal: bool = False) -> int:
+    """Return the descriptor of a new empty file in memory, which no program that this process starts inherits.
+
+    Raises:
+        OSError: The kernel, a sandbox or the limit of descriptors refuses it.
+    """
+    return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if can_seal else 0))
+
+
+def path_of(fd: int, pid: int | None = None) -> str:
+    """Return the path at which processes of the same user open what this process, or another, holds open."""
+    return f"/proc/{os.getpid() if pid is None else pid}/fd/{fd}"
+
+
+def held_bytes() -> dict[str, int]:
+    """Return the bytes of the blocks that this process maps, its own and those of others, by purpose."""
+    total: dict[str, int] = {}
+    for memory, purpose in list(_mapped.items()):
+        total[purpose] = total.get(purpose, 0) + len(memory)
+    return total
+
+
+class Block:
+    """Memory of this host that this process holds; see `create` and `open`.
+
+    Attributes:
+        purpose: What it is for, by which it is counted.
+        size_bytes: Size, at least 1.
+        memory: The mapping, readable and writable. What was made of it keeps it alive, this block need not.
+        is_closed: Whether the block can't be handed over any more.
+    """
+
+    def __init__(self, fd: int, purpose: str, size_bytes: int, *, touches: bool) -> None:
+        self._fd = fd
+        self._pid = os.getpid()
+        self.purpose, self.size_bytes = purpose, size_bytes
+        self.is_closed = False
+        try:
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touches else 0)
+            self.memory = mmap.mmap(fd, size_bytes, flags=flags)
+        except BaseException:
+            os.close(fd)
+            raise
+        _mapped[self.memory] = purpose
+
+    @classmethod
+    def create(cls, size_bytes: int, purpose: str, *, is_allocated: bool = True) -> Block:
+        """Return a new block, zeroed and allocated.
+
+        Args:
+            size_bytes: Size, at least 1.
+            purpose: What it is for: a word, which is part of the memory's name in ``/proc``.
+            is_allocated: False leaves all pages to the caller, who must allocate them before they are used.
+
+        Raises:
+            OSError: The host, a cgroup or a limit of this process (``ulimit -f``, ``-n``, ``-v``) has no room for it.
+        """
+        if is_allocated and size_bytes >= _SMALL:
+            require_room(size_bytes)
+        fd = unnamed_file(f"phalanx-{purpose}", can_seal=True)
+        try:
+            os.ftruncate(fd, size_bytes)
+            if is_allocated:
+                os.posix_fallocate(fd, 0, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, purpose, size_bytes, touches=is_allocated)
+
+    @classmethod
+    def open(cls, address: Address, purpose: str) -> Block:
+        """Return a block that another process of this host holds.
+
+        Raises:
+            OSError: That process has ended or is another by now, belongs to another user or lives in another container;
+                or a limit of this one (``ulimit -n``, ``-v``) has no room for it.
+        """
+        fd = os.open(path_of(address.fd, address.pid), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            is_it = stat.S_ISREG(found.st_mode) and (found.st_ino, found.st_size) == (address.inode, address.size_bytes)
+            if not is_it or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError(errno.ESTALE, f"process {address.pid} no longer holds that memory, or is another process")
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, purpose, address.size_bytes, touches=False)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a forked child of the one that made or opened the block, and shares it with it."""
+        return self._pid != os.getpid()
+
+    @property
+    def address(self) -> Address:
+        """What another process needs to open the block while this one holds it."""
+        assert not self.is_closed, "a closed block can't be handed over"
+        return Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino, self.size_bytes)
+
+    def close(self) -> None:
+        """Stop to hold the block. Mappings stay, here and elsewhere; with the last one the memory is freed."""
+        if not self.is_closed:
+            self.is_closed = True
+            os.close(self._fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # the interpreter ends, or `__init__` failed
+            self.close()
+
+
+def require_room(size_bytes: int) -> None:
+    """Raise an OSError if the host or a cgroup has no room for that many bytes more."""
+    for memory in known_memory():
+        if size_bytes + _LEAST_LEFT > memory.left_bytes:
+            raise OSError(
+                errno.ENOMEM,
+                f"{in_units(memory.left_bytes)} of {in_units(memory.limit_bytes)} of memory are left, and "
+                f"{in_units(size_bytes)} are needed",
+            )
