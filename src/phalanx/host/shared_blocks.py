@@ -88,7 +88,7 @@ class Block:
     """Memory of this host that this process holds; see `create` and `open`.
 
     Attributes:
-        purpose: What it is for, by which it is counted.
+        purpose: Word for its use, by which it is counted.
         size_bytes: Size, at least 1.
         memory: The mapping, readable and writable. What was made of it keeps it alive, this block need not.
         is_closed: Whether the block can't be handed over any more.
@@ -113,7 +113,7 @@ class Block:
 
         Args:
             size_bytes: Size, at least 1.
-            purpose: What it is for: a word, which is part of the memory's name in ``/proc``.
+            purpose: Word for its use, which is part of the memory's name in ``/proc``.
             is_allocated: False leaves all pages to the caller, who must allocate them before they are used.
 
         Raises:
