@@ -28,6 +28,9 @@ MPI_POLL_S: Final = 0.0001
 FUTURES_POLL_S: Final = 0.001
 """Pause between checks whether callbacks of futures have run; also the time that a work gets to tell if it is over."""
 
+SIGNAL_POLL_S: Final = 0.0005
+"""Pause between looks whether a signal has come, for a caller who waits for it with a timeout of its own."""
+
 # ---------------------------------------------------------------- the store
 
 STORE_S: Final = 1.0

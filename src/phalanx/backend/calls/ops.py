@@ -50,6 +50,7 @@ class Operations(Collectives):
         num_messages: Number of messages that this rank has sent or received.
         abort_hooks: Functions that run here when the group fails, and the failure once it has.
         name: The argument `name`.
+        num_windows: Number of windows that this rank has made.
     """
 
     def __init__(self, core: _core.Group, segment: _core.Segment, name: str, ranks: Ranks, timeout: timedelta) -> None:
@@ -59,6 +60,7 @@ class Operations(Collectives):
         self.timeout = timeout
         self.abort_hooks = AbortHooks(name)
         self.num_messages: int = 0
+        self.num_windows: int = 0
         self._num_exchanges = 0  # set when this rank leaves the group
         self.start_coalescing = self._flight.start_coalescing
         self.end_coalescing = self._flight.end_coalescing

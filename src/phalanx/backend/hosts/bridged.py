@@ -77,6 +77,16 @@ class BridgedGroup:
     # ---- what surrounds a collective -------------------------------------------------------------------------------
 
     @property
+    def here(self) -> list[int]:
+        """The ranks of the group on this host, in the order of the core group that they form."""
+        return self._steps.here
+
+    def of_host(self, op: str) -> _core.Group:
+        """Return the core group of this host's ranks, for an operation that concerns them alone."""
+        self._failures.check(op)
+        return self._core
+
+    @property
     def spins(self) -> bool:
         return self._core.spins
 

@@ -66,6 +66,8 @@ from phalanx.backend.torch.dispatch import (
     named_as,
 )
 from phalanx.backend.torch.making import Maker
+from phalanx.backend.windows.tensors import allocate_tensor, allocates_on
+from phalanx.backend.windows.window import Window, new_window
 
 _TIME_IT = "run the collective between two calls of time.perf_counter(), or under torch.profiler"
 _MAKE_ANEW = "destroy the group to free its memory, and make a new one: destroy_process_group(), init_process_group()"
@@ -129,6 +131,24 @@ class _Common:
 
     def abort(self) -> None:
         self._operations.abort()
+
+    @property
+    def supports_window(self) -> bool:
+        return True
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> Window:
+        """Return a window of the group, with a tensor of each rank registered if they give one. Every rank calls it."""
+        return new_window(self._operations, tensor)
+
+    def supports_tensor_alloc(self, device: torch.device | str | int) -> bool:
+        return allocates_on(device)
+
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """Return an uninitialised CPU tensor of shape ``(size,)`` in memory that the ranks of this host can map."""
+        ranks = self._operations.ranks
+        return allocate_tensor(size, dtype=dtype, device=device, rank=ranks.global_ranks[ranks.rank])
 
     def get_error(self) -> Any:
         """Return torch's code of the failure that ended the group; SUCCESS while it works. Asks no other rank."""
@@ -404,7 +424,6 @@ def _described(group: PhalanxGroup, desc: str) -> PhalanxGroup:
 
 class InnerGloo(_OfBackends, c10d.ProcessGroupGloo):
     """The backend of a group before torch 2.14: Gloo, of which Python asks what the group itself answers."""
-
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
         self._operations.set_timeout(timeout)
@@ -470,11 +489,11 @@ if HAS_PYTHON_BACKENDS:
             return False  # not needed: messages of a batch progress together anyway
 
         @property
-        def supports_window(self) -> bool:
+        def supports_reconfigure(self) -> bool:
             return False  # defined because torch's default calls this method again, endlessly; so below
 
-        supports_reconfigure = supports_shrinking = supports_window
-        _supports_time_estimate = supports_time_estimate = supports_window  # torch 2.14 has no underscore
+        supports_shrinking = supports_reconfigure
+        _supports_time_estimate = supports_time_estimate = supports_reconfigure  # torch 2.14 has no underscore
 
         def start_coalescing(self) -> None:
             self._operations.start_coalescing()
