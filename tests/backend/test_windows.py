@@ -135,7 +135,8 @@ def train_with_fsdp(rank, world_size, is_shared):
 
 
 @pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d.Backend, "allocate_tensor"), reason="this torch has no such method on its backends"
+    not hasattr(torch._C._distributed_c10d.Backend, "allocate_tensor"),
+    reason="this torch has no such method on its backends",
 )
 def test_fsdp_takes_its_communication_memory_from_the_group(run_ranks):
     shared, plain = (run_ranks(train_with_fsdp, 2, is_shared) for is_shared in (True, False))

@@ -424,6 +424,7 @@ def _described(group: PhalanxGroup, desc: str) -> PhalanxGroup:
 
 class InnerGloo(_OfBackends, c10d.ProcessGroupGloo):
     """The backend of a group before torch 2.14: Gloo, of which Python asks what the group itself answers."""
+
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
         self._operations.set_timeout(timeout)
