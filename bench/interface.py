@@ -56,9 +56,43 @@ def group_by_split(rank: int) -> Ways:
     return Ways("split_group", split, "new_group", lambda: dist.destroy_process_group(dist.new_group()))
 
 
+def put(rank: int) -> Ways:
+    """A put of 64 MiB into the other rank's window, and a copy of 64 MiB within the rank."""
+    mine = dist.group.WORLD.allocate_tensor(16 << 20).zero_()
+    window, source, plain = dist.group.WORLD.new_window(mine), torch.ones(16 << 20), torch.zeros(16 << 20)
+    return Ways(
+        "put of 64 MiB", lambda: window.put(source, 1 - rank, 0), "copy_ of 64 MiB", lambda: plain.copy_(source)
+    )
+
+
+def signal(rank: int) -> Ways:
+    """A signal and its answer, and a barrier of the same two ranks."""
+    window = dist.group.WORLD.new_window()
+
+    def there_and_back() -> None:
+        if rank == 0:
+            window.signal(1)
+            window.wait_signal(1)
+        else:
+            window.wait_signal(0)
+            window.signal(0)
+
+    return Ways("signal and answer", there_and_back, "barrier", dist.barrier)
+
+
+def remote_view(rank: int) -> Ways:
+    """A view of 64 MiB of the other rank, and one of 4 bytes."""
+    views = [dist.group.WORLD.new_window(dist.group.WORLD.allocate_tensor(size)) for size in (16 << 20, 1)]
+    large, small = (lambda window=window: window.map_remote_tensor(1 - rank) for window in views)
+    return Ways("view of 64 MiB", large, "view of 4 B", small)
+
+
 ROWS: dict[str, Callable[[int], Ways]] = {
     "extend": all_reduce_with_more_time,
     "split": group_by_split,
+    "put": put,
+    "signal": signal,
+    "view": remote_view,
 }
 
 

@@ -121,9 +121,9 @@ def train_with_fsdp(rank, world_size, is_shared):
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
     for layer in model:
         fully_shard(layer)
+        if is_shared:
+            layer.set_allocate_memory_from_process_group_for_comm(True)
     fully_shard(model)
-    if is_shared:
-        model.set_allocate_memory_from_process_group_for_comm(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = POOL.state
     for step in range(3):
