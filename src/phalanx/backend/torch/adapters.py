@@ -67,7 +67,7 @@ from phalanx.backend.torch.dispatch import (
 )
 from phalanx.backend.torch.making import Maker
 from phalanx.backend.windows.tensors import allocate_tensor, allocates_on
-from phalanx.backend.windows.window import Window, new_window
+from phalanx.backend.windows.window import new_window
 
 _TIME_IT = "run the collective between two calls of time.perf_counter(), or under torch.profiler"
 _MAKE_ANEW = "destroy the group to free its memory, and make a new one: destroy_process_group(), init_process_group()"
@@ -136,7 +136,7 @@ class _Common:
     def supports_window(self) -> bool:
         return True
 
-    def new_window(self, tensor: torch.Tensor | None = None) -> Window:
+    def new_window(self, tensor: torch.Tensor | None = None) -> Any:  # torch's Window has no constructor
         """Return a window of the group, with a tensor of each rank registered if they give one. Every rank calls it."""
         return new_window(self._operations, tensor)
 
