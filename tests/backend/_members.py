@@ -418,6 +418,7 @@ NOT_USED = {"_pybind11_conduit_v1_": "pybind11's own, which takes pointers to C+
 
 
 BEFORE_2_14 = {
+    **{("Backend", name): BACKEND[name] for name in ("supports_tensor_alloc", "allocate_tensor")},  # no wrapper
     ("Backend", "_get_backend_name"): Row(call(), "gloo"),
     ("Backend", "_start_coalescing"): Row(coalesced, Refused("does not implement", RuntimeError)),
     ("Backend", "_end_coalescing"): Row(coalesced, Refused("does not implement", RuntimeError)),

@@ -1,8 +1,9 @@
 """`allocate_tensor`: CPU tensors in memory that other ranks of the host can map, and the reuse of that memory.
 
 Each tensor has a block of its own (`phalanx.host.shared_blocks`). FSDP2 asks for two tensors per collective and frees
-them after it, and the kernel clears each new page, so a block that no other process has ever been told of is kept when
-its tensor is freed, and serves the next one of about its size: 16 MiB then cost 16 us instead of 18 ms. A block that was handed over is closed instead: peers may map it still, and must never see another tensor.
+them after it, and the kernel clears each new page. So a block that no other process has ever been told of is kept when
+its tensor is freed, and serves the next one of about its size: 16 MiB then cost 16 us instead of 18 ms. A block that
+was handed over is closed instead: peers may map it still, and must never see another tensor.
 
 Kept are at most as many bytes as tensors needed at once, for 20 s; nothing once memory comes short, which each call
 looks at once per second, and nothing when a new block is refused. There is no thread that gives memory back while
