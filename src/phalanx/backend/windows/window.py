@@ -9,7 +9,7 @@ or a shortage on one rank is the same error on all of them, and afterwards every
 because an owner has freed its tensor or has ended. A rank that frees what others map leaves them a valid mapping.
 
 **put** is one copy by torch into the mapping, which is over when the call returns, so its Work is as well. 64 MiB take
-1.3 times as long as a copy into huge pages, which the kernel gives to no shared memory by default (``python -m
+1.3 to 1.5 times as long as a copy into huge pages, which the kernel gives to no shared memory by default (``python -m
 bench.interface --only put``). **Signals**
 are counters in a block of the host's first rank (``csrc/p2p/signals.h``). A signal makes earlier puts of its sender
 visible to whoever has waited for it. **Death**: memory stays mapped, whatever happens to its owner; the next call that
