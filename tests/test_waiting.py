@@ -21,6 +21,7 @@ SLEEPERS = {
     "launch/replicas/receiver.py": "after an error of accept(), before the next",
     "launch/replicas/replicator.py": "copying rests in proportion to the time that it took",
     "rendezvous/roll_call.py": "rank 0 keeps the store open while others read why it failed",
+    "testing/fuzz/rank.py": "random delays are part of a random program",
     "tune/trials.py": "each look is at several jobs, whose limits change",
     "wire/waiting.py": "the wait itself",
 }

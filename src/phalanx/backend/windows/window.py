@@ -47,6 +47,7 @@ from phalanx.backend.types import DTYPE_CODES, DTYPE_NAMES
 from phalanx.backend.windows.tensors import POOL
 from phalanx.host.shared_blocks import Address, Block
 from phalanx.wire.messages import GarbledError, between, cropped, understand
+from phalanx.wire.waiting import wait_until
 
 _OFFER_BYTES = 2048
 _MOST_WORDS = 250  # characters of a refusal: as JSON, none takes more than six bytes
@@ -403,15 +404,16 @@ class _Expected:
     def require_reachable(self) -> None:
         self._core.require_peer(self._place, False)
 
+    def _look(self) -> bool | None:
+        if not self.done:
+            self.require_reachable()
+        return self.done or None
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for the signal, at most `timeout_s`; 0: for as long as the group does."""
         if timeout_s:
-            until_s = time.monotonic() + timeout_s
-            while not self.done:
-                if time.monotonic() >= until_s:
-                    return False
-                self._core.require_peer(self._place, False)
-                time.sleep(SIGNAL_POLL_S)
+            if wait_until(self._look, time.monotonic() + timeout_s, most_s=SIGNAL_POLL_S) is None:
+                return False
         elif self._error is None:
             try:
                 self._core.wait_signal(self._address, self._number, self._place, self._timeout)
