@@ -77,10 +77,12 @@ def variables() -> dict[str, dict[str, str]]:
             f"{_markdown(of_settings[setting.name])} Default: {default}{limits}."
         )
     others = {getattr(_env, name): _markdown(text) for name, text in of_env.items() if name.endswith("_VARIABLE")}
+    others = {name: text for name, text in others.items() if name not in settings}
     flags = {
         variable: f"`--{flag.name}` | {_escaped(flag.help.replace('%%', '%'))}"
         for flag in FLAGS.values()
         for variable in flag.variables[:1]
+        if variable not in settings
     }
     given = ("PHALANX_REPLACE", "PHALANX_RUN_FOLDER")
     return {

@@ -238,6 +238,11 @@ def withdraw(names: Iterable[str]) -> None:
         os.environ.pop(name, None)
 
 
+def may_use_torchcomms() -> bool:
+    """Return whether torch was told to make groups by torchcomms; asking torch itself would load more of phalanx."""
+    return bool(environment().get("TORCH_DISTRIBUTED_USE_TORCHCOMMS"))
+
+
 def wants_torchs_records() -> bool:
     """Whether the user asked torch to record every operation, or to check its values.
 

@@ -250,7 +250,7 @@ def test_every_flag_is_an_environment_variable_that_ranks_do_not_take_for_a_miss
     flags = {flag.variables[0] for flag in FLAGS.values()}
     assert flags == {f"PHALANX_{name}" for name in _env._FLAGS.split()}
     assert flags < _env.LAUNCH_VARIABLES  # beside what ranks are told
-    _settings.read_settings(dict.fromkeys(_env.LAUNCH_VARIABLES, "1"))
+    _settings.read_settings(dict.fromkeys(_env.LAUNCH_VARIABLES, "1") | {_env.VERIFY_VARIABLE: "gloo"})
 
 
 @pytest.mark.parametrize(

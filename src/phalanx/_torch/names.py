@@ -113,6 +113,11 @@ NAMES = {
     "coalescing_manager": Name(
         "torch.distributed.distributed_c10d._coalescing_manager", "to try coalesced collectives in phalanx.testing.fuzz"
     ),
+    "make_premul_sum": Name(
+        "torch.distributed._make_nccl_premul_sum",
+        "to make calls, or make them again, whose sum multiplies first",
+    ),
+    "WindowAttr": Name("torch._C._distributed_c10d.WindowAttr", "to answer a window's get_attr()"),
     "set_group_name": Name("torch.distributed.ProcessGroup._set_group_name", "to split a group"),
     "set_group_desc": Name("torch.distributed.ProcessGroup._set_group_desc", "to split a group"),
     "get_default_store": Name(

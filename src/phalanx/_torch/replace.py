@@ -92,7 +92,7 @@ def begin(who: str) -> None:
 
         install(_make)
     _origins.append(who)
-    if _torch.uses_torchcomms():
+    if _env.may_use_torchcomms() and _torch.uses_torchcomms():
         say_once(
             f"{who}: torchcomms makes the groups that ask for Gloo, if it has a Gloo; "
             "unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"

@@ -33,9 +33,8 @@ from datetime import timedelta
 from typing import Annotated, Any
 
 import torch
-from torch.distributed import distributed_c10d as c10d
 
-from phalanx import _core
+from phalanx import _core, _torch
 from phalanx._errors import ArgumentError, CollectiveMismatch, OutOfSharedMemory
 from phalanx._text import joined
 from phalanx.backend.calls.collectives import UNSET
@@ -355,7 +354,7 @@ class Window:
     def get_attr(self, peer_rank: int) -> Any:
         """Return torch's WindowAttr of a rank: its memory is one and the same for all who map it."""
         self._place("get_attr", "peer_rank", peer_rank)
-        return c10d.WindowAttr() if hasattr(c10d, "WindowAttr") else _window_attr()
+        return _torch.WindowAttr()
 
     def _global(self, rank: int) -> int:
         return self._operations.ranks.global_ranks[rank]
@@ -444,12 +443,6 @@ def _touch(memory: Any) -> None:
         memory.madvise(_POPULATE_WRITE)
     except (OSError, ValueError):  # an older kernel, or a limit: pages are mapped one by one
         return
-
-
-def _window_attr() -> Any:
-    from torch._C._distributed_c10d import WindowAttr
-
-    return WindowAttr()
 
 
 def _cut(offer: _Offer) -> _Offer:
