@@ -30,6 +30,19 @@ class _Extension:
     until: Any = None
 
 
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+def _message(name: str) -> Callable[..., Any]:
+    """Return the method that starts a message by the method of this name of the core."""
+
+    def start(self: Extended, *args: Any) -> Any:
+        return self._start(lambda: getattr(self.core, name)(*args), _is_given)
+
+    return start
+
+
 class Extended:
     """The core of a group while its timeouts are extended.
 
@@ -85,23 +98,9 @@ class Extended:
         *others, timeout = args
         return self._start(lambda: self.core.average_plain(*others, self._longer(timeout)), _is_given)
 
-    def send(self, *args: Any) -> Any:
-        return self._start(lambda: self.core.send(*args), _is_given)
-
-    def recv(self, *args: Any) -> Any:
-        return self._start(lambda: self.core.recv(*args), _is_given)
-
-    def send_plain(self, *args: Any) -> Any:
-        return self._start(lambda: self.core.send_plain(*args), _is_given)
-
-    def recv_plain(self, *args: Any) -> Any:
-        return self._start(lambda: self.core.recv_plain(*args), _is_given)
-
-    def send_now(self, *args: Any) -> Any:
-        return self._start(lambda: self.core.send_now(*args), _is_given)
-
-    def recv_now(self, *args: Any) -> Any:
-        return self._start(lambda: self.core.recv_now(*args), _is_given)
+    send, recv = _message("send"), _message("recv")
+    send_plain, recv_plain = _message("send_plain"), _message("recv_plain")
+    send_now, recv_now = _message("send_now"), _message("recv_now")
 
     def _start(self, start: Callable[[], Any], has_begun: Callable[[Any], bool]) -> Any:
         """Start an operation, with which ends what was added since the last one.
@@ -144,7 +143,3 @@ class Extended:
             self.set_timeout(self._timeout_s)
             if not self._extensions:
                 self._restore(self)
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None

@@ -52,6 +52,27 @@ def wrong(result: torch.Tensor, inputs: torch.Tensor, kind: object) -> torch.Ten
     return ~_is_extreme(result, inputs, kind)
 
 
+def exact(inputs: torch.Tensor, kind: object) -> torch.Tensor:
+    """Return the reduction of the inputs of all ranks, computed in float64 and rounded once to their dtype.
+
+    Args:
+        inputs: Elements of each rank, of a floating or complex dtype, shape ``(n, ...)``, multiplied by the factor
+            already if `kind` is PREMUL_SUM.
+        kind: torch's reduce operation.
+    """
+    wide = inputs.to(torch.complex128 if inputs.is_complex() else torch.float64)
+    if kind in (RedOpType.MIN, RedOpType.MAX):
+        value = wide.amin(0) if kind == RedOpType.MIN else wide.amax(0)
+    elif kind == RedOpType.PRODUCT:
+        value = wide.prod(0)
+    else:
+        value = wide.sum(0)
+        if kind == RedOpType.AVG:  # parts of complex numbers apart: dividing them as such would make NaN of infinities
+            value = (torch.view_as_real(value) if value.is_complex() else value) / len(inputs)
+            value = torch.view_as_complex(value) if wide.is_complex() else value
+    return value.to(inputs.dtype)
+
+
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor.real, tensor.imag
 

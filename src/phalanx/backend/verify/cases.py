@@ -20,7 +20,7 @@ from phalanx._torch.tensors import is_dense, is_stored
 from phalanx.backend.calls.memory import Tensors, do_overlap, plain
 from phalanx.backend.failures.members import Ranks
 from phalanx.backend.types import DTYPE_CODES, RedOpType, is_inexact, premul_factor
-from phalanx.backend.verify.bounds import wrong
+from phalanx.backend.verify.bounds import exact, wrong
 from phalanx.backend.verify.oracle import Oracle, as_bytes
 
 
@@ -131,7 +131,7 @@ class Reduced(Part):
         if is_same:
             return None
         assert total is not None  # Gloo lacks products of complex numbers alone
-        at = _differ(got, total[self.start : end]).nonzero().flatten()
+        at = differ(got, total[self.start : end]).nonzero().flatten()
         first = self.start + int(at[0])
         return self._finding(at, total[first : first + 1].clone())
 
@@ -140,7 +140,7 @@ class Reduced(Part):
         differs = torch.zeros(self.given.numel(), dtype=torch.bool, device="cpu")
         mine = differs[self.start : self.start + got.numel()]
         if got.numel():
-            mine[:] = True if total is None else _differ(got, total[self.start : self.start + got.numel()])
+            mine[:] = True if total is None else differ(got, total[self.start : self.start + got.numel()])
         at = oracle.union(differs)
         found, want = [], None
         for indices, inputs in oracle.pieces_of(self.given, at):
@@ -150,7 +150,7 @@ class Reduced(Part):
             if bad.any():
                 found.append(mine[bad])
                 if want is None:
-                    want = _exact(inputs[:, bad][:, 0], self.kind)
+                    want = exact(inputs[:, bad][:, :1], self.kind)
         return None if want is None else self._finding(torch.cat(found), want)
 
 
@@ -163,22 +163,10 @@ def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(whole), other.view(whole))
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return which elements have different bits."""
+def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return which elements of two contiguous tensors have different bits, shape ``(num_elems,)``."""
     item = one.itemsize
     return (as_bytes(one).reshape(-1, item) != as_bytes(other).reshape(-1, item)).any(1)
-
-
-def _exact(inputs: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Return the reduction of one element, shape ``(1,)``, in the dtype of the inputs."""
-    wide = inputs.to(torch.complex128 if inputs.is_complex() else torch.float64)
-    if kind == RedOpType.PRODUCT:
-        value = wide.prod(0)
-    elif kind in (RedOpType.MIN, RedOpType.MAX):
-        value = wide.amin(0) if kind == RedOpType.MIN else wide.amax(0)
-    else:
-        value = wide.mean(0) if kind == RedOpType.AVG else wide.sum(0)
-    return value.to(inputs.dtype).reshape(1)
 
 
 def _shown(one: torch.Tensor) -> str:

@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.verify.bounds import wrong
+from phalanx.backend.calls.memory import plain
+from phalanx.backend.verify.bounds import exact, wrong
+from phalanx.backend.verify.cases import differ
+from phalanx.backend.verify.oracle import as_bytes
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -37,7 +40,7 @@ def difference(got: Tensor, want: Tensor, parts: Sequence[Tensor] = (), reduce_o
     if got.numel() == 0:
         return ""
     if not parts or not (got.dtype.is_floating_point or got.dtype.is_complex):
-        return _words((_bytes(got) != _bytes(want)).any(1), got, want)
+        return _words(differ(plain(got.detach()), plain(want.detach())), got, want)
     if factor is not None:
         parts = [(part * factor).to(part.dtype) for part in parts]
     inputs = torch.stack([part.reshape(-1) for part in parts])
@@ -54,21 +57,13 @@ def reduced(parts: Sequence[Tensor], reduce_op: str, factor: Any = None) -> Tens
     """
     dtype = parts[0].dtype
     if dtype is torch.bool:
-        return _reduced_bool([_bytes(part) != 0 for part in parts], reduce_op).reshape(parts[0].shape)
+        return _reduced_bool([as_bytes(plain(part.detach())) != 0 for part in parts], reduce_op).reshape(parts[0].shape)
     if not (dtype.is_floating_point or dtype.is_complex):
         return _reduced_integers(parts, reduce_op)
-    if reduce_op in ("MIN", "MAX"):
-        combine = torch.minimum if reduce_op == "MIN" else torch.maximum
-        return _folded(combine, list(parts))
-    wide = [part.to(torch.complex128 if dtype.is_complex else torch.float64) for part in parts]
+    inputs = torch.stack(list(parts))
     if reduce_op == "PREMUL_SUM":
-        wide = [part * torch.as_tensor(factor).double() for part in wide]
-    total = _folded(torch.mul if reduce_op == "PRODUCT" else torch.add, wide)
-    if reduce_op == "AVG":
-        total = (
-            torch.view_as_complex(torch.view_as_real(total) / len(parts)) if dtype.is_complex else total / len(parts)
-        )
-    return total.to(dtype)
+        inputs = inputs.to(torch.complex128 if dtype.is_complex else torch.float64) * torch.as_tensor(factor).double()
+    return exact(inputs, getattr(dist.ReduceOp.RedOpType, reduce_op)).to(dtype)
 
 
 def _folded(combine: Any, values: list[Tensor]) -> Tensor:
@@ -126,12 +121,6 @@ def _mean(values: list[Tensor], *, is_unsigned: bool) -> Tensor:
     return floor + ((high < 0) & (rest - below * num != 0)).long()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of the elements, with one row for each element."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.itemsize)
-
-
 def _words(differs: Tensor, got: Tensor, want: Tensor) -> str:
     """Return words for the elements that differ."""
     where = differs.nonzero().flatten()
@@ -147,4 +136,4 @@ def _shown(tensor: Tensor, index: int) -> str:
     try:
         return f"{element.item()!r}"
     except (RuntimeError, NotImplementedError):  # a dtype that torch can only store
-        return bytes(_bytes(element.reshape(1)).flatten().tolist()).hex()
+        return bytes(as_bytes(plain(element.detach())).tolist()).hex()
