@@ -31,6 +31,14 @@ FUTURES_POLL_S: Final = 0.001
 SIGNAL_POLL_S: Final = 0.0005
 """Pause between looks whether a signal has come, for a caller who waits for it with a timeout of its own."""
 
+MEMORY_LOOK_S: Final = 1.0
+"""Least time between looks at the limits of memory, which read a file per limit."""
+
+# ---------------------------------------------------------------- memory that is kept
+
+KEPT_S: Final = 20.0
+"""Time for which a freed block is kept for the next tensor; csrc/process/blocks.h keeps its blocks as long."""
+
 # ---------------------------------------------------------------- the store
 
 STORE_S: Final = 1.0

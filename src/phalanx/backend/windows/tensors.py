@@ -25,14 +25,13 @@ import torch
 
 from phalanx._errors import ArgumentError, OutOfSharedMemory
 from phalanx._text import in_units
+from phalanx.backend.deadlines import KEPT_S, MEMORY_LOOK_S
 from phalanx.backend.types import DTYPE_CODES
 from phalanx.host.cgroups import known_memory
 from phalanx.host.shared_blocks import Block
 
 PURPOSE = "tensors"
 _MOST_WASTE = 8  # a kept block serves a tensor that needs at least 7/8 of it
-_KEPT_S = 20.0  # as the pool of the other tensors, csrc/process/blocks.h
-_LOOK_S = 1.0
 _LEAST_SHARE = 16  # short: less than 1/16 of a limit is left
 _PAGE = 4096
 _ADVICE = "free memory, raise the limit that is named, or allocate smaller tensors"
@@ -99,15 +98,15 @@ class Pool:
     def look(self) -> None:
         """Give back what has been unused for long, and everything if memory is short; at most once per second."""
         now_s = time.monotonic()
-        if not self._kept or now_s < self._looked_s + _LOOK_S:
+        if not self._kept or now_s < self._looked_s + MEMORY_LOOK_S:
             return
         self._looked_s = now_s
         if any(memory.left_bytes < memory.limit_bytes // _LEAST_SHARE for memory in known_memory()):
             self.give_back()
             return
-        if any(now_s > freed_s + _KEPT_S for _, freed_s, _ in self._kept):
+        if any(now_s > freed_s + KEPT_S for _, freed_s, _ in self._kept):
             self._peak_bytes = self.used_bytes
-            self._kept[:] = [entry for entry in self._kept if now_s <= entry[1] + _KEPT_S]
+            self._kept[:] = [entry for entry in self._kept if now_s <= entry[1] + KEPT_S]
 
     def _trim(self, most_bytes: int) -> None:
         """Give back the blocks that have been unused for longest until no more than `most_bytes` are kept."""
