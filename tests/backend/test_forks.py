@@ -128,7 +128,12 @@ def begin_in_a_child():
 
 
 def fork_from_several_threads(rank, world_size, num_children):
-    """Threads fork while others of the process are in collectives and messages, perhaps in the middle of a lock."""
+    """Threads fork while others of the process are in collectives and messages, perhaps in the middle of a lock.
+
+    The process makes its first tensor before: that initialises statics of libc10, and a child that is forked in the
+    middle of it waits for ever in its own first tensor, whatever the backend does.
+    """
+    dist.all_reduce(torch.ones(1))
     ended = threading.Event()
     answers = []
 
