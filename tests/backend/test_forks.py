@@ -143,13 +143,14 @@ def fork_from_several_threads(rank, world_size, num_children):
 
     def message():
         got = torch.zeros(100)
-        while not ended.is_set():
+        while True:
             sent = dist.isend(torch.ones(100), 1 - rank, tag=1)
             dist.irecv(got, 1 - rank, tag=1).get_future().wait()
             sent.wait()
-            dist.send(torch.tensor([float(ended.is_set())]), 1 - rank, tag=2)
+            is_last = ended.is_set()
+            dist.send(torch.tensor([float(is_last)]), 1 - rank, tag=2)
             dist.recv(got[:1], 1 - rank, tag=2)
-            if ended.is_set() or got[0]:
+            if is_last or got[0]:  # the other rank decides by the same two
                 break
 
     threads = [threading.Thread(target=fork) for _ in range(2)] + [threading.Thread(target=message)]
@@ -161,7 +162,7 @@ def fork_from_several_threads(rank, world_size, num_children):
         dist.all_reduce(flag, async_op=True).get_future().wait()
         dist.all_reduce(torch.ones(100))
     ended.set()
-    threads[2].join(1)
+    threads[2].join()
     return len(answers), {type(answer) for answer in answers}
 
 
