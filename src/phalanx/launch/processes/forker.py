@@ -65,7 +65,10 @@ _libc = ctypes.CDLL(None)  # loaded before any fork
 RANK_MODULES = (
     "torch",
     "torch.distributed",
+    "phalanx._torch.dynamo",
+    "phalanx._torch.shield",
     "phalanx.backend.groups",
+    "phalanx.record.gloo",
     "phalanx.rendezvous.handler",
     "phalanx.session.session",
 )

@@ -39,8 +39,6 @@ from phalanx.testing.rank import Group, group_in_folder
 from phalanx.testing.ranks import Ranks
 from phalanx.testing.results import result_of
 
-_NEEDED = (*RANK_MODULES, "phalanx.record.gloo")
-"""Modules that every rank needs, imported once before the fork."""
 _TIMEOUT_S = 60.0
 _SHARE_OF_LIMIT = 0.8  # fraction of pytest-timeout's limit that ranks get, so that our report, with ranks, comes first
 _OWN = frozenset(("rank", "group"))
@@ -119,7 +117,7 @@ def _run_on_ranks(item: pytest.Item, sizes: tuple[int, ...], options: Options, t
 
 def _run(item: pytest.Item, world_size: int, options: Options, task: Task, began: float) -> None:
     __tracebackhide__ = True
-    for name in _NEEDED:
+    for name in RANK_MODULES:
         importlib.import_module(name)
     from phalanx.testing.plugin import limits  # imports torch
 
