@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
+
+_KEPT = ("cuda.shm.", f"phalanx-{os.geteuid()}")  # CUDA's own; the folder in which publications are found
 
 
 def files() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").glob("*") if not path.name.startswith("cuda.shm.")}  # CUDA's own
+    return {str(path) for path in Path("/dev/shm").glob("*") if not path.name.startswith(_KEPT)}
 
 
 def unmapped(paths: set[str]) -> set[str]:

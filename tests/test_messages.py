@@ -43,7 +43,8 @@ PARSERS = {
     ),
     **dict.fromkeys(("diagnose/stacks.py", "launch/nodes/notices.py"), FOREIGN),
     **dict.fromkeys(
-        ("checkpoint/ckpt.py", "checkpoint/disk/folder.py", "checkpoint/state/image.py", "train/report/metrics.py",
+        ("checkpoint/ckpt.py", "checkpoint/disk/folder.py", "checkpoint/publication/contents.py",
+         "checkpoint/state/image.py", "train/report/metrics.py",
          "train/resume/identity.py"), KEPT,
     ),
 }  # fmt: skip

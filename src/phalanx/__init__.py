@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
         GroupAborted,
         GroupUnusable,
         NonFinite,
+        NotPublished,
         OutOfSharedMemory,
         PhalanxError,
         RankFailed,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:  # for editors and type checkers; when the program runs, __get
     from phalanx._plugin import install_as_default, replace_gloo
     from phalanx._settings import GroupOptions
     from phalanx.backend.communicator import Communicator, communicator
+    from phalanx.checkpoint.publication.publishing import Publication, publish
+    from phalanx.checkpoint.publication.subscribing import Published, Subscription, subscribe
     from phalanx.data import (
         DataLoader,
         DataPartitioner,
@@ -76,14 +79,18 @@ __all__ = [
     "HostGroups",
     "LocalSGD",
     "NonFinite",
+    "NotPublished",
     "OutOfSharedMemory",
     "PhalanxError",
+    "Publication",
+    "Published",
     "RandomState",
     "RankError",
     "RankFailed",
     "ReplicaMismatch",
     "Session",
     "SpawnContext",
+    "Subscription",
     "SyncBatchNorm",
     "Trainer",
     "WrongResult",
@@ -100,6 +107,7 @@ __all__ = [
     "init",
     "install_as_default",
     "parallel",
+    "publish",
     "replace_gloo",
     "resilient",
     "ring_all_reduce",
@@ -107,6 +115,7 @@ __all__ = [
     "shard_iterable",
     "shutdown",
     "spawn",
+    "subscribe",
     "testing",
     "train",
     "tune_process",
@@ -115,7 +124,7 @@ __all__ = [
 _PACKAGES = ("checkpoint", "data", "parallel", "testing", "train")
 _MODULES = {
     "_errors": "PhalanxError CheckpointError CollectiveMismatch CollectiveTimeout GroupAborted GroupUnusable "
-    "NonFinite OutOfSharedMemory RankFailed ReplicaMismatch WrongResult",
+    "NonFinite NotPublished OutOfSharedMemory RankFailed ReplicaMismatch WrongResult",
     "_settings": "GroupOptions",
     "debugging.breakpoints": "breakpoint",
     "failure.ending": "RankError",
@@ -126,6 +135,8 @@ _MODULES = {
     "parallel": "DataParallel DistributedDataParallel HostGroups LocalSGD ZeroRedundancyOptimizer SyncBatchNorm "
     "average_gradients check_replicas convert_sync_batchnorm host_groups ring_all_reduce",
     "train.trainer": "Trainer",
+    "checkpoint.publication.publishing": "Publication publish",
+    "checkpoint.publication.subscribing": "Published Subscription subscribe",
     "backend.communicator": "Communicator communicator",
     "_plugin": "install_as_default replace_gloo",
     "host.block_pool": "tune_process",

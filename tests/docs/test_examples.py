@@ -49,6 +49,7 @@ WITHOUT = {
             "phalanx.GroupAborted",
             "phalanx.GroupUnusable",
             "phalanx.NonFinite",
+            "phalanx.NotPublished",
             "phalanx.OutOfSharedMemory",
             "phalanx.RankFailed",
             "phalanx.ReplicaMismatch",

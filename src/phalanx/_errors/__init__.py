@@ -10,6 +10,7 @@
       + NonFinite (FloatingPointError)           a loss, a gradient or a parameter is not finite
       + ReplicaMismatch                          the ranks' copies of a model differ
       + WrongResult                              an operation's result differs from Gloo's (PHALANX_VERIFY)
+      + NotPublished                             nobody publishes a version that phalanx.subscribe waits for
       + CheckpointError                          a checkpoint could not be saved or loaded
         + Damaged                                its files are not what was saved (checkpoint/disk/folder.py)
         + OtherSide                              another job or a newer attempt writes there (checkpoint/disk/claim.py)
@@ -315,6 +316,25 @@ class WrongResult(PhalanxError):
     want: str = ""
 
 
+class NotPublished(PhalanxError):
+    """There is no version, or none newer, of what `phalanx.subscribe` reads: not in time, or its publisher has ended.
+
+    Attributes:
+        name: Name of the publication.
+        pid: Process that published last under the name; None if none has.
+        version: Version that it published last, or 0.
+        has_ended: Whether the publisher ended during the subscription; if not, none came in time.
+        is_closed: Whether it ended in order, by `Publication.close`.
+    """
+
+    entry = "not-published"
+    name: str = ""
+    pid: int | None = None
+    version: int = 0
+    has_ended: bool = False
+    is_closed: bool = False
+
+
 KINDS: dict[str, type[PhalanxError]] = {
     "calls_differ": CollectiveMismatch,
     "sizes_differ": CollectiveMismatch,
@@ -419,5 +439,5 @@ def warn_caller(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-for _kind in (*KINDS.values(), CheckpointError, NonFinite, ReplicaMismatch, WrongResult):
+for _kind in (*KINDS.values(), CheckpointError, NonFinite, NotPublished, ReplicaMismatch, WrongResult):
     _kind.__module__ = "phalanx"  # where users import them from

@@ -16,6 +16,11 @@ job's segment (``csrc/memory/segment.h``), which is handed over before ranks kno
 those who have mapped the block keep what they have. To let a block outlive a rank, a process that lives longer (the
 supervisor of ``phalanx run``) opens it and passes its own `address` on. Nothing here imports torch, so it can.
 
+**Who reads it now.** Memory that changes after others have mapped it needs more: `Block.hold` is a lock of the kernel
+(``flock``) on the memfd, shared by readers or of one writer alone. It belongs to the open file, which the mapping keeps
+open: so it lasts until the last tensor of the mapping is gone, in forked children too, and a process that is killed
+holds nothing. Counters in the memory would stay as a dead reader left them. ``/proc/locks`` names who holds it.
+
 **To build on it.** A rank that publishes: ``block = Block.create(size, "dataset")``, write into `block.memory`, then
 tell the others `block.address` by a store or a collective, and keep the block. A reader: ``Block.open(address,
 "dataset")``, then ``torch.frombuffer(block.memory, ...)``; the tensor keeps the mapping, so the block need not be kept.
@@ -48,6 +53,8 @@ from phalanx.host.cgroups import known_memory
 
 _LEAST_LEFT = 32 << 20  # bytes of a cgroup or of the host that a block must leave to others
 _SMALL = 1 << 20  # below this many bytes, to look at the limits costs more than the block
+
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # pages that nobody writes take no memory
 
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, str] = weakref.WeakKeyDictionary()
 """The mappings of this process, and what each is for."""
@@ -94,13 +101,12 @@ class Block:
         is_closed: Whether the block can't be handed over any more.
     """
 
-    def __init__(self, fd: int, purpose: str, size_bytes: int, *, touches: bool) -> None:
+    def __init__(self, fd: int, purpose: str, size_bytes: int, flags: int = mmap.MAP_SHARED) -> None:
         self._fd = fd
         self._pid = os.getpid()
         self.purpose, self.size_bytes = purpose, size_bytes
         self.is_closed = False
         try:
-            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touches else 0)
             self.memory = mmap.mmap(fd, size_bytes, flags=flags)
         except BaseException:
             os.close(fd)
@@ -130,17 +136,25 @@ class Block:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, purpose, size_bytes, touches=is_allocated)
+        return cls(fd, purpose, size_bytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_allocated else 0))
 
     @classmethod
-    def open(cls, address: Address, purpose: str) -> Block:
+    def open(cls, address: Address, purpose: str, *, is_private: bool = False) -> Block:
         """Return a block that another process of this host holds.
+
+        Args:
+            address: Address that its holder has announced.
+            purpose: Word for its use.
+            is_private: Whether what this process writes is its own: the kernel copies each page before its first write,
+                and nothing reaches the block.
 
         Raises:
             OSError: That process has ended or is another by now, belongs to another user or lives in another container;
                 or a limit of this one (``ulimit -n``, ``-v``) has no room for it.
         """
-        fd = os.open(path_of(address.fd, address.pid), os.O_RDWR | os.O_CLOEXEC)
+        access = os.O_RDONLY if is_private else os.O_RDWR
+        # Nothing waits or changes, whatever that process has under this number by now: a pipe, a terminal.
+        fd = os.open(path_of(address.fd, address.pid), access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             found = os.fstat(fd)
             is_it = stat.S_ISREG(found.st_mode) and (found.st_ino, found.st_size) == (address.inode, address.size_bytes)
@@ -149,7 +163,7 @@ class Block:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, purpose, address.size_bytes, touches=False)
+        return cls(fd, purpose, address.size_bytes, _PRIVATE if is_private else mmap.MAP_SHARED)
 
     @property
     def is_inherited(self) -> bool:
@@ -162,6 +176,24 @@ class Block:
         assert not self.is_closed, "a closed block can't be handed over"
         return Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino, self.size_bytes)
 
+    def hold(self, *, alone: bool = False) -> bool:
+        """Hold the content, so that nobody changes it, or `alone`, to change it. Never waits.
+
+        It lasts until `release`, or until this block is closed and its mapping is gone, here and in forked children.
+
+        Returns:
+            Whether that succeeded; False if another holds it alone, or with `alone`, if another holds it at all.
+        """
+        try:
+            fcntl.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Hold the content no longer."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
     def close(self) -> None:
         """Stop to hold the block. Mappings stay, here and elsewhere; with the last one the memory is freed."""
         if not self.is_closed:
@@ -171,6 +203,17 @@ class Block:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError, TypeError):  # the interpreter ends, or `__init__` failed
             self.close()
+
+
+def holders_of(inode: int) -> set[int]:
+    """Return the processes that `hold` the content of a block, as far as ``/proc/locks`` tells."""
+    found = set()
+    with contextlib.suppress(OSError), open("/proc/locks") as file:
+        for line in file:
+            fields = line.split()  # 1: FLOCK ADVISORY READ 315 00:01:72696 0 EOF
+            if "FLOCK" in fields and fields[-3].rpartition(":")[2] == str(inode):
+                found.add(int(fields[-4]))
+    return {pid for pid in found if pid > 0}
 
 
 def require_room(size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Where warm processes listen: each has a socket in a folder that only its user can enter."""
+"""Folders that only their user can enter, where processes find one another: warm ones by sockets, others by files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,31 @@ def folders() -> list[str]:
     """Return the folders in which sockets may lie, the preferred one first."""
     runtime = _env.environment().get("XDG_RUNTIME_DIR", "")
     own = [os.path.join(runtime, "phalanx")] if os.path.isabs(runtime) else []
-    return [*own, *(f"{shared}/phalanx-{os.geteuid()}" for shared in ("/tmp", "/dev/shm"))]
+    return [*own, *reversed(common_folders())]
+
+
+def common_folders() -> list[str]:
+    """Return those of the folders that every process of this user finds, whatever its environment; memory first."""
+    return [f"{shared}/phalanx-{os.geteuid()}" for shared in ("/dev/shm", "/tmp")]
+
+
+def common_files(name: str) -> list[str]:
+    """Return the paths at which a file of that name may lie, in those common folders that nobody else can enter."""
+    found = []
+    for folder in common_folders():
+        with contextlib.suppress(OSError):
+            if _is_private(folder):
+                found.append(os.path.join(folder, name))
+    return found
+
+
+def in_common_folder(use: Callable[[str], _T]) -> _T:
+    """Return what `use` returns for the first common folder that serves, created if it does not exist.
+
+    Raises:
+        OSError: None serves; the error of the first.
+    """
+    return _in_first_folder(use, common_folders())
 
 
 def make_folder() -> str:
@@ -77,10 +101,10 @@ def make_socket() -> tuple[str, _socket.socket]:
     return _in_first_folder(lambda folder: _listen(os.path.join(folder, name)))
 
 
-def _in_first_folder(use: Callable[[str], _T]) -> _T:
+def _in_first_folder(use: Callable[[str], _T], places: list[str] | None = None) -> _T:
     """Return what `use` returns for the first folder that serves; raise the error of the preferred one if none does."""
     errors = []
-    for folder in folders():
+    for folder in folders() if places is None else places:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)

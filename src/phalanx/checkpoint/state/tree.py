@@ -82,27 +82,32 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-def pack(state: Any) -> tuple[Json, list[Leaf]]:
+def pack(state: Any, done: str = "saved") -> tuple[Json, list[Leaf]]:
     """Return the state's tree and its tensors.
+
+    Args:
+        state: Values and tensors.
+        done: Word for what is done to it, for messages.
 
     Raises:
         TypeError: A value can't be written without pickling; the message says where it is.
         ValueError: The tree can't be written as JSON.
     """
-    packer = _Packer()
+    packer = _Packer(done)
     try:
         tree = packer.pack(state, "")
         packer.note_shared_memory()
         json.dumps(tree)  # tried here, so that a failure comes before the ranks agree to save
     except RecursionError:
-        raise ValueError("the state is nested too deeply to be saved: make it flatter") from None
+        raise ValueError(f"the state is nested too deeply to be {done}: make it flatter") from None
     return tree, packer.leaves
 
 
 class _Packer:
     """Turns values into JSON and collects the tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: str = "saved") -> None:
+        self._done = done
         self.leaves: list[Leaf] = []
         self._names = {"__metadata__"}  # names in use; this one is reserved in a safetensors file
         self._buffers: frozenset[str] = frozenset()
@@ -142,7 +147,9 @@ class _Packer:
             return self._pack_object(value, name)
         for kind, cls in MAPPINGS.items():
             if type(value) is cls:
-                return {kind: [[_pack_key(k, name), self.pack(v, _join(name, k))] for k, v in value.items()]}
+                return {
+                    kind: [[_pack_key(k, name, self._done), self.pack(v, _join(name, k))] for k, v in value.items()]
+                }
         if isinstance(value, Mapping):
             return self._pack_mapping(value, name)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -173,17 +180,16 @@ class _Packer:
         if hasattr(tensor, "__tensor_flatten__") and not is_divided:
             kind = f"a {type(tensor).__name__} around others"
         if kind != torch.strided:
-            raise TypeError(
-                f"{name or 'the state'} is a tensor that is {kind}, which can't be saved: make it a dense one"
-            )
+            advice = "give it memory first (to_empty)" if tensor.is_meta else "make it a dense one"
+            raise TypeError(f"{name or 'the state'} is a tensor that is {kind}, which can't be {self._done}: {advice}")
         if is_divided and any(how.is_partial() for how in tensor.placements):  # type: ignore[attr-defined]
             raise TypeError(
-                f"{name} is a DTensor that is not reduced yet (Partial), which can't be saved: redistribute it"
+                f"{name} is a DTensor that is not reduced yet (Partial), which can't be {self._done}: redistribute it"
             )
         if is_divided:
-            _check_memory(_local_part(tensor), name)
+            _check_memory(_local_part(tensor), name, self._done)
         else:
-            _check_memory(tensor, name)
+            _check_memory(tensor, name, self._done)
             tensor = tensor.as_subclass(Tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if _UNLOADABLE.fullmatch(dtype):
@@ -219,8 +225,8 @@ class _Packer:
         if isinstance(value, pathlib.PurePath):
             return {"path": str(value)}
         raise TypeError(
-            f"{name or 'the state'} is a {type(value).__qualname__}, which can't be saved without pickling: "
-            "save plain values and tensors, or give it state_dict() and load_state_dict()"
+            f"{name or 'the state'} is a {type(value).__qualname__}, which can't be {self._done} without pickling: "
+            "use plain values and tensors, or give it state_dict() and load_state_dict()"
         )
 
     def _pack_numpy(self, value: Any, name: str) -> Json:
@@ -228,7 +234,7 @@ class _Packer:
 
         array = numpy.asarray(value)
         if array.dtype.hasobject or array.dtype.names:
-            raise TypeError(f"{name} is an array of objects or records, which can't be saved without pickling")
+            raise TypeError(f"{name} is an array of objects or records, which can't be {self._done} without pickling")
         return {
             "numpy": self._pack_bytes(numpy.ascontiguousarray(array).tobytes(), name),
             "dtype": array.dtype.str,
@@ -291,7 +297,7 @@ def _local_part(tensor: Any) -> Tensor:
     return local.wait() if hasattr(local, "wait") else local  # a collective may still be filling it
 
 
-def _check_memory(tensor: Tensor, name: str) -> None:
+def _check_memory(tensor: Tensor, name: str, done: str) -> None:
     """Raise a TypeError unless the tensor's elements lie in its own memory, which is read as it is."""
     keys = unusual_keys(tensor)
     if keys and not tensor.is_cpu:  # dispatch keys implied by the device are fine
@@ -299,7 +305,7 @@ def _check_memory(tensor: Tensor, name: str) -> None:
     if keys:
         raise TypeError(
             f"{name or 'the state'} is a {type(tensor).__name__} without memory of its own "
-            f"({', '.join(sorted(keys - {'PythonTLSSnapshot'}))}), which can't be saved: save a plain tensor"
+            f"({', '.join(sorted(keys - {'PythonTLSSnapshot'}))}), which can't be {done}: use a plain tensor"
         )
     if not is_stored(tensor):
         raise TypeError(
@@ -309,12 +315,12 @@ def _check_memory(tensor: Tensor, name: str) -> None:
         )
 
 
-def _pack_key(key: Any, name: str) -> Json:
+def _pack_key(key: Any, name: str, done: str) -> Json:
     if type(key) in (*_SCALARS, float):
         return _Packer().pack(key, name)
     if type(key) is tuple:
-        return {"tuple": [_pack_key(item, name) for item in key]}
-    raise TypeError(f"{name or 'the state'} has the key {key!r}, which can't be saved; use strings or numbers")
+        return {"tuple": [_pack_key(item, name, done) for item in key]}
+    raise TypeError(f"{name or 'the state'} has the key {key!r}, which can't be {done}; use strings or numbers")
 
 
 def _join(name: str, key: Any) -> str:

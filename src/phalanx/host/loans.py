@@ -1,0 +1,113 @@
+"""Writable memory of a block that is lent to a user, and called back while the user may still have tensors there.
+
+What was lent must not be written any more once others read the block. To take the mapping away, or its right to write,
+would end the process of whoever writes by mistake with SIGSEGV. So the address keeps its content and is no longer
+shared: the kernel copies each page before its next write there, and the block never sees it.
+
+To map 1 GiB anew would free 262,144 entries of the page table (65 ms), which the next loan needs again (a page fault
+each). ``mremap`` moves whole tables to another address instead, if both lie alike within 2 MiB: both steps take 0.2 ms
+together, and the next loan has its pages. It needs Linux 5.13 (MREMAP_DONTUNMAP of shared memory, so that no thread
+meets a hole); an older kernel takes the slow way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+from typing import Any
+
+_MAY_MOVE, _FIXED_ADDRESS, _KEEP_OLD = 1, 2, 4  # flags of mremap(2)
+_MAP_FIXED, _MAP_POPULATE = 0x10, 0x8000
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+_NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_TABLE_BYTES = 2 << 20  # what one page of the page table maps
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Loans:
+    """The loans of one block, one at a time.
+
+    Args:
+        fd: Descriptor of the block, which stays open for as long as this is used.
+        size_bytes: Size of the block.
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self._fd, self._size = fd, size_bytes
+        self._ready: int | None = None  # address of a writable mapping that nobody has
+        self._lent: weakref.ref[memoryview] | None = None
+
+    def lend(self) -> memoryview:
+        """Return the block's memory, writable until `call_back`. It stays mapped while the view lives.
+
+        Raises:
+            OSError: There is no address space.
+        """
+        address, self._ready = self._ready, None
+        if address is None:
+            address = _map(None, self._size, _READ_WRITE, mmap.MAP_SHARED | _MAP_POPULATE, self._fd)
+        view = memoryview((ctypes.c_uint8 * self._size).from_address(address)).cast("B")
+        weakref.finalize(view, _libc().munmap, address, self._size).atexit = False
+        self._lent = weakref.ref(view)
+        return view
+
+    def call_back(self) -> None:
+        """Make what is written into the lent memory from now on private to it.
+
+        Raises:
+            OSError: The kernel refuses.
+        """
+        view = self._lent() if self._lent else None
+        self._lent = None
+        if view is None:
+            return
+        address = ctypes.addressof(ctypes.c_uint8.from_buffer(view))
+        self._ready = self._moved(address)
+        _map(address, self._size, _READ_WRITE, _PRIVATE | _MAP_FIXED, self._fd)
+
+    def _moved(self, address: int) -> int | None:
+        """Return the new address of the pages that are mapped at another, which has none then; None: they stay."""
+        libc = _libc()
+        room = self._size + _TABLE_BYTES
+        try:
+            start = _map(None, room, _NO_ACCESS, _PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        except OSError:
+            return None
+        target = start + (address - start) % _TABLE_BYTES
+        flags = _MAY_MOVE | _FIXED_ADDRESS | _KEEP_OLD
+        is_moved = libc.mremap(address, self._size, self._size, flags, target) == target
+        if not is_moved:
+            libc.munmap(start, room)
+            return None
+        end = target + -(-self._size // mmap.PAGESIZE) * mmap.PAGESIZE
+        for begin, stop in ((start, target), (end, start + room)):
+            if begin < stop:
+                libc.munmap(begin, stop - begin)
+        return target
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, TypeError):  # the interpreter ends, or `__init__` failed
+            if self._ready is not None:
+                _libc().munmap(self._ready, self._size)
+
+
+def _map(address: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:
+    found: int = _libc().mmap(address, size_bytes, protection, flags, fd, 0)
+    if found == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = libc.mremap.restype = pointer
+    libc.mmap.argtypes = (pointer, size, number, number, number, ctypes.c_int64)
+    libc.mremap.argtypes = (pointer, size, size, number, pointer)
+    libc.munmap.argtypes = (pointer, size)
+    return libc
