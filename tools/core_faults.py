@@ -1,11 +1,12 @@
-"""Faults of the C++ core, each planted alone, and whether the fuzzer finds it: ``python tools/faults.py core``.
+"""Faults of the C++ core, each planted alone, and whether the fuzzer or PHALANX_VERIFY finds it: ``faults.py core``.
 
 The core is built once in ``build/faults/core`` from a copy of the sources. A fault changes one file of the copy, so
 only what includes it is compiled again, and the built extension takes the place of the installed one through
 ``tests/core/sanitized``. Nothing of this is in the sources that ship.
 
-A fault counts as found when the fuzzer ends with 1. ``found after`` is the time from the first program on: what starts
-the ranks and cuts the program down comes on top.
+The fuzzer has found a fault when it ends with 1, after the time from its first program on: what starts the ranks and
+cuts the program down comes on top. PHALANX_VERIFY has found one when a test of the backend, run with every call
+verified, ends with `phalanx.WrongResult`; that a test fails otherwise, by its own assertion or a hang, does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,10 @@ import nanobind
 REPOSITORY = Path(__file__).resolve().parents[1]
 KEPT = REPOSITORY / "build" / "faults" / "core"
 _BUILD_S = 900.0
-_RUN_S = 300.0  # for a run of the fuzzer with its start
+_RUN_S = 300.0  # for a run of the fuzzer with its start, or of a file of tests
+_LATE = -1  # exit code of a run that was not over in time
+_VERIFIED = ("test_collectives", "test_messages", "test_uneven_lists", "test_shapes", "test_dtypes", "test_works")
+"""Files of tests/backend that reach the faults, the quickest to find most of them first."""
 
 
 @dataclass(frozen=True)
@@ -238,44 +242,74 @@ def _call(command: Sequence[str]) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
-def fuzz(core: Path, seconds: float, seed: int, flags: Sequence[str] = ()) -> tuple[int, str]:
-    """Run the fuzzer on a core; return its exit code and what it has printed."""
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(REPOSITORY / "tests" / "core" / "sanitized"),
-        "SANITIZED_CORE": str(core),
-    }
+@dataclass(frozen=True)
+class Found:
+    """How a fault was found.
+
+    Attributes:
+        after: Time until then, as shown.
+        by: What showed it.
+    """
+
+    after: str
+    by: str
+
+
+def fuzz(core: Path, seconds: float, seed: int) -> Found | None:
+    """Run the fuzzer on a core; return what it has found, None if it ends well or not in time."""
     command = [sys.executable, "-m", "phalanx.testing.fuzz", "--seconds", str(seconds), "--seed", str(seed)]
-    command += ["--out", str(KEPT), *flags]
-    done = subprocess.run(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_RUN_S, check=False
-    )
-    return done.returncode, done.stdout
+    code, output = _run([*command, "--out", str(KEPT), "--shrink", "0"], core)
+    if code in (0, _LATE):
+        return None
+    assert code == 1, f"the fuzzer ended with {code}: {output[-2000:]}"
+    after = re.search(r"a fault after ([\d.]+) s", output)
+    by = re.search(r"^program \d+ of seed \d+, (.*)", output, re.MULTILINE)
+    assert after is not None, output[-2000:]
+    return Found(f"{float(after[1]):.1f} s", _brief(by[1]) if by else "")
 
 
-def find(faults: Sequence[CoreFault], seconds: float, seed: int, flags: Sequence[str] = ()) -> list[str]:
-    """Plant each fault alone, fuzz, and print a row of a table for it; return the names of those not found."""
+def verify(core: Path) -> Found | None:
+    """Run tests of the backend on a core with every call verified; return what that has found."""
+    began_s = time.monotonic()
+    for name in _VERIFIED:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--maxfail=3"]
+        _, output = _run([*command, f"tests/backend/{name}.py"], core, PHALANX_VERIFY="gloo")
+        if wrong := re.search(r"WrongResult: (.*)", output):
+            return Found(f"{time.monotonic() - began_s:.0f} s", f"{name}: {wrong[1][:80]}")
+    return None
+
+
+def _run(command: Sequence[str], core: Path, **environ: str) -> tuple[int, str]:
+    """Run a command with a core in the place of the installed one; return its exit code and what it has printed."""
+    path = str(REPOSITORY / "tests" / "core" / "sanitized")
+    given = {**os.environ, "PYTHONPATH": path, "SANITIZED_CORE": str(core), **environ}
+    with subprocess.Popen(
+        command, env=given, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=_RUN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its ranks end with it
+            output, _ = process.communicate()
+            return _LATE, output
+    return process.returncode, output
+
+
+def find(faults: Sequence[CoreFault], look: Callable[[Path], Found | None]) -> list[str]:
+    """Plant each fault alone, look for it, and print a row of a table; return the names of those not found."""
     core, missed = Core(), []
-    code, output = fuzz(core.build(), min(seconds, 20.0), seed, flags)
-    assert code == 0, f"without a fault the fuzzer ended with {code}: {output}"
+    found = look(core.build())
+    assert found is None, f"without a fault, {found} was found"
     print("| Fault | Found after | By |\n|---|---|---|", flush=True)
-    for number, fault in enumerate(faults):
+    for fault in faults:
         core.plant(fault)
         try:
-            built = core.build()
-            began_s = time.monotonic()
-            code, output = fuzz(built, seconds, seed, [*flags, "--shrink", "0"])
-        except subprocess.TimeoutExpired:
-            code, output = -1, f"not over after {time.monotonic() - began_s:.0f} s"
+            found = look(core.build())
         finally:
             core.mend(fault)
-        (KEPT / f"{number}.log").write_text(output)
-        after = re.search(r"a fault after ([\d.]+) s", output)
-        by = re.search(r"^program \d+ of seed \d+, (.*)", output, re.MULTILINE)
-        if code != 1 or after is None:
+        if found is None:
             missed.append(fault.name)
-        found = f"{float(after[1]):.1f} s" if code == 1 and after else f"no, exit code {code}"
-        print(f"| {fault.name} | {found} | {_brief(by[1]) if by else ''} |", flush=True)
+        print(f"| {fault.name} | {found.after if found else 'no'} | {found.by if found else ''} |", flush=True)
     print(f"{len(faults) - len(missed)} of {len(faults)} found")
     return missed
 

@@ -4,7 +4,8 @@
 two hours of a core. ``plant`` changes a random line, in this checkout, and runs the files that reach it until one
 fails; a fault that none finds shows where a test is missing. ``plant --likely 6`` needs no map: it runs the six files
 that are most about the changed one, by their imports and their names. ``total`` prints the coverage that ``map`` has
-found. ``core`` plants the faults of `core_faults` and tells which of them the fuzzer finds.
+found. ``core`` plants the faults of `core_faults` and tells which of them the fuzzer finds, or, with ``--verify``,
+PHALANX_VERIFY.
 
 What they keep is in ``build/faults``. coverage must be installed beside the packages of the tests.
 """
@@ -308,13 +309,15 @@ def main() -> None:
     parser.add_argument("--likely", type=int, default=0, help="without a map, run so many files of tests for a fault")
     parser.add_argument("--fault-s", type=float, default=600.0, help="seconds for the tests of a fault")
     parser.add_argument("--fuzz-s", type=float, default=60.0, help="seconds for the fuzzer to find a fault of the core")
+    parser.add_argument("--verify", action="store_true", help="look for faults of the core by PHALANX_VERIFY in tests")
     parser.add_argument("--only", default="", help="faults of the core whose names have this text")
     given = parser.parse_args()
     if given.command == "core":
         import core_faults  # beside this file
 
         faults = [fault for fault in core_faults.FAULTS if given.only in fault.name]
-        sys.exit(bool(core_faults.find(faults, given.fuzz_s, given.seed)))
+        look = core_faults.verify if given.verify else lambda core: core_faults.fuzz(core, given.fuzz_s, given.seed)
+        sys.exit(bool(core_faults.find(faults, look)))
     if given.command == "map":
         return make_map(given.tests or all_tests(), given.at_once)
     if given.command == "total":
