@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.diagnose.jobs import Rank, find_job
 
-LIMIT_S = 60
+LIMIT_S = 180  # the start of a job where others want several times the CPUs
 SCRIPT = """
 import os, select, sys, time
 import torch

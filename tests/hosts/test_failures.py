@@ -98,11 +98,15 @@ def test_every_wait_ends_when_a_rank_is_killed(spawn_ranks, operation, victim):
 
 def leave_a_child(rank, world_size, fifo):
     """Rank 1 has a child, such as a worker of a data loader, which outlives it."""
-    if rank == 1 and os.fork() == 0:
-        os.setsid()  # the harness kills the group of a rank that ends
-        with open(fifo) as held:
-            held.read()  # until the test closes it
-        os._exit(0)
+    if rank == 1:
+        held = os.open(fifo, os.O_RDONLY)  # here, because nobody could open it once the test has closed its end
+        is_alone, alone = os.pipe()
+        if os.fork() == 0:
+            os.setsid()  # the harness kills the group of a rank that ends
+            os.write(alone, b"!")
+            os.read(held, 1)  # until the test closes it
+            os._exit(0)
+        os.read(is_alone, 1)
     dist.barrier()
     reached("up")
     if rank == 1:

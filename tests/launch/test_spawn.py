@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -21,9 +22,11 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.host.cpus import read_machine
+from phalanx.host.proc_stat import children_of
 from phalanx.launch.spawn import workers
 from phalanx.launch.spawn.worker import channel_to_parent
 from phalanx.testing import await_release, reached, run_ranks, spawn_ranks
+from phalanx.wire.waiting import wait_until
 
 LIMIT_S = 60
 
@@ -544,6 +547,11 @@ def wait_for_release(rank, *_):
     return await_release("end", timeout_s=LIMIT_S * 10)
 
 
+def ranks_of_others(used):
+    others = {server for reaper in workers.servers.known[0] for server in children_of(reaper)} - {used}
+    return [rank for server in others for rank in children_of(server)]
+
+
 def test_of_many_servers_those_are_kept_that_ranks_are_of(monkeypatch):
     monkeypatch.setattr(workers, "_MAX_SERVERS", 2)
     with spawn_ranks(wait_for_release, 1, init=False, env={"TORCH_OF_TEST": "in use"}) as ranks:
@@ -551,6 +559,8 @@ def test_of_many_servers_those_are_kept_that_ranks_are_of(monkeypatch):
         before, _ = workers.servers.known
         for number in range(2):
             assert run_ranks(divmod, 1, init=False, env={"TORCH_OF_TEST": str(number)}) == [(0, 0)]
+            # A server is in use until it has reaped its ranks.
+            assert wait_until(lambda: not ranks_of_others(server) or None, time.monotonic() + LIMIT_S)
         ranks.release("end", "went on")
         assert [outcome.value for outcome in ranks.join()] == ["went on"]
     kept, _ = workers.servers.known

@@ -454,7 +454,7 @@ def end_in_the_middle(tmp_path: Path, kind: int, *flags: str) -> None:
     """Send a signal to a search whose script has begun, and check that nothing of it is left."""
     (tmp_path / "tmp").mkdir()
     with subprocess.Popen(
-        [*TUNE, "--seconds", "60", *flags, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*TUNE, "--seconds", "600", *flags, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
     ) as process:  # fmt: skip
         deadline = time.monotonic() + LIMIT_S
