@@ -135,12 +135,12 @@ class Ending:
 
     @property
     def how(self) -> str:
-        """Words for how the rank ended, such as "was killed by SIGKILL"."""
+        """How the rank ended, such as "was killed by SIGKILL"."""
         return self._how(message=True)
 
     @property
     def exit_words(self) -> str:
-        """Words for how its process ended, such as "exited with code 1 (ValueError: no)", even if the rank returned."""
+        """How its process ended, such as "exited with code 1 (ValueError: no)", even if the rank returned."""
         code = self.exitcode or 0
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return f"{how} ({self.last_words.summary})" if self.raised and self.last_words.kind else how

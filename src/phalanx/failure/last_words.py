@@ -181,7 +181,7 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
 
 
 def forget_rank() -> None:
-    """Remove the hook by which torch puts a group's rank before a traceback: the next group installs its own."""
+    """Remove torch's hook that prefixes tracebacks with the rank in a group: the next group installs its own."""
     hook: Any = sys.excepthook
     while getattr(hook, "__name__", "") == "_distributed_excepthook" and "old_hook" in hook.__code__.co_freevars:
         hook = hook.__closure__[hook.__code__.co_freevars.index("old_hook")].cell_contents

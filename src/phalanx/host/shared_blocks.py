@@ -70,7 +70,7 @@ class Address(NamedTuple):
 
 
 def unnamed_file(name: str, *, can_seal: bool = False) -> int:
-    """Return the descriptor of a new empty file in memory, which no program that this process starts inherits.
+    """Return the descriptor of a new empty memfd. Programs that this process starts do not inherit it.
 
     Raises:
         OSError: The kernel, a sandbox or the limit of descriptors refuses it.

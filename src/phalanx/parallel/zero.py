@@ -151,7 +151,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step this rank's shard, then bring the parameters of all ranks here. Every rank calls it.
+        """Step this rank's shard, then gather the updated parameters of all ranks. Every rank calls it.
 
         Args:
             closure: Function that computes the loss anew and returns it; called before the gradients are used.
@@ -161,8 +161,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             The result of `closure`; None without one.
 
         Raises:
-            ValueError: A parameter that is cut has a sparse gradient; or one that the ranks share was given other
-                memory.
+            ValueError: A sharded parameter has a sparse gradient, or the storage of a shared one was replaced.
         """
         Join.notify_join_context(self)
         self._consolidated = None
@@ -207,7 +206,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             broadcast_each((part for ranges in self._ranges for part in enumerate(ranges)), self.process_group)
 
     def _pass_settings_on(self) -> None:
-        """Copy the learning rates and other settings to the optimizer that steps."""
+        """Copy the learning rates and other settings to the inner optimizer, which steps the shard."""
         for outer, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name not in ("params", "param_names")})
 

@@ -56,7 +56,7 @@ def rendezvous(url: str, timeout: Any, torchs: Callable[[], Iterator[Rendezvous]
         return torchs()
     _check_backend(backend, where, is_launched=launch_of(_env.environment()) is not None)
     if "phalanx" in backend.lower():
-        require_linux()  # checked here, because before the group is created ranks would wait for one another
+        require_linux()  # here, before ranks wait for one another in the rendezvous
     is_ours = "phalanx" in backend.lower() or launch_of(_env.environment()) is not None
     asked = read_url(url, timeout, where) if is_ours else None
     if asked is None:

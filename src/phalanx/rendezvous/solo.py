@@ -71,7 +71,7 @@ class _Training:
 
     Attributes:
         has_begun: Whether one has stepped.
-        goes_on: Whether one has stepped twice, so that it needed no exchange between the two steps.
+        goes_on: Whether one has stepped twice. Then it trains without an exchange between the two steps.
         was_in_group: Whether there was a group of several ranks at the second step.
         num_before: Number of operations with data when the first optimizer was made.
     """

@@ -160,7 +160,7 @@ class _Server:
 
 
 class _LeftOut(Exception):
-    """A server has ended because of a package that it must not import; `args` are its name, if known, and why."""
+    """A server ended because it imported a forbidden package; `args`: the package's name, if known, and the reason."""
 
 
 def _is_own(name: str) -> bool:

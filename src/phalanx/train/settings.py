@@ -107,9 +107,9 @@ class Settings:
         on_nan: Reaction to a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
             once, or "ignore" it. In any case, a state with such a parameter or buffer is never saved, unless it was
             not finite when `fit` began.
-        compare_every: Number of steps in which all ranks' copies of the parameters and of the optimizer's state are
-            compared once, slice by slice; an error on every rank names the first tensor that differs. "auto": as often
-            as at most 0.5 % of the time allows; 0: never.
+        compare_every: Number of steps over which the ranks' copies of all parameters and optimizer state are compared
+            once, slice by slice; an error on every rank names the first tensor that differs. "auto": as few as cost at
+            most 0.5 % of the time; 0: never.
         scheduler_interval: Interval at which the learning rate scheduler steps: "step" or "epoch".
         monitor: Name of the evaluated value that decides which checkpoint is best.
         mode: Whether a lower value of `monitor` is better, "min", or a higher one, "max". None: derived from a word in
@@ -125,8 +125,8 @@ class Settings:
         save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch, or at most one in
             10 minutes if the memory of at least two hosts holds the state.
         keep_last: Number of newest checkpoints to keep on disk, beside the best.
-        snapshot_every: Number of steps between snapshots in memory, under ``phalanx run``; "auto": as often as at
-            most 3 % of the training time allows; 0: no snapshots.
+        snapshot_every: Number of steps between snapshots in memory, under ``phalanx run``; "auto": as few as
+            cost at most 3 % of the training time; 0: no snapshots.
         log_every: Number of steps between two lines of metrics.jsonl.
         deterministic: "world" for the same weights, bit for bit, on 1, 2, 4, ... ranks; None: no such guarantee.
         virtual_shards: Number of parts of a batch under `deterministic`: a power of two, at least the number of ranks.

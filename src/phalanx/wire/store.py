@@ -147,7 +147,7 @@ class _Clerk:
         return future
 
     def dismiss(self) -> None:
-        """End the thread now, unless a question blocks it."""
+        """End the thread now, unless a request to the store blocks it."""
         if self._is_running:
             self._questions.put(None)
             self._has_ended.wait(_END_S)

@@ -24,7 +24,7 @@ class _Blocking:
 
 @dataclass(eq=False)
 class _Extension:
-    """What was added to the timeouts, and the handle of the operation with which that ends; None: none has begun."""
+    """Seconds added to the timeouts, `until` the operation with this handle is over; None: it has not begun yet."""
 
     by_s: float
     until: Any = None

@@ -39,7 +39,7 @@ _LAST_DATA_SENT, _LAST_DATA_RECV, _LAST_ACK_RECV = 44, 52, 56
 _INFO_BYTES = 60
 _RTO_MAX_MS = 44  # option of Linux 6.15 and newer
 _LOOKS = 5  # looks during silence_s
-_MOST_PROBES = 1  # unanswered probes that mean nothing: a kernel answers two a second (tcp_invalid_ratelimit)
+_MOST_PROBES = 1  # unanswered probes to tolerate: a kernel answers two a second (tcp_invalid_ratelimit)
 
 
 class Link:

@@ -456,12 +456,12 @@ class Meeting:
         return join_call(self.name) + f" at {site}" * bool(site)
 
     def _look_for_gloo(self) -> None:
-        """Raise if a rank without a hello waits in Gloo itself, which it shows by Gloo's address in the store."""
+        """Raise if a rank that sent no hello is joining a plain Gloo group: its Gloo address is then in the store."""
         if self.life:
             return
         keys = [f"0/{r}" for r in range(self.size)]
         has_gloos = self._ask(lambda: self.store.ask(lambda store: [store.check([key]) for key in keys]))
-        if not has_gloos or has_gloos[self.rank]:  # with one of this rank's, they are left from an earlier Gloo group
+        if not has_gloos or has_gloos[self.rank]:  # this rank has one, too: all are left from an earlier Gloo group
             return
         here = self._ask(self._here)
         ranks = [g for r, g in enumerate(self.global_ranks) if has_gloos[r] and here is not None and r not in here]

@@ -458,7 +458,7 @@ def kept_groups() -> list[PhalanxGroup]:
 
 
 def num_exchanges() -> int:
-    """Return how many collectives with data and messages this process has begun, in all its groups, past ones too."""
+    """Return the number of messages and data-carrying collectives begun here, in all groups, past ones included."""
     return sum(_left) + sum(group._operations.num_exchanges for group in kept_groups())
 
 

@@ -1,13 +1,13 @@
-"""``PHALANX_VERIFY=gloo``: the operations of a group are done a second time on Gloo, and compared.
+"""``PHALANX_VERIFY=gloo``: repeats a group's operations on Gloo and compares the results.
 
-A group that is made while the variable is set has torch's own Gloo beside it (of phalanx in the place of Gloo, too).
-Each collective and message, or every k-th with ``gloo:k``, is done again there from copies of its inputs. Where data
+A group created while the variable is set gets a group of torch's own Gloo beside it, even where phalanx replaces Gloo.
+Each collective and message, or every k-th with ``gloo:k``, is repeated there on copies of its inputs. Where data
 moves, and for minimum, maximum, bitwise operations and integers, the bits must be the same; sums, averages and
 products of floats must lie within what any order of the operations allows. `bounds` states the bounds and their
 sources. A difference is a `phalanx.WrongResult` on all ranks: operation, rank, line, element, both values, and a folder
 with the inputs of each rank, from which `replay` calls the operation again.
 
-**From a script**, to hunt faults of the core::
+**From a script**, to find bugs in the core::
 
     os.environ["PHALANX_VERIFY"] = "gloo"          # before the group is made; every call is verified
     dist.init_process_group("phalanx")
@@ -16,17 +16,17 @@ with the inputs of each rank, from which `replay` calls the operation again.
     except phalanx.WrongResult as error:           # on every rank, from this call or from its wait()
         print(error.op, error.ranks, error.index, error.got, error.want, error.path)
 
-A wrong message is an error of its receiver, which leaves the group, so that the other ranks hear of it at their next
-call. Faults that end in another error or a wait (the core's, such as a mismatch) are raised as always.
+A wrong message raises on its receiver, which leaves the group; the other ranks get the error at their next call.
+Failures with an error of their own, such as a mismatch or a timeout, are raised as usual.
 
 **What is compared** is the tensor that the user gets, after everything between torch and the core: copies of strided
-tensors, overlaps, handles. What Gloo itself gets wrong is left out of its way: it sees contiguous memory alone, bool as
-bytes of 0 and 1, and dtypes that it lacks in wider ones (`oracle`). Sparse all_reduce, `monitored_barrier` and tensors
-of other devices are not verified; a line says so. `average_coalesced` is verified without its sum of squares.
+tensors, overlaps, handles. Gloo is never given what it gets wrong: it sees only contiguous memory, bool as
+bytes of 0 and 1, and unsupported dtypes in wider ones (`oracle`). Sparse all_reduce, `monitored_barrier` and tensors
+on other devices are not verified; a printed line says so. `average_coalesced` is verified without its sum of squares.
 
 **Cost.** Unset: nothing, since the classes of the group are chosen when it is made (`verified`). At k = 1 a call costs
 what it costs on Gloo, and more where sums differ in their last bits. ``python -m bench.verify`` measures all three.
 
-Start with `proof`. `cases` knows torch's arguments, `messages` counts messages, `reports` tells and leaves behind.
+Start with `proof`. `cases` knows torch's arguments, `messages` verifies messages, `reports` makes errors and files.
 Nothing here changes a result.
 """

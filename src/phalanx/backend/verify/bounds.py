@@ -12,13 +12,13 @@ g(k) = k·u / (1 - k·u), which is Higham's gamma:
 - **Underflow** adds an absolute error: half a spacing of subnormal numbers for each rounding, or the smallest normal
   number where a program flushes subnormals. In a product, later factors enlarge it by at most Π max(1, |x|).
 - **Overflow.** Where Σ|x|, or Π max(1, |x|), reaches the largest finite number, some order overflows, and an infinity
-  or NaN is right, too. Nowhere else.
+  or NaN is right, too. Nowhere else is it.
 - **inf and NaN in the inputs**: NaN makes NaN; so do infinities of both signs in a sum, and an infinity and a zero in
   a product; otherwise infinities stay, with their sign.
 - **Minimum and maximum** are NaN if an input is. The sign of a zero, and the bits of a NaN, depend on the order.
 
-The exact value is computed in float64 here, whose own error, no larger than the bound of float64, is why every bound
-counts twice. A test holds each bound against all orders of many random inputs, including those that nearly cancel.
+The reference value is computed in float64. Its own error is at most the float64 bound, so every bound is doubled. A
+test checks each bound against all orders of many random inputs, including those that nearly cancel.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def exact(inputs: torch.Tensor, kind: object) -> torch.Tensor:
         value = wide.prod(0)
     else:
         value = wide.sum(0)
-        if kind == RedOpType.AVG:  # parts of complex numbers apart: dividing them as such would make NaN of infinities
+        if kind == RedOpType.AVG:  # by parts: complex division would turn infinities into NaN
             value = (torch.view_as_real(value) if value.is_complex() else value) / len(inputs)
             value = torch.view_as_complex(value) if wide.is_complex() else value
     return value.to(inputs.dtype)
@@ -83,7 +83,7 @@ def _gamma(roundings: int, info: torch.finfo) -> float:
 
 
 def _underflow(info: torch.finfo, roundings: int) -> float:
-    """Return the largest absolute error of results near zero; halves are computed in float32."""
+    """Return the largest absolute error that underflow can cause; 16-bit floats are computed in float32."""
     flushed = torch.finfo(torch.float64 if info.bits == 64 else torch.float32).tiny
     return info.smallest_normal * info.eps + (roundings + 1) * flushed
 

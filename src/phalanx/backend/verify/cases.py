@@ -58,7 +58,7 @@ class Part:
     Attributes:
         given: Copy of this rank's input: elements in one dimension, or their bytes where data moves.
         outputs: Tensors that hold this rank's result, in order.
-        is_agreed: Whether `find` has found that no rank's result is wrong; then all ranks know it.
+        is_agreed: Whether `find` has established, on all ranks, that no rank's result is wrong.
     """
 
     given: torch.Tensor
@@ -66,7 +66,7 @@ class Part:
     is_agreed: bool = field(default=False, init=False)
 
     def find(self, oracle: Oracle) -> Finding | None:
-        """Do it again on Gloo, which every rank does; return the first element that is wrong here."""
+        """Repeat it on Gloo, on every rank; return the first element of this rank's result that is wrong."""
         raise NotImplementedError
 
     def _result(self) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Part:
 
 @dataclass
 class Moved(Part):
-    """Data that moves: `carry` returns the bytes that the result must have."""
+    """Data that is only moved: `carry` returns the expected bytes of the result."""
 
     carry: Callable[[Oracle, torch.Tensor], torch.Tensor]
 
@@ -136,7 +136,7 @@ class Reduced(Part):
         return self._finding(at, total[first : first + 1].clone())
 
     def _judge(self, oracle: Oracle, got: torch.Tensor, total: torch.Tensor | None) -> Finding | None:
-        """Judge elements whose bits differ on any rank, from the inputs of all ranks."""
+        """Check the elements whose bits differ on any rank against the bounds, from the inputs of all ranks."""
         differs = torch.zeros(self.given.numel(), dtype=torch.bool, device="cpu")
         mine = differs[self.start : self.start + got.numel()]
         if got.numel():
@@ -154,7 +154,7 @@ class Reduced(Part):
         return None if want is None else self._finding(torch.cat(found), want)
 
 
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by size in bytes
 
 
 def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -181,13 +181,13 @@ def _hex(one: torch.Tensor) -> str:
 
 
 def _bytes_of(tensors: Tensors) -> torch.Tensor:
-    """Return the bytes of tensors, one after the other; of one that is in one piece, its own memory."""
+    """Return the concatenated bytes of tensors; a single contiguous tensor is not copied."""
     parts = [as_bytes(plain(t.detach())) for t in tensors]
     return parts[0] if len(parts) == 1 else torch.cat([*parts, torch.empty(0, dtype=torch.uint8, device="cpu")])
 
 
 def _flat(tensors: Tensors) -> torch.Tensor:
-    """Return the elements of tensors of one dtype, one after the other, in memory of their own."""
+    """Return a new tensor with the concatenated elements of tensors of one dtype."""
     if len(tensors) == 1:
         return plain(tensors[0].detach()).reshape(-1).clone()
     return torch.cat([plain(t.detach()).reshape(-1) for t in tensors])
@@ -237,7 +237,7 @@ class Parts:
         self.parts.append(Reduced(given, self._readable(targets), kind, start))
 
     def _readable(self, targets: Tensors) -> Tensors:
-        """Return the outputs; none if they overlap, so that one has overwritten another: others' are still compared."""
+        """Return the outputs, or none if they overwrite each other; other ranks' results are still compared."""
         if len(targets) > 1 and do_overlap(targets, []):
             say_once("PHALANX_VERIFY: outputs that overlap each other are not verified")
             return []
@@ -325,4 +325,4 @@ class Parts:
         self._move(tensors, [], lambda _, data: data)
 
     def barrier(self, opts: Any) -> None:
-        """Have no parts: that the ranks agree on it is all that a barrier does."""
+        """Add no parts: a barrier has no data, and the ranks' agreement on the call is all there is to verify."""

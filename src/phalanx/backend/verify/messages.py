@@ -30,8 +30,8 @@ from phalanx.backend.verify.oracle import Oracle, Unanswered
 from phalanx.backend.verify.reports import Told, error_of, new_folder, save
 from phalanx.record.sites import call_site
 
-_MOST_TAG = 0x7FFFFFFF  # Gloo's; the core takes 64 bits with a sign
-_HEAD = 2  # numbers before the bytes: the message's number, and its bytes
+_MOST_TAG = 0x7FFFFFFF  # range of Gloo's tags; the core takes signed 64-bit ones
+_HEAD = 2  # header of two integers: the message's number and its size in bytes
 
 Stream = tuple[int, int]
 """Rank at the other end, and tag."""
@@ -59,7 +59,7 @@ class Messages:
     Args:
         operations: Operations of the group.
         oracle: Gloo beside the group.
-        every: Messages of a stream of which one is verified.
+        every: Number of messages of which one is verified, per sender and tag.
         name: Name of the group in messages.
     """
 
@@ -121,7 +121,7 @@ class Messages:
         return made.parts[0].given
 
     def _number(self, tag: int) -> None:
-        """Number the receives with a tag as far as their senders are known; under the lock."""
+        """Number the receives of a tag, up to the first whose sender is unknown. The caller holds the lock."""
         waiting = self._posted[tag]
         while waiting and waiting[0].sender >= 0:
             receipt = waiting.pop(0)
@@ -132,7 +132,7 @@ class Messages:
         """Return the number of a receive that is over."""
         with self._lock:
             self._number(receipt.tag)
-            if not receipt.number:  # behind one from any source that waits for another rank's message
+            if not receipt.number:  # an earlier receive from any source still waits
                 waiting = self._posted[receipt.tag]
                 before = [one for one in waiting[: waiting.index(receipt)] if one.sender == receipt.sender]
                 return self._num_received.get((receipt.sender, receipt.tag), 0) + len(before) + 1
@@ -160,7 +160,7 @@ class Messages:
         save(state, folder, 1)
         told = Told(me, receipt.site, folder, found)
         error = error_of(me, what, "recv", 0, told, (me,), 2)
-        self._operations.shutdown(class_and_message(error))  # tells the others, who wait for no such message
+        self._operations.shutdown(class_and_message(error))  # fails the group for the others
         raise error
 
     def _fetch(self, stream: Stream, number: int) -> torch.Tensor:

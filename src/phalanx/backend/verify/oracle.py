@@ -3,11 +3,11 @@
 Gloo gets what it can take: contiguous memory, bytes where data only moves, and a dtype that it reduces. Integers of
 16 and 32 bits without a Gloo kernel travel in the next wider one and wrap when they come back; bool as bytes of 0 and
 1, since Gloo adds bools to 2; complex numbers as pairs. An average is Gloo's sum, divided here. reduce and
-reduce_scatter are Gloo's all_reduce, of which each rank looks at its part: Gloo's own reduce_scatter does the same.
-Products of complex numbers, which Gloo has not, are judged from the inputs of all ranks alone.
+reduce_scatter run Gloo's all_reduce, and each rank takes its part, as in Gloo's own reduce_scatter.
+Gloo has no products of complex numbers: they are checked against the inputs of all ranks alone.
 
 **Every wait ends** with Gloo, with the end of the group on any rank (whose connections the core watches), at the
-deadline, or by Ctrl-C. What Gloo then says names nobody, so the core is asked who failed: it knows.
+deadline, or by Ctrl-C. Gloo's errors name no rank, so the core is asked which rank failed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_BOOL = {
     RedOpType.BXOR: RedOpType.BXOR,
 }
 _LOW = (1 << 32) - 1
-_PIECE_BYTES = 32 << 20  # of all ranks' inputs that are looked at together
+_PIECE_BYTES = 32 << 20  # of all ranks' inputs, examined at a time
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Unanswered(Exception):
-    """Gloo brought no message, though the group has not failed."""
+    """Gloo delivered no message, although the group has not failed."""
 
 
 class Oracle:
@@ -105,7 +105,7 @@ class Oracle:
             tasks.close()
 
     def free(self) -> None:
-        """Free the engine, unless an operation that was cut off never ends: destroying it would wait for that."""
+        """Free the engine, unless a cancelled operation never ends: the destructor would wait for it."""
 
         def is_over() -> bool | None:
             return self._last is None or self._last.is_completed() or None
@@ -274,7 +274,7 @@ class Oracle:
         return data
 
     def _average_of_integers(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the exact averages, truncated towards zero: sums of halves of 64 bits never overflow."""
+        """Return the exact averages, truncated towards zero. 32-bit halves are summed separately, without overflow."""
         n = self._ranks.size
         is_unsigned = given.dtype is torch.uint64
         whole = given.view(torch.int64) if is_unsigned else given.to(torch.int64)
@@ -300,7 +300,7 @@ class Oracle:
         return int(self._reduced(told, RedOpType.MAX))
 
     def pieces_of(self, given: torch.Tensor, at: torch.Tensor) -> Any:
-        """Yield the inputs of all ranks at some indices, piece by piece: the indices, and a tensor of ``(n, m)``."""
+        """Yield pieces of `indices`, each with the inputs of all ranks there, shape ``(n, m)``."""
         n = self._ranks.size
         step = max(1, _PIECE_BYTES // (n * given.itemsize))
         for indices in at.split(step):
@@ -309,7 +309,7 @@ class Oracle:
             yield indices, everyone.view(given.dtype).reshape(n, -1)
 
     def share(self, told: Any, shape: Shape) -> list[Any]:
-        """Return what the ranks tell, in rank order; of most operations nobody tells anything, which costs little."""
+        """Return the ranks' reports in rank order. Usually no rank has one, which costs little."""
         mine = json.dumps(as_facts(told)).encode() if told is not None else b""
         most = self.most(len(mine))
         if not most:

@@ -1,4 +1,4 @@
-"""Counts the calls of a group, does every k-th a second time, and raises one error on all ranks if a result differs.
+"""Counts the calls of a group, repeats every k-th on Gloo, and raises one error on all ranks if a result differs.
 
 **Which calls.** Collectives are counted in the order in which they begin, which is the same on all ranks, or the core
 would have refused them; a call that was refused is not counted. Messages are counted for each pair and tag: see
@@ -6,8 +6,9 @@ would have refused them; a call that was refused is not counted. Messages are co
 
 **In order.** What Gloo is asked for must come in the same order on every rank. A blocking call is verified in the
 calling thread if nothing is pending. Verifications of asynchronous calls run on a thread of the group, one after the
-other, in the order in which the calls began: each waits for its operation, which began earlier on all ranks, and so
-never for what a caller does next. The work that the caller gets is over when the verification is.
+other, in the order in which the calls began: each waits for its
+own operation alone, which has begun on all ranks, so never for a caller's next step. The caller's work is done when
+its verification is.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Proof:
     Args:
         operations: Operations of the group.
         oracle: Gloo beside the group.
-        every: Calls of which one is verified.
+        every: Number of calls of which one is verified.
         name: Name of the group in messages.
     """
 
@@ -88,7 +89,7 @@ class Proof:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def collective(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a collective of `Operations`, and do it again if its turn has come."""
+        """Run a collective of `Operations`, and verify it if it is a k-th one."""
         if self._pending:
             self._wait_for_overlaps(args)
         self._number += 1
@@ -111,7 +112,7 @@ class Proof:
         return result
 
     def _verified(self, call: Call, run: Callable[..., Any]) -> Any:
-        """Run a call and verify it; the place of that among all verifications is taken before the call begins."""
+        """Run a call and verify it. Its place in the order of verifications is reserved before the call begins."""
         if not getattr(call.args[-1], "asyncOp", False) and self._tasks.begin_here():
             try:
                 result = run(self._operations, *call.args)
@@ -131,7 +132,7 @@ class Proof:
 
         try:
             task = self._tasks.submit(prove, keep=call)
-        except GroupAborted:  # another thread has left the group, which the core will say
+        except GroupAborted:  # another thread has left the group; the core raises the error
             return run(self._operations, *call.args)
         try:
             results.append(run(self._operations, *call.args))
@@ -171,12 +172,12 @@ class Proof:
                 self._wait(task, 0)
 
     def _wait_for_inputs(self, args: tuple[Any, ...]) -> None:
-        """Wait for operations that still write to the tensors of a call, whose copies would come too early."""
+        """Wait for operations that still write to the tensors of a call, before those are copied."""
         running = [work for work in list(self._operations._flight._works) if not work.over]
         tensors = list(_tensors_in(args)) if running else []
         for work in running:
             if _meet(work._result, tensors):
-                with contextlib.suppress(PhalanxError):  # which the call will meet, too
+                with contextlib.suppress(PhalanxError):  # the call will raise the same error
                     work.wait()
 
     def _require_own_process(self) -> None:
@@ -202,7 +203,7 @@ class Proof:
     def _prove(self, call: Call) -> None:
         try:
             with torch.no_grad():
-                findings = [part.find(self._oracle) for part in call.made.parts]  # all: the others do so, too
+                findings = [part.find(self._oracle) for part in call.made.parts]  # all of them, as the other ranks do
                 found = next((one for one in findings if one is not None), None)
                 if findings and all(part.is_agreed for part in call.made.parts):
                     return
@@ -252,11 +253,11 @@ class Proof:
         return error_of(self.me, what, call.op, call.number, told[0], ranks, self._ranks.size)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait at most so long until nothing is being verified or sent; return whether that is so."""
+        """Wait up to the given time until no verification or message is pending; return whether none is."""
         return self._tasks.drain(timeout_s) and self._oracle.is_quiet
 
     def close(self, *, may_wait: bool = False) -> None:
-        """Free Gloo; if `may_wait`, once what runs is over and the messages of this rank are delivered."""
+        """Free Gloo; with `may_wait`, first let verifications finish and this rank's messages be delivered."""
         if may_wait:
             self._oracle.deliver()
             self._tasks.drain(LATE_S)
@@ -266,7 +267,7 @@ class Proof:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments whose memory can be looked at."""
+    """Yield the tensors in arguments that have readable memory."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and is_dense(value):
             yield value

@@ -1,7 +1,8 @@
 """Calls an operation again whose result was wrong: ``phalanx run --nproc-per-node N -m phalanx.backend.verify.replay``.
 
 Each rank reads its inputs from the folder that `phalanx.WrongResult` named. The operation is verified again, so if the
-result is wrong again, the same error comes; if it is right, a line says so. A message is sent from rank 0 to rank 1.
+result is wrong again, the same error is raised; if it is right, a printed line says so. A message is sent from rank 0
+to rank 1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ RIGHT_CALL = "phalanx run --nproc-per-node N -m phalanx.backend.verify.replay FO
 
 
 def main(words: list[str]) -> int:
-    """Run the command on one rank; 2 for a wrong call."""
+    """Run the command on one rank; return 2 for a usage error."""
     try:
         if len(words) != 1 or not os.path.isdir(words[0]):
             raise UsageError(f"one folder is needed, that an error named; got {' '.join(words) or 'none'}", RIGHT_CALL)

@@ -1,4 +1,4 @@
-"""What is left of a wrong result: what its rank tells the others, every rank's error, the files with the inputs."""
+"""Reports a wrong result: its rank's report to the others, the error on every rank, and files with the inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDER = "phalanx-verify"
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank with a wrong result tells the others."""
+    """Report of a rank with a wrong result to the others."""
 
     rank: int
     site: str
@@ -66,7 +66,7 @@ def save(state: dict[str, Any], folder: str, rank: int) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         torch.save(state, os.path.join(folder, f"rank_{rank}.pt"))
-    except OSError as error:  # the error about the result matters more
+    except OSError as error:  # the wrong result is the error to raise
         say_once(f"PHALANX_VERIFY: the inputs can't be written to {folder}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""The classes that torch and programs get of a verified group: the usual ones, whose methods go through the proof.
+"""The classes of a verified group, for torch and programs: the usual ones, with each operation verified by `proof`.
 
 A group that is not verified has the usual classes, so verification costs it nothing, not one instruction.
 """
@@ -42,8 +42,8 @@ class VerifiedOperations(Operations):
         """Connect Gloo beside the group, on every rank.
 
         Args:
-            store: Store for that alone.
-            every: Number of calls of which one is verified.
+            store: Store used only for this.
+            every: One of this many calls is verified.
             silence_s: Seconds without an answer after which a connection counts as lost.
         """
         address = getattr(self._core, "address", _LOOPBACK) or outside_address()

@@ -1,13 +1,12 @@
 """`allocate_tensor`: CPU tensors in memory that other ranks of the host can map, and the reuse of that memory.
 
 Each tensor has a block of its own (`phalanx.host.shared_blocks`). FSDP2 asks for two tensors per collective and frees
-them after it, and the kernel clears each new page. So a block that no other process has ever been told of is kept when
-its tensor is freed, and serves the next one of about its size: 16 MiB then cost 16 us instead of 18 ms. A block that
-was handed over is closed instead: peers may map it still, and must never see another tensor.
+them after it, and the kernel clears each new page. So a block that was never handed to another process is kept when its
+tensor is freed, and reused for the next one of about its size: 16 MiB then cost 16 us instead of 18 ms. A block that
+was handed over is closed instead: peers may still map it, and must never see another tensor.
 
-Kept are at most as many bytes as tensors needed at once, for 20 s; nothing once memory comes short, which each call
-looks at once per second, and nothing when a new block is refused. There is no thread that gives memory back while
-nobody calls.
+At most as many bytes are kept as tensors needed at once, for 20 s. All are freed when a new block is refused, or when
+memory runs short, which calls check at most once per second. No thread frees memory while nobody calls.
 
 One descriptor for the block and one for its mapping are open while a tensor lives (Python's ``mmap`` duplicates it).
 A range within one large block was the alternative, with two descriptors in all. Then the kernel would not know which
@@ -52,7 +51,7 @@ class Pool:
         self._looked_s = 0.0
 
     def take(self, size_bytes: int) -> tuple[memoryview, int]:
-        """Return memory of at least that size, which is in use as long as the view lives, and its address.
+        """Return the address and a view of memory of at least that size, in use until the view is freed.
 
         Raises:
             OSError: There is no memory.
@@ -163,7 +162,7 @@ def allocate_tensor(
         rank: This rank in the world, for messages.
 
     Raises:
-        ArgumentError: Another device, a size that is none, or a dtype without memory of its own.
+        ArgumentError: Another device, an invalid size, or a dtype that has no storage.
         OutOfSharedMemory: The host, a cgroup or a limit of this process has no room for it.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -182,7 +181,7 @@ def allocate_tensor(
     size_bytes = size * dtype.itemsize
     try:
         view, _ = POOL.take(size_bytes)
-    except (OSError, OverflowError) as error:  # more bytes than the system can count
+    except (OSError, OverflowError) as error:  # more bytes than a size can express
         text = getattr(error, "strerror", None) or error
         raise OutOfSharedMemory(
             f"{where}: no {in_units(size_bytes)} of shared memory for {size} elements of {dtype}: {text}; {_ADVICE}",

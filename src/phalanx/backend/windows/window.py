@@ -74,7 +74,7 @@ class _Offer:
         refusal: Reason why this rank can't go on; empty if it can.
         is_short: Whether memory or descriptors are short.
         tensor: Address of the block with its tensor; None: it has none, or an empty tensor.
-        offset_bytes: Begin of the tensor in that block.
+        offset_bytes: Offset of the tensor in that block.
         shape: Shape of the tensor.
         dtype: Code of its dtype.
         signals: Address of the block with this host's counters, from the first rank of the host.
@@ -94,7 +94,7 @@ class _Offer:
 class Window:
     """A window of a group: memory of each rank that the others put data into, and signals between ranks.
 
-    Ranks are those of the group. Get one from ``dist._new_window(tensor)`` or ``group.new_window(tensor)``.
+    Ranks are those of the group. Create a window by ``dist._new_window(tensor)`` or ``group.new_window(tensor)``.
     """
 
     def __init__(self, operations: Operations, number: int) -> None:
@@ -107,8 +107,8 @@ class Window:
         self._tensor: torch.Tensor | None = None  # kept alive if the window owns it
         self._views: dict[int, torch.Tensor] | None = None  # what each rank of this host registered
         self._flats: dict[int, torch.Tensor] = {}  # the same, of one dimension
-        self._over = finished([])  # of calls that are over when they return
-        self._untouched: dict[int, Any] = {}  # mappings into which nothing was put yet
+        self._over = finished([])  # handle of calls that are complete when they return
+        self._untouched: dict[int, Any] = {}  # mappings without a put so far
         self._counters: torch.Tensor | None = None
         self._sends: dict[int, int] = {}  # addresses of counters
         self._receives: dict[int, int] = {}
@@ -132,7 +132,7 @@ class Window:
         self._register(_REGISTER, tensor, owning)
 
     def tensor_deregister(self) -> None:
-        """Withdraw the tensors of all ranks from the window. Every rank calls it. Views that it gave stay valid."""
+        """Withdraw the tensors of all ranks from the window. Every rank calls it. Existing views stay valid."""
         refusal = "" if self._views is not None else "no tensor is registered"
         self._exchange(_Offer(_DEREGISTER, self._number, refusal))
         self._tensor = self._views = None
@@ -287,8 +287,8 @@ class Window:
             tensor: CPU tensor of the window's dtype, of any shape and strides.
             dst_rank: Rank of the group.
             target_offset_nelems: First element to write of that rank's tensor, laid out flat.
-            async_op: Not used: the copy is over in any case.
-            opts: torch's PutOptions; a copy has no use for a timeout.
+            async_op: Ignored: the copy is complete in any case.
+            opts: torch's PutOptions; ignored, since a copy needs no timeout.
 
         Raises:
             ArgumentError: The tensor does not fit there, or that rank is on another host.
@@ -352,7 +352,7 @@ class Window:
         return self._operations._flight.begin(expected, _wait_for, [], None, None)
 
     def get_attr(self, peer_rank: int) -> Any:
-        """Return torch's WindowAttr of a rank: its memory is one and the same for all who map it."""
+        """Return torch's WindowAttr of a rank: all ranks that map its memory see the same bytes."""
         self._place("get_attr", "peer_rank", peer_rank)
         return _torch.WindowAttr()
 
@@ -389,7 +389,7 @@ class _Expected:
     source = -1
 
     def __init__(self, core: Any, counters: Any, address: int, number: int, place: int, timeout: timedelta) -> None:
-        self._core, self._counters = core, counters  # whose memory the core reads
+        self._core, self._counters = core, counters  # kept alive: the core reads the memory of `counters`
         self._address, self._number, self._place, self._timeout = address, number, place, timeout
         self._error: BaseException | None = None
 
@@ -423,7 +423,7 @@ class _Expected:
         return True
 
     def notify(self, completions: Any, number: int) -> None:
-        """Have the number of a future pushed once the signal has come: on a thread, which only futures need."""
+        """Push the number of a future once the signal has arrived. Only futures need the thread that waits for it."""
 
         def wait() -> None:
             with contextlib.suppress(Exception):  # which `error()` returns

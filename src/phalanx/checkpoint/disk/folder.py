@@ -106,7 +106,7 @@ def find(folder: str | os.PathLike[str]) -> str:
 
 
 def find_steps(folder: str) -> tuple[str, list[int]]:
-    """Return the folder of the checkpoints, and their steps; only one step if `folder` is that checkpoint's own."""
+    """Return the folder that holds the checkpoints, and their steps; if `folder` is one checkpoint, its step alone."""
     path = find(folder)
     own, name = os.path.split(os.path.abspath(path))
     if not (published := steps(path)) and (match := _NAME.fullmatch(name)) and os.path.isdir(path):

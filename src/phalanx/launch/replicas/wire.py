@@ -70,8 +70,8 @@ class Wire:
     def ask(self, offer: Mapping[str, Any]) -> dict[str, Any]:
         """Make an offer and return the answer.
 
-        The other end first confirms that it has heard the offer. So one that is stopped, or is being started again, is
-        given up soon, although making room for an offer may take long.
+        The other end acknowledges the offer before it makes room, which may take long. So an end that is stopped or
+        restarting is given up soon.
 
         Raises:
             OSError, ValueError: As in `hear`.

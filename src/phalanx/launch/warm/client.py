@@ -57,7 +57,7 @@ def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, i
         kind: "run" for a job of ``phalanx run``, "server" for the fork server of ``phalanx.spawn``.
         words: Arguments of the command, or the program of a fork server.
         passes_signals: Whether signals to this process are passed on; otherwise they are blocked.
-        is_trial: Whether only to ask; then the answer "go" is returned, too.
+        is_trial: Whether to ask without starting anything; the answers then include "go".
     """
     answers = []
     for path in places.sockets():

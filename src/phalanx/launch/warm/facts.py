@@ -107,7 +107,7 @@ class Watch:
         return next((path for path, before in self._namesakes.items() if self._namesakes_in(path) != before), "")
 
     def _namesakes_in(self, folder: str) -> set[str]:
-        """Return the entries of a folder that have the name of an imported module, wherever that lies."""
+        """Return the names of imported modules, from anywhere, that are also names of entries of a folder."""
         with contextlib.suppress(OSError):
             return self._imported.intersection(name.partition(".")[0] for name in os.listdir(folder))
         return set()

@@ -1,7 +1,7 @@
 """Every operation of ``torch.distributed`` as one kind of call, so that it runs on phalanx and on Gloo alike.
 
-A `Call` is the same on every rank of its group but for the rank. Its inputs follow from its seed, the rank and the
-number of the tensor, so each rank knows what all others bring: `wanted` says what the call must give, by arithmetic.
+Only the rank differs in a `Call` on the ranks of its group. Its inputs are derived from its seed, the rank and the
+index of the tensor, so each rank knows all others' inputs, and `wanted` computes the expected results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Call:
         shape: Shape of one rank's block.
         dtype: Dtype of all tensors.
         reduce_op: Reduction, where there is one.
-        root: Rank of the group from which or to which the call goes.
+        root: Rank of the group that sends or receives for all, where there is one.
         seed: Seed of the inputs.
         async_op: Whether the call is asynchronous.
         in_place: Whether the output of this rank's own block is its input, where both exist.
@@ -79,16 +79,16 @@ class Call:
         return dist.get_global_rank(self.group, rank)
 
     def of_rank(self, rank: int, block: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return what a rank brings; `block` tells several tensors of one call apart."""
+        """Return the input of a rank; `block` is its index if the call has several."""
         seed = (self.seed * 1009 + rank) * 1009 + block
         return VALUES[self.values](seed, self.shape if shape is None else shape, self.dtype)
 
     def input(self, block: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a tensor with what this rank brings, which the call reads."""
+        """Return a tensor with this rank's input, which the call only reads."""
         return self.room.source(self.of_rank(self.rank, block, shape))
 
     def updated(self, block: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a tensor with what this rank brings, which the call reads and writes."""
+        """Return a tensor with this rank's input, which the call reads and writes."""
         return self.room.update(self.of_rank(self.rank, block, shape))
 
     def whole(self) -> Tensor:
@@ -116,7 +116,7 @@ class Call:
         return results
 
     def wanted(self) -> list[Wanted]:
-        """Return what this rank must get, one for each of the results."""
+        """Return the expected results of this rank, in order."""
         return (CALLS | MORE_CALLS)[self.name].wanted(self)
 
 
@@ -125,7 +125,7 @@ Started = tuple[list[Any], list[Tensor]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one result must be: a tensor that is moved, or the reduction of the inputs of all ranks."""
+    """An expected result: a tensor that is moved, or the reduction of the inputs of all ranks."""
 
     moved: Tensor | None = None
     parts: Sequence[Tensor] = ()
@@ -133,7 +133,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a call is made, and what it gives."""
+    """How to make a call, and its expected results."""
 
     start: Callable[[Call, dict[str, Any]], Started]
     wanted: Callable[[Call], list[Wanted]]
@@ -226,7 +226,7 @@ def all_reduce(call: Call, how: dict[str, Any]) -> Started:
 def reduce(call: Call, how: dict[str, Any]) -> Started:
     tensor = call.updated()
     work = dist.reduce(tensor, call.peer(call.root), call.op, **how)
-    return [work], [tensor] if call.rank == call.root else []  # elsewhere torch promises nothing
+    return [work], [tensor] if call.rank == call.root else []  # torch leaves the output of other ranks undefined
 
 
 @_kind(_reduced_own)
@@ -449,7 +449,7 @@ def all_gather_lists(call: Call, how: dict[str, Any]) -> Started:
 
 
 def _functional() -> Any:
-    importlib.import_module("torch.distributed.tensor")  # first: torch's own modules import each other in a circle
+    importlib.import_module("torch.distributed.tensor")  # first: torch's own modules have an import cycle
     return importlib.import_module("torch.distributed._functional_collectives")
 
 
@@ -503,7 +503,7 @@ def functional_all_to_all(call: Call, how: dict[str, Any]) -> Started:
 
 
 def thing(seed: int) -> Any:
-    """Return an object whose pickle has another length for each seed."""
+    """Return an object whose pickled size depends on the seed."""
     draw = random.Random(seed)
     return {"seed": seed, "text": "x" * draw.choice((0, 1, 30, 70_000)), "nested": [(draw.random(), None), b"\x00" * 3]}
 
@@ -605,7 +605,7 @@ def messages(call: Call, how: dict[str, Any]) -> Started:
 
 
 def _has_sources(group: Any) -> bool:
-    """Whether the works of a group tell from whom a message came: Gloo's do not, once they are wrapped."""
+    """Whether the works of a group name a message's sender: Gloo's do not, once they are wrapped."""
     return type(group).__name__ == "PhalanxGroup"
 
 
@@ -636,7 +636,7 @@ def blocking_messages(call: Call, how: dict[str, Any]) -> Started:
 
 @_kind(_received, MORE_CALLS)
 def reordered_messages(call: Call, how: dict[str, Any]) -> Started:
-    """Receive by falling tags what was sent in any order: most messages are there before somebody wants them."""
+    """Receive in descending order of tags what was sent in any order, so most messages arrive before their receive."""
     planned = list(enumerate(messages_of(call)))
     works = [
         dist.isend(call.input(i, (one.num,)), call.peer(one.dst), group=call.group, tag=one.tag)

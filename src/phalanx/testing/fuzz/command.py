@@ -22,9 +22,9 @@ from phalanx.testing.fuzz.shrink import shrink, write_script
 
 JUDGES = ("gloo", "mpi", "arithmetic")
 _RIGHT = "python -m phalanx.testing.fuzz --against gloo --seconds 60 --ranks 4 --hosts 2"
-_PROGRAMS_OF_SESSION = 10  # new ranks then, in another place
+_PROGRAMS_OF_SESSION = 10  # then start new ranks, for other sizes, hosts and settings
 _MOST_RANKS = 64
-_SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)  # of worlds, where none is asked for
+_SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)  # world sizes by default
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,7 +184,7 @@ class Fuzzer:
         sys.stdout.flush()
 
     def _tell(self, programs: list[Program], outcome: Outcome) -> int:
-        """Print a fault, cut its program down, and write the script."""
+        """Print a fault, shrink its program, and write the script."""
         given, program = self._given, programs[-1]
         self._sum_up(f"a fault after {time.monotonic() - self._began_s:.1f} s")
         print(f"program {self._num_programs - 1} of seed {self._seed}, {program.place}: {_words(program, outcome)}")

@@ -1,4 +1,4 @@
-"""What an operation should have given, by arithmetic, and how a result differs from it.
+"""Computes the expected result of an operation, and describes how a result differs from it.
 
 Data that is only moved has the same bits on both sides. So has every reduction of integers and of bool: integers wrap,
 an average of integers is truncated towards zero, and any non-zero byte of bool is true. Reductions of floats depend on
@@ -24,11 +24,11 @@ _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 def difference(got: Tensor, want: Tensor, parts: Sequence[Tensor] = (), reduce_op: str = "", factor: Any = None) -> str:
-    """Return how a result differs from the one it should be, in words; empty if it may be as it is.
+    """Return a description of how a result differs from the expected one; empty if it is acceptable.
 
     Args:
         got: Result, of any strides.
-        want: Right result, such as that of another backend, of the same shape and dtype.
+        want: Expected result, such as another backend's, of the same shape and dtype.
         parts: Inputs of all ranks, if the result is their reduction; otherwise nothing may differ.
         reduce_op: Name of the reduction in ``torch.distributed.ReduceOp``, such as ``"SUM"``.
         factor: Factor of a ``PREMUL_SUM``: a number, or a tensor.
@@ -122,7 +122,7 @@ def _mean(values: list[Tensor], *, is_unsigned: bool) -> Tensor:
 
 
 def _words(differs: Tensor, got: Tensor, want: Tensor) -> str:
-    """Return words for the elements that differ."""
+    """Return a description of the elements that differ."""
     where = differs.nonzero().flatten()
     if not len(where):
         return ""

@@ -1,8 +1,8 @@
-"""The memory of a call's tensors: views of every kind, with margins that nobody may touch.
+"""The memory of a call's tensors: views of every kind, with guard bytes around them.
 
-A tensor lies inside a block of bytes that all have one odd value, so a write beside it shows. After the call the
-tensor itself gets that value: a rank that still reads a peer's input, which that peer has been given back, reads
-nonsense, and an output that was not written holds nonsense from the start.
+A tensor lies inside a block filled with one odd byte value, so an out-of-bounds write is detected. After the call the
+tensor itself is filled with that value: a rank that reads a peer's input too late reads nonsense, and an output that
+was not written holds nonsense from the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Block:
         values: Contents, which give shape and dtype; None: nonsense.
         shape: Shape, if `values` is None.
         dtype: Dtype, if `values` is None.
-        layout: One of `LAYOUTS`. Where a dtype or a shape can't have it, the tensor is plain.
+        layout: One of `LAYOUTS`; plain if the dtype or the shape does not allow it.
 
     Attributes:
         tensor: The tensor.
@@ -64,7 +64,7 @@ class Block:
         return taken(self.tensor)
 
     def give_up(self, *, is_input: bool) -> str:
-        """Fill the tensor with nonsense; return what was wrong with the memory in words, empty if nothing was.
+        """Fill the tensor with nonsense; return a description of memory errors, empty if there were none.
 
         Args:
             is_input: Whether the tensor must still hold what it held when it was made.
@@ -138,7 +138,7 @@ class Room:
         return self._targets[-1].tensor
 
     def give_up(self) -> str:
-        """Make all memory nonsense, and return what was wrong with it."""
+        """Fill all memory with nonsense, and return a description of memory errors."""
         wrong = [block.give_up(is_input=True) for block in self._sources]
         wrong += [block.give_up(is_input=False) for block in self._targets]
         self._sources, self._targets = [], []

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Message:
-    """A message from one rank of the group to another; `any_source`: its receiver does not say from whom."""
+    """A message from one rank of the group to another; `any_source`: the receive accepts any source."""
 
     src: int
     dst: int
@@ -21,7 +21,7 @@ class Message:
 
 
 def messages_of(call: Any) -> list[Message]:
-    """Return some messages among the ranks: chains of equal tags, large ones between small ones, from anybody."""
+    """Return some messages among the ranks: equal tags in chains, large among small ones, receives from any source."""
     draw = random.Random(call.seed)
     if call.size == 1:
         return []

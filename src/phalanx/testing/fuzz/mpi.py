@@ -1,7 +1,7 @@
-"""Open MPI as a judge, by mpi4py: ranks that mpirun starts make the calls of a program, and leave the results in files.
+"""Open MPI as the reference, by mpi4py: ranks started by mpirun make a program's calls and write the results to files.
 
-They wait for a program at a socket each, because ranks that wait in MPI take the cores from those that are tried.
-Data goes as mpi4py's own buffers and bytes; what MPI has no datatype for is left to arithmetic.
+Each waits for a program at a socket, because ranks that wait inside MPI spin on the cores that the tested ranks need.
+Data is passed as mpi4py's own buffers and bytes; results without an MPI datatype are checked by arithmetic.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mpirun() -> str | None:
 
 
 def why_not() -> str:
-    """Return what is missing here, in words; empty if nothing is."""
+    """Return a message about what is missing here; empty if nothing is."""
     missing = [*["mpirun"] * (mpirun() is None), *["mpi4py"] * (not has_module("mpi4py"))]
     return f"no {joined(missing)} here: pip install mpi4py, and Debian's openmpi-bin" if missing else ""
 
@@ -56,7 +56,7 @@ class NoJudge(RuntimeError):
 
 
 class MpiRanks:
-    """The ranks of MPI that judge the programs of one place.
+    """The MPI ranks that compute the reference results for one world size.
 
     Args:
         world_size: Number of ranks.

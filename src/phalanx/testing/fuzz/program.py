@@ -1,4 +1,4 @@
-"""A random program: groups, and what all their ranks call, as data that can be drawn, printed, cut down and run again.
+"""A random program: groups and the calls of their ranks, as data that can be drawn, printed, shrunk and run again.
 
 Every choice is drawn from a seed, so a seed is a program. Sizes lie around the edges of the core's algorithms: the
 48 bytes that travel in a line, 32 KiB from which peers read each other's memory, stages, slots and fragments of
@@ -66,7 +66,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of all ranks of a group, as `Call` without the ranks' own.
+    """One call of all ranks of a group: a `Call` without what differs between ranks.
 
     Attributes:
         group: Index of the group in the program.
@@ -123,7 +123,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """What all ranks do.
+    """A program that all ranks run.
 
     Attributes:
         world_size: Number of ranks.
@@ -162,7 +162,7 @@ def draw_place(draw: random.Random, world_sizes: Sequence[int], num_hosts: int |
     Args:
         draw: Source of choices.
         world_sizes: Numbers of ranks to choose from.
-        num_hosts: Number of hosts, over which the ranks are divided; None: one most times, else some.
+        num_hosts: Number of hosts over which the ranks are divided; None: random, usually one.
     """
     size = draw.choice(list(world_sizes))
     hosts: tuple[int, ...] = ()
@@ -183,7 +183,7 @@ def draw_place(draw: random.Random, world_sizes: Sequence[int], num_hosts: int |
 
 
 def draw_groups(draw: random.Random, world_size: int) -> tuple[GroupPlan, ...]:
-    """Return the world and some other groups, which may overlap; one of one rank, and some in another order."""
+    """Return the world and some other groups, which may overlap: one of a single rank, some in another rank order."""
     everyone = list(range(world_size))
     groups = [GroupPlan(tuple(everyone), "world")]
     for _ in range(draw.randint(0, _MOST_GROUPS - 1)):
@@ -265,7 +265,7 @@ def describe(program: Program) -> list[str]:
 
 
 def as_source(value: Any, indent: str = "") -> str:
-    """Return the Python source of a program, a step in each line, without what is as by default."""
+    """Return the Python source of a program, one step per line, without default values."""
     if not isinstance(value, Program):
         given = {name: getattr(value, name) for name in value.__dataclass_fields__}
         default = {name: one.default for name, one in value.__dataclass_fields__.items()}

@@ -1,6 +1,6 @@
-"""The rank's side: makes the groups, runs a program on phalanx, then has a judge say what it should have given.
+"""The rank's side: makes the groups, runs a program on phalanx, then compares the results with the reference.
 
-The two are apart, each in a call of its own, so that no judge keeps the ranks of a running program in step. The
+These are two separate calls, so that no reference backend synchronizes the ranks while a program runs. The
 program runs several times with other delays between its calls; all results must have the same bits.
 """
 
@@ -47,12 +47,12 @@ class StepFailed(RuntimeError):
 
 @dataclass
 class Verdict:
-    """What one rank's results of a program are worth.
+    """The verdict on one rank's results of a program.
 
     Attributes:
-        faults: Step and words of each result that is wrong.
-        judged: Number of calls by who judged their results.
-        of_judge: Words for each result about which the judge was wrong, as arithmetic says.
+        faults: Step and description of each wrong result.
+        judged: Number of calls by the backend or method that judged their results.
+        of_judge: Description of each result that the judge got wrong, according to arithmetic.
         digests: Digest of the results of a step that must be the same on all ranks of its group, by step.
     """
 
@@ -63,7 +63,7 @@ class Verdict:
 
 
 class _Player:
-    """What this rank keeps from one program to the next: groups; and from a run to its judgement: results."""
+    """State of this rank: groups, kept between programs, and results, kept until they are judged."""
 
     def __init__(self) -> None:
         self.limit = timedelta(0)
@@ -145,7 +145,7 @@ class _Running:
         self._settle_due(None)
 
     def _delay(self) -> None:
-        """Let this rank be late, or early, as others are."""
+        """Delay this rank by a random time."""
         kind = self._draw.random()
         if kind < 0.1:
             time.sleep(self._draw.random() * 5e-4)
@@ -210,7 +210,7 @@ def perform(rank: int, program: Program) -> None:
 
 
 def judge(rank: int, program: Program, against: str, folder: str = "") -> Verdict:
-    """Say what the results of the last program are worth; `folder` has those of MPI."""
+    """Return the verdict on the results of the last program; `folder` holds MPI's results."""
     verdict = Verdict(faults=list(_player.faults))
     groups = [_group(plan, _player.of_judge, _make_gloo) for plan in program.groups] if against == "gloo" else []
     of_mpi = mpi.results_of(folder, rank) if folder else {}
@@ -236,10 +236,10 @@ def judge(rank: int, program: Program, against: str, folder: str = "") -> Verdic
 def _differences(
     verdict: Verdict, step: Step, call: Call, results: list[Tensor], theirs: list[Tensor] | None
 ) -> Iterator[str]:
-    """Yield words for each result that is wrong; of those that the judge has wrong, tell `verdict`."""
+    """Yield a description of each wrong result; add results that the judge got wrong to `verdict`."""
     is_rounded = step.is_reduction and (call.dtype.is_floating_point or call.dtype.is_complex)
     if theirs is not None and not is_rounded and not any(map(difference, results, theirs)):
-        return  # what all ranks bring need not be drawn
+        return  # no need to draw the inputs of all ranks
     wanted = call.wanted()
     assert len(wanted) == len(results), f"{step} has {len(results)} results, not {len(wanted)}"
     for i, (got, want) in enumerate(zip(results, wanted, strict=True)):

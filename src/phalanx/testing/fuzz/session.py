@@ -1,4 +1,4 @@
-"""The ranks of one place, which run one program after another; and the verdict on each."""
+"""Ranks for one world size, hosts and settings, which run programs one after another, and the verdict on each."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from phalanx.testing.fuzz.mpi import MpiRanks
 from phalanx.testing.fuzz.program import GroupPlan, Program
 from phalanx.testing.kept import KeptRanks
 
-_START_S = 120.0  # for a group to meet on a busy machine
+_START_S = 120.0  # for a group to form on a busy machine
 
 
 @dataclass
 class Outcome:
-    """What became of a program.
+    """The outcome of a program.
 
     Attributes:
-        fault: First thing that is wrong, in words; empty: nothing is.
+        fault: Description of the first fault; empty if there is none.
         step: Index of the step in which it is; None: the ranks ended without saying.
-        judged: Number of calls, counted on each rank, by who judged their results.
-        of_judge: Results that the judge got wrong, in words.
+        judged: Number of calls, counted on each rank, by the backend or method that judged their results.
+        of_judge: Descriptions of results that the judge got wrong.
     """
 
     fault: str = ""
@@ -36,10 +36,10 @@ class Outcome:
 
 
 class Session:
-    """Ranks in one place. They end with the first program that makes one of them raise, die or hang.
+    """Ranks that run the programs of one place. They end with the first program in which one raises, dies or hangs.
 
     Args:
-        place: Program whose number of ranks, hosts and settings count.
+        place: Program that gives the number of ranks, the hosts and the settings, together the place.
         against: Judge, see `command`.
         limit_s: Seconds that a program may take; the groups' timeout is half of that.
     """

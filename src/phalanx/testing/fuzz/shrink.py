@@ -1,4 +1,4 @@
-"""Cuts a program that fails down to a few steps that still fail, and writes it as a script."""
+"""Shrinks a failing program to a few steps that still fail, and writes it as a script."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if __name__ == "__main__":
 
 
 class Shrinker:
-    """Looks for the smallest program that fails like the one that was found.
+    """Searches for the smallest program that fails in the same way as a given one.
 
     Args:
         against: Judge.
         limit_s: Seconds that a program may take.
-        budget_s: Seconds after which it gives what it has.
+        budget_s: Seconds after which the search ends with the smallest program so far.
     """
 
     def __init__(self, against: str, limit_s: float, budget_s: float) -> None:
@@ -92,7 +92,7 @@ class Shrinker:
         return program
 
     def _first_that_fails(self, program: Program, smaller: Callable[[Program], Iterator[Program]]) -> Program:
-        """Take the first smaller program that fails, and look on from there."""
+        """Take the first smaller program that fails, and continue the search from it."""
         while True:
             found = next((one for one in smaller(program) if one != program and self._fails(one)), None)
             if found is None:
@@ -170,9 +170,9 @@ def write_script(program: Program, fault: str, command: str, against: str, folde
 def shrink(
     candidates: Sequence[Program], outcome: Outcome, against: str, limit_s: float, budget_s: float
 ) -> tuple[Program, Outcome]:
-    """Cut down the first of `candidates` that fails again; return what is left, and how it fails.
+    """Shrink the first of `candidates` that fails again; return the result, and how it fails.
 
-    If none does, the last of them is returned as it is.
+    If none fails, return the last of them unchanged.
     """
     with contextlib.closing(Shrinker(against, limit_s, budget_s)) as shrinker:
         for candidate in candidates:

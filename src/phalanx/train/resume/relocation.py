@@ -40,7 +40,7 @@ class Relocation:
         return joined
 
     def note_joined(self) -> None:
-        """Record that the trainer has made everything that it makes when it joins the job."""
+        """Record that the trainer has finished what it sets up when it joins a job."""
         self._use = session.use_of_group()
 
     def why_not_kept(self, model: nn.Module, optimizer: torch.optim.Optimizer, loggers: Loggers, data: Any) -> str:
