@@ -21,7 +21,7 @@ def within(limit_s: float, call: Callable[[], T], is_hopeless: Callable[[], bool
     """Return the result of a call that runs in a thread of its own, or raise its error.
 
     Args:
-        limit_s: Seconds after which the thread is left behind.
+        limit_s: Seconds after which the thread is abandoned.
         call: Function to call.
         is_hopeless: Function, called now and then, that says whether `call` can no longer succeed. The call then has
             another half second.

@@ -164,7 +164,7 @@ class Ending:
         return dataclasses.replace(self, value=None, error=None, last_words=brief)
 
     def describe(self, *, message: bool = False) -> str:
-        """Return words for which rank ended how.
+        """Return a phrase that says which rank ended, and how.
 
         Args:
             message: Whether to give the first line of the exception's message in place of the exit code.

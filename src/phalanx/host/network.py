@@ -101,7 +101,7 @@ def interface_towards(host: str, port: int = _DISCARD_PORT, *, allow_loopback: b
 
 
 def unresolved(host: str, error: Exception) -> str:
-    """Return words for the failure to look up a host's name."""
+    """Return a description of a failure to look up a host's name."""
     why = error.strerror if isinstance(error, socket.gaierror) else "it is not a host name"
     return f"the name {host!r} does not resolve here ({why})"
 

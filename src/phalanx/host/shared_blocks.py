@@ -2,13 +2,13 @@
 
 A **block** is a memfd: it has no name, so nothing is left when its last holder has ended, however that happened, and
 the size of ``/dev/shm`` does not matter. `Block.create` allocates every page before anybody uses one, so a shortage is
-an OSError here and never a SIGBUS later, and seals the size, so no process can take pages from under another. A limit
-of the host or of a cgroup is looked at before: there the kernel would kill a process instead of refusing.
+an OSError here and never a SIGBUS later, and seals the size, so no process can take pages from under another. Limits
+of the host and of cgroups are checked before: past them, the kernel would kill a process instead of refusing.
 
 **Hand-over.** `Block.address` is plain data (JSON will do): the process, the number of the descriptor, the file's inode
 and size. A peer of the same user on this host calls `Block.open(address)`, which goes through ``/proc/PID/fd``, and
-compares inode, size and seal with what was announced. So the holder needs no thread that serves, and one that has
-ended, or whose number another process has by now, is an OSError. Passing the descriptor over a socket (SCM_RIGHTS) was
+compares inode, size and seal with what was announced. So the holder needs no serving thread, and a holder that
+has ended, or whose pid was reused, is an OSError. Passing the descriptor over a socket (SCM_RIGHTS) was
 the alternative. It works across pid namespaces, and costs a thread or a moment in which both sides are there; only the
 job's segment (``csrc/memory/segment.h``), which is handed over before ranks know each other, needs it.
 
@@ -52,7 +52,7 @@ from phalanx._text import in_units
 from phalanx.host.cgroups import known_memory
 
 _LEAST_LEFT = 32 << 20  # bytes of a cgroup or of the host that a block must leave to others
-_SMALL = 1 << 20  # below this many bytes, to look at the limits costs more than the block
+_SMALL = 1 << 20  # below this many bytes, checking the limits costs more than the block
 
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # pages that nobody writes take no memory
 
@@ -61,7 +61,7 @@ _mapped: weakref.WeakKeyDictionary[mmap.mmap, str] = weakref.WeakKeyDictionary()
 
 
 class Address(NamedTuple):
-    """Where another process of this host finds a block, and what it must find there."""
+    """Where another process of this host finds a block, and how it checks that it is the right one."""
 
     pid: int
     fd: int
@@ -95,9 +95,9 @@ class Block:
     """Memory of this host that this process holds; see `create` and `open`.
 
     Attributes:
-        purpose: Word for its use, by which it is counted.
+        purpose: Name of its use, under which it is counted.
         size_bytes: Size, at least 1.
-        memory: The mapping, readable and writable. What was made of it keeps it alive, this block need not.
+        memory: The mapping, readable and writable. Tensors and views of it keep it alive, even without this block.
         is_closed: Whether the block can't be handed over any more.
     """
 
@@ -195,7 +195,7 @@ class Block:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Stop to hold the block. Mappings stay, here and elsewhere; with the last one the memory is freed."""
+        """Stop holding the block. Mappings stay, here and elsewhere; with the last one the memory is freed."""
         if not self.is_closed:
             self.is_closed = True
             os.close(self._fd)

@@ -25,7 +25,7 @@ from phalanx.wire.waiting import StoreSilentError
 
 T = TypeVar("T")
 _ANSWER_S, _WRITE_S = 1.0, 5.0  # time limits of an answer, and of a write
-_IDLE_S = 0.2  # time without a question after which the thread ends
+_IDLE_S = 0.2  # time without a request after which the thread ends
 _BEGIN_S, _END_S = 0.5, 0.1  # time for the thread to begin, and to end
 _MANY = 50  # number of ranks for which pauses are doubled
 
@@ -35,7 +35,7 @@ class StoreGoneError(ConnectionError):
 
 
 def shared_pause(shortest_s: float, num_ranks: int) -> float:
-    """Return a pause between questions that grows with the number of ranks, because one store serves all of them."""
+    """Return a pause between requests that grows with the number of ranks, because one store serves all of them."""
     return shortest_s * (1 + num_ranks / _MANY)
 
 
@@ -61,7 +61,7 @@ class JsonStore:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the answer to a question that timed out has still not come."""
+        """Whether a request that timed out is still unanswered."""
         return self._given_up is not None and not self._given_up.done()
 
     def get(self, key: str, shape: Shape) -> Any:
@@ -89,7 +89,7 @@ class JsonStore:
         return int(self.ask(lambda store: store.add(counter, 1), limit_s))
 
     def close(self) -> None:
-        """End the thread, unless the store is blocking it. A further question starts another thread."""
+        """End the thread, unless the store is blocking it. The next request starts another thread."""
         self._clerk.dismiss()
 
     def ask(self, question: Callable[[Store], T], limit_s: float | None = None) -> T:
@@ -116,16 +116,16 @@ class JsonStore:
 
 
 class _Clerk:
-    """The thread that asks the store: it starts with a question, and ends when there has been none for a while.
+    """The thread that asks the store: it starts with the first request, and ends when there has been none for a while.
 
     If memory is short, a new thread may fail before its first line, and `threading.Thread` would wait for it forever.
-    So the thread is started by `_thread`, and if it does not begin, the caller asks the question itself.
+    So the thread is started by `_thread`, and if it does not begin, the caller makes the request itself.
     """
 
     def __init__(self) -> None:
         self._questions: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
         self._questions = queue.SimpleQueue()
-        # Reentrant, because a signal handler may ask while it interrupts a question. If that starts a second thread,
+        # Reentrant, because a signal handler may ask while it interrupts a request. If that starts a second thread,
         # both serve the same queue.
         self._lock = threading.RLock()
         self._is_running, self._has_ended = False, threading.Event()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-_LEAST_S, _GROWTH = 0.0002, 1.25  # the first pause between two looks, and by how much each next one is longer
+_LEAST_S, _GROWTH = 0.0002, 1.25  # first pause between two checks, and its growth from one to the next
 
 
 class StoreSilentError(TimeoutError):

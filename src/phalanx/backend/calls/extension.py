@@ -3,8 +3,8 @@
 torch's ``_add_ephemeral_timeout`` adds to the timeout of every operation that starts from now on. The extension ends
 when the first of these is over; operations that have started keep their deadlines. Gloo ignores the call, NCCL obeys.
 
-While an extension lasts, `Extended` stands in the place of the core, and takes itself away afterwards. So an operation
-without one pays nothing. The alternative was a check in every call, which is a tenth of a microsecond of its four.
+While an extension lasts, `Extended` replaces the core, and restores it afterwards. So operations without an extension
+pay nothing. The alternative was a check in every call, 0.1 us of its 4 us.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class _Blocking:
-    """Stands for the handle of an operation that runs in its caller."""
+    """Stands in for the handle of an operation that runs in the calling thread."""
 
     done = False
 
@@ -35,7 +35,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _message(name: str) -> Callable[..., Any]:
-    """Return the method that starts a message by the method of this name of the core."""
+    """Return a method that starts a message through the core's method of this name."""
 
     def start(self: Extended, *args: Any) -> Any:
         return self._start(lambda: getattr(self.core, name)(*args), _is_given)
@@ -103,7 +103,7 @@ class Extended:
     send_now, recv_now = _message("send_now"), _message("recv_now")
 
     def _start(self, start: Callable[[], Any], has_begun: Callable[[Any], bool]) -> Any:
-        """Start an operation, with which ends what was added since the last one.
+        """Start an operation; the extensions added since the last one end with it.
 
         Args:
             start: Function that runs it, or returns its handle.
@@ -135,7 +135,7 @@ class Extended:
         return timeout + min(timedelta(seconds=self._by_s), timedelta.max - timeout)
 
     def _end(self, extensions: Sequence[_Extension]) -> None:
-        """Take extensions back; with the last of them, this object has done its part."""
+        """Remove extensions; after the last one, restore the core."""
         if not extensions:
             return
         with self._lock:

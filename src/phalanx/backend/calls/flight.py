@@ -58,7 +58,7 @@ class Flight:
         works[work] = None
         if self._coalescing is not None:
             self._coalescing.append(work)
-        if self._has_left:  # another thread has left the group meanwhile
+        if self._has_left:  # another thread left the group during the start
             self._leave_works()
         return work
 
@@ -72,7 +72,7 @@ class Flight:
             self._kept.append(memory)
 
     def _look(self, works: OrderedDict[PhalanxWork, None]) -> None:
-        """Drop the finished ones of a few works. There may be thousands, so each call checks others."""
+        """Check the next few works, and drop those that are finished: there may be thousands."""
         with contextlib.suppress(KeyError):  # another thread may have taken the last
             for _ in range(min(_NUM_LOOKS, len(works))):
                 other, _none = works.popitem(last=False)
@@ -93,7 +93,7 @@ class Flight:
         return joined(works) if works else finished([])
 
     def wait_for_all(self) -> None:
-        """Wait until each operation that runs now is over; its error is for whoever waits for its work."""
+        """Wait until each operation that runs now is over; its error is raised by the wait for its work."""
         for work in list(self._works):
             with contextlib.suppress(Exception):
                 work.wait()

@@ -30,7 +30,7 @@ from phalanx.backend.types import DTYPE_CODES, RedOpType
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import note_progress
 
-_WRAPPED = timedelta(days=-100_000)  # less than this is a timeout too large for C++ (timedelta.max) that has wrapped
+_WRAPPED = timedelta(days=-100_000)  # below this: a timeout too large for C++ (timedelta.max) that has wrapped
 _TO_BEGIN = 32  # more collectives than a training needs before its first step, to compare models and send weights
 _ABORTED = "abort() was called"
 _AVG = ReduceOp(RedOpType.AVG)
@@ -292,7 +292,7 @@ class Operations(Collectives):
 
     @property
     def is_failed(self) -> bool:
-        """Whether a rank has ended the group, perhaps in a way that this rank has not met yet."""
+        """Whether a rank has ended the group, perhaps without any operation of this rank having failed yet."""
         return self.abort_hooks.failure is not None or self._core.told
 
     def memory_stats(self) -> dict[str, int]:
@@ -314,12 +314,12 @@ class Operations(Collectives):
         return self._core.seq - self.num_barriers + self.num_messages
 
     def note_progress(self) -> None:
-        """If this rank has got beyond the start of a training, tell the launcher, which then restarts more readily."""
+        """Tell the launcher once this rank is past the start of training: a restart is then worthwhile."""
         if not isinstance(self._core, _Destroyed) and self._core.seq > _TO_BEGIN:
             note_progress(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
 
     def end_threads(self) -> None:
-        """End threads of Python's that run operations, because the script is ending."""
+        """End Python threads that run operations, because the script is ending."""
 
     def shutdown(self, why: str = "") -> None:
         """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent.

@@ -13,7 +13,7 @@ from phalanx import _core
 from phalanx._errors import GroupAborted
 from phalanx.backend.deadlines import END_S, LOOK_S
 
-_MOST_IDLE = 10  # after so many looks outside any ``with`` block, the watch goes to sleep
+_MOST_IDLE = 10  # checks outside any ``with`` block after which the watch sleeps
 
 
 class Task:
@@ -135,7 +135,7 @@ class Watch(_Thread):
                     return
                 self._num_idle = 0 if self._is_open else self._num_idle + 1
             if self._is_open:
-                with contextlib.suppress(Exception):  # the waiting thread meets the same error
+                with contextlib.suppress(Exception):  # the waiting thread raises the same error
                     self._look()
 
 

@@ -55,11 +55,11 @@ class Completer:
 
     @property
     def may_end(self) -> bool:
-        """Whether there are threads that wait for no running operation, so that `close` may end them."""
+        """Whether there are threads and no running operation that they wait for, so that `close` may end them."""
         return bool(self._threads) and all(work.over for work in list(self._works.values()))
 
     def fulfil_all(self) -> None:
-        """Fulfil works that ended without a thread hearing of it, because the threads have ended."""
+        """Fulfil works that ended unnoticed, because the threads had ended."""
         while self._works:
             self._works.popitem()[1].fulfil()
 
@@ -193,7 +193,7 @@ class PhalanxWork(Work):
             self.settle_with(settle)
 
     def settle_with(self, settle: Callable[[], None]) -> None:
-        """Have a function run after success, before the result is visible, and after what runs there already."""
+        """Add a function to run after success, after earlier ones, and before the result is visible."""
         before, self._settle = self._settle, settle
         if before is not None:
 

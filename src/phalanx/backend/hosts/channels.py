@@ -64,7 +64,7 @@ class Channel(Protocol):
         ...
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:
-        """Send a message; the handle may be waited for once, by a thread that can be left behind."""
+        """Send a message; the handle may be waited for once, by a thread that can be abandoned."""
         ...
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Handle:

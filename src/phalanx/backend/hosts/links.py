@@ -90,7 +90,7 @@ class Link:
         was_late, self._is_late = (
             self._is_late,
             is_overdue and owes_data,
-        )  # true of two looks in a row, because data that was just sent is still on its way
+        )  # must hold in two checks in a row, because data that was just sent is still on its way
         has_ignored_probes = is_overdue and info[_PROBES] > _MOST_PROBES
         self._is_silent = self._is_silent or has_ignored_probes or (self._is_late and was_late)
         return self._is_silent

@@ -298,7 +298,7 @@ class Messages:
         while (number := self._from_here.pop()) >= 0:
             with self._changed:
                 message = self._expected.pop(number)
-                if message not in self._posted:  # a message over the bridge has met it
+                if message not in self._posted:  # matched by a message over the bridge
                     continue
                 self._posted.remove(message)
             error = message.here.error()

@@ -125,7 +125,7 @@ class Running:
             self.look()
 
     def land(self, handles: Sequence[Handle]) -> Task:
-        """Start waiting for messages on a thread that can be left behind; `wait_landed` waits for the result."""
+        """Start waiting for messages on a thread that can be abandoned; `wait_landed` waits for the result."""
         limit = self.limit
         return self.landings.submit(lambda: [handle.wait(limit) for handle in handles], keep=self.task)
 

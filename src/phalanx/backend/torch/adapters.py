@@ -1,6 +1,6 @@
 """The two entrances through which torch reaches the operations.
 
-torch has two entrances. Python callers (``dist.all_reduce``) go to the ``ProcessGroup``; C++ callers (the dispatcher,
+Python callers (``dist.all_reduce``) go to the ``ProcessGroup``; C++ callers (the dispatcher,
 and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that is registered on it.
 
 torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands in front of it because torch wraps
@@ -15,9 +15,9 @@ costs a Python backend about 10 us per operation; our black box holds the same f
 
 Before torch 2.14 `dist.monitored_barrier` refuses every backend that is not named gloo, so it is wrapped there.
 
-What is answered, and what is refused with which words, is a table: ``tests/backend/_members.py``. Whatever a
-torch adds there, a group must do or refuse, because some of torch's defaults ask the Python class again, endlessly.
-C++ callers look for some methods under their names in C++; these are given twice.
+``tests/backend/_members.py`` lists which members are implemented, and which are refused with which message. A group
+must implement or refuse every member that torch adds, because some of torch's defaults call the Python class again,
+endlessly. C++ callers look for some methods under their C++ names; these are defined twice.
 """
 
 from __future__ import annotations
@@ -206,10 +206,10 @@ class _OfBackends(_Common):
         return self.maker.merge(store, size, *_timeout_and_name(opts), rank).backend
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: ranks outside of a new group have no part in making it, as they have with NCCL."""
+        """Do nothing: unlike NCCL, ranks outside of a new group take no part in making it."""
 
     def get_comm(self) -> Any:
-        """Return what torch ends with the world after a split under torchcomms: nothing that has to be ended."""
+        """Return what torch shuts down with the world after a split under torchcomms: a no-op."""
         return SimpleNamespace(finalize=lambda: None)
 
     def memory_stats(self) -> dict[str, int]:
@@ -423,7 +423,7 @@ def _described(group: PhalanxGroup, desc: str) -> PhalanxGroup:
 
 
 class InnerGloo(_OfBackends, c10d.ProcessGroupGloo):
-    """The backend of a group before torch 2.14: Gloo, of which Python asks what the group itself answers."""
+    """The backend of a group before torch 2.14: Gloo, except for what the group itself answers to Python."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
@@ -443,7 +443,7 @@ def keep(group: PhalanxGroup) -> None:
 
 
 def let_go(operations: Operations) -> None:
-    """Keep a group no longer, because this rank has left it; with the last one, threads end. Idempotent."""
+    """Release a group that this rank has left; with the last one, threads end. Idempotent."""
     group = _kept.get(operations)
     if group is not None and group._pid == os.getpid():  # otherwise forked: see `PhalanxGroup.shutdown`
         del _kept[operations]
@@ -491,7 +491,7 @@ if HAS_PYTHON_BACKENDS:
 
         @property
         def supports_reconfigure(self) -> bool:
-            return False  # defined because torch's default calls this method again, endlessly; so below
+            return False  # torch's default would call this method again, endlessly; the same applies below
 
         supports_shrinking = supports_reconfigure
         _supports_time_estimate = supports_time_estimate = supports_reconfigure  # torch 2.14 has no underscore

@@ -103,5 +103,5 @@ class Maker:
             name or f"{self._operations.name}:merge",
             list(range(size)),
             timeout or self._operations.timeout,
-            pids={},  # known by numbers in the world, which are others
+            pids={},  # known by rank in the world, which differs here
         )
