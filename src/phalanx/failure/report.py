@@ -22,7 +22,7 @@ from phalanx.record.notes import words_of_checkpoints
 
 _MAX_OTHERS = 4
 _OTHERS_ROWS = 2  # rows for each of the other ranks
-_MAX_ROWS = 14  # rows of the culprit's traceback; the interpreter prints that of the call above it
+_MAX_ROWS = 14  # rows of the culprit's traceback; the interpreter prints the caller's traceback above it
 
 
 def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: str = "") -> str:

@@ -124,7 +124,7 @@ def _numa_nodes(root: str) -> dict[int, int]:
 
 
 def _quota_cpus(root: str) -> float | None:
-    """Return the least quota on the way up from our cgroup, of version 2 or 1."""
+    """Return the lowest quota of our cgroup (version 2 or 1) and its ancestors."""
     return min((quota for cgroup in cgroups.folders("cpu", root) if (quota := _quota_of(cgroup))), default=None)
 
 

@@ -7,8 +7,8 @@ rules make a fork the same as a new process:
 - State that a child would inherit by exec is sent to it, and applied before anything of the test is unpickled
   (`fast_child`).
 - State that can't be sent (variables that the interpreter and torch read, the CPUs, variables that packages read while
-  the server imported them) determines which server is used. If a variable takes a third value, the modules that read it
-  are no longer imported by servers but by each child: torch's own tests, for one, give each test another folder.
+  the server imported them) determines which server is used. After two values of a variable, each child imports the
+  modules that read it, instead of a third server: torch's own tests, for one, use a different folder in each test.
 - The server imports only installed packages, in a process of its own, so it has nothing of the test's. Before each fork
   it also imports what children have imported meanwhile.
 

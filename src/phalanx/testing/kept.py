@@ -54,7 +54,7 @@ class KeptRanks:
             late = error
         self._tell_to_end()
         outcomes = self._ranks.join(_AFTER_HANG_S if late.exitcode is None else timeout_s, stop_at_failure=True)
-        if all(outcome.ok for outcome in outcomes):  # it came to its end after the limit
+        if all(outcome.ok for outcome in outcomes):  # all ended well, but after the limit
             raise late
         raise first_true_failure(outcomes, timeout_s, max_rows=_MAX_ROWS)
 

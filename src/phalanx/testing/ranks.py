@@ -205,7 +205,7 @@ class Ranks:
         Args:
             timeout_s: Seconds after which ranks that have not ended are killed.
             stop_at_failure: Whether the others get only a few more seconds once a rank has failed. They do in any case
-                once a rank has skipped the test, which `join` then does.
+                once a rank has skipped the test; `join` then skips it, too.
         """
         __tracebackhide__ = True
         workers = self._workers

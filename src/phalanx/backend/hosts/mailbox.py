@@ -54,7 +54,7 @@ class _Letter:
                 limit = len(self._key) - len(key) + is_known * (_MOST_BYTES - len(text))
                 piece = self._sender.recv(limit) if limit > 0 else b""
                 self._data += piece
-                if not piece:  # the end of the data; also forced for a stranger and for a message that is too long
+                if not piece:  # end of data, or forced: the sender is unknown or its message too long
                     self.is_over = True
                     return understand(text, dict) if is_known else None
         except BlockingIOError:  # the rest has not come yet

@@ -121,7 +121,7 @@ def _is_product(result: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     is_near = ((got - exact).abs() <= bound) | (given.isfinite().all(0) & ~exact.isfinite())
     is_finite, has_inf = got.isfinite(), given.isinf().any(0)
     right = torch.where(may_overflow, is_near | ~is_finite, is_near)
-    if is_complex:  # what infinities make of complex products differs between libraries: C's Annex G is optional
+    if is_complex:  # libraries differ in complex products with infinities: C's Annex G is optional
         return torch.where(given.isfinite().all(0), right, ~is_finite)
     may_vanish = least <= info.tiny * n
     is_infinite = got == torch.where((given < 0).sum(0) % 2 == 1, -torch.inf, torch.inf)

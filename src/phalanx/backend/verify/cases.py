@@ -33,10 +33,10 @@ class Finding:
     """The first element of a result that differs, on one rank.
 
     Attributes:
-        tensor: Number of the result's tensor, of several.
-        index: Place of the element in it.
+        tensor: Index of the result's tensor, if it has several.
+        index: Indices of the element in that tensor.
         got: Value on phalanx.
-        want: Value that is right.
+        want: Expected value.
         num_wrong: Number of elements that differ.
         num_elems: Number of elements of the result.
         dtype: Name of their dtype.

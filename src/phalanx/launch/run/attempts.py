@@ -134,7 +134,7 @@ class RestartPolicy:
         return self.is_regrowing
 
     def regrow(self) -> str:
-        """Choose MAX ranks after an attempt that was ended for that; return the message."""
+        """Choose MAX ranks after an attempt that was ended in order to grow; return the message."""
         self.is_regrowing = False
         return self.size.regrow()
 

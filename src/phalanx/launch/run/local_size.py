@@ -46,10 +46,10 @@ class LocalSize:
         self._fd = snapshots_fd
         self.num_ranks: int = job.num_local_ranks
         self.num_ended: int = 0
-        self._proven = 0  # the number of ranks that made progress before MAX was tried again; 0: MAX was not
+        self._proven = 0  # ranks that made progress before MAX was tried again; 0: no trial
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # that of the snapshots here now, replicas included
+        self._attempt_before = newest_attempt(self._fd)  # attempt of this host's snapshots now, replicas included
         self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check after the wait was over
 
     @property
@@ -83,7 +83,7 @@ class LocalSize:
         return seen is not None and is_ahead(self._steps_seen, seen)
 
     def regrow(self) -> str:
-        """Choose MAX ranks after an attempt that was ended for that; return the message."""
+        """Choose MAX ranks after an attempt that was ended in order to grow; return the message."""
         before = self.num_ranks
         self._begin(self._job.num_local_ranks, proven=before, is_trial=True)
         return (

@@ -100,7 +100,7 @@ def run_test(rank: int, group: Group, task: Task, random_state: Any, seed: bytes
     import torch.distributed as dist
 
     gc.freeze()  # keeps the collector away from the parent's objects
-    random.setstate(random_state)  # otherwise each forked process would have another one
+    random.setstate(random_state)  # otherwise the state would differ in each forked process
     _draw_alike(seed)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _rank, _group = rank, group

@@ -179,7 +179,7 @@ class LoaderFeed:
         return _UNKNOWN if most is not None and length > most else length
 
     def _keep(self, batch: Any) -> None:
-        """Keep a batch, if none can be made, for passes in which this rank has no batch left and others do."""
+        """Keep a batch for passes in which only other ranks have batches left, if no substitute can be made."""
         if self._world_size > 1 and not self._can_make_filler:
             self._last = batch
 

@@ -88,7 +88,7 @@ class MetricsLog:
         line = json.dumps(head | values | head, default=_plain).encode() + b"\n"
         begin, self._is_torn = b"\n" * self._is_torn, True
         written = self._file.write(begin + line)
-        self._is_torn = written != len(begin + line)  # a full disk may take part of the line
+        self._is_torn = written != len(begin + line)  # a full disk may accept only part of the line
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""

@@ -399,7 +399,7 @@ def _origin(run: _Run) -> str:
     """Return what the last start ran, and where; with links to the logs of all starts."""
     origin = run.starts[-1].get("origin", {}) if run.starts else {}
     rows = [(str(name), str(value)) for name, value in origin.items() if name not in ("logs", "logs of others")]
-    # Always a relative path: no link leads to another host.
+    # Always a relative path, so that a recorded folder can't make a link to another host.
     links = ", ".join(f'<a href="./{quote(logs.lstrip("/"))}">{escape(logs)}</a>' for logs in run.logs)
     note = f"Logs of the ranks: {links}" if links else ""
     return _section("Origin", _table("Origin", ["What", "Value"], rows), note) if rows else ""

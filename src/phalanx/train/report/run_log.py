@@ -50,7 +50,7 @@ class Clock:
         self._event = 0
 
     def restart(self) -> None:
-        """Start to count now; the time since the last lap belongs to no phase."""
+        """Restart the clock; the time since the last lap belongs to no phase."""
         self._at = time.perf_counter()
 
     def begin(self, phase: str) -> None:
