@@ -8,7 +8,7 @@ namespace phalanx {
 namespace {
 
 using namespace std::chrono_literals;
-constexpr auto kLook = 50ms;  // how often a waiting thread looks at signals, at the group and at the clock
+constexpr auto kLook = 50ms;  // how often a waiting thread checks signals, the group and the clock
 
 /// Hooks of a queued operation. Its call site was found when it was queued. Signals are handled only while a caller runs
 /// the operation: the native thread handles none.

@@ -1,4 +1,4 @@
-// The wait for peers: asleep, with a regular look at signals, peers and the clock.
+// The wait for peers: asleep, with regular checks of signals, peers and the clock.
 #include "control/control_block.h"
 
 #include <chrono>
@@ -8,7 +8,7 @@ namespace phalanx {
 namespace {
 
 using namespace std::chrono_literals;
-constexpr auto kLook = 50ms;  // how often a sleeping rank looks at peers, signals and the clock
+constexpr auto kLook = 50ms;  // how often a sleeping rank checks peers, signals and the clock
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 

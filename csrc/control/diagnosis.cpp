@@ -1,8 +1,9 @@
 // The diagnosis of a wait that does not end: who is dead, who is late, who called something else, what a peer says.
 //
 // Deadlock: a rank with one message in flight, and no thread that could start another, publishes the peer of that
-// message. A waiting rank follows these statements from rank to rank. A circle counts only if no message in it is on its
-// way, because the statement of a stopped rank may be old. A rank that waits in a collective is never part of a circle.
+// message. A waiting rank follows these records from rank to rank. A circle, a cycle of waiting ranks, counts only if
+// no message in it is on its way, because the record of a stopped rank may be old. A rank that waits in a collective is
+// never part of a circle.
 // A rank that waits alone to make a group says so in the control blocks of its other groups.
 #include "control/control_block.h"
 
@@ -132,9 +133,9 @@ Failure ControlBlock::timed_out(const Wait& wait, const MissingFn& missing) {
   return late;
 }
 
-/// The circle of ranks from this one back to itself, each waiting for a message of the next and unable to do anything
-/// else meanwhile; empty if there is none. A rank's statement may be old, for example if it is stopped, so an edge
-/// does not count if its message is on its way.
+/// The cycle of ranks through this one in which each waits for a message of the next, and can do nothing else; empty
+/// if there is none. A rank's record may be old, for example if it is stopped, so an edge does not count if its message
+/// is on its way.
 std::vector<Waiter> ControlBlock::circle() {
   std::vector<Waiter> found;
   for (int r = rank(); static_cast<int>(found.size()) < config_.size;) {

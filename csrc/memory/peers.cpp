@@ -66,7 +66,7 @@ std::optional<ProcStat> read_stat(int pid) {
   return stat.start_time == 0 ? std::nullopt : std::optional(stat);
 }
 
-constexpr unsigned kLooksPerStack = 8;  // /proc is read at every eighth look: it costs more than a poll of the pidfd
+constexpr unsigned kLooksPerStack = 8;  // /proc is read at every eighth check: it costs more than a poll of the pidfd
 
 std::uint64_t own_pid_namespace() {
   struct stat info{};

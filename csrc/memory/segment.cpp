@@ -21,7 +21,7 @@ namespace phalanx {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr int kTickMs = 50;  // how often a wait looks at its deadline and lets the caller handle signals
+constexpr int kTickMs = 50;  // how often a wait checks its deadline and lets the caller handle signals
 
 [[noreturn]] void fail_as(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 [[noreturn]] void fail(const char* what) { fail_as(errno, what); }

@@ -13,9 +13,9 @@ namespace {
 using namespace std::chrono_literals;
 /// How long the background thread leaves a new request to a caller who is about to wait for it.
 constexpr auto kLeaveToCaller = 500us;
-/// How often the background thread looks while callers wait; they make the progress themselves.
+/// How often the background thread checks for work while callers wait; they make the progress themselves.
 constexpr auto kCallerWaits = 50ms;
-/// After so many looks that found no request, the background thread sleeps until it is woken.
+/// After this many checks without a request, the background thread sleeps until it is woken.
 constexpr int kVainLooks = 100;
 
 }  // namespace

@@ -30,7 +30,7 @@ class Request : public Work {
 
  private:
   friend class PointToPoint;
-  std::atomic<int> peer_{-1};  // -1: a receive from any source that no message has met yet; any thread may set it
+  std::atomic<int> peer_{-1};  // -1: a receive from any source, not matched yet; any thread may set it
   std::int64_t tag_ = 0;
   std::uint64_t number_ = 0;  // for a receive, its place in the order in which receives were posted
   Items items_{};
@@ -53,7 +53,7 @@ class PointToPoint {
   void wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
   /// Wait for `timeout_s` at most. Returns whether the request is done; if not, it goes on. Throws the request's failure.
   bool wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
-  /// Take back a receive; it then fails and is done. Returns false, and does nothing, if a message has already met it.
+  /// Take back a receive; it then fails and is done. Returns false, and does nothing, if it is matched already.
   bool cancel(const std::shared_ptr<Request>& request);
   /// Stop the background thread. Unfinished requests fail.
   void stop();

@@ -24,7 +24,7 @@ using std::chrono::milliseconds;
 
 constexpr std::size_t kLeastBytes = 1 << 20;  // smaller blocks are left to glibc, which keeps freed ones anyway
 constexpr milliseconds kWindow{10'000};       // longer than most training steps
-constexpr milliseconds kShortest{50}, kLongest{500};  // bounds of the pause between two looks of the thread
+constexpr milliseconds kShortest{50}, kLongest{500};  // bounds of the pause between two checks
 constexpr std::uint64_t kFastest = 20ull << 30;       // bytes per second: more than all ranks of a host can fill
 constexpr std::uint64_t kInOneLook = 512 << 20;       // bytes that they can fill during the shortest pause
 const char* const kThread = "rank-memory";
@@ -95,8 +95,8 @@ class BlockPool {
   }
 
  private:
-  /// Looks at the limits. If one is near, gives all kept memory back for good; otherwise sets how much the pool may grow
-  /// before the next look.
+  /// Checks the limits. If one is near, gives all kept memory back for good; otherwise sets how much the pool may grow
+  /// before the next check.
   void look() {
     std::uint64_t least = kFastest;
     const auto check = [&](const std::optional<Headroom>& room, const std::string& file) {

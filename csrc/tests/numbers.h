@@ -15,7 +15,7 @@
 
 namespace phalanx::tests {
 
-/// A float of 16 bits with `kMantissa` bits behind the point.
+/// A 16-bit float with `kMantissa` fraction bits.
 template <int kMantissaBits>
 struct Short {
   static constexpr int kMantissa = kMantissaBits;
