@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import phalanx
+from phalanx._command_line import UsageError
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.torch.adapters import PhalanxGroup
+from phalanx.backend.verify import replay
 
 pytestmark = pytest.mark.kept_ranks
 
@@ -321,6 +325,49 @@ def test_messages_in_any_order_are_verified_against_their_own_copy(run_ranks):
     run_ranks(exchange_in_disorder, 2)
 
 
+def share_a_tag(rank, size):
+    """Three threads send on one tag, and three receive."""
+    group = verified_group()
+
+    def exchange(thread):
+        told = []
+        for i in range(40):
+            tensor = torch.full((50,), float(40 * thread + i))
+            dist.send(tensor, 1, group=group) if rank == 0 else dist.recv(tensor, 0, group=group)
+            told.append(tensor.unique().tolist())
+        return told
+
+    with ThreadPoolExecutor(3) as threads:
+        told = list(threads.map(exchange, range(3)))
+    dist.barrier(group=group)
+    return sorted(value for one in told for value in one)
+
+
+def test_threads_may_share_a_tag(run_ranks):
+    assert run_ranks(share_a_tag, 2) == [[[float(i)] for i in range(120)]] * 2
+
+
+def call_while_messages_run(rank, size):
+    """Make collectives that the peer makes before it answers messages of the same, or interleaved, memory."""
+    group = verified_group()
+    table, sent = torch.zeros(4, 2), torch.full((1 << 20,), float(rank))
+    if rank == 0:
+        works = [dist.irecv(table[:, 0], 1, group=group), dist.isend(sent, 1, group=group)]
+    dist.all_reduce(table[:, 1], group=group)
+    dist.broadcast(sent, 0, group=group)
+    if rank == 1:
+        dist.send(torch.ones(4), 0, group=group)
+        dist.recv(sent, 0, group=group)
+        return sent.sum().item()
+    for work in works:
+        work.wait()
+    return table.tolist()
+
+
+def test_a_collective_never_waits_for_a_message(run_ranks):
+    assert run_ranks(call_while_messages_run, 2) == [[[1.0, 0.0]] * 4, 0.0]
+
+
 def follow_each_other(rank, size):
     """Asynchronous calls on one tensor, and calls whose works nobody waits for before the group is left."""
     group = verified_group()
@@ -459,6 +506,62 @@ def test_a_call_is_made_again_from_its_folder(run_ranks, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "all_reduce #1 of group '1'" in done.stdout
     assert "the result is right this time" in done.stdout
+
+
+def find_two(rank, size, folder, most_bytes):
+    """Return the errors of two wrong results in a row, on a disk that takes files of that size only."""
+    os.chdir(folder)
+    group = verified_group()
+    limits, found = resource.getrlimit(resource.RLIMIT_FSIZE), []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+    try:
+        for _ in range(2):
+            tensor = values(rank)
+            if rank == WRONG:
+                spoil(group, tensor)
+            with pytest.raises(phalanx.WrongResult) as caught:
+                dist.all_reduce(tensor, group=group)
+            found.append((str(caught.value), caught.value.path))
+            if rank == WRONG:
+                heal(group)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return found
+
+
+def test_a_full_disk_does_not_hide_a_wrong_result(run_ranks, tmp_path):
+    for found in run_ranks(find_two, 2, str(tmp_path), 100):
+        for text, path in found:
+            assert f"The inputs of this rank could not be written to {path}: [Errno 27]" in text
+            assert os.listdir(tmp_path / path) == []
+
+
+def test_each_wrong_result_has_a_folder_of_its_own(run_ranks, tmp_path):
+    (_, first), (_, second) = run_ranks(find_two, 2, str(tmp_path), 1 << 20)[0]
+    for path in first, second:
+        assert sorted(os.listdir(tmp_path / path)) == ["rank_0.pt", "rank_1.pt"]
+    assert first != second
+
+
+def replay_nonsense(rank, size, folder):
+    with pytest.raises(UsageError) as caught:
+        replay._replay(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("notes.txt", b"", "holds no inputs of a call (rank_0.pt and so on)"),
+        ("rank_x.pt", b"", "holds no inputs of a call (rank_0.pt and so on)"),
+        ("rank_0.pt", b"nonsense", "rank_0.pt can't be read: "),
+        ("rank_0.pt", b"", "rank_0.pt can't be read: "),
+    ],
+)
+def test_a_folder_without_inputs_is_refused(run_ranks, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    for text in run_ranks(replay_nonsense, 2, str(tmp_path)):
+        assert words in text
 
 
 def test_the_flag_reaches_the_ranks(tmp_path):

@@ -235,8 +235,10 @@ def make_mistakes(rank, world_size):
         error_of(lambda: window.tensor_register(mine if rank == 0 else make(dtype=torch.int32))),
         error_of(lambda: (window if rank == 0 else other).tensor_register(mine)),
         error_of(lambda: group.new_window(*([mine] if rank == 0 else []))),
+        error_of(window.tensor_deregister if rank == 0 else group.new_window),
         error_of(window.tensor_deregister),
     ]
+    group.new_window()  # has one number on all ranks, though one has called it once more
     window.tensor_register(mine)
     found += [
         error_of(lambda: window.tensor_register(mine)),
@@ -248,6 +250,8 @@ def make_mistakes(rank, world_size):
         error_of(lambda: window.map_remote_tensor(True)),
         error_of(lambda: group.allocate_tensor(-1)),
         error_of(lambda: group.allocate_tensor(4, device=torch.device("cuda", 0))),
+        error_of(lambda: group.allocate_tensor(4, device="nonsense")),
+        error_of(lambda: group.allocate_tensor(4, dtype="float")),
         error_of(lambda: group.allocate_tensor(4, dtype=torch.qint8)),
         error_of(lambda: group.allocate_tensor(1 << 55)),
     ]
@@ -264,6 +268,7 @@ MISTAKES = [
     (ArgumentError, "the tensors of a window must have one dtype: rank 0 float32 and rank 1 int32"),
     (CollectiveMismatch, "rank 0: tensor_register of window 1\n  rank 1: tensor_register of window 2"),
     (CollectiveMismatch, "rank 0: new_window(tensor) of window 3\n  rank 1: new_window() of window 3"),
+    (CollectiveMismatch, "rank 0: tensor_deregister of window 1\n  rank 1: new_window() of window 3"),
     (ArgumentError, "rank 0: no tensor is registered; rank 1: no tensor is registered"),
     (ArgumentError, "a tensor is registered already; call tensor_deregister() first"),
     (ArgumentError, "3 elements at target_offset_nelems=6 do not lie in the window of rank 1, which has 8"),
@@ -274,6 +279,8 @@ MISTAKES = [
     (ArgumentError, "rank must lie in [0, 2), got True"),
     (ArgumentError, "size must be a number of elements, at least 0, got -1"),
     (ArgumentError, "hands out CPU memory, which the ranks of a host share; got device cuda:0"),
+    (ArgumentError, "hands out CPU memory, which the ranks of a host share; got device nonsense"),
+    (ArgumentError, "dtype must be a torch.dtype such as torch.float32, got 'float'"),
     (ArgumentError, "can't hand out torch.qint8"),
     (OutOfSharedMemory, "shared memory for 36028797018963968 elements of torch.float32"),
 ]

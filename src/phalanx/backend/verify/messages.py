@@ -5,6 +5,9 @@ The core matches the messages of a sender, in order, to the receives that were p
 receives of that sender in the order in which they were posted, those from any source included, whose sender is known
 once they are matched.
 
+Threads may send and receive with one tag. So a message is handed to the core, counted, and sent on Gloo in one piece
+(`_sending`), and a receive is posted and noted in one piece (`_lock`): else two messages would exchange their numbers.
+
 **On Gloo** the sender sends the number and the bytes again at once, and Gloo keeps them until the receiver asks. The
 receiver asks when its receive is over, and reads the sender's messages in order until it has the one that it looks
 for; others are kept for receives that are waited for later. A message that the sender's departure has cut off is not
@@ -70,10 +73,15 @@ class Messages:
         self._num_received: dict[Stream, int] = {}
         self._posted: dict[int, list[Receipt]] = {}  # by tag: those whose number is not known yet
         self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: what Gloo brought for other receives
-        self._lock = threading.Lock()
+        self._sending = threading.RLock()  # reentrant, like the other two: a signal handler may interrupt the holder
+        self._lock = threading.RLock()
         self._receiving = threading.RLock()
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:
+        with self._sending:  # no send waits for its receiver
+            return self._send(tensors, dst, tag)
+
+    def _send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:
         stream = dst, tag
         number = self._num_sent.get(stream, 0) + 1
         data = None
@@ -91,9 +99,10 @@ class Messages:
     def recv(self, run: Callable[..., PhalanxWork], tensors: Tensors, source: int, tag: int) -> PhalanxWork:
         """Receive by a method of `Operations`, from any rank if `source` is -1."""
         args = (tensors, tag) if source < 0 else (tensors, source, tag)
-        work = run(self._operations, *args)
-        receipt = Receipt(work, source, tag, call_site())
+        site = call_site()
         with self._lock:
+            work = run(self._operations, *args)
+            receipt = Receipt(work, source, tag, site)
             self._posted.setdefault(tag, []).append(receipt)
             self._number(tag)
         outcome: list[BaseException | None] = []
@@ -157,9 +166,9 @@ class Messages:
         sent = want.view(tensors[0].dtype) if not tensors[0].is_quantized else want
         what = f"recv of message {number} with tag {tag} from rank {sender} in group '{self._name}'"
         state = {"method": "recv", "args": [sent], "rank": 1, "world_size": 2, "call": what, "results": results}
-        save(state, folder, 1)
+        lost = save(state, folder, 1)
         told = Told(me, receipt.site, folder, found)
-        error = error_of(me, what, "recv", 0, told, (me,), 2)
+        error = error_of(me, what, "recv", 0, told, (me,), 2, lost)
         self._operations.shutdown(class_and_message(error))  # fails the group for the others
         raise error
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,7 @@ class Proof:
         self._number = 0
         self._pid = os.getpid()
         self._pending: list[tuple[Task, Tensors]] = []  # verifications that have not read the results yet
+        self._unverified: list[weakref.ref[PhalanxWork]] = []  # works of calls whose turn had not come
         self._tasks = Tasks("phalanx-verify", self._require_own_process)
         self.messages = Messages(operations, oracle, every, name)
 
@@ -95,7 +97,7 @@ class Proof:
         self._number += 1
         try:
             if self._number % self._every:
-                return run(self._operations, *args)
+                return self._noted(run(self._operations, *args))
             self._wait_for_inputs(args)
             call, problem = self._call(run.__name__, self._number, args)
             if call is not None:
@@ -109,6 +111,13 @@ class Proof:
         if not isinstance(problem, Unverifiable):
             raise problem
         say_once(f"PHALANX_VERIFY: {_NAMES.get(run.__name__, run.__name__)} of {problem} is not verified")
+        return self._noted(result)
+
+    def _noted(self, result: Any) -> Any:
+        """Note an asynchronous call that is not verified, and return its result."""
+        if isinstance(result, PhalanxWork) and not result.over:
+            self._unverified = [ref for ref in self._unverified if (work := ref()) is not None and not work.over]
+            self._unverified.append(weakref.ref(result))
         return result
 
     def _verified(self, call: Call, run: Callable[..., Any]) -> Any:
@@ -172,8 +181,11 @@ class Proof:
                 self._wait(task, 0)
 
     def _wait_for_inputs(self, args: tuple[Any, ...]) -> None:
-        """Wait for operations that still write to the tensors of a call, before those are copied."""
-        running = [work for work in list(self._operations._flight._works) if not work.over]
+        """Wait for collectives that still write to the tensors of a call, before those are copied.
+
+        Not for messages: whether one is received may depend on what its sender does after this call.
+        """
+        running = [work for ref in self._unverified if (work := ref()) is not None and not work.over]
         tensors = list(_tensors_in(args)) if running else []
         for work in running:
             if _meet(work._result, tensors):
@@ -214,8 +226,7 @@ class Proof:
             self._interrupt(error)
             raise
         if told:
-            self._save(call, told[0].folder)
-            raise self._error(call, told)
+            raise self._error(call, told, self._save(call, told[0].folder))
 
     def _interrupt(self, error: BaseException) -> None:
         """End the group, because the other ranks would wait for this one in Gloo."""
@@ -231,8 +242,8 @@ class Proof:
     def _told(self, call: Call, found: Finding) -> Told:
         return Told(self.me, call.site, new_folder(call.op), found)
 
-    def _save(self, call: Call, folder: str) -> None:
-        """Write the arguments as they were before the call, and the results, for `replay`."""
+    def _save(self, call: Call, folder: str) -> str:
+        """Write the arguments as they were before the call, and the results, for `replay`; return why that failed."""
         reduce_op = getattr(call.args[-1], "reduceOp", None)
         state = {
             "method": call.method,
@@ -245,12 +256,12 @@ class Proof:
             "call": f"{call.op} #{call.number} of group '{self._name}' at {call.site}",
             "results": [plain(t.detach()).clone() for part in call.made.parts for t in part.outputs],
         }
-        save(state, folder, self._ranks.rank)
+        return save(state, folder, self._ranks.rank)
 
-    def _error(self, call: Call, told: list[Told]) -> WrongResult:
+    def _error(self, call: Call, told: list[Told], lost: str) -> WrongResult:
         ranks = tuple(one.rank for one in told)
         what = f"{call.op} #{call.number} of group '{self._name}'"
-        return error_of(self.me, what, call.op, call.number, told[0], ranks, self._ranks.size)
+        return error_of(self.me, what, call.op, call.number, told[0], ranks, self._ranks.size, lost)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait up to the given time until no verification or message is pending; return whether none is."""

@@ -8,6 +8,7 @@ to rank 1.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch.distributed as dist
 
 from phalanx import _env, _torch
 from phalanx._command_line import UsageError
+from phalanx._text import class_and_message
 from phalanx.backend.calls.collectives import UNSET, Blocking
 from phalanx.backend.types import RedOpType
 
 RIGHT_CALL = "phalanx run --nproc-per-node N -m phalanx.backend.verify.replay FOLDER"
+_KEYS = {"method", "args", "world_size", "call"}  # of every call
 
 
 def main(words: list[str]) -> int:
@@ -39,8 +42,10 @@ def main(words: list[str]) -> int:
 
 def _replay(folder: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    names = sorted(os.listdir(folder))
-    state = _read(folder, rank if f"rank_{rank}.pt" in names else int(names[0][5:-3]))
+    saved = sorted(int(found[1]) for name in os.listdir(folder) if (found := re.fullmatch(r"rank_(\d+)\.pt", name)))
+    if not saved:
+        raise UsageError(f"{folder} holds no inputs of a call (rank_0.pt and so on)", RIGHT_CALL)
+    state = _read(folder, rank if rank in saved else saved[0])
     if state["world_size"] != size:
         raise UsageError(f"the call was made by {state['world_size']} ranks, and these are {size}", RIGHT_CALL)
     if state["method"] == "recv":
@@ -54,7 +59,13 @@ def _replay(folder: str) -> None:
 
 
 def _read(folder: str, rank: int) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(os.path.join(folder, f"rank_{rank}.pt"), weights_only=True)
+    path = os.path.join(folder, f"rank_{rank}.pt")
+    try:
+        loaded: dict[str, Any] = torch.load(path, weights_only=True)
+    except Exception as error:  # torch raises whatever its readers do
+        raise UsageError(f"{path} can't be read: {class_and_message(error)[:200]}", RIGHT_CALL) from None
+    if not isinstance(loaded, dict) or not loaded.keys() >= _KEYS:
+        raise UsageError(f"{path} holds no inputs of a call", RIGHT_CALL)
     return loaded
 
 

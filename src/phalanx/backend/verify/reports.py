@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import tempfile
 import threading
@@ -12,14 +14,15 @@ from typing import Any
 import torch
 
 from phalanx._errors import WrongResult
-from phalanx._text import plural
-from phalanx._torch.replace import say_once
+from phalanx._text import class_and_message, plural
 from phalanx.backend.calls.memory import plain
 from phalanx.backend.types import RedOpType, premul_factor
 from phalanx.backend.verify.cases import Finding
 
 FOLDER = "phalanx-verify"
 """Folder, in the working folder, in which inputs are left."""
+
+_NUMBERS = itertools.count(1)  # a rank may find several wrong results in one second
 
 
 @dataclass(frozen=True)
@@ -32,19 +35,27 @@ class Told:
     finding: Finding
 
 
-def error_of(me: int, what: str, op: str, number: int, first: Told, ranks: tuple[int, ...], size: int) -> WrongResult:
-    """Return the error of every rank for a result that differs."""
+def error_of(
+    me: int, what: str, op: str, number: int, first: Told, ranks: tuple[int, ...], size: int, lost: str
+) -> WrongResult:
+    """Return the error of every rank for a result that differs; `lost` says why this rank's inputs are not saved."""
     found = first.finding
     place = f"element {list(found.index)}" if found.index else "the element"
     if found.tensor:
         place += f" of tensor {found.tensor}"
     others = ranks[1:]
     also = f", and so is that of {plural(len(others), 'rank')} {', '.join(map(str, others))}" if others else ""
+    inputs = f"The inputs are in {first.folder}; to do it again: "
+    inputs += f"phalanx run --nproc-per-node {size} -m phalanx.backend.verify.replay {first.folder}"
+    if lost:
+        inputs = (
+            f"The inputs of this rank could not be written to {first.folder}: {lost}. To have them, make room there"
+        )
+        inputs += " or start in another folder, and run the script again"
     return WrongResult(
         f"rank {me}: {what}: the result of rank {first.rank}{f' at {first.site}' * bool(first.site)} is wrong{also}. "
         f"{place[0].upper()}{place[1:]} is {found.got} on phalanx, and {found.want} on Gloo; {found.num_wrong} of "
-        f"{found.num_elems} elements of {found.dtype} differ. The inputs are in {first.folder}; to do it again: "
-        f"phalanx run --nproc-per-node {size} -m phalanx.backend.verify.replay {first.folder}",
+        f"{found.num_elems} elements of {found.dtype} differ. {inputs}",
         op=op,
         seq=number,
         ranks=ranks,
@@ -57,17 +68,24 @@ def error_of(me: int, what: str, op: str, number: int, first: Told, ranks: tuple
 
 def new_folder(op: str) -> str:
     """Return the path of a folder that does not exist yet, in the working folder or that for temporary files."""
-    name = f"{op}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{threading.get_native_id()}"
+    name = f"{op}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{threading.get_native_id()}-{next(_NUMBERS)}"
     base = FOLDER if os.access(".", os.W_OK) else os.path.join(tempfile.gettempdir(), FOLDER)
     return os.path.join(base, name)
 
 
-def save(state: dict[str, Any], folder: str, rank: int) -> None:
+def save(state: dict[str, Any], folder: str, rank: int) -> str:
+    """Write a rank's file, or none; return why that failed, if it did: the wrong result is the error to raise."""
+    path = os.path.join(folder, f"rank_{rank}.pt")
     try:
         os.makedirs(folder, exist_ok=True)
-        torch.save(state, os.path.join(folder, f"rank_{rank}.pt"))
-    except OSError as error:  # the wrong result is the error to raise
-        say_once(f"PHALANX_VERIFY: the inputs can't be written to {folder}: {error}")
+        with open(path, "wb") as file:  # torch's own writer reports a full disk without its name
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        cause = error if isinstance(error, OSError) else error.__context__
+        return str(cause) if isinstance(cause, OSError) else class_and_message(error)
+    return ""
 
 
 def saved(value: Any, copies: dict[int, torch.Tensor]) -> Any:

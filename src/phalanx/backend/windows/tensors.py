@@ -145,7 +145,8 @@ POOL = Pool()
 
 def allocates_on(device: torch.device | str | int) -> bool:
     """Whether `allocate_tensor` hands out tensors on a device; a number stands for an accelerator's."""
-    return not isinstance(device, int) and torch.device(device).type == "cpu"
+    name = str(device) if isinstance(device, (str, torch.device)) else ""  # torch.device refuses names unknown to it
+    return name.partition(":")[0] == "cpu"
 
 
 def allocate_tensor(
@@ -169,6 +170,8 @@ def allocate_tensor(
     where = f"rank {rank}: allocate_tensor"
     if type(size) is not int or size < 0:
         raise ArgumentError(f"{where}: size must be a number of elements, at least 0, got {size!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"{where}: dtype must be a torch.dtype such as torch.float32, got {dtype!r}")
     if device is not None and not allocates_on(device):
         raise ArgumentError(
             f"{where} hands out CPU memory, which the ranks of a host share; got device {device}. "

@@ -455,7 +455,7 @@ def _cut(offer: _Offer) -> _Offer:
 
 def new_window(operations: Operations, tensor: torch.Tensor | None = None) -> Window:
     """Return a new window of a group, with a tensor of this rank registered if one is given. Every rank calls it."""
-    operations.num_windows += 1
-    window = Window(operations, operations.num_windows)
+    window = Window(operations, operations.num_windows + 1)
     window._register(_NEW, tensor, True)
+    operations.num_windows += 1  # not before: a rank that made another call meanwhile would count one less for ever
     return window
