@@ -165,6 +165,11 @@ def complain(words: str) -> None:
         pass
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream is a terminal; None stands for one that was closed when Python started."""
+    return stream is not None and stream.isatty()
+
+
 def broken(lines: Iterable[str], screen: TextIO | None = None, hang: int | None = None) -> list[str]:
     """Return lines with those wider than the terminal broken between words; unchanged if there is no terminal.
 
@@ -172,8 +177,7 @@ def broken(lines: Iterable[str], screen: TextIO | None = None, hang: int | None 
         screen: Stream to which they are printed; None: standard output.
         hang: Column at which continued lines begin; None: two to the right of the line's own indent.
     """
-    screen = screen or sys.stdout
-    if screen is None or not screen.isatty():
+    if not is_terminal(screen or sys.stdout):
         return list(lines)
     return broken_at(shutil.get_terminal_size().columns, lines, hang)
 

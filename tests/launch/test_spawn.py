@@ -568,3 +568,16 @@ def test_of_many_servers_those_are_kept_that_ranks_are_of(monkeypatch):
     assert Path(f"/proc/{server}").exists()
     for ended in before - kept:
         wait_until_gone(ended)
+
+
+def test_ranks_start_though_the_streams_of_the_parent_were_closed(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import sys, phalanx\n"
+        "def write(rank, folder):\n"
+        "    open(f'{folder}/{rank}', 'w').write(str(sys.stdout))\n"
+        "if __name__ == '__main__':\n"
+        f"    phalanx.spawn(write, args=({str(tmp_path)!r},), nprocs=2)\n"
+    )
+    done = subprocess.run(["sh", "-c", f"exec {sys.executable} script.py >&- 2>&-"], cwd=tmp_path, timeout=LIMIT_S)
+    assert done.returncode == 0
+    assert (tmp_path / "1").exists()

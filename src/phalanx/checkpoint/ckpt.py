@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 from phalanx._command_line import Parser, UsageError, whole_number
 from phalanx._env import nearest
 from phalanx._errors import printable
-from phalanx._text import columns, counted, in_units, shortened
+from phalanx._text import columns, counted, in_units, is_terminal, shortened
 from phalanx.checkpoint.disk import folder as folders
 from phalanx.checkpoint.disk.folder import Checkpoint, Damaged
 from phalanx.checkpoint.disk.retention import verify
@@ -258,7 +258,7 @@ def _say(text: str, file: TextIO | None = None) -> None:
 def _print_table(heads: list[str], rows: list[list[str]]) -> None:
     """Print rows as a table on a terminal, and as aligned lines elsewhere."""
     rows = [[printable(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         try:
             from rich.console import Console
             from rich.table import Column, Table

@@ -17,6 +17,7 @@ import sys
 from typing import TextIO
 
 from phalanx import _env
+from phalanx._text import is_terminal
 from phalanx.wire.lines import as_line
 from phalanx.wire.peer import peer_of
 
@@ -45,7 +46,7 @@ class Terminal:
         if connection is not None:
             self.stdin = connection.makefile("r", encoding="utf-8", errors="replace")
             self.stdout = connection.makefile("w", encoding="utf-8", errors="replace")
-        elif not (sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()):
+        elif not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
             # If the output is redirected, as with --redirects, the prompt must not go there.
             self.stdin = open(0, errors="replace", closefd=False)  # noqa: SIM115 until `close`
             self.stdout = open(os.ttyname(0), "w")  # noqa: SIM115

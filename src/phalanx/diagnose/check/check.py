@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
+from phalanx._text import is_terminal
 from phalanx.diagnose.check.result import FOUND, Result, as_json, result_of, sequences
 from phalanx.diagnose.check.watch import Watch
 from phalanx.host.cpus import read_machine
@@ -136,7 +137,7 @@ def _check(words: Sequence[str], target: Sequence[str], num_ranks: int, settings
 def _cropped(calls: Sequence[str], num_others: int) -> Sequence[str]:
     """Return the lines of calls that fit a terminal with `num_others` more lines; elsewhere, all of them."""
     most = max(shutil.get_terminal_size().lines - num_others - 4, 6)
-    if sys.stdout is None or not sys.stdout.isatty() or len(calls) <= most:
+    if not is_terminal(sys.stdout) or len(calls) <= most:
         return calls
     first, last = calls[: most // 2], calls[len(calls) - (most - most // 2 - 1) :]
     return [*first, f"  ... {len(calls) - len(first) - len(last)} more lines: add | less to see all", *last]

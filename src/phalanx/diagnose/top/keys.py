@@ -12,6 +12,8 @@ import termios
 import tty
 from types import FrameType, TracebackType
 
+from phalanx._text import is_terminal
+
 _KEYS = {b"\x1b[A": "up", b"k": "up", b"\x1b[B": "down", b"j": "down", b"q": "quit", b"Q": "quit", b"\x04": "quit"}
 _ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -23,7 +25,7 @@ class Keys:
     """
 
     def __enter__(self) -> Keys:
-        self._input = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+        self._input = sys.stdin.fileno() if is_terminal(sys.stdin) else None
         self._typed = b""
         self._pipe = os.pipe()
         for fd in self._pipe:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from phalanx._command_line import Parser, UsageError
 from phalanx._errors import printable
-from phalanx._text import broken, complain, duration, enumerated, listed, plural
+from phalanx._text import broken, complain, duration, enumerated, is_terminal, listed, plural
 from phalanx.diagnose.subject import Run, ended_ago_s, subject_of
 from phalanx.diagnose.why import workers
 from phalanx.diagnose.why.activity import activity_of
@@ -204,6 +204,6 @@ def _helpers(one: RankSeen) -> Iterator[str]:
 def cropped(lines: Sequence[str]) -> Sequence[str]:
     """Return as many lines as the terminal has, so that the answer stays on the screen; all of them elsewhere."""
     rows = max(shutil.get_terminal_size().lines - 2, 2)
-    if sys.stdout is None or not sys.stdout.isatty() or len(lines) <= rows:
+    if not is_terminal(sys.stdout) or len(lines) <= rows:
         return lines
     return [*lines[: rows - 1], f"... {len(lines) - rows + 1} more lines: phalanx stacks shows all"]

@@ -11,6 +11,7 @@ from typing import Any
 from phalanx import _env
 from phalanx._command_line import Parser, UsageError
 from phalanx._env import nearest
+from phalanx._text import is_terminal
 from phalanx.failure.explain.entries import LANGUAGES, TOPICS, Entry, entries
 from phalanx.failure.explain.search import find, of_exit
 
@@ -110,14 +111,14 @@ def _show(entry: Entry) -> None:
     from rich.console import Console  # here, because starting a job must not import rich
     from rich.markdown import Markdown
 
-    is_terminal = sys.stdout.isatty()
-    console = Console(width=_WIDTH if not is_terminal else None, highlight=False, no_color=not is_terminal)
+    shows = is_terminal(sys.stdout)
+    console = Console(width=None if shows else _WIDTH, highlight=False, no_color=not shows)
     console.width = min(console.width, _WIDTH)
     with console.capture() as shown:
         console.print(entry.name, style="bold", markup=False)
         console.print()
         console.print(Markdown(_LINK.sub(r"`\1`", entry.text), code_theme="ansi_dark", inline_code_theme=None))
     text: Any = _GAP.sub(r"\1", shown.get())  # drops spaces after **...**, which Markdown needs and Chinese does not
-    if not is_terminal:  # rich has padded the blocks to the full width
+    if not shows:  # rich has padded the blocks to the full width
         text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
     print(text, end="")

@@ -40,6 +40,7 @@ from functools import partial
 from typing import Any
 
 from phalanx import _env
+from phalanx._text import is_terminal
 from phalanx.debugging import attached
 from phalanx.host.block_pool import obey_launcher
 from phalanx.launch import rank_trial
@@ -310,7 +311,7 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
     if packet["argument"]:
         sys.argv.insert(1, packet["argument"])
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None and stream.isatty():
+        if is_terminal(stream):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     draw_anew()
     Hidden(imports, loaded_before, _on_return)

@@ -20,7 +20,7 @@ from multiprocessing import connection, forkserver, reduction
 from typing import Any, NoReturn
 
 from phalanx import _env
-from phalanx._text import class_and_message, shortened
+from phalanx._text import class_and_message, is_terminal, shortened
 from phalanx._torch import replace
 from phalanx.failure.last_words import LastWords
 from phalanx.host.block_pool import MemoryPolicy, obey_launcher, of_rank
@@ -274,7 +274,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
     # Set, because the server's own start method would make children of this rank import everything.
     multiprocessing.set_start_method(assignment.start_method, force=True)
     for stream in (sys.stdout, sys.stderr):
-        if stream.isatty():
+        if is_terminal(stream):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 

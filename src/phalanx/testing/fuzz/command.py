@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from phalanx._command_line import Parser, UsageError, exit_code_of, whole_number
 from phalanx._errors import require_linux
-from phalanx._text import complain
+from phalanx._text import complain, is_terminal
 from phalanx.testing.fuzz import mpi
 from phalanx.testing.fuzz.program import Program, draw_place, draw_program
 from phalanx.testing.fuzz.session import Outcome, Session, joined
@@ -164,7 +164,7 @@ class Fuzzer:
             self._calls[step.name] += program.num_rounds
         self._judged += outcome.judged
         self._of_judge += outcome.of_judge
-        if sys.stdout.isatty():
+        if is_terminal(sys.stdout):
             passed_s = time.monotonic() - self._began_s
             words = (
                 f"{passed_s:.0f} s: {self._num_programs:,} programs, {self._calls.total():,} calls on {program.place}"
@@ -172,7 +172,7 @@ class Fuzzer:
             print(f"\r\033[K{words}", end="", flush=True)
 
     def _sum_up(self, found: str) -> None:
-        if sys.stdout.isatty():
+        if is_terminal(sys.stdout):
             print("\r\033[K", end="")
         passed_s = time.monotonic() - self._began_s
         print(f"{found}: {self._num_programs:,} programs with {self._calls.total():,} calls in {passed_s:.1f} s")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from phalanx._errors import RankFailed
-from phalanx._text import broken, one_line
+from phalanx._text import broken, is_terminal, one_line
 from phalanx.checkpoint import Loaded
 from phalanx.record import writer
 from phalanx.session.session import Session
@@ -171,7 +171,7 @@ class RunLog:
 
     def begin_epoch(self, first_step: int, *, is_whole: bool) -> None:
         """Begin the mean loss of an epoch. `is_whole` is False if an earlier attempt has trained a part of it."""
-        if self._bar is None and self._ranks.rank == 0 and sys.stdout.isatty():
+        if self._bar is None and self._ranks.rank == 0 and is_terminal(sys.stdout):
             self._bar = ProgressBar.open(self.num_steps, first_step - 1)
         self._epoch = _Mean(first_step, is_whole)
 
