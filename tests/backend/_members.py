@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _torch
+from phalanx._errors import ArgumentError
 
 CPU = torch.device("cpu")
 SOON = timedelta(seconds=20)
@@ -293,9 +294,9 @@ BOTH = {
     "supports_completion_hooks": Row(ask, False),
     "_register_on_completion_hook": Row(call(print), Refused("call get_future().then() on the work")),
     "_wait_for_pending_works": Row(waited_for, True),
-    "supports_reconfigure": Row(ask, False),
-    "get_reconfigure_handle": Row(call(), Refused(NONE_OF_IT, RuntimeError)),
-    "reconfigure": Row(lambda use: use.member(c10d.ReconfigureOptions()), Refused(NONE_OF_IT, RuntimeError)),
+    "supports_reconfigure": Row(ask, True),
+    "get_reconfigure_handle": Row(lambda use: use.member().partition(":")[0], "phalanx"),
+    "reconfigure": Row(lambda use: use.member(c10d.ReconfigureOptions()), Refused("a handle of each", ArgumentError)),
     "supports_window": Row(ask, True),
     "new_window": Row(lambda use: use.member().get_attr(use.rank).access_type.name, "UNIFIED"),
     "abort": Row(ended, "GroupUnusable", alone=True),
@@ -345,8 +346,8 @@ BACKEND = {
     "split": Row(with_options, SUM),
     "merge": Row(with_options, SUM),
     "supports_coalescing": Row(ask, False),  # messages of a batch progress together anyway
-    "supports_shrinking": Row(ask, False),
-    "shrink": Row(call([1]), Refused(NONE_OF_IT, RuntimeError)),
+    "supports_shrinking": Row(ask, True),
+    "shrink": Row(call([]), Refused("ranks_to_exclude", ArgumentError)),
     "supports_time_estimate": Row(ask, False),
     "_supports_time_estimate": Row(ask, False),
     "_start_time_estimate": Row(call(), Refused("time.perf_counter()")),
@@ -378,12 +379,12 @@ PUBLIC = {
     "_set_pg_timeout": Row(lambda use: (use.member(LATER), use.group.timeout), (None, LATER)),
     "_add_ephemeral_timeout_for_all_pgs": Row(call(SOON), None),
     "split_group": Row(lambda use: use.total_in(use.member(split_ranks=[[0, 1]])), SUM),
-    "shrink_group": Row(call([1]), Refused(NONE_OF_IT, TypeError)),
+    "shrink_group": Row(call([]), Refused("ranks_to_exclude", ValueError)),
+    "_supports_reconfigure": Row(call(), True),
+    "_get_reconfigure_handle": Row(lambda use: use.member().partition(":")[0], "phalanx"),
+    "_reconfigure": Row(call(1, ["a", "b"]), Refused("is not a handle of phalanx", ArgumentError)),
     "_supports_window": Row(call(), True),
     "_new_window": Row(lambda use: use.member().get_attr(use.rank).access_type.name, "UNIFIED"),
-    "_supports_reconfigure": Row(call(), False),
-    "_get_reconfigure_handle": Row(call(), Refused(NONE_OF_IT, RuntimeError)),
-    "_reconfigure": Row(call(1, ["a", "b"]), Refused(NONE_OF_IT, RuntimeError)),
     "_time_estimator": Row(estimate, Refused("not supported")),
     "_coalescing_manager": Row(in_a_manager, SUM),
     "monitored_barrier": Row(call(), None),
@@ -410,6 +411,18 @@ ELSEWHERE: dict[str, dict[tuple[str, str], Row]] = {
         ("Backend", "allocate_tensor"): Row(BACKEND["allocate_tensor"].how, Refused(NONE_OF_IT, RuntimeError)),
         ("Backend", "gather_single"): Row(BACKEND["gather_single"].how, Refused(NONE_OF_IT, RuntimeError)),
         ("Backend", "gather_into_tensor"): Row(BACKEND["gather_into_tensor"].how, Refused(NONE_OF_IT, RuntimeError)),
+        ("Backend", "supports_reconfigure"): Row(ask, False),
+        ("Backend", "get_reconfigure_handle"): Row(call(), Refused(NONE_OF_IT, RuntimeError)),
+        ("Backend", "reconfigure"): Row(GROUP["reconfigure"].how, Refused(NONE_OF_IT, RuntimeError)),
+        ("Backend", "supports_shrinking"): Row(ask, False),
+        ("Backend", "shrink"): Row(call([1]), Refused(NONE_OF_IT, RuntimeError)),
+        ("ProcessGroup", "supports_reconfigure"): Row(ask, False),
+        ("ProcessGroup", "get_reconfigure_handle"): Row(call(), Refused("keeps its ranks")),
+        ("ProcessGroup", "reconfigure"): Row(GROUP["reconfigure"].how, Refused("keeps its ranks")),
+        ("torch.distributed", "shrink_group"): Row(call([1]), Refused(NONE_OF_IT, TypeError)),
+        ("torch.distributed", "_supports_reconfigure"): Row(call(), False),
+        ("torch.distributed", "_get_reconfigure_handle"): Row(call(), Refused("keeps its ranks")),
+        ("torch.distributed", "_reconfigure"): Row(call(1, ["a", "b"]), Refused("keeps its ranks")),
     },
 }
 """Rows of the situations that have others. In DETAIL, torch's wrapper stands before the backend, and hands less on."""
@@ -420,6 +433,7 @@ NOT_USED = {"_pybind11_conduit_v1_": "pybind11's own, which takes pointers to C+
 BEFORE_2_14 = {
     **{("Backend", name): BACKEND[name] for name in ("supports_tensor_alloc", "allocate_tensor")},  # no wrapper
     ("Backend", "_get_backend_name"): Row(call(), "gloo"),
+    ("Backend", "shrink"): Row(call([1]), Refused(NONE_OF_IT, RuntimeError)),
     ("Backend", "_start_coalescing"): Row(coalesced, Refused("does not implement", RuntimeError)),
     ("Backend", "_end_coalescing"): Row(coalesced, Refused("does not implement", RuntimeError)),
     ("ProcessGroup", "_backend_id"): Row(lambda use: use.member(ProcessGroup.BackendType.GLOO) > 0, True),
@@ -430,9 +444,12 @@ BEFORE_2_12 = {("Backend", "alltoall"): Row(BACKEND["alltoall"].how, Refused(NON
 """Rows of a torch whose Gloo has no alltoall."""
 
 BEFORE_2_15 = {
+    ("Backend", "supports_shrinking"): Row(ask, False),
+    ("Backend", "shrink"): Row(call([1]), Refused("keeps its ranks")),
+    ("torch.distributed", "shrink_group"): Row(call([1]), Refused(NONE_OF_IT, TypeError)),
     ("torch.distributed", "split_group"): Row(PUBLIC["split_group"].how, Refused("No device", RuntimeError)),
 }
-"""Rows of a torch whose front end splits groups of GPUs alone."""
+"""Rows of a torch whose front end splits groups of GPUs alone, and in which groups keep their ranks."""
 
 
 def rows_of(kind: str, situation: str) -> dict[str, Row]:

@@ -116,16 +116,15 @@ class _AsPlugin:
 
     @classmethod
     def _create(cls, options: Any, backend_options: Any) -> Any:
-        if getattr(options, "enable_reconfigure", False):  # exists from torch 2.15 on
-            say_once("a group with enable_reconfigure stays on Gloo: phalanx can't change its ranks")
-            return cls._gloo(options, enable_reconfigure=True)
         return _make(options, backend_options) or cls._gloo(options)
 
     @staticmethod
-    def _gloo(options: Any, **asked: Any) -> Any:
+    def _gloo(options: Any) -> Any:
         """Return the Gloo group that torch would have made."""
         from torch.distributed import ProcessGroupGloo
 
+        asks = getattr(options, "enable_reconfigure", False)  # exists from torch 2.15 on
+        asked = {"enable_reconfigure": True} if asks else {}
         gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout, **asked)
         gloo.options.global_ranks_in_group = options.global_ranks_in_group
         gloo.options.group_name = options.group_id

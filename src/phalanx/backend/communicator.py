@@ -76,8 +76,23 @@ class Communicator:
 
     def __init__(self, group: PhalanxGroup) -> None:
         self._operations = group._operations
-        self.rank, self.size = group.rank(), group.size()
-        self._ranks = {number: rank for rank, number in enumerate(self._operations.ranks.global_ranks)}
+        self._numbered: tuple[object, dict[int, int]] = (None, {})
+
+    @property
+    def rank(self) -> int:
+        return self._operations.ranks.rank
+
+    @property
+    def size(self) -> int:
+        return self._operations.ranks.size
+
+    @property
+    def _ranks(self) -> dict[int, int]:
+        """Number in the group of each rank of the world; a reconfigure changes both."""
+        ranks = self._operations.ranks
+        if self._numbered[0] is not ranks:
+            self._numbered = ranks, {number: rank for rank, number in enumerate(ranks.global_ranks)}
+        return self._numbered[1]
 
     def all_reduce(self, tensor: Tensor, op: Any = _SUM) -> None:
         """Reduce a tensor over all ranks, in place on every rank."""

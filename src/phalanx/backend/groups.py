@@ -16,15 +16,19 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _core, _torch
 from phalanx._env import seconds, verifies_every
+from phalanx._errors import PhalanxError
 from phalanx._settings import GroupOptions, read_settings
 from phalanx._text import class_and_message
-from phalanx.backend.calls.ops import Operations
+from phalanx._torch.places import can_shrink, return_own_groups
+from phalanx._torch.replace import say_once
+from phalanx.backend.calls.ops import Formless, Operations
 from phalanx.backend.calls.work import settle_futures
 from phalanx.backend.failures.core_failures import from_core, report_core_stall
 from phalanx.backend.failures.members import Ranks
 from phalanx.backend.hosts.bridged import BridgedGroup
 from phalanx.backend.hosts.joining import join_group
 from phalanx.backend.hosts.links import closed_at_exec
+from phalanx.backend.membership import Membership, reconfigures
 from phalanx.backend.torch.adapters import (
     CLASSES,
     GroupName,
@@ -95,6 +99,8 @@ def _begin() -> None:
     keep_from_compiler(*CLASSES)
     if HAS_PYTHON_BACKENDS:  # before torch 2.14 some C++ calls bypass us
         count_exchanges(num_exchanges)
+        if can_shrink():
+            return_own_groups(lambda backend: getattr(backend, "brings", None))
     if not HAS_PYTHON_BACKENDS:
         _serve_monitored_barrier()
 
@@ -120,15 +126,19 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
     devices = _torch.devices_of_new_group(own)
     if devices.get("cpu") != own and own == GLOO:
         return None
-    tell_when_ended(writer.note)
     given = backend_options if isinstance(backend_options, GroupOptions) else None
+    others = {device: backend for device, backend in devices.items() if backend != own}
+    awaits_ranks = getattr(options, "enable_reconfigure", False)  # exists from torch 2.15 on
+    if awaits_ranks and (others or not reconfigures() or _verifies(given)):
+        _refuse_without_ranks(own)
+        return None
+    tell_when_ended(writer.note)
     size = options.group_size
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
     is_world = not (options.global_ranks_in_group or dist.is_initialized())
     parent = dist.group.WORLD if options.global_ranks_in_group else None
     pids = parent.pids if isinstance(parent, PhalanxGroup) else met_in(options.store) if is_world else {}
     name = "default" if is_world else options.group_id
-    others = {device: backend for device, backend in devices.items() if backend != own}
     group = build_group(
         options.store,
         options.group_rank,
@@ -140,6 +150,8 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
         displayed=own,
         devices=[device for device, backend in devices.items() if backend == own],
         pids=pids,
+        numbers_itself=not options.global_ranks_in_group,
+        awaits_ranks=awaits_ranks,
     )
     if others:
         _add_devices(group, others, options, None if given else backend_options)
@@ -158,6 +170,9 @@ def build_group(
     displayed: str,
     devices: Sequence[str],
     pids: Mapping[int, int],
+    op: str = "join",
+    numbers_itself: bool = False,
+    awaits_ranks: bool = False,
 ) -> PhalanxGroup:
     """Join the group and return it, with a backend registered for its devices.
 
@@ -165,20 +180,27 @@ def build_group(
         displayed: Name of the backend that programs see: ``gloo`` where phalanx replaces Gloo.
         devices: Types of devices whose tensors the group takes; tensors on a GPU go to Gloo itself.
         pids: Process ids of members on this host, as far as they are known, by rank in the world.
+        op: Purpose of the meeting, in messages: ``join`` or ``shrink``.
+        numbers_itself: Whether the group's own ranks stand for ranks of the world.
+        awaits_ranks: Whether the group has no ranks until its `reconfigure` is called.
     """
     _begin()
     writer.begin(global_ranks[rank], size)
-    core, segment, store, pids = join_group(
-        store,
-        rank,
-        size,
-        name,
-        global_ranks,
-        timeout.total_seconds(),
-        options,
-        is_in_place=displayed == GLOO,
-        pids=pids,
-    )
+    core: Any = Formless(name, "has no ranks yet: call dist._reconfigure() on each of them")
+    segment = None
+    if not awaits_ranks:
+        core, segment, store, pids = join_group(
+            store,
+            rank,
+            size,
+            name,
+            global_ranks,
+            timeout.total_seconds(),
+            options,
+            is_in_place=displayed == GLOO,
+            pids=pids,
+            op=op,
+        )
     settings = (options or GroupOptions()).over(read_settings())
     every = verifies_every(settings.verify)
     ranks = Ranks(rank, size, global_ranks)
@@ -195,6 +217,8 @@ def build_group(
         # torch's debug wrapper refers only to the C++ half of the backend; this keeps the Python half, which does all.
         group.backend = _backend(group, store, global_ranks)
         backend: Any = group.backend
+        if reconfigures() and not every:
+            group.backend.membership = Membership(group, options, numbers_itself)
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
             with closed_at_exec():
                 backend = _torch.create_process_group_wrapper(backend, name, store, rank, size, limit)
@@ -213,6 +237,26 @@ def build_group(
     group.other_devices |= {*devices} - {"cpu"}
     keep(group)
     return group
+
+
+def _verifies(options: GroupOptions | None) -> int:
+    return verifies_every((options or GroupOptions()).over(read_settings()).verify)
+
+
+def _refuse_without_ranks(own: str) -> None:
+    """Leave a group that awaits its ranks to Gloo if that was asked for.
+
+    Raises:
+        PhalanxError: phalanx was asked for.
+    """
+    why = "it needs a group with one backend, without TORCH_DISTRIBUTED_DEBUG=DETAIL and without PHALANX_VERIFY"
+    if own != GLOO:
+        raise PhalanxError(
+            f"init_process_group(enable_reconfigure=True): {why}. Unset them, or name one backend",
+            op="join",
+            entry="reconfigure",
+        )
+    say_once(f"a group with enable_reconfigure stays on Gloo: {why}")
 
 
 def _backend(group: PhalanxGroup, store: Store, global_ranks: list[int]) -> Any:

@@ -16,12 +16,13 @@ import torch
 from torch.distributed import ReduceOp
 
 from phalanx import _core, _env
+from phalanx._env import seconds
 from phalanx._errors import ArgumentError, CollectiveTimeout, Failure, GroupUnusable, PhalanxError
 from phalanx._torch import is_profiling  # imported by name, because a lookup costs half as much as the call
 from phalanx.backend.calls.arguments import Arguments
 from phalanx.backend.calls.collectives import UNSET, Call, Collectives, Options, Settle
 from phalanx.backend.calls.extension import Extended
-from phalanx.backend.calls.flight import Joined
+from phalanx.backend.calls.flight import Flight, Joined
 from phalanx.backend.calls.memory import Tensors, addresses_of, do_overlap
 from phalanx.backend.calls.work import Over, PhalanxWork
 from phalanx.backend.failures.abort_hooks import AbortHooks
@@ -53,15 +54,20 @@ class Operations(Collectives):
         num_windows: Number of windows that this rank has made.
     """
 
-    def __init__(self, core: _core.Group, segment: _core.Segment, name: str, ranks: Ranks, timeout: timedelta) -> None:
+    def __init__(
+        self, core: _core.Group, segment: _core.Segment | None, name: str, ranks: Ranks, timeout: timedelta
+    ) -> None:
         super().__init__(core, ranks)
-        self._segment: _core.Segment | None = segment
+        self._segment = segment
         self.name = name
         self.timeout = timeout
         self.abort_hooks = AbortHooks(name)
         self.num_messages: int = 0
         self.num_windows: int = 0
-        self._num_exchanges = 0  # set when this rank leaves the group
+        self._num_exchanges = 0  # of the cores that this rank has left
+        self._serve_flight()
+
+    def _serve_flight(self) -> None:
         self.start_coalescing = self._flight.start_coalescing
         self.end_coalescing = self._flight.end_coalescing
 
@@ -275,7 +281,7 @@ class Operations(Collectives):
         if by_s < 0:
             where = self.arguments("_add_ephemeral_timeout").where()
             raise ArgumentError(f"{where}: the extension must be at least 0 s, got {by_s:g} s")
-        if by_s == 0 or isinstance(self._core, _Destroyed):
+        if by_s == 0 or isinstance(self._core, Absent):
             return
         if not isinstance(self._core, Extended):
             self._core = Extended(self._core, self.timeout.total_seconds(), self._end_extension)
@@ -309,13 +315,13 @@ class Operations(Collectives):
     @property
     def num_exchanges(self) -> int:
         """Number of collectives with data and of messages that this rank has begun in the group."""
-        if isinstance(self._core, _Destroyed):
+        if isinstance(self._core, Absent):
             return self._num_exchanges
-        return self._core.seq - self.num_barriers + self.num_messages
+        return self._num_exchanges + self._core.seq - self.num_barriers + self.num_messages
 
     def note_progress(self) -> None:
         """Tell the launcher once this rank is past the start of training: a restart is then worthwhile."""
-        if not isinstance(self._core, _Destroyed) and self._core.seq > _TO_BEGIN:
+        if not isinstance(self._core, Absent) and self._core.seq > _TO_BEGIN:
             note_progress(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
 
     def end_threads(self) -> None:
@@ -328,22 +334,49 @@ class Operations(Collectives):
             why: Error that makes this rank leave, for the peers; empty: none.
         """
         self.note_progress()
-        self._num_exchanges = self.num_exchanges
         self.abort_hooks.close()
-        core, self._core = self._core, _Destroyed(self.name)
+        self._leave(why, _Destroyed(self.name))
+
+    def _leave(self, why: str, instead: Absent) -> None:
+        self._num_exchanges = self.num_exchanges
+        core, self._core = self._core, instead
         core.leave(why)
         self._flight.leave()
         self._segment = None
 
+    @property
+    def is_left(self) -> bool:
+        """Whether this rank has left the group for good."""
+        return isinstance(self._core, _Destroyed)
 
-class _Destroyed:
-    """Takes the place of the core of a group that this rank has left; every call raises GroupUnusable."""
+    def part(self) -> None:
+        """Leave the other ranks, perhaps for others: whatever runs ends with an error, here and there."""
+        if not isinstance(self._core, Absent):
+            self._core.abort("reconfigure() was called")
+        self._leave("", Formless(self.name, _LOST))
+
+    def meet(self, core: Any, segment: _core.Segment, ranks: Ranks) -> None:
+        """Go on with other ranks, those of a core group that this rank has joined."""
+        core.set_timeout(self.timeout.total_seconds())
+        self._flight = Flight()
+        self._serve_flight()
+        self.abort_hooks.renew()
+        self.ranks, self._rank, self._size = ranks, ranks.rank, ranks.size
+        self.num_barriers = self.num_messages = self.num_windows = 0
+        self._segment, self._core = segment, core
+
+
+_LOST = "has no ranks since the last reconfigure() failed; call it again, with new handles and another uuid"
+
+
+class Absent:
+    """Takes the place of a core that a group does not have; every call raises GroupUnusable."""
 
     wait_collective = wait_request = None  # callers look these up before the call that raises
     told = False
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, why: str) -> None:
+        self._name, self._why = name, why
 
     def leave(self, why: str = "") -> None:
         pass
@@ -368,6 +401,23 @@ class _Destroyed:
         self._refuse(op)
 
     def _refuse(self, op: str) -> NoReturn:
-        raise GroupUnusable(
-            f"group '{self._name}' was destroyed on this rank; call init_process_group() or new_group() again", op=op
-        )
+        raise GroupUnusable(f"group '{self._name}' {self._why}", op=op)
+
+
+class _Destroyed(Absent):
+    """Stands for the core of a group that this rank has left for good."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "was destroyed on this rank; call init_process_group() or new_group() again")
+
+
+class Formless(Absent):
+    """Stands for the core of a group that has no ranks at present, and gets them by `reconfigure`."""
+
+    seq = issued = 0
+
+    def set_timeout(self, timeout_s: float) -> None:
+        seconds("timeout", timeout_s)
+
+    def abort(self, why: str) -> None:
+        pass

@@ -80,6 +80,11 @@ class AbortHooks:
         finally:
             self._lock.release()
 
+    def renew(self) -> None:
+        """Wait for another failure, because the group has got other ranks; the hooks stay."""
+        self.failure, self._has_run = None, False
+        _of_group[os.getpid(), self._group] = self
+
     def close(self) -> None:
         """Drop all hooks, because this rank leaves the group."""
         self._hooks.clear()

@@ -45,6 +45,13 @@ _OTHER_GROUPS = (
 )
 _TRANSMIT_ALIKE = "Make input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."
 _LISTS_ALIKE = "Give every rank a list of the same sizes."
+_MEETINGS = {"join": "", "reconfigure": "reconfigure", "shrink": "shrink_group"}
+"""Calls in which ranks meet, by the operation of their failures; that of a join depends on the group."""
+_MEET_ALIKE = {
+    "reconfigure": "Every rank with a handle in the list must call it, with the same uuid and the same handles in the "
+    "same order: collect the handles of the ranks that live, and call it again with another uuid.",
+    "shrink": "Every rank that stays must call it, with the same ranks_to_exclude.",
+}
 _ANEW = "Destroy the group and make a new one: destroy_process_group(), then init_process_group()."
 
 
@@ -121,8 +128,10 @@ def call_text(call: MadeCall) -> str:
     return f"{call.op}({', '.join(facts)})"
 
 
-def join_call(group: str) -> str:
-    """Return the call by which a rank joins a group of this name."""
+def join_call(group: str, op: str = "join") -> str:
+    """Return the call by which a rank comes to the meeting of a group of this name."""
+    if op != "join":
+        return _MEETINGS[op]
     return "init_process_group" if group in ("", "default") else "new_group"
 
 
@@ -173,8 +182,9 @@ def _stands(stand: Standing, seq: int) -> str:
 
 def _head(failure: Failure) -> str:
     """Return the rank that reports the failure and its operation, with which every message begins."""
-    if failure.op == "join":
-        return f"rank {failure.rank}: {join_call(failure.group)}" + f" at {failure.site}" * bool(failure.site)
+    if failure.op in _MEETINGS:
+        called = join_call(failure.group, failure.op)
+        return f"rank {failure.rank}: {called}" + f" at {failure.site}" * bool(failure.site)
     if failure.kind == "aborted" and not failure.op:
         return f"rank {failure.rank}"
     op = "the wait for " * (failure.kind == "nested_wait") + (failure.op or "an operation")
@@ -201,7 +211,7 @@ def _reporter(failure: Failure) -> str:
 def words(failure: Failure) -> str:
     """Return the message of a failure."""
     head = _head(failure)
-    if failure.op == "join" and failure.by is not None and KINDS[failure.kind] is not RankFailed:
+    if failure.op in _MEETINGS and failure.by is not None and KINDS[failure.kind] is not RankFailed:
         head += f": rank {failure.by.rank} could not join"
     return head + _SENTENCES[failure.kind](failure)
 
@@ -331,7 +341,9 @@ def _no_turn(failure: Failure) -> str:
 
 
 def _not_met(failure: Failure) -> str:
-    if join_call(failure.group) == "new_group":
+    if failure.op in ("reconfigure", "shrink"):
+        advice = _MEET_ALIKE[failure.op]
+    elif join_call(failure.group) == "new_group":
         advice = "Call new_group on every rank, in the same order; look for one under a condition (if rank == 0)."
     else:
         advice = "Start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method)."
@@ -376,7 +388,7 @@ def _nested(failure: Failure) -> str:
 
 
 def _no_memory(failure: Failure) -> str:
-    if failure.by is not None and failure.op != "join":
+    if failure.by is not None and failure.op not in _MEETINGS:
         return f": {_reporter(failure)} found no memory for the group's buffers"
     what = f"no memory for {failure.size_bytes >> 10} KiB of shared buffers" if failure.size_bytes else "no memory"
     if failure.num_ranks is not None:
@@ -386,7 +398,7 @@ def _no_memory(failure: Failure) -> str:
 
 
 def _system(failure: Failure) -> str:
-    if failure.by is not None and failure.op != "join":
+    if failure.by is not None and failure.op not in _MEETINGS:
         return f": {_reporter(failure)} met an error of its system and ended the group{_look_at(failure.by)}."
     if failure.errno in (errno.EMFILE, errno.ENFILE):
         return f": no file descriptor is left ({failure.detail}); raise the limit of open files (ulimit -n)"

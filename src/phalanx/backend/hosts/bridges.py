@@ -75,7 +75,7 @@ def bridge(
             f"{settings.bridge} could not connect the hosts {names}: {error}\n{_ADVICE}", entry="unreachable"
         ) from error
     failures = Failures(meeting.life_store, members, engine.mailbox, engine.boxes)
-    watch_store(_master(meeting.life_store)[1], settings.silence_s)
+    watch_store(master_of(meeting.life_store)[1], settings.silence_s)
     return BridgedGroup(core, hosts, members, own_rail, everyone, failures, meeting.timeout_s, settings.stall_s)
 
 
@@ -171,8 +171,8 @@ def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], members: Member
     is_one_network = len({hello["network"] for hello in hellos}) == 1
     try:
         if named:
-            address = _address_of(named)
-        elif master := _master(meeting.life_store)[0]:
+            address = address_of(named)
+        elif master := master_of(meeting.life_store)[0]:
             address = interface_towards(master, allow_loopback=is_one_network).address
         else:
             address = "127.0.0.1" if is_one_network else outside_address()
@@ -192,7 +192,7 @@ def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], members: Member
     return address
 
 
-def _address_of(name: str) -> str:
+def address_of(name: str) -> str:
     known = interfaces()
     found = [one for one in known if one.name == name and one.address]
     if not found:
@@ -203,7 +203,7 @@ def _address_of(name: str) -> str:
     return preferred_address(found)
 
 
-def _master(store: Any) -> tuple[str, int]:
+def master_of(store: Any) -> tuple[str, int]:
     """Return host and port of the job's store; empty and 0 for a store without a server, such as a file."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store

@@ -12,7 +12,7 @@ import errno
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ def join_group(
     *,
     is_in_place: bool = False,
     pids: Mapping[int, int],
+    op: str = "join",
+    prepare: Callable[[Meeting], None] = lambda meeting: None,
 ) -> tuple[Any, _core.Segment, Store, Mapping[int, int]]:
     """Return the group after all `size` ranks have joined: the core's, or on several hosts a `BridgedGroup`.
 
@@ -63,6 +65,8 @@ def join_group(
         options: Options that take precedence over the environment.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
         pids: Process ids of members on this host, as far as they are known, by rank in the world.
+        op: Purpose of the meeting, in messages: ``join``, ``reconfigure`` or ``shrink``.
+        prepare: Function called before this rank says hello. What it raises, the other ranks raise, too.
 
     Raises:
         CollectiveTimeout: A rank did not join in time; `ranks` names it.
@@ -72,9 +76,10 @@ def join_group(
     """
     limit_s = min(timeout_s, LONGEST_S) if timeout_s > 0 else LONGEST_S
     deadline = time.monotonic() + limit_s
-    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, deadline, is_in_place, pids)
+    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, deadline, is_in_place, pids, op)
     with meeting.joining():
         seconds("timeout", timeout_s)
+        prepare(meeting)
         core, segment = _join(meeting, (options or GroupOptions()).over(read_settings()))
     return core, segment, meeting.life_store, meeting.pids
 

@@ -138,6 +138,7 @@ class Meeting:
         deadline: End of the meeting on the monotonic clock.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
         pids: Process ids of members on this host, as far as they are known, by rank in the world.
+        op: Purpose of the meeting: ``join``, ``reconfigure`` or ``shrink``.
         stall_s: Seconds of waiting after which the missing ranks are reported, repeatedly; 0: never.
         watches: Watches of the processes of this host's other ranks, by rank, from their hello on.
         token: Token of this rank in this life of the group.
@@ -153,6 +154,7 @@ class Meeting:
     deadline: float
     is_in_place: bool = False
     pids: Mapping[int, int] = field(default_factory=dict)
+    op: str = "join"
     watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
     token: str = field(default_factory=lambda: f"life-{os.urandom(8).hex()}")
     life: str = ""
@@ -178,6 +180,11 @@ class Meeting:
     def life_store(self) -> dist.Store:
         """The part of the store that belongs to this life of the group alone."""
         return dist.PrefixStore(self.life, self.store.raw)
+
+    def expect(self, rank: int, process: Sequence[int]) -> None:
+        """Watch a rank of this host whose process is known before it says hello."""
+        if (watch := _core.PeerWatch.of(*process)) is not None:
+            self.watches[rank] = watch
 
     # ---- who is there ----------------------------------------------------------------------------------------------
 
@@ -346,7 +353,7 @@ class Meeting:
     def failure(self, kind: str, ranks: Sequence[int] = (), **facts: Any) -> Failure:
         """Return a failure that this rank met while joining."""
         culprits = tuple(Peer(rank=rank) for rank in ranks)
-        return Failure(**{"rank": self.me, "group": self.name, "op": "join", "culprits": culprits, **facts}, kind=kind)
+        return Failure(**{"rank": self.me, "group": self.name, "op": self.op, "culprits": culprits, **facts}, kind=kind)
 
     def refusal(self, why: str, ranks: Sequence[int] = (), *, entry: str) -> PhalanxError:
         """Return the error for a rank that can't join.
@@ -453,7 +460,7 @@ class Meeting:
     def _call(self) -> str:
         """Return the call in which this rank waits, as ``new_group at train.py:31``."""
         site = call_site()
-        return join_call(self.name) + f" at {site}" * bool(site)
+        return join_call(self.name, self.op) + f" at {site}" * bool(site)
 
     def _look_for_gloo(self) -> None:
         """Raise if a rank that sent no hello is joining a plain Gloo group: its Gloo address is then in the store."""

@@ -36,9 +36,11 @@ from phalanx import _env, _torch
 from phalanx._errors import KINDS, CollectiveTimeout, RankFailed
 from phalanx._errors.facts import Peer
 from phalanx._torch import is_profiling, num_dispatch_modes
+from phalanx._torch.places import can_shrink
 from phalanx.backend.calls.collectives import UNSET, Blocking
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.calls.work import PhalanxWork, end_threads
+from phalanx.backend.handles import close_lobby
 from phalanx.backend.torch.dispatch import (
     ALL_GATHER_SINGLE,
     ALL_GATHER_SINGLE_COALESCED,
@@ -71,6 +73,10 @@ from phalanx.backend.windows.window import new_window
 
 _TIME_IT = "run the collective between two calls of time.perf_counter(), or under torch.profiler"
 _MAKE_ANEW = "destroy the group to free its memory, and make a new one: destroy_process_group(), init_process_group()"
+_NO_MEMBERSHIP = (
+    "this group keeps its ranks: reconfigure and shrink need torch 2.15 and a group with one backend, without "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL and without PHALANX_VERIFY"
+)
 _TorchFunctionDisabled = torch.DisableTorchFunctionSubclass
 GroupName: Any = getattr(c10d, "GroupName", str)  # a NewType of str in newer torch
 
@@ -312,6 +318,31 @@ class PhalanxGroup(_Common, ProcessGroup):
             return self._operations.average_coalesced(tensors, marks, with_squares=with_squares)
 
     @property
+    def global_ranks(self) -> list[int]:
+        """Rank in the world of each rank of the group."""
+        return list(self._operations.ranks.global_ranks)
+
+    def _require_membership(self) -> None:
+        if not self.supports_reconfigure:  # torch raises if there are several backends
+            raise NotImplementedError(_NO_MEMBERSHIP)
+
+    def get_reconfigure_handle(self) -> str:
+        """Return this rank's handle, with which others can form a group; see `phalanx.backend.handles`."""
+        self._require_membership()
+        return str(self.backend.get_reconfigure_handle())
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Give the group other ranks; see `phalanx.backend.membership`. Blocks, and returns a work that is over."""
+        self._require_membership()
+        return self.backend.reconfigure(opts)
+
+    def moved(self, store: Store, pids: Mapping[int, int], global_ranks: list[int]) -> None:
+        """Note what the group's new ranks have in common, after a reconfigure."""
+        self.life_store, self.pids = store, pids
+        self.maker.moved(store, global_ranks)
+        self.backend.moved(store)
+
+    @property
     def average_waited_s(self) -> float:
         """Seconds that the last `average_coalesced` waited until every rank had come; 0.0 between hosts."""
         return self._operations.average_waited_s
@@ -450,6 +481,7 @@ def let_go(operations: Operations) -> None:
         _left.append(operations.num_exchanges)
     if not _kept:
         end_threads()
+        close_lobby()
 
 
 def kept_groups() -> list[PhalanxGroup]:
@@ -476,6 +508,33 @@ if HAS_PYTHON_BACKENDS:
         def __init__(self, operations: Operations, maker: Maker) -> None:
             super().__init__(operations._rank, operations._size)
             self._operations, self.maker = operations, maker
+            self.membership: Any = None  # of phalanx.backend.membership; None: this group keeps its ranks
+            self.brings: PhalanxGroup | None = None  # group that `shrink` has made with this backend
+
+        @property
+        def supports_reconfigure(self) -> bool:
+            return self.membership is not None
+
+        @property
+        def supports_shrinking(self) -> bool:
+            return self.membership is not None and can_shrink()
+
+        def _members(self) -> Any:
+            if self.membership is None:
+                raise NotImplementedError(_NO_MEMBERSHIP)
+            return self.membership
+
+        def get_reconfigure_handle(self) -> str:
+            return str(self._members().handle())
+
+        def reconfigure(self, opts: Any) -> Any:
+            return self._members().reconfigure(opts)
+
+        def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
+            return self._members().shrink(ranks_to_exclude, shrink_flags, opts_override)
+
+        def moved(self, store: Store) -> None:
+            """Note the store of the group's new ranks, after a reconfigure."""
 
         @property
         def options(self) -> C10dBackend.Options:
@@ -490,11 +549,10 @@ if HAS_PYTHON_BACKENDS:
             return False  # not needed: messages of a batch progress together anyway
 
         @property
-        def supports_reconfigure(self) -> bool:
+        def supports_time_estimate(self) -> bool:
             return False  # torch's default would call this method again, endlessly; the same applies below
 
-        supports_shrinking = supports_reconfigure
-        _supports_time_estimate = supports_time_estimate = supports_reconfigure  # torch 2.14 has no underscore
+        _supports_time_estimate = supports_time_estimate  # torch 2.14 has no underscore
 
         def start_coalescing(self) -> None:
             self._operations.start_coalescing()

@@ -95,6 +95,10 @@ class GlooShaped(PhalanxBackend):
                     self._gloo = c10d.ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._limit)
             return self._gloo
 
+    def moved(self, store: Store) -> None:
+        self._store, self._gloo = store, None
+        self._global_ranks = list(self._operations.ranks.global_ranks)
+
     def shutdown(self) -> None:
         super().shutdown()
         self._gloo = None

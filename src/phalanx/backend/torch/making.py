@@ -40,6 +40,16 @@ class Maker:
         self._build = build
         self._num_splits = 0
 
+    def moved(self, store: Store, global_ranks: list[int]) -> None:
+        """Note the store and the ranks that the group has got by a reconfigure."""
+        self._store, self._global_ranks = store, global_ranks
+        self._num_splits = 0
+
+    @property
+    def build(self) -> Callable[..., Any]:
+        """The argument `build`."""
+        return self._build
+
     def split(
         self, ranks: Sequence[int], timeout: timedelta | None, name: str, store: Store | None = None
     ) -> Any | None:

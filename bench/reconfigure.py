@@ -1,0 +1,120 @@
+"""``python -m bench.reconfigure``: from the SIGKILL of one of three ranks to the next all_reduce of the other two.
+
+Two ranks stay through all rounds. In each, another process joins them by torch's `reconfigure`, is killed while all
+three are in an all_reduce, and the two get its error, leave its handle out, reconfigure and run an all_reduce. Gloo
+does the same in processes of its own, in turns with ours, over a store that outlives the killed rank, without which it
+could not go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import statistics
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ENGINES = ("phalanx", "gloo")
+_LIMIT = timedelta(seconds=30)
+_CONTEXT = multiprocessing.get_context("fork")  # with torch, which each would import for seconds
+
+
+class Rank:
+    """A process that has a group and does what it is told."""
+
+    def __init__(self, engine: str, rank: int) -> None:
+        self._pipe, end = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_serve, args=(end, engine, rank), daemon=True)
+        self.process.start()
+
+    def tell(self, *order: Any) -> None:
+        self._pipe.send(order)
+
+    def answer(self) -> Any:
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+
+
+def _serve(pipe: Any, engine: str, rank: int) -> None:
+    """Begin with the port of the store, then: ``handle``; ``form``, uuid, handles; ``fail``, uuid; ``end``."""
+    store = dist.TCPStore("127.0.0.1", pipe.recv()[0], is_master=False, wait_for_workers=False)
+    dist.init_process_group(
+        engine, store=store, rank=rank, world_size=rank + 1, timeout=_LIMIT, enable_reconfigure=True
+    )
+    pipe.send("ready")
+    tensor = torch.ones(1)
+    while (order := pipe.recv())[0] != "end":
+        if order[0] == "handle":
+            pipe.send(dist._get_reconfigure_handle())
+        elif order[0] == "form":
+            dist._reconfigure(order[1], order[2], timeout=_LIMIT).wait()
+            dist.all_reduce(tensor)
+            pipe.send(time.perf_counter())
+        else:
+            with contextlib.suppress(RuntimeError):
+                dist.all_reduce(tensor)
+            pipe.send("failed")
+    dist.destroy_process_group()
+
+
+def lose_one(ranks: list[Rank], victim: Rank, uuid: int) -> float:
+    """Return the seconds from the death of `victim` until the others have run an all_reduce without it."""
+    _form([*ranks, victim], uuid)
+    for rank in ranks:
+        rank.tell("handle")
+    handles = [rank.answer() for rank in ranks]  # before the death, as a program that expects it would
+    for rank in ranks:
+        rank.tell("fail")
+    time.sleep(0.05)  # they wait in the all_reduce, to which the victim never comes
+    begin_s = time.perf_counter()
+    victim.kill()
+    for rank in ranks:
+        assert rank.answer() == "failed"
+        rank.tell("form", uuid + 1, handles)
+    return max(rank.answer() for rank in ranks) - begin_s
+
+
+def _form(ranks: list[Rank], uuid: int) -> None:
+    for rank in ranks:
+        rank.tell("handle")
+    handles = [rank.answer() for rank in ranks]
+    for rank in ranks:
+        rank.tell("form", uuid, handles)
+    for rank in ranks:
+        rank.answer()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=11, help="number of deaths for each engine")
+    rounds = parser.parse_args().rounds
+    sets = {engine: [Rank(engine, min(number, 2)) for number in range(2 + rounds)] for engine in ENGINES}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for ranks in sets.values():
+        for rank in ranks:
+            rank.tell(store.port)
+        for rank in ranks:
+            rank.answer()
+    taken: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    for number in range(rounds):
+        for engine, ranks in sets.items():
+            taken[engine].append(lose_one(ranks[:2], ranks[2 + number], 2 * number + 1))
+    for engine, ranks in sets.items():
+        for rank in ranks[:2]:
+            rank.tell("end")
+        ms = sorted(1e3 * second for second in taken[engine])
+        print(f"{engine:>8}: median {statistics.median(ms):.1f} ms, from {ms[0]:.1f} to {ms[-1]:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

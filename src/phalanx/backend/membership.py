@@ -1,0 +1,267 @@
+"""Which ranks a living group has: others by torch's `reconfigure`, fewer by its `shrink`.
+
+**In place.** torch, wrappers and programs keep the group, its backend and its operations, so these stay and get
+another core: `Operations.part` ends whatever runs in the former one, here and on its other ranks, and `meet` goes on
+with the new one. torch's C++ half is told rank and size (`_torch/places.py`).
+
+**One way to meet.** The ranks come together as for any new group (`hosts/joining.py`), in the lobby of the first handle
+(`handles`). Mistakes that a rank sees in the list by itself, all of them see, and raise before anything is touched.
+What only one rank knows, such as that its handle is from before an earlier reconfigure or that it has seen the uuid, it
+tells in the meeting, and all raise it. After a reconfigure that failed once it had begun, the group has no ranks, and
+the next one may succeed.
+
+**Compared.** Gloo keeps the operations of the former ranks waiting, needs the store of the group alive, and learns of
+dead processes by its timeout. ``phalanx.resilient`` gives the lost rank's place to a new process and runs the training
+function again; it needs no handles, and works with every backend, so it stays as it is (`session/survival.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import _torch
+from phalanx._env import seconds
+from phalanx._errors import ArgumentError, GroupUnusable, PhalanxError, RankFailed
+from phalanx._settings import GroupOptions
+from phalanx._text import enumerated
+from phalanx._torch.places import can_move, move
+from phalanx.backend.calls.work import PhalanxWork, finished
+from phalanx.backend.failures.members import Ranks
+from phalanx.backend.handles import Handle, enter_lobby, is_dead, own_handle, read_handles
+from phalanx.backend.hosts.joining import join_group
+from phalanx.backend.hosts.meeting import Meeting
+from phalanx.backend.torch.adapters import PhalanxGroup
+from phalanx.record import writer
+
+_ABORT = 1  # torch's SHRINK_ABORT; SHRINK_DEFAULT is 0
+_AGAIN = "collect the handles again and call it with another uuid"
+_ENTRY = "reconfigure"
+
+
+def reconfigures() -> bool:
+    """Whether groups of this process can get other ranks: torch has `reconfigure` since 2.15."""
+    return can_move() and c10d.get_debug_level() != c10d.DebugLevel.DETAIL  # its wrapper has ranks of its own
+
+
+class Membership:
+    """The ranks of one group, seen from one of them.
+
+    Args:
+        group: The group, which must outlive this.
+        options: Options of the group.
+        is_world: Whether its ranks number themselves, as those of the default group do.
+    """
+
+    def __init__(self, group: PhalanxGroup, options: GroupOptions | None, is_world: bool) -> None:
+        self._ref = weakref.ref(group)
+        self._options = options
+        self._is_world = is_world
+        self._tokens = [_token()]  # of each life of the group, this one last
+        self._uuids: set[int] = set()
+        self._pid = os.getpid()
+
+    @property
+    def _group(self) -> PhalanxGroup:
+        group = self._ref()
+        assert group is not None  # the groups that are kept
+        return group
+
+    def handle(self) -> str:
+        """Return this rank's handle in this life of the group."""
+        self._require_open("get_reconfigure_handle")
+        return self._handle().text()
+
+    def _handle(self) -> Handle:
+        group = self._group
+        rank = group.rank() if self._is_world else dist.get_rank()
+        return own_handle(rank, group._operations.name, self._tokens[-1], group.life_store)
+
+    # ---- other ranks -----------------------------------------------------------------------------------------------
+
+    def reconfigure(self, options: Any) -> PhalanxWork:
+        """Give the group the ranks that the handles name; return a work that is over.
+
+        Args:
+            options: torch's ``ReconfigureOptions``. Its hints are for other backends.
+
+        Raises:
+            ArgumentError: The handles or the timeout are wrong; nothing has changed.
+            RankFailed: The process of a handle has ended.
+            CollectiveTimeout: A rank did not come in time.
+            PhalanxError: A rank refuses: an old handle, a uuid that was used, a different list.
+        """
+        where = self._require_open("reconfigure")
+        handles = read_handles(options.handles, where)
+        timeout_s = seconds("timeout", options.timeout or self._group._operations.timeout)
+        me, refuses = self._find_me(handles, where)
+        uuid = operator.index(options.uuid)
+        if uuid in self._uuids:
+            refuses = f"uuid {uuid} was already used in this group; every reconfigure() needs another one"
+        self._require_living(handles, where)
+        self._uuids.add(uuid)
+        if not refuses:
+            self._group._operations.part()
+        self._meet(handles, me, uuid, timeout_s, refuses)
+        return finished([])
+
+    def _require_open(self, op: str) -> str:
+        """Return the head of messages; raise if this process has left the group, or has no part in it."""
+        operations = self._group._operations
+        where = operations.arguments(op).where()
+        if os.getpid() != self._pid:
+            raise GroupUnusable(f"{where}: this process was forked from a rank of the group and is not one", op=op)
+        if operations.is_left:
+            raise GroupUnusable(f"{where}: the group was destroyed on this rank; make a new one", op=op)
+        return where
+
+    def _find_me(self, handles: Sequence[Handle], where: str) -> tuple[int, str]:
+        """Return this rank's number among the handles, and why it refuses them: its handle is an old one."""
+        tokens = [handle.token for handle in handles]
+        for token in reversed(self._tokens):
+            if token in tokens:
+                number = tokens.index(token)
+                is_old = token != self._tokens[-1]
+                return number, f"the handle of {handles[number].name} is from before it got other ranks" * is_old
+        raise ArgumentError(
+            f"{where}: this rank's own handle is not among the {len(handles)} that were passed; a rank that takes no "
+            "part must not call it"
+        )
+
+    def _require_living(self, handles: Sequence[Handle], where: str) -> None:
+        """Raise if every rank sees that a process has ended; on several hosts, the meeting tells the others."""
+        if len({handle.kernel for handle in handles}) > 1:
+            return
+        if dead := [handle for handle in handles if is_dead(handle)]:
+            ranks = [handles.index(handle) for handle in dead]
+            raise RankFailed(
+                f"{where}: {', '.join(handle.name for handle in dead)} has ended; leave out the handle of "
+                f"{enumerated('rank', ranks)} and call it again",
+                op="reconfigure",
+                ranks=tuple(ranks),
+                pid=dead[0].process[0],
+                entry=_ENTRY,
+            )
+
+    def _meet(self, handles: Sequence[Handle], me: int, uuid: int, timeout_s: float, refuses: str) -> None:
+        group, operations = self._group, self._group._operations
+        size = len(handles)
+        global_ranks = list(range(size)) if self._is_world else [handle.rank for handle in handles]
+        deadline = time.monotonic() + timeout_s
+        store = self._enter(handles, me, timeout_s)
+
+        def prepare(meeting: Meeting) -> None:
+            if refuses:
+                raise meeting.refusal(f"{refuses}: {_AGAIN}", [global_ranks[me]], entry=_ENTRY)
+            for number, handle in enumerate(handles):
+                if handle.kernel == handles[me].kernel:
+                    meeting.expect(number, handle.process)
+            self._agree(meeting, handles, uuid)
+
+        core, segment, store, pids = join_group(
+            dist.PrefixStore(f"reconfigure/{handles[0].token}/{uuid}", store),
+            me,
+            size,
+            operations.name,
+            global_ranks,
+            max(deadline - time.monotonic(), 0.001),
+            self._options,
+            pids={},
+            op="reconfigure",
+            prepare=prepare,
+        )
+        operations.meet(core, segment, Ranks(me, size, global_ranks))
+        self._tokens.append(_token())
+        writer.begin(global_ranks[me], size)
+        group.moved(store, pids, global_ranks)
+        move(group.backend, me, size)
+        _torch.world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(global_ranks)}
+
+    def _enter(self, handles: Sequence[Handle], me: int, timeout_s: float) -> Any:
+        try:
+            return enter_lobby(handles, me, timeout_s)
+        except (OSError, dist.DistError) as error:
+            first = handles[0]
+            raise PhalanxError(
+                f"rank {me}: reconfigure: the ranks meet in the process of {first.name}, the first of the handles, and "
+                f"it does not answer at {first.address}, port {first.port} ({error}). If it has ended, {_AGAIN}; "
+                "otherwise let the hosts reach it (GLOO_SOCKET_IFNAME names the interface).",
+                op="reconfigure",
+                ranks=(0,),
+                entry=_ENTRY,
+            ) from error
+
+    def _agree(self, meeting: Meeting, handles: Sequence[Handle], uuid: int) -> None:
+        """Raise if another rank came with other handles."""
+        said = hashlib.sha256("\n".join(handle.token for handle in handles).encode()).hexdigest()
+        key = "handles"
+        first = meeting.store.ask(lambda store: store.compare_set(key, "", said), meeting.left_s)
+        if first.decode() != said:
+            raise meeting.refusal(
+                f"the ranks were given different handles, or the same in another order, for uuid {uuid}. Pass the same "
+                f"list on every rank: {_AGAIN}",
+                entry=_ENTRY,
+            )
+
+    # ---- fewer ranks -----------------------------------------------------------------------------------------------
+
+    def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, options: Any = None) -> Any:
+        """Return the backend of a new group of the other ranks, all of which must call this.
+
+        Args:
+            ranks_to_exclude: Ranks of this group.
+            shrink_flags: 1 ends what runs in this group first, on all ranks; 0 does not.
+            options: Options of the new group; None: those of this one.
+
+        Raises:
+            ArgumentError: The ranks or the flags are wrong, or this rank is to be excluded.
+            PhalanxError: The ranks can't meet: the store of this group may have gone with the rank that served it.
+        """
+        where = self._require_open("shrink")
+        operations, group = self._group._operations, self._group
+        size, me = operations.ranks.size, operations.ranks.rank
+        excluded = {operator.index(rank) for rank in ranks_to_exclude}
+        if not excluded or len(excluded) != len(ranks_to_exclude) or not excluded < set(range(size)):
+            raise ArgumentError(
+                f"{where}: ranks_to_exclude must be some, but not all, of the ranks from 0 to {size - 1}, each once, "
+                f"got {list(ranks_to_exclude)}"
+            )
+        if me in excluded:
+            raise ArgumentError(f"{where}: this rank is to be excluded, so it must not call this; let it end")
+        if shrink_flags not in (0, _ABORT):
+            raise ArgumentError(f"{where}: shrink_flags must be 0 or {_ABORT} (SHRINK_ABORT), got {shrink_flags!r}")
+        if shrink_flags == _ABORT:
+            operations.abort()
+        stay = [rank for rank in range(size) if rank not in excluded]
+        world = operations.ranks.global_ranks
+        made = group.maker.build(
+            c10d.PrefixStore(f"shrink/{'-'.join(map(str, stay))}", group.life_store),
+            stay.index(me),
+            len(stay),
+            operations.name,
+            list(range(len(stay))) if self._is_world else [world[rank] for rank in stay],
+            _timeout(options) or operations.timeout,
+            options if isinstance(options, GroupOptions) else self._options,
+            op="shrink",
+            pids={},
+            numbers_itself=self._is_world,
+        )
+        made.backend.brings = made
+        return made.backend
+
+
+def _timeout(options: Any) -> timedelta | None:
+    return _torch.attribute_of(options, "_timeout") if isinstance(options, _torch.C10dBackend.Options) else None
+
+
+def _token() -> str:
+    return f"rank-{os.urandom(8).hex()}"

@@ -1,0 +1,322 @@
+"""A living group gets other ranks: torch's reconfigure and shrink_group."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+
+pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure since 2.15")
+
+IN_PLACE = pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+GLOO = {"PHALANX_REPLACE": "gloo"}
+LIMIT = timedelta(seconds=40)
+SOON = timedelta(seconds=1)
+
+
+class Office:
+    """A store of the test alone, in which ranks hand out their handles."""
+
+    def __init__(self, path, rank, size):
+        self.store, self.rank, self.size = dist.FileStore(path, -1), rank, size
+        self.num = 0
+
+    def collect(self, group=None, ranks=None):
+        """Return the handles of all ranks, each in its place."""
+        self.num += 1
+        if ranks is None or self.rank in ranks:
+            self.store.set(f"{self.num}/{self.rank}", dist._get_reconfigure_handle(group))
+        ranks = range(self.size) if ranks is None else ranks
+        return [self.store.get(f"{self.num}/{rank}").decode() for rank in ranks]
+
+
+def total(group=None):
+    tensor = torch.tensor([(group or dist.group.WORLD).rank() + 1.0])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def place(group=None):
+    group = group or dist.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))
+    sizes = {group.size(), backend.size(), dist.get_world_size(group)}
+    ranks = {group.rank(), backend.rank(), dist.get_rank(group)}
+    assert len(sizes) == len(ranks) == 1
+    return ranks.pop(), sizes.pop()
+
+
+def refusal(*args, **named):
+    try:
+        dist._reconfigure(*args, **named)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def live_on(rank, size, backend, path):
+    office = Office(path, rank, size)
+    store = dist.HashStore()  # each has its own: the handles are all that the ranks need of each other
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT, enable_reconfigure=True)
+    with pytest.raises(phalanx.GroupUnusable, match="has no ranks yet"):
+        dist.all_reduce(torch.ones(1))
+    dist.set_timeout(LIMIT) if hasattr(dist, "set_timeout") else None
+    seen = []
+    dist._reconfigure(10 + rank, [dist._get_reconfigure_handle()]).wait()
+    seen.append((*place(), total()))
+    dist._reconfigure(20, office.collect(), timeout=LIMIT).wait()
+    seen.append((*place(), total()))
+    comm = phalanx.communicator()
+    work = dist._reconfigure(21, office.collect()[::-1])
+    assert work.is_completed()
+    assert work.is_success()
+    seen.append((*place(), total(), comm.rank, dist.get_process_group_ranks(dist.group.WORLD)))
+    dist.group.WORLD.abort()
+    dist._reconfigure(22, set(office.collect())).wait()  # a set: in the order of former ranks
+    seen.append((*place(), total()))
+    handles = office.collect()
+    if rank == 2:
+        dist._reconfigure(23, handles[2:]).wait()
+    else:
+        dist._reconfigure(24, handles[:2]).wait()
+    seen.append((*place(), total()))
+    dist._reconfigure(25, office.collect()).wait()
+    message = torch.full((2,), float(rank))
+    if rank == 1:
+        dist.send(message, 2)
+    elif rank == 2:
+        dist.recv(message, 1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    seen.append((*place(), message.tolist(), next(model.parameters()).grad.tolist()))
+    part = dist.group.WORLD.split_group([0, 2])
+    seen.append(total(part) if part is not None else None)
+    dist.destroy_process_group()
+    return seen
+
+
+@IN_PLACE
+def test_ranks_join_leave_split_and_merge_with_nothing_but_handles(run_ranks, tmp_path, backend):
+    for rank, seen in enumerate(run_ranks(live_on, 3, backend, str(tmp_path / "office"), init=False, env=GLOO)):
+        alone, everyone, turned, as_set, parted, again, part = seen
+        assert alone == (0, 1, 1.0)
+        assert everyone == (rank, 3, 6.0)
+        assert turned == (2 - rank, 3, 6.0, 2 - rank, [0, 1, 2])
+        assert as_set == (2 - rank, 3, 6.0)
+        assert parted == ((0, 1, 1.0) if rank == 2 else (rank, 2, 3.0))
+        assert again == (rank, 3, [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]][rank], [[2.0, 2.0]])
+        assert part == (None if rank == 1 else 3.0)
+
+
+def outlive(rank, size, backend, path):
+    """Rank 0, which serves the store, is killed; rank 3 takes its place."""
+    office = Office(path, rank, size)
+    at = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if rank == 3 else {}
+    at = at or {"store": dist.PrefixStore("first", office.store), "rank": rank, "world_size": 3}
+    dist.init_process_group(backend, timeout=LIMIT, enable_reconfigure=True, **at)
+    if rank < 3:
+        dist._reconfigure(1, office.collect(ranks=(0, 1, 2))).wait()
+    else:
+        office.num += 1
+    handles = office.collect()
+    if rank == 0:
+        office.store.get("in flight")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 3:
+        office.store.get("failed")
+    else:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        office.store.set("in flight", "") if rank == 1 else None
+        with pytest.raises(phalanx.RankFailed):
+            work.wait()
+        assert "has ended; leave out the handle" in refusal(2, handles[:3])
+        office.store.set("failed", "")
+    dist._reconfigure(3, [handles[3], handles[1], handles[2]]).wait()
+    seen = (*place(), total())
+    dist.destroy_process_group()
+    return seen
+
+
+@IN_PLACE
+def test_a_new_process_takes_the_place_of_a_killed_one(run_ranks, tmp_path, backend):
+    endings = run_ranks(
+        outlive, 4, backend, str(tmp_path / "office"), init=False, env=GLOO, expect_failures=True, timeout_s=60
+    )
+    assert [ending.value for ending in endings[1:]] == [(1, 3, 6.0), (2, 3, 6.0), (0, 3, 6.0)]
+
+
+def leave_waiting(rank, size, path):
+    office = Office(path, rank, size)
+    handles = office.collect()
+    if rank == 2:  # is left out while it waits for the others
+        with pytest.raises(phalanx.GroupAborted, match=r"rank . aborted the group"):
+            dist.all_reduce(torch.ones(1))
+        return None
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    dist._reconfigure(1, handles[:2]).wait()
+    with pytest.raises(phalanx.GroupAborted):
+        work.wait()
+    return (*place(), total())
+
+
+def test_what_runs_ends_with_an_error_on_every_former_rank(run_ranks, tmp_path):
+    assert run_ranks(leave_waiting, 3, str(tmp_path / "office")) == [(0, 2, 3.0), (1, 2, 3.0), None]
+
+
+def pass_wrong_ones(rank, size, path):
+    handles = Office(path, rank, size).collect()
+    other_version = handles[1].replace('"phalanx": "', '"phalanx": "9')
+    other_group = handles[1].replace('"default"', '"other"')
+    seen = [
+        refusal(1, []),
+        refusal(1, [*handles, handles[0]]),
+        refusal(1, ["gloo:0:1:2:"]),
+        refusal(1, ["phalanx:{"]),
+        refusal(1, [handles[1 - rank]]),
+        refusal(1, [handles[0], other_version]),
+        refusal(1, [handles[0], other_group]),
+        refusal(1, handles, timeout=timedelta(seconds=-1)),
+    ]
+    return seen, total(), refusal(1, handles), total()
+
+
+def test_wrong_handles_are_refused_everywhere_and_change_nothing(run_ranks, tmp_path):
+    words = (
+        "a handle of each rank",
+        "comes twice",
+        "is not a handle of phalanx",
+        "a handle is not understood",
+        "own handle is not among",
+        "different versions of phalanx",
+        "different groups",
+        "timeout must be more than 0",
+    )
+    for seen, before, then, after in run_ranks(pass_wrong_ones, 2, str(tmp_path / "office")):
+        for got, want in zip(seen, words, strict=True):
+            assert want in got
+        assert (before, then, after) == (3.0, "done", 3.0)
+
+
+def meet_in_vain(rank, size, path):
+    office = Office(path, rank, size)
+    former = office.collect()
+    dist._reconfigure(1, former).wait()
+    now = office.collect()
+    seen = {"old": refusal(2, [now[0], former[1]])}
+    dist._reconfigure(3, now).wait()
+    now = office.collect()
+    seen["used"], seen["works on"] = refusal(3, now), total()
+    now = office.collect()
+    if rank == 0:
+        seen["late"] = refusal(4, now, timeout=SOON)
+        with pytest.raises(phalanx.GroupUnusable, match=r"has no ranks since the last reconfigure\(\) failed"):
+            dist.all_reduce(torch.ones(1))
+    dist._reconfigure(5, office.collect()).wait()
+    return seen, total()
+
+
+def test_what_one_rank_alone_knows_is_raised_on_all(run_ranks, tmp_path):
+    outcomes = run_ranks(meet_in_vain, 2, str(tmp_path / "office"))
+    for seen, after in outcomes:
+        assert "the handle of rank 1" in seen["old"]
+        assert "is from before it got other ranks" in seen["old"]
+        assert "uuid 3 was already used" in seen["used"]
+        assert seen["works on"] == after == 3.0
+    assert "CollectiveTimeout" in outcomes[0][0]["late"]
+    assert "rank 1 did not come" in outcomes[0][0]["late"]
+
+
+def differ(rank, size, path):
+    handles = Office(path, rank, size).collect()
+    mine = [handles[0], *(handles[1:] if rank < 2 else handles[:0:-1])]
+    return refusal(1, mine, timeout=LIMIT)
+
+
+def test_different_lists_are_refused_on_all(run_ranks, tmp_path):
+    for said in run_ranks(differ, 3, str(tmp_path / "office")):
+        assert "the ranks were given different handles" in said or "own handle" in said
+
+
+def change_hosts(rank, size, path):
+    office = Office(path, rank, size)
+    seen = [total()]
+    handles = office.collect()
+    if rank != 1:
+        dist._reconfigure(1, [handle for r, handle in enumerate(handles) if r != 1]).wait()
+        seen.append((*place(), total()))
+    handles = office.collect()
+    dist._reconfigure(2, handles[::-1]).wait()
+    seen.append((*place(), total()))
+    return seen
+
+
+def test_groups_of_several_hosts_get_other_ranks(run_ranks, tmp_path):
+    outcomes = run_ranks(change_hosts, 4, str(tmp_path / "office"), hosts=[2, 2])
+    assert [seen[-1] for seen in outcomes] == [(3 - rank, 4, 10.0) for rank in range(4)]
+    assert [seen[1] for seen in outcomes if len(seen) == 3] == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+
+
+def change_part(rank, size, path):
+    office = Office(path, rank, size)
+    part = dist.new_group([0, 1, 2])
+    handles = office.collect(part)
+    if rank == 0:
+        return None
+    dist._reconfigure(1, [handles[2], handles[1]], group=part).wait()
+    tensor = torch.full((1,), float(rank))
+    dist.broadcast(tensor, src=2, group=part)
+    return (*place(part), dist.get_process_group_ranks(part), tensor.item(), place())
+
+
+def test_a_part_of_the_world_gets_other_ranks_and_the_world_keeps_its_own(run_ranks, tmp_path):
+    outcomes = run_ranks(change_part, 3, str(tmp_path / "office"))
+    assert outcomes == [None, (1, 2, [2, 1], 2.0, (1, 3)), (0, 2, [2, 1], 2.0, (2, 3))]
+
+
+def shrink(rank, size, flags):
+    part = dist.new_group([1, 2, 3])
+    wrong = [[[], 0], [[0, 1, 2, 3], 0], [[1, 1], 0], [[rank], 0], [[9], 0], [[1], 7]]
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for arguments in wrong:
+        with pytest.raises(ValueError, match=r"shrink"):
+            backend.shrink(*arguments)
+    if rank == 1:
+        with pytest.raises(phalanx.PhalanxError):
+            dist.all_reduce(torch.ones(1))
+        return None
+    smaller = None
+    if rank != 0:
+        smaller = dist.shrink_group([0], part)
+        assert dist.get_process_group_ranks(smaller) == [2, 3]
+        assert total(smaller) == 3.0
+    world = dist.shrink_group([1], shrink_flags=flags)
+    assert phalanx.communicator(world).size == 3
+    assert world is dist.group.WORLD
+    seen = (*place(), total(), dist.get_process_group_ranks(world), total(dist.new_group()))
+    dist.destroy_process_group()
+    return seen
+
+
+@pytest.mark.parametrize("flags", [0, 1], ids=["default", "abort"])
+def test_shrink_group_makes_a_group_of_the_others(run_ranks, flags):
+    outcomes = run_ranks(shrink, 4, flags)
+    assert [seen[:4] for seen in outcomes if seen] == [(place, 3, 6.0, [0, 1, 2]) for place in range(3)]
+    assert [seen[4] for seen in outcomes if seen] == [6.0] * 3
+
+
+def keep_ranks(rank, size):
+    world = dist.group.WORLD
+    assert not world.supports_reconfigure
+    with pytest.raises(NotImplementedError, match="this group keeps its ranks"):
+        dist._get_reconfigure_handle()
+    return refusal(1, ["phalanx:{"])
+
+
+def test_a_group_under_torchs_debug_wrapper_keeps_its_ranks(run_ranks):
+    for said in run_ranks(keep_ranks, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}):
+        assert "this group keeps its ranks" in said
