@@ -39,7 +39,7 @@ from phalanx.backend.hosts.bridges import address_of, master_of
 from phalanx.backend.hosts.links import closed_at_exec
 from phalanx.host.network import NetworkError, host_identity, interface_towards, network_identity, outside_address
 from phalanx.wire.messages import GarbledError, as_facts, between, cropped, understand
-from phalanx.wire.store import wait_until
+from phalanx.wire.waiting import wait_until
 
 _SIGN = "phalanx:"
 _LOOPBACK = "127.0.0.1"

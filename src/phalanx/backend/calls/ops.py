@@ -335,9 +335,9 @@ class Operations(Collectives):
         """
         self.note_progress()
         self.abort_hooks.close()
-        self._leave(why, _Destroyed(self.name))
+        self._leave_core(why, _Destroyed(self.name))
 
-    def _leave(self, why: str, instead: Absent) -> None:
+    def _leave_core(self, why: str, instead: Absent) -> None:
         self._num_exchanges = self.num_exchanges
         core, self._core = self._core, instead
         core.leave(why)
@@ -353,7 +353,7 @@ class Operations(Collectives):
         """Leave the other ranks, perhaps for others: whatever runs ends with an error, here and there."""
         if not isinstance(self._core, Absent):
             self._core.abort("reconfigure() was called")
-        self._leave("", Formless(self.name, _LOST))
+        self._leave_core("", Formless(self.name, _LOST))
 
     def meet(self, core: Any, segment: _core.Segment, ranks: Ranks) -> None:
         """Go on with other ranks, those of a core group that this rank has joined."""
