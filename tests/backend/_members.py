@@ -415,7 +415,7 @@ ELSEWHERE: dict[str, dict[tuple[str, str], Row]] = {
         ("Backend", "get_reconfigure_handle"): Row(call(), Refused(NONE_OF_IT, RuntimeError)),
         ("Backend", "reconfigure"): Row(GROUP["reconfigure"].how, Refused(NONE_OF_IT, RuntimeError)),
         ("Backend", "supports_shrinking"): Row(ask, False),
-        ("Backend", "shrink"): Row(call([1]), Refused(NONE_OF_IT, RuntimeError)),
+        ("Backend", "shrink"): Row(call([1]), Refused("keeps its ranks")),
         ("ProcessGroup", "supports_reconfigure"): Row(ask, False),
         ("ProcessGroup", "get_reconfigure_handle"): Row(call(), Refused("keeps its ranks")),
         ("ProcessGroup", "reconfigure"): Row(GROUP["reconfigure"].how, Refused("keeps its ranks")),

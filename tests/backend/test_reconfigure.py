@@ -76,8 +76,11 @@ def live_on(rank, size, backend, path):
     assert work.is_completed()
     assert work.is_success()
     seen.append((*place(), total(), comm.rank, dist.get_process_group_ranks(dist.group.WORLD)))
+    window = dist._new_window()
     dist.group.WORLD.abort()
     dist._reconfigure(22, set(office.collect())).wait()  # a set: in the order of former ranks
+    with pytest.raises(phalanx.GroupUnusable, match="other ranks since the window was made"):
+        window.signal(rank)
     seen.append((*place(), total()))
     handles = office.collect()
     if rank == 2:

@@ -35,7 +35,7 @@ from typing import Annotated, Any
 import torch
 
 from phalanx import _core, _torch
-from phalanx._errors import ArgumentError, CollectiveMismatch, OutOfSharedMemory
+from phalanx._errors import ArgumentError, CollectiveMismatch, GroupUnusable, OutOfSharedMemory
 from phalanx._text import joined
 from phalanx.backend.calls.collectives import UNSET
 from phalanx.backend.calls.ops import Operations
@@ -103,6 +103,7 @@ class Window:
         core = operations._core
         self._here = core.here if isinstance(core, BridgedGroup) else list(range(operations._size))
         self._local = {rank: place for place, rank in enumerate(self._here)}
+        self._ranks = operations.ranks  # a reconfigure gives the group others
         self._rank = operations._rank
         self._tensor: torch.Tensor | None = None  # kept alive if the window owns it
         self._views: dict[int, torch.Tensor] | None = None  # what each rank of this host registered
@@ -235,6 +236,7 @@ class Window:
             ArgumentError: A rank refuses.
             OutOfSharedMemory: A rank has no room.
         """
+        self._require_own_ranks(offer.call)
         size = self._operations._size
         text = json.dumps({name: value for name, value in asdict(_cut(offer)).items() if value is not None}).encode()
         assert len(text) <= _OFFER_BYTES, "an offer is too long"
@@ -360,8 +362,15 @@ class Window:
         return self._operations.ranks.global_ranks[rank]
 
     def _core(self, op: str) -> Any:
+        self._require_own_ranks(op)
         core = self._operations._core
         return core.of_host(op) if isinstance(core, BridgedGroup) else core
+
+    def _require_own_ranks(self, op: str) -> None:
+        if self._operations.ranks is not self._ranks:
+            raise GroupUnusable(
+                f"{self._where(op)}: the group has got other ranks since the window was made; make a new one", op=op
+            )
 
     def _place(self, op: str, name: str, rank: int) -> int:
         """Return the number of a rank among those of this host."""
