@@ -2,7 +2,7 @@
 
 **In place.** torch, wrappers and programs keep the group, its backend and its operations, so these stay and get
 another core: `Operations.part` ends whatever runs in the former one, here and on its other ranks, and `meet` goes on
-with the new one. torch's C++ half is told rank and size (`_torch/places.py`).
+with the new one. torch asks the group for its rank and size (`torch/adapters.py`).
 
 **One way to meet.** The ranks come together as for any new group (`hosts/joining.py`), in the lobby of the first handle
 (`handles`). Mistakes that a rank sees in the list by itself, all of them see, and raise before anything is touched.
@@ -34,7 +34,6 @@ from phalanx._env import seconds
 from phalanx._errors import ArgumentError, GroupUnusable, PhalanxError, RankFailed
 from phalanx._settings import GroupOptions
 from phalanx._text import enumerated
-from phalanx._torch.places import can_move, move
 from phalanx.backend.calls.work import PhalanxWork, finished
 from phalanx.backend.failures.members import Ranks
 from phalanx.backend.handles import Handle, enter_lobby, is_dead, own_handle, read_handles
@@ -50,7 +49,8 @@ _ENTRY = "reconfigure"
 
 def reconfigures() -> bool:
     """Whether groups of this process can get other ranks: torch has `reconfigure` since 2.15."""
-    return can_move() and c10d.get_debug_level() != c10d.DebugLevel.DETAIL  # its wrapper has ranks of its own
+    has_it = hasattr(_torch.C10dBackend, "reconfigure")
+    return has_it and c10d.get_debug_level() != c10d.DebugLevel.DETAIL  # its wrapper has ranks of its own
 
 
 class Membership:
@@ -183,7 +183,6 @@ class Membership:
         self._tokens.append(_token())
         writer.begin(global_ranks[me], size)
         group.moved(store, pids, global_ranks)
-        move(group.backend, me, size)
         _torch.world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(global_ranks)}
 
     def _enter(self, handles: Sequence[Handle], me: int, timeout_s: float) -> Any:

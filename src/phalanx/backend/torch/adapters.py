@@ -18,6 +18,10 @@ Before torch 2.14 `dist.monitored_barrier` refuses every backend that is not nam
 ``tests/backend/_members.py`` lists which members are implemented, and which are refused with which message. A group
 must implement or refuse every member that torch adds, because some of torch's defaults call the Python class again,
 endlessly. C++ callers look for some methods under their C++ names; these are defined twice.
+
+A reconfigure changes a group's rank and size. Both classes answer with those of the operations, and so does the group
+to C++ callers, such as the reducer of torch's DistributedDataParallel: torch calls its `getRank` and `getSize`. Only a
+C++ extension that asks the backend itself, whose two are not virtual, sees the former numbers; nothing in torch does.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from phalanx import _env, _torch
 from phalanx._errors import KINDS, CollectiveTimeout, RankFailed
 from phalanx._errors.facts import Peer
 from phalanx._torch import is_profiling, num_dispatch_modes
-from phalanx._torch.places import can_shrink
+from phalanx._torch.shrinking import can_shrink
 from phalanx.backend.calls.collectives import UNSET, Blocking
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.calls.work import PhalanxWork, end_threads
@@ -102,6 +106,12 @@ class _Common:
 
     def name(self) -> str:
         return self._operations.title
+
+    def rank(self) -> int:
+        return self._operations.ranks.rank
+
+    def size(self) -> int:
+        return self._operations.ranks.size
 
     @property
     def num_collectives(self) -> int:
@@ -280,6 +290,8 @@ class PhalanxGroup(_Common, ProcessGroup):
 
     def _get_backend_name(self) -> str:
         return self._operations.title
+
+    getRank, getSize = _Common.rank, _Common.size
 
     def goes_direct(self) -> bool:
         """Whether a call may bypass torch's dispatcher: there is no hook, profiler, dispatch mode or debug wrapper."""

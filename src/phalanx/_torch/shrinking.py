@@ -1,0 +1,48 @@
+"""Has torch's `shrink_group` return the group that a backend brings.
+
+torch wraps whatever a backend's `shrink` returns in a plain group named gloo, which would have none of the methods of
+our groups, and the logger of torch's DDP would read our backend as if it were Gloo's. So a backend may bring its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_MAKER = "_create_shrunk_process_group"
+
+
+def can_shrink() -> bool:
+    """Whether this torch shrinks groups in the way that `return_own_groups` expects; 2.15 does."""
+    from torch.distributed import distributed_c10d as c10d
+
+    from phalanx._torch import C10dBackend
+
+    return hasattr(C10dBackend, "reconfigure") and hasattr(c10d, _MAKER)
+
+
+def return_own_groups(group_of: Callable[[Any], Any]) -> None:
+    """Have `dist.shrink_group` return the group that a backend brings.
+
+    Args:
+        group_of: Function that returns the group of a backend that `shrink` made; None for other backends.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    from phalanx._torch import set_group_desc, set_group_name
+
+    torchs = getattr(c10d, _MAKER)
+
+    @functools.wraps(torchs)
+    def create(new_backend: Any, remaining_ranks: list[int], metadata: Any, is_default_group: bool) -> Any:
+        group = group_of(new_backend)
+        if group is None:
+            return torchs(new_backend, remaining_ranks, metadata, is_default_group)
+        # torch takes ranks of the group for ranks of the world, and keeps the former numbers of the world's.
+        remaining_ranks[:] = group.global_ranks
+        set_group_name(group, metadata["new_group_name"])
+        set_group_desc(group, "default:shrunken" if is_default_group else f"{metadata['original_group_name']}:shrunk")
+        return group
+
+    setattr(c10d, _MAKER, create)
