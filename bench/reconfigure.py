@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
+import random
 import signal
 import statistics
 import time
@@ -78,17 +80,19 @@ def _serve(pipe: Any, engine: str, rank: int) -> None:
 
 
 def lose_one(ranks: list[Rank], victim: Rank, uuid: int) -> list[float]:
-    """Return the seconds from the death of `victim` until the last other rank has its error, a group, and a result."""
+    """Kill `victim`; return the seconds until it has ended, and until the others have its error, a group, a result."""
     _form([*ranks, victim], uuid)
     for rank in ranks:
         rank.tell("handle")
     handles = [rank.answer() for rank in ranks]  # before the death, as a program that expects it would
     for rank in ranks:
         rank.tell("lose", uuid + 1, handles)
-    time.sleep(0.05)  # they wait in the all_reduce, to which the victim never comes
+    time.sleep(random.uniform(0.05, 0.15))  # they wait in the all_reduce, at any point between two of their looks
     begin_s = time.perf_counter()
     victim.kill()
-    return [max(times) - begin_s for times in zip(*(rank.answer() for rank in ranks), strict=True)]
+    multiprocessing.connection.wait([victim.process.sentinel])
+    ended_s = time.perf_counter() - begin_s
+    return [ended_s, *(max(times) - begin_s for times in zip(*(rank.answer() for rank in ranks), strict=True))]
 
 
 def _form(ranks: list[Rank], uuid: int) -> None:
@@ -119,9 +123,9 @@ def main() -> None:
     for engine, ranks in sets.items():
         for rank in ranks[:2]:
             rank.tell("end")
-        errors, groups, results = zip(*taken[engine], strict=True)
+        ends, errors, groups, results = zip(*taken[engine], strict=True)
         print(
-            f"{engine:>8}: error after {_ms(errors)}, group after {_ms(groups)}, result after {_ms(results)} "
+            f"{engine:>8}: ended after {_ms(ends)}, error after {_ms(errors)}, group after {_ms(groups)}, result after {_ms(results)} "
             f"(from {1e3 * min(results):.1f} to {1e3 * max(results):.1f} ms)"
         )
 
