@@ -125,8 +125,8 @@ def main() -> None:
             rank.tell("end")
         ends, errors, groups, results = zip(*taken[engine], strict=True)
         print(
-            f"{engine:>8}: ended after {_ms(ends)}, error after {_ms(errors)}, group after {_ms(groups)}, result after {_ms(results)} "
-            f"(from {1e3 * min(results):.1f} to {1e3 * max(results):.1f} ms)"
+            f"{engine:>8}: ended after {_ms(ends)}, error after {_ms(errors)}, group after {_ms(groups)}, "
+            f"result after {_ms(results)} (from {1e3 * min(results):.1f} to {1e3 * max(results):.1f} ms)"
         )
 
 

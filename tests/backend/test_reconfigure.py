@@ -35,6 +35,11 @@ class Office:
         ranks = range(self.size) if ranks is None else ranks
         return [self.store.get(f"{self.num}/{rank}").decode() for rank in ranks]
 
+    def leave(self):
+        """Wait until all ranks leave: the ranks meet in the process of one of them, which must live until then."""
+        self.store.set(f"left/{self.rank}", "")
+        self.store.wait([f"left/{rank}" for rank in range(self.size)], LIMIT)
+
 
 def total(group=None):
     tensor = torch.tensor([(group or dist.group.WORLD).rank() + 1.0])
@@ -59,12 +64,16 @@ def refusal(*args, **named):
     return "done"
 
 
-def mean_of(model, rank):
+def mean_of(models, rank):
     """Return the mean of rank + 1 over the ranks, which torch's reducer divides by the number of ranks in C++."""
-    model.zero_grad()
-    model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    (weight,) = model.parameters()
-    return weight.grad[0, 0].item()
+    means = set()
+    for model in models:
+        model.zero_grad()
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        (weight,) = model.parameters()
+        means.add(weight.grad[0, 0].item())
+    assert len(means) == 1
+    return means.pop()
 
 
 def live_on(rank, size, backend, path):
@@ -79,10 +88,13 @@ def live_on(rank, size, backend, path):
     seen.append((*place(), total()))
     dist._reconfigure(20, office.collect(), timeout=LIMIT).wait()
     seen.append((*place(), total()))
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
-    mean_of(model, rank)
+    ways = torch.nn.parallel.DistributedDataParallel, phalanx.DistributedDataParallel
+    models = [wrap(torch.nn.Linear(2, 1, bias=False)) for wrap in ways]
+    mean_of(models, rank)
     comm = phalanx.communicator()
     work = dist._reconfigure(21, office.collect()[::-1])
+    assert dist.group.WORLD.maker.build.keywords["pids"] == dist.group.WORLD.pids
+    assert dist.group.WORLD.pids[dist.get_rank()] == os.getpid()
     assert work.is_completed()
     assert work.is_success()
     seen.append((*place(), total(), comm.rank, dist.get_process_group_ranks(dist.group.WORLD)))
@@ -97,14 +109,14 @@ def live_on(rank, size, backend, path):
         dist._reconfigure(23, handles[2:]).wait()
     else:
         dist._reconfigure(24, handles[:2]).wait()
-    seen.append((*place(), total(), mean_of(model, rank)))
+    seen.append((*place(), total(), mean_of(models, rank)))
     dist._reconfigure(25, office.collect()).wait()
     message = torch.full((2,), float(rank))
     if rank == 1:
         dist.send(message, 2)
     elif rank == 2:
         dist.recv(message, 1)
-    seen.append((*place(), message.tolist(), mean_of(model, rank)))
+    seen.append((*place(), message.tolist(), mean_of(models, rank)))
     part = dist.group.WORLD.split_group([0, 2])
     seen.append(total(part) if part is not None else None)
     dist.destroy_process_group()
@@ -148,7 +160,8 @@ def outlive(rank, size, backend, path):
         assert "has ended; leave out the handle" in refusal(2, handles[:3])
         office.store.set("failed", "")
     dist._reconfigure(3, [handles[3], handles[1], handles[2]]).wait()
-    seen = (*place(), total())
+    part = dist.group.WORLD.split_group([0, 2])
+    seen = (*place(), total(), total(part) if part is not None else None)
     dist.destroy_process_group()
     return seen
 
@@ -158,7 +171,7 @@ def test_a_new_process_takes_the_place_of_a_killed_one(run_ranks, tmp_path, back
     endings = run_ranks(
         outlive, 4, backend, str(tmp_path / "office"), init=False, env=GLOO, expect_failures=True, timeout_s=60
     )
-    assert [ending.value for ending in endings[1:]] == [(1, 3, 6.0), (2, 3, 6.0), (0, 3, 6.0)]
+    assert [ending.value for ending in endings[1:]] == [(1, 3, 6.0, None), (2, 3, 6.0, 3.0), (0, 3, 6.0, 3.0)]
 
 
 def leave_waiting(rank, size, path):
@@ -193,6 +206,7 @@ def pass_wrong_ones(rank, size, path):
         refusal(1, [handles[0], other_version]),
         refusal(1, [handles[0], other_group]),
         refusal(1, handles, timeout=timedelta(seconds=-1)),
+        refusal(1, handles, timeout=timedelta(0)),
     ]
     return seen, total(), refusal(1, handles), total()
 
@@ -206,7 +220,7 @@ def test_wrong_handles_are_refused_everywhere_and_change_nothing(run_ranks, tmp_
         "own handle is not among",
         "different versions of phalanx",
         "different groups",
-        "timeout must be more than 0",
+        *["timeout must be more than 0"] * 2,
     )
     for seen, before, then, after in run_ranks(pass_wrong_ones, 2, str(tmp_path / "office")):
         for got, want in zip(seen, words, strict=True):
@@ -244,14 +258,41 @@ def test_what_one_rank_alone_knows_is_raised_on_all(run_ranks, tmp_path):
 
 
 def differ(rank, size, path):
-    handles = Office(path, rank, size).collect()
-    mine = [handles[0], *(handles[1:] if rank < 2 else handles[:0:-1])]
-    return refusal(1, mine, timeout=LIMIT)
+    office = Office(path, rank, size)
+    orders = [0, 1, 2], [0, 2, 1], [2, 0, 1]
+    told = [
+        refusal(uuid, [handles[other] for other in orders[(rank == 2) * order]], timeout=LIMIT)
+        for uuid, (order, handles) in enumerate([(1, office.collect()), (2, office.collect())])
+    ]
+    office.leave()
+    return told
 
 
-def test_different_lists_are_refused_on_all(run_ranks, tmp_path):
-    for said in run_ranks(differ, 3, str(tmp_path / "office")):
-        assert "the ranks were given different handles" in said or "own handle" in said
+def test_the_same_handles_in_another_order_are_refused_on_all(run_ranks, tmp_path):
+    for told in (everyone := run_ranks(differ, 3, str(tmp_path / "office"))):
+        for said in told:
+            assert "the ranks were given different handles, or the same in another order" in said, everyone
+
+
+def meet_twice(rank, size, path):
+    office, made, store_of = Office(path, rank, size), [], dist.TCPStore
+    office.collect()  # serves the rank's own store
+
+    def make(*args, **named):
+        made.append(args)
+        return store_of(*args, **named)
+
+    dist.TCPStore = make
+    try:
+        for uuid in range(2):
+            dist._reconfigure(uuid, office.collect()).wait()
+    finally:
+        dist.TCPStore = store_of
+    return len(made)
+
+
+def test_ranks_that_meet_again_in_the_same_process_keep_their_connections(run_ranks, tmp_path):
+    assert run_ranks(meet_twice, 3, str(tmp_path / "office")) == [0, 1, 1]
 
 
 def change_hosts(rank, size, path):
@@ -279,6 +320,8 @@ def change_part(rank, size, path):
     handles = office.collect(part)
     if rank == 0:
         return None
+    twice = [handles[1], handles[2].replace('"rank": 2', '"rank": 1')]
+    assert "two handles are of rank 1 of the world" in refusal(1, twice, group=part)
     dist._reconfigure(1, [handles[2], handles[1]], group=part).wait()
     tensor = torch.full((1,), float(rank))
     dist.broadcast(tensor, src=2, group=part)
@@ -321,14 +364,52 @@ def test_shrink_group_makes_a_group_of_the_others(run_ranks, flags):
     assert [seen[4] for seen in outcomes if seen] == [6.0] * 3
 
 
-def keep_ranks(rank, size):
-    world = dist.group.WORLD
-    assert not world.supports_reconfigure
+def outlive_host(rank, size, path, victim):
+    office = Office(path, rank, size)
+    handles = office.collect()
+    total()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(phalanx.RankFailed, match=f"rank {victim}"):
+        total()
+    del handles[victim]
+    dist._reconfigure(1, handles).wait()
+    return (*place(), total())
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_the_others_go_on_when_a_rank_of_one_of_several_hosts_is_killed(run_ranks, tmp_path, victim):
+    endings = run_ranks(outlive_host, 4, str(tmp_path / "office"), victim, hosts=[2, 2], expect_failures=True)
+    living = [ending.value or ending for rank, ending in enumerate(endings) if rank != victim]
+    assert living == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+
+
+def keep_ranks(rank, size, path, backend, is_wrapped):
+    at = {"rank": rank, "world_size": size, "timeout": LIMIT}
+    dist.set_debug_level(dist.DebugLevel.DETAIL if is_wrapped else dist.DebugLevel.OFF)
+    stores = (dist.PrefixStore(name, dist.FileStore(path, -1)) for name in ("awaits", "has"))
+    if backend == "gloo":  # in its place, such a group stays on Gloo
+        dist.init_process_group(backend, store=next(stores), enable_reconfigure=True, **at)
+        assert not isinstance(dist.group.WORLD, phalanx.backend.groups.PhalanxGroup)
+        dist.destroy_process_group()
+    else:
+        with pytest.raises(phalanx.PhalanxError, match="Unset them, or name one backend"):
+            dist.init_process_group(backend, store=next(stores), enable_reconfigure=True, **at)
+    dist.init_process_group(backend, store=next(stores), **at)
+    assert not dist.group.WORLD.supports_reconfigure
     with pytest.raises(NotImplementedError, match="this group keeps its ranks"):
         dist._get_reconfigure_handle()
-    return refusal(1, ["phalanx:{"])
+    with pytest.raises(TypeError, match="does not support shrinking"):
+        dist.shrink_group([1 - rank])
+    said = refusal(1, ["phalanx:{"])
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    return said
 
 
-def test_a_group_under_torchs_debug_wrapper_keeps_its_ranks(run_ranks):
-    for said in run_ranks(keep_ranks, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}):
-        assert "this group keeps its ranks" in said
+@IN_PLACE
+@pytest.mark.parametrize("why", ["TORCH_DISTRIBUTED_DEBUG", "PHALANX_VERIFY"])
+def test_a_group_that_is_verified_or_wrapped_keeps_its_ranks(run_ranks, tmp_path, backend, why):
+    env = GLOO | ({why: "gloo"} if why == "PHALANX_VERIFY" else {})
+    said = run_ranks(keep_ranks, 2, str(tmp_path / "store"), backend, why not in env, init=False, env=env)
+    assert all("this group keeps its ranks" in one for one in said)

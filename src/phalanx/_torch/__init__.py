@@ -14,7 +14,18 @@ import importlib
 import sys
 from typing import Any
 
-_MODULES = {"dynamo", "forkserver", "lookup", "names", "nested", "replace", "shield", "shrinking", "stand_in", "tensors"}
+_MODULES = {
+    "dynamo",
+    "forkserver",
+    "lookup",
+    "names",
+    "nested",
+    "replace",
+    "shield",
+    "shrinking",
+    "stand_in",
+    "tensors",
+}
 
 
 def __getattr__(key: str) -> Any:

@@ -44,6 +44,9 @@ KEPT_S: Final = 20.0
 STORE_S: Final = 1.0
 """Time for the store to answer."""
 
+TOLD_S: Final = 5.0
+"""Time for the store to take an error that all ranks must read; if it does not, they learn of it by other signs."""
+
 LOST_STORE_S: Final = 0.2
 """Time for the store to answer if the rank that serves it may be lost."""
 

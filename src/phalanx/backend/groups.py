@@ -19,8 +19,8 @@ from phalanx._env import seconds, verifies_every
 from phalanx._errors import PhalanxError
 from phalanx._settings import GroupOptions, read_settings
 from phalanx._text import class_and_message
-from phalanx._torch.shrinking import can_shrink, return_own_groups
 from phalanx._torch.replace import say_once
+from phalanx._torch.shrinking import can_shrink, return_own_groups
 from phalanx.backend.calls.ops import Formless, Operations
 from phalanx.backend.calls.work import settle_futures
 from phalanx.backend.failures.core_failures import from_core, report_core_stall

@@ -6,43 +6,45 @@ ranks, so a handle says which life of the group it is of.
 
 **The lobby.** Ranks that are about to form a group share no store that is sure to be there: that of the job goes with
 the rank or the launcher that serves it, and a new process may never have had it. So every process that gives out a
-handle serves a store of torch's, until it leaves its last group, and the ranks meet in that of the first handle: the
-same meeting as for any group (`hosts/meeting.py`). Gloo asks the store of the group instead, so it can't go on once
-that has died with its rank. A store costs a thread, a port and some 2 ms once, and only where handles are asked for. A
-client of it costs 0.6 ms and a look-up of the server's name, which torch makes for its log: where DNS is slow, that is
-what a reconfigure waits for. The server's own process therefore uses the store itself.
+handle serves a store of torch's, until it leaves its last group, and the ranks meet in that of the lowest former rank,
+whatever order they were given: the same meeting as for any group (`hosts/meeting.py`). Gloo asks the store of the group
+instead, so it can't go on once that has died with its rank. A store costs a thread, a port and some 2 ms once, and only
+where handles are asked for. A client of it costs 0.6 ms and a look-up of the server's name, which torch makes for its
+log, even for 127.0.0.1, which it spells ``::ffff:127.0.0.1`` and no hosts file knows. Where DNS loses a packet in 25,
+that takes 5 s one time in 25. So the server's own process uses the store itself, and the others keep their connection
+for the next time.
 
 Like any store of torch's, the lobby listens on all interfaces and believes whoever connects.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any
 
-import torch
 import torch.distributed as dist
 
-import phalanx
-from phalanx import _core, _env
+from phalanx import _core
 from phalanx._errors import ArgumentError
 from phalanx._settings import read_settings
 from phalanx.backend.deadlines import CONNECT_S, POLL_S
-from phalanx.backend.hosts.bridges import address_of, master_of
+from phalanx.backend.hosts.bridges import LOOPBACK, address_towards, master_of
+from phalanx.backend.hosts.joining import whoami
 from phalanx.backend.hosts.links import closed_at_exec
-from phalanx.host.network import NetworkError, host_identity, interface_towards, network_identity, outside_address
+from phalanx.host.network import NetworkError, host_identity, outside_address
 from phalanx.wire.messages import GarbledError, as_facts, between, cropped, understand
 from phalanx.wire.waiting import wait_until
 
 _SIGN = "phalanx:"
-_LOOPBACK = "127.0.0.1"
 _MOST_HANDLES = 1 << 16
 _Number = Annotated[int, between(0, 2**63 - 1)]
 _Word = Annotated[str, cropped(300)]
@@ -83,6 +85,11 @@ class Handle:
         """The rank, its process and its host, in messages."""
         return f"rank {self.rank} (pid {self.process[0]} on {self.host})"
 
+    @property
+    def place(self) -> tuple[int, str]:
+        """Its place in the order of former ranks; those of new processes, which may be the same, come by token."""
+        return self.rank, self.token
+
     def text(self) -> str:
         return f"{_SIGN}{json.dumps(as_facts(self))}"
 
@@ -93,20 +100,8 @@ def own_handle(rank: int, group: str, token: str, store: Any) -> Handle:
     Args:
         store: Store of the group, towards which other hosts are.
     """
-    host = read_settings().host
-    return Handle(
-        token=token,
-        rank=rank,
-        group=group,
-        process=_core.identity(),
-        host=host or os.uname().nodename,
-        kernel=host_identity(host),
-        network=network_identity(),
-        address=_outside_address(master_of(store)[0]),
-        port=_Lobby.open().port,
-        phalanx=phalanx.__version__,
-        torch=torch.__version__,
-    )
+    address, port = _outside_address(master_of(store)[0]), _Lobby.open().port
+    return Handle(token=token, rank=rank, group=group, address=address, port=port, **whoami(read_settings()))
 
 
 def read_handles(given: Any, where: str) -> list[Handle]:
@@ -122,9 +117,10 @@ def read_handles(given: Any, where: str) -> list[Handle]:
         raise ArgumentError(f"{where}: handles must be a list or a set with a handle of each rank, got {given!r:.80}")
     handles = [_read(text, where) for text in given]
     if isinstance(given, (set, frozenset)):
-        handles.sort(key=lambda handle: (handle.rank, handle.token))
-    for index, handle in enumerate(handles):
-        if handle in handles[:index]:
+        handles.sort(key=lambda handle: handle.place)
+    counted = Counter(handle.token for handle in handles)
+    for handle in handles:
+        if counted[handle.token] > 1:
             raise ArgumentError(f"{where}: the handle of {handle.name} comes twice; pass one for each rank")
     whats = {"group": "groups", "phalanx": "versions of phalanx", "torch": "versions of torch"}
     for fact, what in whats.items():
@@ -156,30 +152,30 @@ def is_dead(handle: Handle) -> bool:
     return watch is not None and watch.dead
 
 
-def enter_lobby(handles: Sequence[Handle], me: int, timeout_s: float) -> dist.Store:
+def enter_lobby(server: Handle, handles: Sequence[Handle], me: int, timeout_s: float) -> dist.Store:
     """Return the store in which ranks with these handles meet.
 
     Args:
+        server: Handle of the rank whose process serves it.
         me: Number of this rank's handle.
 
     Raises:
         OSError: It does not answer in time, so its process has ended or can't be reached.
     """
-    first = handles[0]
     is_one_network = len({handle.network for handle in handles}) == 1
-    if me == 0 and is_one_network:
+    if server == handles[me] and is_one_network:
         return _Lobby.open()
-    host = _LOOPBACK if is_one_network else first.address
+    host = LOOPBACK if is_one_network else server.address
     deadline = time.monotonic() + timeout_s
-    if is_dead(first):
+    if is_dead(server):
         raise ConnectionRefusedError("its process has ended")
-    if first.kernel != handles[me].kernel:
-        _await_server(host, first.port, min(timeout_s, CONNECT_S))
-    left_s = max(deadline - time.monotonic(), POLL_S)
+    if (known := _Lobby.take(server, host)) is not None:
+        return known
+    if server.kernel != handles[me].kernel:
+        _await_server(host, server.port, min(timeout_s, CONNECT_S))
+    limit = timedelta(seconds=max(deadline - time.monotonic(), POLL_S))
     with closed_at_exec():
-        return dist.TCPStore(
-            host, first.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left_s)
-        )
+        return dist.TCPStore(host, server.port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:
@@ -203,37 +199,51 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
 @functools.cache
 def _outside_address(master: str) -> str:
     """Return the address at which other hosts reach this one; loopback if there is no other, as on a lone host."""
-    try:
-        if named := _env.environment().get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-            return address_of(named)
-        if master and (towards := interface_towards(master, allow_loopback=True)) and not towards.is_loopback:
-            return towards.address
-        return outside_address()
-    except NetworkError:
-        return _LOOPBACK
+    for look in (functools.partial(address_towards, master, is_one_network=False), outside_address):
+        with contextlib.suppress(NetworkError):
+            return str(look())
+    return LOOPBACK
 
 
 class _Lobby:
-    """The store that this process serves."""
+    """The store that this process serves, and the last one of another process that it has visited."""
 
-    _opened: tuple[int, dist.TCPStore] | None = None
-    _of_parents: list[dist.TCPStore] = []  # noqa: RUF012 kept: their threads stayed in the parent
+    _pid = 0  # of the process to which the others belong
+    _opened: dist.TCPStore | None = None
+    _visited: tuple[Any, dist.TCPStore] | None = None
+    _of_parents: list[Any] = []  # noqa: RUF012 kept: their threads stayed in the parent
+
+    @classmethod
+    def _enter(cls) -> None:
+        if cls._pid != os.getpid():
+            cls._of_parents += [cls._opened, cls._visited]
+            cls._pid, cls._opened, cls._visited = os.getpid(), None, None
 
     @classmethod
     def open(cls) -> dist.TCPStore:
-        if cls._opened is not None and cls._opened[0] != os.getpid():
-            cls._of_parents.append(cls._opened[1])
-            cls._opened = None
+        cls._enter()
         if cls._opened is None:
             with closed_at_exec():
-                store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
-            cls._opened = os.getpid(), store
-        return cls._opened[1]
+                cls._opened = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        return cls._opened
+
+    @classmethod
+    def take(cls, server: Handle, host: str) -> dist.TCPStore | None:
+        """Return the store of the last visit if it is this one, and forget it: it may have failed since."""
+        cls._enter()
+        visited, cls._visited = cls._visited, None
+        return visited[1] if visited is not None and visited[0] == (server.process, server.port, host) else None
+
+    @classmethod
+    def keep(cls, server: Handle, store: Any) -> None:
+        """Keep the connection of a meeting that succeeded, for the next one in the same process."""
+        if store is not cls._opened:
+            cls._visited = (server.process, server.port, store.host), store
 
     @classmethod
     def close(cls) -> None:
-        if cls._opened is not None and cls._opened[0] == os.getpid():
-            cls._opened = None
+        if cls._pid == os.getpid():
+            cls._opened = cls._visited = None
 
 
-close_lobby = _Lobby.close
+close_lobby, keep_lobby = _Lobby.close, _Lobby.keep

@@ -4,7 +4,7 @@
 another core: `Operations.part` ends whatever runs in the former one, here and on its other ranks, and `meet` goes on
 with the new one. torch asks the group for its rank and size (`torch/adapters.py`).
 
-**One way to meet.** The ranks come together as for any new group (`hosts/joining.py`), in the lobby of the first handle
+**One way to meet.** The ranks come together as for any new group (`hosts/joining.py`), in the lobby of one of them
 (`handles`). Mistakes that a rank sees in the list by itself, all of them see, and raise before anything is touched.
 What only one rank knows, such as that its handle is from before an earlier reconfigure or that it has seen the uuid, it
 tells in the meeting, and all raise it. After a reconfigure that failed once it had begun, the group has no ranks, and
@@ -36,7 +36,7 @@ from phalanx._settings import GroupOptions
 from phalanx._text import enumerated
 from phalanx.backend.calls.work import PhalanxWork, finished
 from phalanx.backend.failures.members import Ranks
-from phalanx.backend.handles import Handle, enter_lobby, is_dead, own_handle, read_handles
+from phalanx.backend.handles import Handle, enter_lobby, is_dead, keep_lobby, own_handle, read_handles
 from phalanx.backend.hosts.joining import join_group
 from phalanx.backend.hosts.meeting import Meeting
 from phalanx.backend.torch.adapters import PhalanxGroup
@@ -102,8 +102,10 @@ class Membership:
         """
         where = self._require_open("reconfigure")
         handles = read_handles(options.handles, where)
-        timeout_s = seconds("timeout", options.timeout or self._group._operations.timeout)
+        given = options.timeout
+        timeout_s = seconds("timeout", self._group._operations.timeout if given is None else given)
         me, refuses = self._find_me(handles, where)
+        self._require_one_world(handles, where)
         uuid = operator.index(options.uuid)
         if uuid in self._uuids:
             refuses = f"uuid {uuid} was already used in this group; every reconfigure() needs another one"
@@ -137,6 +139,16 @@ class Membership:
             "part must not call it"
         )
 
+    def _require_one_world(self, handles: Sequence[Handle], where: str) -> None:
+        """Raise if a part of the world would get two ranks of the same number, such as a process of another world."""
+        first: dict[int, Handle] = {}
+        for handle in () if self._is_world else handles:
+            if first.setdefault(handle.rank, handle) is not handle:
+                raise ArgumentError(
+                    f"{where}: two handles are of rank {handle.rank} of the world, {first[handle.rank].name} and "
+                    f"{handle.name}; let the world get the new ranks first, or use a group that is the world"
+                )
+
     def _require_living(self, handles: Sequence[Handle], where: str) -> None:
         """Raise if every rank sees that a process has ended; on several hosts, the meeting tells the others."""
         if len({handle.kernel for handle in handles}) > 1:
@@ -157,9 +169,11 @@ class Membership:
         size = len(handles)
         global_ranks = list(range(size)) if self._is_world else [handle.rank for handle in handles]
         deadline = time.monotonic() + timeout_s
-        store = self._enter(handles, me, timeout_s)
+        server = min(handles, key=lambda handle: handle.place)  # in no list another one, as long as it has the same
+        lobby = self._enter(server, handles, me, timeout_s)
 
         def prepare(meeting: Meeting) -> None:
+            meeting.serves = handles[me] == server
             if refuses:
                 raise meeting.refusal(f"{refuses}: {_AGAIN}", [global_ranks[me]], entry=_ENTRY)
             for number, handle in enumerate(handles):
@@ -168,7 +182,7 @@ class Membership:
             self._agree(meeting, handles, uuid)
 
         core, segment, store, pids = join_group(
-            dist.PrefixStore(f"reconfigure/{handles[0].token}/{uuid}", store),
+            dist.PrefixStore(f"reconfigure/{server.token}/{uuid}", lobby),
             me,
             size,
             operations.name,
@@ -179,23 +193,23 @@ class Membership:
             op="reconfigure",
             prepare=prepare,
         )
+        keep_lobby(server, lobby)
         operations.meet(core, segment, Ranks(me, size, global_ranks))
         self._tokens.append(_token())
         writer.begin(global_ranks[me], size)
         group.moved(store, pids, global_ranks)
         _torch.world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(global_ranks)}
 
-    def _enter(self, handles: Sequence[Handle], me: int, timeout_s: float) -> Any:
+    def _enter(self, server: Handle, handles: Sequence[Handle], me: int, timeout_s: float) -> Any:
         try:
-            return enter_lobby(handles, me, timeout_s)
+            return enter_lobby(server, handles, me, timeout_s)
         except (OSError, dist.DistError) as error:
-            first = handles[0]
             raise PhalanxError(
-                f"rank {me}: reconfigure: the ranks meet in the process of {first.name}, the first of the handles, and "
-                f"it does not answer at {first.address}, port {first.port} ({error}). If it has ended, {_AGAIN}; "
+                f"rank {me}: reconfigure: the ranks meet in the process of {server.name}, the lowest former rank, and "
+                f"it does not answer at {server.address}, port {server.port} ({error}). If it has ended, {_AGAIN}; "
                 "otherwise let the hosts reach it (GLOO_SOCKET_IFNAME names the interface).",
                 op="reconfigure",
-                ranks=(0,),
+                ranks=(handles.index(server),),
                 entry=_ENTRY,
             ) from error
 
@@ -203,7 +217,7 @@ class Membership:
         """Raise if another rank came with other handles."""
         said = hashlib.sha256("\n".join(handle.token for handle in handles).encode()).hexdigest()
         key = "handles"
-        first = meeting.store.ask(lambda store: store.compare_set(key, "", said), meeting.left_s)
+        first = meeting.ask(lambda store: store.compare_set(key, "", said))
         if first.decode() != said:
             raise meeting.refusal(
                 f"the ranks were given different handles, or the same in another order, for uuid {uuid}. Pass the same "

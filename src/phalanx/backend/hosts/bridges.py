@@ -34,6 +34,7 @@ from phalanx.host.network import (
     preferred_address,
 )
 
+LOOPBACK = "127.0.0.1"
 _MOST_LINES = 8
 _ADVICE = "Run phalanx doctor on them: it tests names, ports and interfaces."
 
@@ -167,15 +168,9 @@ def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], members: Member
     Raises:
         PhalanxError: There is no such address except loopback, which other hosts can't reach.
     """
-    named = environment().get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     is_one_network = len({hello["network"] for hello in hellos}) == 1
     try:
-        if named:
-            address = address_of(named)
-        elif master := master_of(meeting.life_store)[0]:
-            address = interface_towards(master, allow_loopback=is_one_network).address
-        else:
-            address = "127.0.0.1" if is_one_network else outside_address()
+        address = address_towards(master_of(meeting.life_store)[0], is_one_network=is_one_network)
     except NetworkError as error:
         raise meeting.refusal(
             f"host {members.hosts[meeting.rank]} has no way to the other hosts: {error}. Set MASTER_ADDR to an address "
@@ -192,7 +187,24 @@ def _own_address(meeting: Meeting, hellos: list[dict[str, Any]], members: Member
     return address
 
 
-def address_of(name: str) -> str:
+def address_towards(master: str, *, is_one_network: bool) -> str:
+    """Return the address at which other ranks reach this one: that of the interface towards the master.
+
+    Args:
+        master: Host of the store; empty if it has none.
+        is_one_network: Whether all ranks may use loopback.
+
+    Raises:
+        NetworkError: There is none.
+    """
+    if named := environment().get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        return _address_of(named)
+    if master:
+        return interface_towards(master, allow_loopback=is_one_network).address
+    return LOOPBACK if is_one_network else outside_address()
+
+
+def _address_of(name: str) -> str:
     known = interfaces()
     found = [one for one in known if one.name == name and one.address]
     if not found:

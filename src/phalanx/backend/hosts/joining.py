@@ -123,15 +123,22 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
     return bridge(meeting, hellos, hosts, core, settings), segment
 
 
-def _hello(settings: Settings) -> dict[str, Any]:
-    hello = {
-        "pid": os.getpid(),
+def whoami(settings: Settings) -> dict[str, Any]:
+    """Return what other ranks must know of this process before they can meet it."""
+    return {
         "process": _core.identity(),
         "host": settings.host or os.uname().nodename,
         "kernel": host_identity(settings.host),  # ranks with the same value may share memory
         "network": network_identity(),
         "phalanx": phalanx.__version__,
         "torch": torch.__version__,
+    }
+
+
+def _hello(settings: Settings) -> dict[str, Any]:
+    hello = {
+        **whoami(settings),
+        "pid": os.getpid(),
         "bridge": settings.bridge,
         "verify": settings.verify,
         "segments": sorted(_segments),

@@ -17,8 +17,10 @@ rank, which fixes every later order.
 limit, a setting out of range), it writes its error into the group's store. Every rank that waits (for the store, the
 segment or the join) looks there every 0.1 s and raises the same error. A rank that fails before there is a list writes
 the error for each rank that is there, under that rank's token, and waits up to a second for ranks that are about to
-come. The hello also holds pid and start time, so ranks of the same host notice and name one that dies before it has
-joined. It counts as dead only at the second look: in between, they check whether it has written an error.
+come. In a reconfigure it writes the error for all at once: its part of the store is that of one uuid alone, and ranks
+that were given different handles number each other differently. The hello also holds pid and start time, so ranks of
+the same host notice and name one that dies before it has joined. It counts as dead only at the second look: in between,
+they check whether it has written an error.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from phalanx import _core, _env, _torch
 from phalanx._errors import CollectiveTimeout, Failure, PhalanxError, address, printable
 from phalanx._errors.facts import Peer, Standing
 from phalanx._text import class_and_message, enumerated
-from phalanx.backend.deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, TELL_S
+from phalanx.backend.deadlines import LOOK_S, NOTE_S, PART_S, POLL_S, STORE_S, TELL_S, TOLD_S
 from phalanx.backend.failures.wording import error_of, join_call, report_due_s, report_stall
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import Launch, start_time
@@ -87,16 +89,20 @@ class Whereabouts:
     """Where each rank of the job waits to join a group.
 
     It is kept in the job's store, because the store of a group shows only the ranks that came to that group.
+
+    Args:
+        has_store: Whether the ranks have one; those of a reconfigure may be of several jobs, and it may be gone.
     """
 
     _SHAPE: ClassVar = {"call": str, "group": str, "ranks": [int]}
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_store: bool = True) -> None:
+        self._has_store = has_store
         self._has_said = False
 
     @functools.cached_property
     def _store(self) -> JsonStore | None:
-        return JsonStore(_torch.get_default_store()) if dist.is_initialized() else None
+        return JsonStore(_torch.get_default_store()) if self._has_store and dist.is_initialized() else None
 
     def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
         """Write in which call a rank waits, and for which group, if that is new; an empty call: it no longer waits."""
@@ -139,6 +145,7 @@ class Meeting:
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
         pids: Process ids of members on this host, as far as they are known, by rank in the world.
         op: Purpose of the meeting: ``join``, ``reconfigure`` or ``shrink``.
+        serves: Whether this process serves the store, as far as is known; rank 0 of the world may always do so.
         stall_s: Seconds of waiting after which the missing ranks are reported, repeatedly; 0: never.
         watches: Watches of the processes of this host's other ranks, by rank, from their hello on.
         token: Token of this rank in this life of the group.
@@ -155,6 +162,7 @@ class Meeting:
     is_in_place: bool = False
     pids: Mapping[int, int] = field(default_factory=dict)
     op: str = "join"
+    serves: bool = False
     watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
     token: str = field(default_factory=lambda: f"life-{os.urandom(8).hex()}")
     life: str = ""
@@ -166,7 +174,10 @@ class Meeting:
     _begin_s: float = field(default_factory=time.monotonic)
     _num_reports: int = 0
     _has_said_where: bool = False
-    _whereabouts: Whereabouts = field(default_factory=Whereabouts)
+    _whereabouts: Whereabouts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._whereabouts = Whereabouts(has_store=self.op != "reconfigure")
 
     @property
     def me(self) -> int:
@@ -180,6 +191,11 @@ class Meeting:
     def life_store(self) -> dist.Store:
         """The part of the store that belongs to this life of the group alone."""
         return dist.PrefixStore(self.life, self.store.raw)
+
+    @property
+    def _in_common(self) -> str:
+        """Where all ranks look for errors; empty while they have no such place."""
+        return "all" if self.op == "reconfigure" else self.life
 
     def expect(self, rank: int, process: Sequence[int]) -> None:
         """Watch a rank of this host whose process is known before it says hello."""
@@ -203,7 +219,7 @@ class Meeting:
                 store.set(f"{self.token}/hellos", said[1])
                 store.compare_set("hello/0", said[0], _TAKEN_BACK)  # so that nobody answers it any more
 
-            self._write(publish)
+            self.ask(publish)
             self.life = self.token
         else:
             if not self._ask(self._answer):
@@ -332,11 +348,12 @@ class Meeting:
 
     def set(self, key: str, value: Any) -> None:
         text = json.dumps(value)
-        self._write(lambda store: store.set(self._key(key), text))
+        self.ask(lambda store: store.set(self._key(key), text))
 
-    def _write(self, question: Callable[[dist.Store], Any]) -> None:
+    def ask(self, question: Callable[[dist.Store], T]) -> T:
+        """Return what the store answers by the deadline; raise if it does not, or is gone."""
         try:
-            self.store.ask(question, self.left_s)
+            return self.store.ask(question, self.left_s)
         except StoreSilentError:
             raise self._timed_out("the job's store did not answer") from None
         except StoreGoneError as error:
@@ -369,12 +386,12 @@ class Meeting:
         return [self.get(f"{key}/{r}", f"rank {other} did not answer") for r, other in enumerate(self.global_ranks)]
 
     def part(self) -> None:
-        """Prepare to raise an error that all ranks share: rank 0, which may serve the store, waits for the others."""
+        """Prepare to raise an error that all ranks share: the rank that may serve the store waits for the others."""
         if self._has_parted:
             return
         self._has_parted = True
         self._ask(lambda: self.store.set(f"{self.token}/parted", "", STORE_S))
-        if self.me == 0:
+        if self.serves or self.me == 0:
             keys = [f"{token}/parted" for token in self._tokens or (self._ask(self._here) or {}).values()]
             have_parted = functools.partial(self._ask, lambda: self.store.has(*keys))
             wait_until(lambda: self.store.is_gone or have_parted() or None, time.monotonic() + PART_S)
@@ -419,7 +436,7 @@ class Meeting:
         """Raise the error that keeps another rank from joining, or RankFailed if a rank of this host has died."""
         if self._hello and self.rank and not self.life:
             self._ask(self._answer)  # a new rank 0 may have come; the one that was answered may have been long dead
-        for token in dict.fromkeys((self.token, self.life or self.token)):
+        for token in dict.fromkeys((self.token, self._in_common or self.token)):
             try:
                 told = self._ask(functools.partial(self.store.get, f"{token}/failed", _SHAPES["failed"]))
             except GarbledError as error:
@@ -515,10 +532,11 @@ class Meeting:
     def _tell(self, cause: Failure) -> None:
         if self._has_parted:
             return
-        if not self.life:
+        if not (place := self._in_common):
             self._tell_each(cause)
-        elif self._ask(lambda: self.store.has(f"{self.life}/failed")) is False:
-            self._ask(lambda: self.store.set(f"{self.life}/failed", cause.to_facts(), STORE_S))
+        else:
+            key, text = f"{place}/failed", json.dumps(cause.to_facts())
+            self._ask(lambda: self.store.ask(lambda store: store.compare_set(key, "", text), TOLD_S))
         self.part()
 
     def _tell_each(self, cause: Failure) -> None:

@@ -351,7 +351,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     def moved(self, store: Store, pids: Mapping[int, int], global_ranks: list[int]) -> None:
         """Note what the group's new ranks have in common, after a reconfigure."""
         self.life_store, self.pids = store, pids
-        self.maker.moved(store, global_ranks)
+        self.maker.moved(store, pids, global_ranks)
         self.backend.moved(store)
 
     @property

@@ -6,8 +6,9 @@ torch asks the group (``split_group``, ``merge_remote_group``), and from its own
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,9 +41,10 @@ class Maker:
         self._build = build
         self._num_splits = 0
 
-    def moved(self, store: Store, global_ranks: list[int]) -> None:
+    def moved(self, store: Store, pids: Mapping[int, int], global_ranks: list[int]) -> None:
         """Note the store and the ranks that the group has got by a reconfigure."""
         self._store, self._global_ranks = store, global_ranks
+        self._build = functools.partial(self._build, pids=pids)
         self._num_splits = 0
 
     @property
