@@ -30,7 +30,7 @@ def return_own_groups(group_of: Callable[[Any], Any]) -> None:
     """
     from torch.distributed import distributed_c10d as c10d
 
-    from phalanx._torch import set_group_desc, set_group_name
+    from phalanx import _torch
 
     torchs = getattr(c10d, _MAKER)
 
@@ -41,8 +41,10 @@ def return_own_groups(group_of: Callable[[Any], Any]) -> None:
             return torchs(new_backend, remaining_ranks, metadata, is_default_group)
         # torch takes ranks of the group for ranks of the world, and keeps the former numbers of the world's.
         remaining_ranks[:] = group.global_ranks
-        set_group_name(group, metadata["new_group_name"])
-        set_group_desc(group, "default:shrunken" if is_default_group else f"{metadata['original_group_name']}:shrunk")
+        _torch.set_group_name(group, metadata["new_group_name"])
+        _torch.set_group_desc(
+            group, "default:shrunken" if is_default_group else f"{metadata['original_group_name']}:shrunk"
+        )
         return group
 
     setattr(c10d, _MAKER, create)
