@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import unquote
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -217,7 +218,7 @@ class Book:
     def _why_dead(self, page: Page, address: str) -> str:
         if re.match(r"[a-z]+:", address):
             return ""
-        file, _, anchor = address.partition("#")
+        file, _, anchor = unquote(address).partition("#")
         path = (page.path.parent / file).resolve() if file else page.path.resolve()
         if not path.exists():
             return "no such file"

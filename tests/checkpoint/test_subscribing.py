@@ -169,7 +169,9 @@ def publish_until_killed(rank, world_size, name):
         if rank == 1:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+            await_release("rank 2 knows of the end")
             return error, phalanx.publish(torch.full((1000,), 2.0), name).version, await_release("end")
+        reached("knows of the end")
         second = subscription.wait()
         assert (second.version, second.state.sum()) == (2, 2000)
         reached("has the next")
@@ -180,6 +182,8 @@ def test_readers_of_a_killed_publisher_keep_its_last_version_learn_of_its_end_an
     with spawn_ranks(publish_until_killed, 3, name, **PLAIN) as ranks:
         ranks.wait_until_reached("has it", [1, 2])
         ranks.kill(0)
+        ranks.wait_until_reached("knows of the end", [2])
+        ranks.release("rank 2 knows of the end", ranks=[1])
         ranks.wait_until_reached("has the next", [2])
         ranks.release("end", ranks=[1])
         killed, *others = ranks.join()
@@ -221,8 +225,8 @@ def test_what_a_killed_reader_has_held_is_free(name):
 
 
 def interrupted(rank, world_size, name):
-    reached("waits")
     try:
+        reached("waits")
         phalanx.subscribe(name).wait()
     except KeyboardInterrupt:
         return "interrupted"
