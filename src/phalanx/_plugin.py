@@ -67,6 +67,10 @@ def autoload() -> None:
             from phalanx._torch import replace
 
             replace.obey()
+        if environ.get(_env.VERIFY_VARIABLE):
+            from phalanx._torch import unverified
+
+            unverified.watch()
         if _env.ALLOCATION_VARIABLE in environ:
             from phalanx.host.block_pool import obey_launcher
 

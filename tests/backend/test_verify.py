@@ -577,3 +577,31 @@ def test_the_flag_reaches_the_ranks(tmp_path):
     )
     assert wrong.returncode == 2
     assert "--verify must be gloo, or gloo:K" in wrong.stderr
+
+
+_SUMS = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group(sys.argv[1], init_method="file://" + sys.argv[2], rank=int(sys.argv[3]), world_size=2)
+for _ in range(4):
+    dist.all_reduce(torch.ones(3))
+(dist.recv if dist.get_rank() == 0 else dist.send)(torch.ones(3), 1 - dist.get_rank())
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "word", "line"),
+    [
+        ("phalanx", "gloo:2", "PHALANX_VERIFY: rank 0 repeated 2 of 5 operations on Gloo; every result agreed"),
+        ("gloo", "gloo", "PHALANX_VERIFY: a group of torch's own Gloo is not verified"),
+        ("gloo", "glo", "PHALANX_VERIFY: must be gloo, or gloo:K for every K-th call with K at least 1, or empty, got"),
+    ],
+)
+def test_a_script_says_what_was_verified(tmp_path, backend, word, line):
+    words = [sys.executable, "-c", _SUMS, backend, str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*words, str(rank)], env={**os.environ, "PHALANX_VERIFY": word}, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    printed = b"".join(rank.communicate(timeout=120)[1] for rank in ranks).decode()
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
+    assert printed.count("PHALANX_VERIFY") == printed.count(line) == 1, printed

@@ -379,6 +379,7 @@ def test_waits_for_signals_end_by_deadline_abort_and_the_departure_of_the_peer(r
     zero, one = run_ranks(end_waits, 2)
     assert zero[0][0] is CollectiveTimeout, zero[0]
     assert "wait_signal of group" in zero[0][1]
+    assert "needs a signal() by that rank" in zero[0][1]
     assert zero[1][0] is GroupAborted, zero[1]
     assert zero[2][0] is RankFailed, zero[2]
     assert "left the group" in zero[2][1]

@@ -30,7 +30,7 @@ from phalanx.backend.calls.ops import Operations
 from phalanx.backend.calls.work import PhalanxWork
 from phalanx.backend.verify.cases import Moved, Parts, Unverifiable
 from phalanx.backend.verify.oracle import Oracle, Unanswered
-from phalanx.backend.verify.reports import Told, error_of, new_folder, save
+from phalanx.backend.verify.reports import Told, error_of, new_folder, save, tally
 from phalanx.record.sites import call_site
 
 _MOST_TAG = 0x7FFFFFFF  # range of Gloo's tags; the core takes signed 64-bit ones
@@ -149,6 +149,7 @@ class Messages:
 
     def _verify(self, receipt: Receipt, tensors: Tensors) -> None:
         number, source, tag = self._number_of(receipt), receipt.sender, receipt.tag
+        tally.num_called += 1
         if number % self._every or source == self._rank:
             return
         try:
@@ -156,10 +157,12 @@ class Messages:
         except Unanswered:
             say_once("PHALANX_VERIFY: a message is not verified, because its sender has left the group")
             return
+        tally.num_repeated += 1
         with torch.no_grad():
             found = Moved(want, tensors, lambda _, data: data).find(self._oracle)
         if found is None:
             return
+        tally.num_wrong += 1
         me, sender = (self._operations.ranks.global_ranks[r] for r in (self._rank, source))
         folder = new_folder("recv")
         results = [plain(t.detach()).clone() for t in tensors]

@@ -35,7 +35,7 @@ from phalanx.backend.deadlines import LATE_S
 from phalanx.backend.verify.cases import Finding, Parts, Unverifiable
 from phalanx.backend.verify.messages import Messages
 from phalanx.backend.verify.oracle import Oracle
-from phalanx.backend.verify.reports import Told, error_of, factor_of, new_folder, save, saved
+from phalanx.backend.verify.reports import Told, error_of, factor_of, new_folder, save, saved, tally
 from phalanx.record.sites import call_site
 
 _NAMES = {
@@ -97,7 +97,9 @@ class Proof:
         self._number += 1
         try:
             if self._number % self._every:
-                return self._noted(run(self._operations, *args))
+                result = run(self._operations, *args)
+                tally.num_called += 1
+                return self._noted(result)
             self._wait_for_inputs(args)
             call, problem = self._call(run.__name__, self._number, args)
             if call is not None:
@@ -110,6 +112,7 @@ class Proof:
             raise
         if not isinstance(problem, Unverifiable):
             raise problem
+        tally.num_called += 1
         say_once(f"PHALANX_VERIFY: {_NAMES.get(run.__name__, run.__name__)} of {problem} is not verified")
         return self._noted(result)
 
@@ -217,6 +220,8 @@ class Proof:
             with torch.no_grad():
                 findings = [part.find(self._oracle) for part in call.made.parts]  # all of them, as the other ranks do
                 found = next((one for one in findings if one is not None), None)
+                tally.num_called += 1
+                tally.num_repeated += 1
                 if findings and all(part.is_agreed for part in call.made.parts):
                     return
                 told = self._oracle.share(None if found is None else self._told(call, found), Told)
@@ -226,6 +231,7 @@ class Proof:
             self._interrupt(error)
             raise
         if told:
+            tally.num_wrong += 1
             raise self._error(call, told, self._save(call, told[0].folder))
 
     def _interrupt(self, error: BaseException) -> None:

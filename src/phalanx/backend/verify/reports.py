@@ -1,9 +1,10 @@
-"""Reports a wrong result: its rank's report to the others, the error on every rank, and files with the inputs."""
+"""Reports a verification: wrong results, to the ranks and in files, and at the end how many results were right."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing.util
 import os
 import tempfile
 import threading
@@ -15,6 +16,7 @@ import torch
 
 from phalanx._errors import WrongResult
 from phalanx._text import class_and_message, plural
+from phalanx._torch.replace import say_once
 from phalanx.backend.calls.memory import plain
 from phalanx.backend.types import RedOpType, premul_factor
 from phalanx.backend.verify.cases import Finding
@@ -23,6 +25,40 @@ FOLDER = "phalanx-verify"
 """Folder, in the working folder, in which inputs are left."""
 
 _NUMBERS = itertools.count(1)  # a rank may find several wrong results in one second
+
+
+@dataclass
+class Tally:
+    """Operations that this process has called on groups that are verified; rank 0 says at its end how many there were.
+
+    Attributes:
+        num_called: Number of collectives and receives.
+        num_repeated: Number of those that were repeated on Gloo.
+        num_wrong: Number of wrong results, of any rank.
+        is_begun: Whether the numbers will be said.
+    """
+
+    num_called: int = 0
+    num_repeated: int = 0
+    num_wrong: int = 0
+    is_begun: bool = False
+
+    def begin(self, rank: int) -> None:
+        """Say the numbers when this process ends, if it has rank 0 of the world."""
+        if rank == 0 and not self.is_begun:
+            self.is_begun = True
+            multiprocessing.util.Finalize(
+                None, self._say, exitpriority=0
+            )  # children of multiprocessing call these, too
+
+    def _say(self) -> None:
+        num_wrong = f"{self.num_wrong} {plural(self.num_wrong, 'result')} differed" if self.num_wrong else ""
+        outcome = f"; {num_wrong or 'every result agreed'}" if self.num_repeated else ""
+        calls = f"{self.num_repeated} of {self.num_called} {plural(self.num_called, 'operation')}"
+        say_once(f"PHALANX_VERIFY: rank 0 repeated {calls} on Gloo{outcome}")
+
+
+tally = Tally()
 
 
 @dataclass(frozen=True)

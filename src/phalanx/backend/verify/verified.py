@@ -22,6 +22,7 @@ from phalanx.backend.torch.adapters import PhalanxGroup, keep_from_compiler
 from phalanx.backend.types import RedOpType
 from phalanx.backend.verify.oracle import Oracle
 from phalanx.backend.verify.proof import Proof
+from phalanx.backend.verify.reports import tally
 from phalanx.host.network import outside_address
 
 _AVG = ReduceOp(RedOpType.AVG)
@@ -49,6 +50,7 @@ class VerifiedOperations(Operations):
         address = getattr(self._core, "address", _LOOPBACK) or outside_address()
         oracle = Oracle(self._core, store, self.ranks, address, lambda: self.timeout, silence_s)
         self.proof = Proof(self, oracle, every, self.name)
+        tally.begin(self.proof.me)
         self._pid = os.getpid()
 
     def end_threads(self) -> None:
