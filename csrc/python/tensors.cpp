@@ -41,7 +41,8 @@ enum : std::uint8_t { kInt, kUint, kFloat, kOpaque, kBfloat, kComplex, kBool };
 int (*describe)(void* tensor, DLTensor* out) = nullptr;
 std::vector<PyTypeObject*> tensor_types;  // kept for ever
 PyObject* strided_layout;  // kept for ever
-PyObject *layout, *is_neg, *is_conj, *storage_offset, *untyped_storage, *nbytes;
+PyObject *int8, *uint8;  // kept for ever
+PyObject *layout, *dtype, *is_neg, *is_conj, *storage_offset, *untyped_storage, *nbytes;
 
 std::optional<Dtype> find_dtype(DLDataType type) {
   if (type.lanes != 1) return std::nullopt;
@@ -95,6 +96,12 @@ class Reference {
 PyObject* ask(PyObject* object, PyObject* method) { return PyObject_VectorcallMethod(method, &object, 1, nullptr); }
 
 bool denies(PyObject* tensor, PyObject* method) { return Reference(ask(tensor, method)).get() == Py_False; }
+
+/// True if the elements are whole bytes. DLPack describes torch's int1 to int7 and uint1 to uint7 as bytes, too.
+bool are_bytes(PyObject* tensor) {
+  const Reference found(PyObject_GetAttr(tensor, dtype));
+  return found.get() != nullptr && (found.get() == int8 || found.get() == uint8);
+}
 
 std::size_t number(PyObject* object, PyObject* method) {
   const Reference answer(ask(object, method));
@@ -158,11 +165,12 @@ bool read_one(PyObject* tensor, Memories& memories) {
     PyErr_Clear();
     return false;
   }
-  const auto dtype = find_dtype(found.dtype);
+  const auto type = find_dtype(found.dtype);
   const auto count = count_in_one_piece(found);
   // Some tensors have no memory: wrappers of other tensors, and zeros that were never written.
-  if (found.device.type != kCpu || !dtype || !count || (found.data == nullptr && *count != 0)) return false;
-  const Items items{static_cast<std::uint8_t>(*dtype), found.dtype.bits / std::size_t{8}, *count};
+  if (found.device.type != kCpu || !type || !count || (found.data == nullptr && *count != 0)) return false;
+  const Items items{static_cast<std::uint8_t>(*type), found.dtype.bits / std::size_t{8}, *count};
+  if ((type == Dtype::kInt8 || type == Dtype::kUint8) && !are_bytes(tensor)) return false;
   if (!denies(tensor, is_neg) || (found.dtype.code == kComplex && !denies(tensor, is_conj))) return false;
   auto* const data = static_cast<std::byte*>(found.data) + found.byte_offset;
   if (!is_stored(tensor, data, items)) return false;
@@ -182,7 +190,12 @@ void set_tensor_types(PyObject* const* types, std::size_t num_types, PyObject* s
     PyErr_Clear();
     return;
   }
+  const Reference torch(PyImport_ImportModule("torch"));
+  if (torch.get() == nullptr) return;
+  int8 = PyObject_GetAttrString(torch.get(), "int8");
+  uint8 = PyObject_GetAttrString(torch.get(), "uint8");
   layout = PyUnicode_InternFromString("layout");
+  dtype = PyUnicode_InternFromString("dtype");
   is_neg = PyUnicode_InternFromString("is_neg");
   is_conj = PyUnicode_InternFromString("is_conj");
   storage_offset = PyUnicode_InternFromString("storage_offset");

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import phalanx
 from phalanx.backend.types import DTYPE_CODES
 from tests.backend._calls import CALLS, Call, as_bytes, check_equal, values
 from tests.hosts._layouts import layout_name
@@ -26,6 +27,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 INTEGERS = SIGNED + UNSIGNED
+PARTS_OF_BYTES = [getattr(torch, f"{kind}{num_bits}") for kind in ("int", "uint") for num_bits in range(1, 8)]
 # Those that torch can fill through a view of bytes; the others have no bytes of their own.
 COPIED = [
     *FLOATS,
@@ -404,3 +406,22 @@ def test_values_are_small_enough_to_be_exact():
         made = values(3, (50,), dtype)
         assert made.dtype == dtype
         assert made.abs().max() <= 6 if dtype is not torch.bool and dtype not in UNSIGNED else True
+
+
+def reduce_parts_of_bytes(rank, world_size):
+    errors = []
+    for dtype in PARTS_OF_BYTES:
+        tensor = torch.full((4,), 15, dtype=torch.uint8).view(dtype)
+        for reduce in (dist.all_reduce, phalanx.communicator().all_reduce, lambda t: dist.reduce(t, 0)):
+            with pytest.raises(ValueError, match=f"elements of {dtype} can't be reduced") as caught:
+                reduce(tensor)
+            errors.append(str(caught.value))
+        dist.broadcast(tensor, 0)
+        assert tensor.view(torch.uint8).tolist() == [15] * 4
+    return errors
+
+
+def test_integers_of_less_than_a_byte_are_copied_and_not_reduced(run_ranks):
+    """Their sum could leave their range, and torch has no arithmetic for them."""
+    for error in itertools.chain.from_iterable(run_ranks(reduce_parts_of_bytes, 2)):
+        assert "convert the tensor: tensor.view(torch.uint8)" in error

@@ -347,6 +347,45 @@ def test_threads_may_share_a_tag(run_ranks):
     assert run_ranks(share_a_tag, 2) == [[[float(i)] for i in range(120)]] * 2
 
 
+class ClosedGloo:
+    """A Gloo whose connections the other rank has closed."""
+
+    def recv(self, *_):
+        raise RuntimeError("Connection closed by peer")
+
+
+def outlive_the_sender(rank, size):
+    group = verified_group()
+    tensor = torch.full((3,), float(rank))
+    if rank == 0:
+        return dist.send(tensor, 1, group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group._operations.proof._oracle._channel, "engine", ClosedGloo)
+        dist.recv(tensor, 0, group=group)
+    return tensor.tolist()
+
+
+def test_a_message_whose_sender_has_gone_is_received(run_ranks):
+    assert run_ranks(outlive_the_sender, 2) == [None, [0.0] * 3]
+
+
+def move_parts_of_bytes(rank, size):
+    """Move elements that torch does not even copy."""
+    group = verified_group()
+    found = []
+    for dtype in (torch.uint4, torch.int1, torch.bits8):
+        tensor = torch.full((4,), 9 * (1 - rank), dtype=torch.uint8).view(dtype)
+        dist.broadcast(tensor, 0, group=group)
+        into = [torch.zeros(4, dtype=torch.uint8).view(dtype) for _ in range(size)]
+        dist.all_gather(into, tensor, group=group)
+        found.append([one.view(torch.uint8).tolist() for one in into])
+    return found
+
+
+def test_dtypes_that_torch_does_not_copy_are_verified(run_ranks):
+    assert run_ranks(move_parts_of_bytes, 2) == [[[[9] * 4] * 2] * 3] * 2
+
+
 def call_while_messages_run(rank, size):
     """Make collectives that the peer makes before it answers messages of the same, or interleaved, memory."""
     group = verified_group()

@@ -181,10 +181,12 @@ def codes_of(reduce_op: Any) -> tuple[int, int]:
 def _reduction_problem(kind: Any, dtype: torch.dtype) -> str:
     """Return why the reduction is undefined for this dtype, and what to do instead."""
     if not any(_has_kernel(dtype, code) for code, _ in REDUCE_CODES.values()):
-        return (
-            f"elements of {dtype} can't be reduced (ReduceOp.{kind.name}), only sent and copied; convert the tensor: "
-            "tensor.float()"
-        )
+        if "q" in str(dtype):
+            other = "tensor.dequantize()"
+        else:
+            other = "tensor.float()" if is_inexact(dtype) else "tensor.view(torch.uint8), if that has a meaning"
+        what = f"elements of {dtype} can't be reduced (ReduceOp.{kind.name}), only sent and copied"
+        return f"{what}; convert the tensor: {other}"
     if kind == RedOpType.PREMUL_SUM:
         return f"ReduceOp.PREMUL_SUM multiplies by a factor and needs a floating-point or complex dtype, got {dtype}"
     whole = f"ReduceOp.{kind.name} is not supported for {dtype}; "

@@ -46,6 +46,15 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain copy of a dense tensor."""
+    found = plain(tensor.detach())
+    try:
+        return found.clone()
+    except NotImplementedError:  # torch does not copy integers of less than a byte
+        return found.view(torch.uint8).clone().view(found.dtype)
+
+
 def addresses_of(tensors: Tensors) -> Addresses:
     return [tensor.data_ptr() for tensor in tensors]
 

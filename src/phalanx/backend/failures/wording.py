@@ -32,8 +32,8 @@ _FEWER_CALLS = (
 )
 _LATER = "Pass a larger timeout to init_process_group if that is slow but right."
 _NO_SIGNAL = (
-    "Each wait_signal() needs a signal() by that rank: have one of them signal before it waits, or pass a larger timeout "
-    "to init_process_group if the signal is slow but comes."
+    "Each wait_signal() needs a signal() by that rank: have one of them signal before it waits, or pass a larger "
+    "timeout to init_process_group if the signal is slow but comes."
 )
 _BREAK = (
     "Have one of them make the matching call first, or start all messages before any wait: "
@@ -330,7 +330,14 @@ def _rank_missing(failure: Failure) -> str:
         text = f" timed out after {failure.timeout_s or 0:.1f} s waiting for {missing}"
     answer = answer_to(failure)
     asked = [f"phalanx why: {answer}"] if answer else []
-    return "\n".join([text, *_stuck(failure), *([] if failure.circle else [_NO_SIGNAL if failure.op == "wait_signal" else _LATER]), *asked])
+    return "\n".join(
+        [
+            text,
+            *_stuck(failure),
+            *([] if failure.circle else [_NO_SIGNAL if failure.op == "wait_signal" else _LATER]),
+            *asked,
+        ]
+    )
 
 
 def _came_late(failure: Failure) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from phalanx._torch.replace import say_once
 from phalanx._torch.tensors import is_dense, is_stored
-from phalanx.backend.calls.memory import Tensors, do_overlap, plain
+from phalanx.backend.calls.memory import Tensors, copied, do_overlap, plain
 from phalanx.backend.failures.members import Ranks
 from phalanx.backend.types import DTYPE_CODES, RedOpType, is_inexact, premul_factor
 from phalanx.backend.verify.bounds import exact, wrong
@@ -82,7 +82,7 @@ class Part:
             first -= self.outputs[number].numel()
             number += 1
         tensor = self.outputs[number]
-        got = plain(tensor.detach()).reshape(-1)[first : first + 1].clone()
+        got = copied(plain(tensor.detach()).reshape(-1)[first : first + 1])
         index = torch.unravel_index(torch.tensor(first, device="cpu"), tensor.shape)
         shown = _shown(got), _shown(want)
         if shown[0] == shown[1] or got.dtype != want.dtype:  # NaN, or a dtype that is only moved
@@ -189,7 +189,7 @@ def _bytes_of(tensors: Tensors) -> torch.Tensor:
 def _flat(tensors: Tensors) -> torch.Tensor:
     """Return a new tensor with the concatenated elements of tensors of one dtype."""
     if len(tensors) == 1:
-        return plain(tensors[0].detach()).reshape(-1).clone()
+        return copied(tensors[0]).reshape(-1)
     return torch.cat([plain(t.detach()).reshape(-1) for t in tensors])
 
 
@@ -222,7 +222,7 @@ class Parts:
 
     def _move(self, sources: Tensors, targets: Tensors, carry: Callable[[Oracle, torch.Tensor], torch.Tensor]) -> None:
         self._check(*sources, *targets)
-        copies = [plain(tensor.detach()).clone() for tensor in sources]
+        copies = [copied(tensor) for tensor in sources]
         self.copies.update(zip(map(id, sources), copies, strict=True))
         self.parts.append(Moved(_bytes_of(copies), self._readable(targets), carry))
 

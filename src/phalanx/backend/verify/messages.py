@@ -25,7 +25,7 @@ import torch
 
 from phalanx._text import class_and_message
 from phalanx._torch.replace import say_once
-from phalanx.backend.calls.memory import Tensors, plain
+from phalanx.backend.calls.memory import Tensors, copied
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.calls.work import PhalanxWork
 from phalanx.backend.verify.cases import Moved, Parts, Unverifiable
@@ -165,7 +165,7 @@ class Messages:
         tally.num_wrong += 1
         me, sender = (self._operations.ranks.global_ranks[r] for r in (self._rank, source))
         folder = new_folder("recv")
-        results = [plain(t.detach()).clone() for t in tensors]
+        results = [copied(t) for t in tensors]
         sent = want.view(tensors[0].dtype) if not tensors[0].is_quantized else want
         what = f"recv of message {number} with tag {tag} from rank {sender} in group '{self._name}'"
         state = {"method": "recv", "args": [sent], "rank": 1, "world_size": 2, "call": what, "results": results}

@@ -218,12 +218,17 @@ class Oracle:
             Unanswered: The sender has left, and the group has not failed.
             PhalanxError: The group has failed.
         """
-        work = self._gloo.recv([data], peer, tag)
-        task = self._receives.submit(lambda: wait_for_gloo(work, self._limit), keep=data)
-        while not task.wait(LOOK_S):
-            if self._core.told:
-                raise self._failure("recv", "the group has failed")
-        error = task.error()
+        error: BaseException | None = None
+        try:
+            work = self._gloo.recv([data], peer, tag)
+        except RuntimeError as closed:  # Gloo knows already that the sender has left
+            error = closed
+        else:
+            task = self._receives.submit(lambda: wait_for_gloo(work, self._limit), keep=data)
+            while not task.wait(LOOK_S):
+                if self._core.told:
+                    raise self._failure("recv", "the group has failed")
+            error = task.error()
         if error is not None:
             if self._core.told:
                 raise self._failure("recv", str(error).partition("\n")[0])

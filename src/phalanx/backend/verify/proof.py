@@ -27,7 +27,7 @@ from phalanx._errors import GroupAborted, PhalanxError, WrongResult
 from phalanx._torch.replace import say_once
 from phalanx._torch.tensors import Overridden, is_dense
 from phalanx.backend.calls.collectives import BARRIER, UNSET
-from phalanx.backend.calls.memory import Tensors, do_overlap, plain
+from phalanx.backend.calls.memory import Tensors, copied, do_overlap
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.calls.tasks import Task, Tasks
 from phalanx.backend.calls.work import PhalanxWork
@@ -221,7 +221,7 @@ class Proof:
                 findings = [part.find(self._oracle) for part in call.made.parts]  # all of them, as the other ranks do
                 found = next((one for one in findings if one is not None), None)
                 tally.num_called += 1
-                tally.num_repeated += 1
+                tally.num_repeated += bool(findings) or call.method == "barrier"
                 if findings and all(part.is_agreed for part in call.made.parts):
                     return
                 told = self._oracle.share(None if found is None else self._told(call, found), Told)
@@ -260,7 +260,7 @@ class Proof:
             "rank": self._ranks.rank,
             "world_size": self._ranks.size,
             "call": f"{call.op} #{call.number} of group '{self._name}' at {call.site}",
-            "results": [plain(t.detach()).clone() for part in call.made.parts for t in part.outputs],
+            "results": [copied(t) for part in call.made.parts for t in part.outputs],
         }
         return save(state, folder, self._ranks.rank)
 

@@ -17,7 +17,7 @@ import torch
 from phalanx._errors import WrongResult
 from phalanx._text import class_and_message, plural
 from phalanx._torch.replace import say_once
-from phalanx.backend.calls.memory import plain
+from phalanx.backend.calls.memory import copied
 from phalanx.backend.types import RedOpType, premul_factor
 from phalanx.backend.verify.cases import Finding
 
@@ -128,7 +128,7 @@ def saved(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Return arguments with copies in the place of tensors: of inputs as they were before the call."""
     if isinstance(value, torch.Tensor):
         copy = copies.get(id(value))
-        return (plain(value.detach()) if copy is None else copy).clone()
+        return copied(value if copy is None else copy)
     return [saved(one, copies) for one in value] if isinstance(value, (list, tuple)) else value
 
 
