@@ -76,6 +76,11 @@ def look(rank, world_size):
         "world": summed(),
         "direct": (type(direct) is Gloo, total.tolist(), "makes a ProcessGroupGloo by name" in log.getvalue()),
     }
+    if HAS_PYTHON_BACKENDS:
+        ended = dist.new_group(backend="gloo")._get_backend(CPU)
+        dist.barrier()
+        ended.abort()
+        seen["error after an abort"] = ended.get_error().name
     dist.destroy_process_group()
     dist.init_process_group("gloo")
     seen["backend"] = dist.get_backend()
@@ -95,6 +100,8 @@ def test_programs_see_gloo(run_ranks):
         "backend": "gloo",
         "devices": ["cpu", "cuda"],
     }
+    if HAS_PYTHON_BACKENDS:
+        expected["error after an abort"] = "SUCCESS"
     for seen in run_ranks(look, 2, init=False):
         assert seen == expected
 

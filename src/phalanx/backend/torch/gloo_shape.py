@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import _torch
 from phalanx._env import seconds
+from phalanx._errors import KINDS, GroupAborted
 from phalanx.backend.calls.collectives import BARRIER, UNSET
 from phalanx.backend.calls.memory import OtherDevice
 from phalanx.backend.calls.ops import Operations
@@ -72,6 +73,13 @@ class GlooShaped(PhalanxBackend):
     @property  # type: ignore[misc] # isinstance asks for it
     def __class__(self) -> type:
         return c10d.ProcessGroupGloo
+
+    def get_error(self) -> Any:
+        """Return torch's code of the failure that ended the group. As on Gloo, an abort by this rank is none."""
+        failure = self._operations.abort_hooks.failure
+        if failure is not None and KINDS[failure.kind] is GroupAborted and failure.by is None:
+            return _torch.ErrorType.SUCCESS
+        return super().get_error()
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
