@@ -25,6 +25,7 @@ _MODULES = {
     "shrinking",
     "stand_in",
     "tensors",
+    "unverified",
 }
 
 
