@@ -60,8 +60,9 @@ import threading, torch, torch.distributed as dist
 from datetime import timedelta
 from phalanx.backend.failures import answer
 answer.ASK_WHY_S, answer.ANSWER_S = 0, LIMIT_S
-dist.init_process_group("phalanx", timeout=timedelta(seconds=8))
+dist.init_process_group("phalanx")
 dist.all_reduce(torch.ones(2))
+dist.group.WORLD.set_timeout(timedelta(seconds=8))
 if dist.get_rank() == 1:
     threading.Event().wait()
 dist.all_reduce(torch.ones(2))
