@@ -496,7 +496,7 @@ def test_of_a_script_whose_last_run_left_no_record_the_one_beside_it_is_told(tmp
 def test_a_rank_that_waits_asks_by_itself_and_its_timeout_tells_the_answer(tmp_path):
     done = run(tmp_path, WAITS.replace("LIMIT_S", "20"), 2, PHALANX_STALL_S="0.5")
     sentence = (
-        r"phalanx why: rank 1 has not called all_reduce #2 of group 'default'; it has been in <module> at job\.py:9"
+        r"phalanx why: rank 1 has not called all_reduce #2 of group 'default'; it has been in <module> at job\.py:10"
     )
     assert len(re.findall(rf"^\[rank 0\] {sentence}", done.stdout + done.stderr, re.MULTILINE)) == 1
     later = r"  Pass a larger timeout .* \(phalanx explain timeout\)"
