@@ -1,6 +1,6 @@
 // A group's control block in shared memory: membership, arrival, liveness, and the wait that watches them all.
 //
-// Every wait ends: by its condition, by a peer's death (its pidfd, looked at every 5 to 50 ms), by a mismatch, by the
+// Every wait ends: by its condition, by a peer's death (its pidfd, looked at every 2 to 50 ms), by a mismatch, by the
 // failure that a peer has published here, by Ctrl-C, or by the deadline. The first rank that knows publishes
 // the failure: its kind, the rank at fault (the culprit) and the rank that reports it. So all survivors name the same
 // culprit, although ranks that it took down die as well. Each rank adds what it sees itself. After a group has ended,

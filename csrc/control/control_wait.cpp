@@ -10,11 +10,12 @@ namespace {
 
 using namespace std::chrono_literals;
 // How often a sleeping rank checks peers, signals and the clock. In a training, the peers of a rank that is killed have
-// been waiting for it for as long as the kernel takes to end it, 20 to 60 ms, so they check more often in the first 0.4 s.
-constexpr auto kLook = 50ms, kFirstLook = 25ms, kLeastLook = 5ms;
+// been waiting for it for as long as the kernel takes to end it, 20 to 60 ms, so they check more often at first. A check
+// costs some 50 us; ranks of a larger group, which may share the CPUs with those that compute, check less often.
+constexpr auto kLook = 50ms, kFirstLook = 10ms, kLeastLook = 2ms;
 
-Clock::duration until_next_look(Clock::duration waited) {
-  return std::clamp<Clock::duration>(waited / 8, kLeastLook, kLook);
+Clock::duration until_next_look(Clock::duration waited, int num_ranks) {
+  return std::clamp<Clock::duration>(waited * num_ranks / 64, kLeastLook, kLook);
 }
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -76,7 +77,7 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
     std::optional<Failure> failure = look_up(wait, missing);
     if (done()) break;  // a peer may finish its part and leave while we look
     if (failure) throw end(std::move(*failure));
-    wait.next_look = Clock::now() + until_next_look(Clock::now() - wait.start);
+    wait.next_look = Clock::now() + until_next_look(Clock::now() - wait.start, config_.size);
     watch.begin();  // look() itself accounts for the time that it takes
   }
   if (!wait.announced) return;
