@@ -444,12 +444,16 @@ BEFORE_2_12 = {("Backend", "alltoall"): Row(BACKEND["alltoall"].how, Refused(NON
 """Rows of a torch whose Gloo has no alltoall."""
 
 BEFORE_2_15 = {
+    ("torch.distributed", "split_group"): Row(PUBLIC["split_group"].how, Refused("No device", RuntimeError)),
+}
+"""Rows of a torch whose front end splits groups of GPUs alone."""
+
+WITHOUT_RECONFIGURE = {
     ("Backend", "supports_shrinking"): Row(ask, False),
     ("Backend", "shrink"): Row(call([1]), Refused("keeps its ranks")),
     ("torch.distributed", "shrink_group"): Row(call([1]), Refused(NONE_OF_IT, TypeError)),
-    ("torch.distributed", "split_group"): Row(PUBLIC["split_group"].how, Refused("No device", RuntimeError)),
 }
-"""Rows of a torch whose front end splits groups of GPUs alone, and in which groups keep their ranks."""
+"""Rows of a torch in which groups keep their ranks."""
 
 
 def rows_of(kind: str, situation: str) -> dict[str, Row]:
@@ -459,6 +463,8 @@ def rows_of(kind: str, situation: str) -> dict[str, Row]:
     for version, older in (((2, 15), BEFORE_2_15), ((2, 14), BEFORE_2_14), ((2, 12), BEFORE_2_12)):
         if _torch.version() < version:
             others.update(older)
+    if not hasattr(C10dBackend, "reconfigure"):
+        others.update(WITHOUT_RECONFIGURE)
     return {**rows, **{name: row for (of, name), row in others.items() if of == kind}}
 
 

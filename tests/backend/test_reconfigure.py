@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import phalanx
 
-pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure since 2.15")
+pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure since 2.14")
 
 IN_PLACE = pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 GLOO = {"PHALANX_REPLACE": "gloo"}

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.bench._run import run_bench
 
-pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure since 2.15")
+pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure since 2.14")
 
 
 def test_a_short_run_ends_although_a_rank_of_gloo_waits_for_its_timeout():

@@ -123,7 +123,7 @@ class _AsPlugin:
         """Return the Gloo group that torch would have made."""
         from torch.distributed import ProcessGroupGloo
 
-        asks = getattr(options, "enable_reconfigure", False)  # exists from torch 2.15 on
+        asks = getattr(options, "enable_reconfigure", False)  # exists from torch 2.14 on
         asked = {"enable_reconfigure": True} if asks else {}
         gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout, **asked)
         gloo.options.global_ranks_in_group = options.global_ranks_in_group

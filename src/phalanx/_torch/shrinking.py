@@ -14,7 +14,7 @@ _MAKER = "_create_shrunk_process_group"
 
 
 def can_shrink() -> bool:
-    """Whether this torch shrinks groups in the way that `return_own_groups` expects; 2.15 does."""
+    """Whether this torch shrinks groups in the way that `return_own_groups` expects; 2.14 does."""
     from torch.distributed import distributed_c10d as c10d
 
     from phalanx._torch import C10dBackend

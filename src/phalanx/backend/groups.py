@@ -128,7 +128,7 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
         return None
     given = backend_options if isinstance(backend_options, GroupOptions) else None
     others = {device: backend for device, backend in devices.items() if backend != own}
-    awaits_ranks = getattr(options, "enable_reconfigure", False)  # exists from torch 2.15 on
+    awaits_ranks = getattr(options, "enable_reconfigure", False)  # exists from torch 2.14 on
     if awaits_ranks and (others or not reconfigures() or _verifies(given)):
         _refuse_without_ranks(own)
         return None

@@ -48,7 +48,7 @@ _ENTRY = "reconfigure"
 
 
 def reconfigures() -> bool:
-    """Whether groups of this process can get other ranks: torch has `reconfigure` since 2.15."""
+    """Whether groups of this process can get other ranks: torch has `reconfigure` since 2.14."""
     has_it = hasattr(_torch.C10dBackend, "reconfigure")
     return has_it and c10d.get_debug_level() != c10d.DebugLevel.DETAIL  # its wrapper has ranks of its own
 

@@ -17,7 +17,7 @@
 **Alternatives.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and skips a
 step that fails. As there, the group is made anew under the objects that use it, and state is restored in place. We did
 not take over its wrappers of groups, optimizers and collectives, because programs must be written for them, nor steps
-with fewer ranks, because results then depend on which ranks took part. torch 2.15's `reconfigure` gives a living group
+with fewer ranks, because results then depend on which ranks took part. torch 2.14's `reconfigure` gives a living group
 other ranks, new processes as well, and phalanx has it (`backend/membership.py`). It would save nothing here: all other
 groups, and what wraps the models, must be made again in any case, and that works with every backend and torch version.
 """

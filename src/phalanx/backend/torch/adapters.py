@@ -78,7 +78,7 @@ from phalanx.backend.windows.window import new_window
 _TIME_IT = "run the collective between two calls of time.perf_counter(), or under torch.profiler"
 _MAKE_ANEW = "destroy the group to free its memory, and make a new one: destroy_process_group(), init_process_group()"
 _NO_MEMBERSHIP = (
-    "this group keeps its ranks: reconfigure and shrink need torch 2.15 and a group with one backend, without "
+    "this group keeps its ranks: reconfigure and shrink need torch 2.14 and a group with one backend, without "
     "TORCH_DISTRIBUTED_DEBUG=DETAIL and without PHALANX_VERIFY"
 )
 _TorchFunctionDisabled = torch.DisableTorchFunctionSubclass

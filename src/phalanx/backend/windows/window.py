@@ -1,4 +1,4 @@
-"""Windows of torch 2.15: memory of each rank that the other ranks of the host write (`put`) and read where it lies.
+"""Windows of torch 2.14: memory of each rank that the other ranks of the host write (`put`) and read where it lies.
 
 torch's ``Window`` has no constructor for Python, so `Window` here is a class of its own with the same methods and
 names; its ranks are those of the group. The front end, ``dist._new_window``, hands it through.
