@@ -460,11 +460,11 @@ def rows_of(kind: str, situation: str) -> dict[str, Row]:
     """Return the table of ``ProcessGroup``, ``Backend`` or ``torch.distributed`` in a situation."""
     rows = {"ProcessGroup": GROUP, "Backend": BACKEND, "torch.distributed": PUBLIC}[kind]
     others = dict(ELSEWHERE.get(situation, {}))
+    if not hasattr(C10dBackend, "reconfigure"):
+        others.update(WITHOUT_RECONFIGURE)
     for version, older in (((2, 15), BEFORE_2_15), ((2, 14), BEFORE_2_14), ((2, 12), BEFORE_2_12)):
         if _torch.version() < version:
             others.update(older)
-    if not hasattr(C10dBackend, "reconfigure"):
-        others.update(WITHOUT_RECONFIGURE)
     return {**rows, **{name: row for (of, name), row in others.items() if of == kind}}
 
 
