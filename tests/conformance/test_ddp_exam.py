@@ -1,6 +1,7 @@
 """phalanx.DistributedDataParallel sits torch's tests of its own class, at world size 2.
 
-On phalanx's groups, which average gradients where they lie: all tests but `SLOW`. On Gloo's,
+On phalanx's groups, which average gradients where they lie: all tests, those in `SLOW` by
+``make slow``. On Gloo's,
 where buckets are copied and reduced while backward runs: those in `ON_GLOO`. Torch's class
 sits a few as well, which shows that they ask nothing that a CPU has not. The rest, and more
 ranks, are left to
@@ -35,8 +36,11 @@ ON_GLOO = (
     "test_undefined_grad_parity_unused_parameters",
 )
 
-# Takes a C++ compiler 7 to 16 s.
-SLOW = {"test_ddp_compile_static_graph"}
+# Takes a C++ compiler 7 to 16 s, left to the command above.
+COMPILES = "test_ddp_compile_static_graph"
+# Convolves 1000 x 1000 pixels, for 10 s of CPU; test_ddp_grad_div_uneven_inputs and
+# test_ddp_uneven_inputs_stop_iteration_sync_bn join ranks whose inputs are uneven, too.
+SLOW = {"test_ddp_uneven_inputs"}
 
 # One for each reason why phalanx's class fails a test that torch's passes.
 BY_TORCH = (
@@ -80,7 +84,13 @@ def test_the_table_has_every_test(exam: Exam) -> None:
     assert unknown_names(exam.names) == []
 
 
-@pytest.mark.parametrize("name", sorted({*expected_names(WORLD_SIZE)} - SLOW))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name in sorted({*expected_names(WORLD_SIZE)} - {COMPILES})
+    ],
+)
 def test_a_test_comes_out_as_the_table_has_it(exam: Exam, name: str) -> None:
     problem = complaint(_ddp.PHALANX, exam.run(name))
     assert problem is None, problem
