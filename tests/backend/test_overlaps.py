@@ -116,10 +116,15 @@ def compare(name, rank, size, n, base, run, views_of, how):
     return [] if torch.equal(base, want) else [f"{run.__name__}, {name}, {n} elements, {how}"]
 
 
-def overlap_lists(rank, size, strided):
+def ways_of(in_turns, *places):
+    """Return for which values of ``async_op`` a case runs: both, or one, so that its neighbours in each list differ."""
+    return [sum(places) % 2 == 1] if in_turns else [False, True]
+
+
+def overlap_lists(rank, size, strided, in_turns=False):
     faults = []
-    for n in LENGTHS:
-        for name, starts_in, starts_out in layouts(size, n):
+    for i, n in enumerate(LENGTHS):
+        for j, (name, starts_in, starts_out) in enumerate(layouts(size, n)):
 
             def views_of(memory, starts_in=starts_in, starts_out=starts_out, n=n):
                 outputs = rows(memory, n, starts_out)
@@ -127,19 +132,19 @@ def overlap_lists(rank, size, strided):
                     outputs[0] = memory[starts_out[0] : starts_out[0] + 2 * n : 2]
                 return rows(memory, n, starts_in), outputs
 
-            for run in LISTS:
-                for async_op in (False, True):
+            for k, run in enumerate(LISTS):
+                for async_op in ways_of(in_turns, i, j, k):
                     base = numbered(rank, 3 * size * n)
                     faults += compare(name, rank, size, n, base, run, views_of, {"async_op": async_op})
     return faults
 
 
-def overlap_wholes(rank, size):
+def overlap_wholes(rank, size, in_turns=False):
     faults = []
-    for n in LENGTHS:
-        for shift in (0, n, -n, 1, (size - 1) * n, rank * n, -rank * n, size * n):
-            for run in WHOLES:
-                for async_op in (False, True):
+    for i, n in enumerate(LENGTHS):
+        for j, shift in enumerate((0, n, -n, 1, (size - 1) * n, rank * n, -rank * n, size * n)):
+            for k, run in enumerate(WHOLES):
+                for async_op in ways_of(in_turns, i, j, k):
                     base = numbered(rank, 3 * size * n)
                     at = size * n
 

@@ -313,7 +313,7 @@ def test_blocking_and_asynchronous_calls_keep_their_order(run_ranks, hosts):
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [2, 1]], ids=layout_name)
 def test_tensors_of_one_call_that_overlap(run_ranks, hosts):
-    checks = [(overlap_lists, False), (overlap_wholes,)]
+    checks = [(overlap_lists, False, True), (overlap_wholes, True)]
     assert run_ranks(run_all, sum(hosts), checks, hosts=hosts) == [[[], []]] * sum(hosts)
 
 
