@@ -287,9 +287,10 @@ import ctypes, socket, struct, sys, threading, time, torch, torch.distributed as
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group(sys.argv[1])
 rank = dist.get_rank()
+gate = open("gate")
 def rest():
     print("there", flush=True)
-    sys.stdin.readline()  # rests
+    gate.readline()  # rests
 def ddp():
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     for step in range(3):
@@ -306,7 +307,7 @@ def receives():
     if rank == 1:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1000, 0))
-        threading.Thread(target=lambda: (sys.stdin.readline(), theirs.send(b"x"))).start()
+        threading.Thread(target=lambda: (gate.readline(), theirs.send(b"x"))).start()
         print("there", flush=True)
         recv, room = ctypes.CDLL(None).recv, ctypes.create_string_buffer(1)
         print("received", recv(ours.fileno(), room, 1, 0), flush=True)  # rests
@@ -324,9 +325,10 @@ RESTING = {"phalanx": ["ddp", "thread", "receives"], "gloo": ["ddp", "thread"]}
 @pytest.mark.parametrize("backend", RESTING)
 def test_a_rank_that_rests_is_named_and_for_how_long_and_is_left_alone(tmp_path, backend):
     (tmp_path / "job.py").write_text(RESTS)
-    command = [*LAUNCHERS["torchrun"][:-1], "--nproc-per-node", "2", "job.py", backend, *RESTING[backend]]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
+    os.mkfifo(tmp_path / "gate")
+    gate = os.open(tmp_path / "gate", os.O_RDWR)
+    command = [*LAUNCHERS["phalanx run"][:-1], "--nproc-per-node", "2", "job.py", backend, *RESTING[backend]]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         try:
             for what in RESTING[backend]:
                 await_line(process.stdout, "there")
@@ -334,9 +336,9 @@ def test_a_rank_that_rests_is_named_and_for_how_long_and_is_left_alone(tmp_path,
                 for at, *longer in later:
                     for before, after in zip(since, longer, strict=True):
                         assert abs(after - before - (at - first)) < 0.5, (what, lasted)
-                print(file=process.stdin, flush=True)
+                os.write(gate, b"\n")
         finally:
-            process.stdin.close()
+            os.close(gate)
         assert process.wait(timeout=60) == 0
         out = process.stdout.read()
         assert ("received 1" in out) == ("receives" in RESTING[backend]), out
