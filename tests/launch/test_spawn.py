@@ -520,6 +520,12 @@ def test_torchs_own_pattern_of_a_loop_around_join_works(tmp_path):
     assert run_python("train.py", cwd=tmp_path).stdout == "[0, 1]\n"
 
 
+@pytest.fixture
+def lean_servers(monkeypatch):
+    """Have servers that a test starts import what ranks need, and not what this process has imported besides."""
+    monkeypatch.setattr(workers, "_PRELOAD_IF_LOADED", re.compile("phalanx[.].*"))
+
+
 def settings(rank, *_):
     names = ("OMP_NUM_THREADS", "MPLBACKEND", "HF_HOME")
     return dist.get_debug_level().name, torch.get_num_threads(), [os.environ.get(name) for name in names]
@@ -532,7 +538,7 @@ def set_settings(monkeypatch, level, threads, word):
     monkeypatch.setenv("HF_HOME", word)
 
 
-def test_what_torch_reads_when_it_is_imported_counts_at_each_start(monkeypatch):
+def test_what_torch_reads_when_it_is_imported_counts_at_each_start(lean_servers, monkeypatch):
     set_settings(monkeypatch, "DETAIL", "3", "one")
     assert phalanx.spawn(settings) == [("DETAIL", 3, ["3", "one", "one"])]
     set_settings(monkeypatch, "INFO", "2", "two")
@@ -552,7 +558,7 @@ def ranks_of_others(used):
     return [rank for server in others for rank in children_of(server)]
 
 
-def test_of_many_servers_those_are_kept_that_ranks_are_of(monkeypatch):
+def test_of_many_servers_those_are_kept_that_ranks_are_of(lean_servers, monkeypatch):
     monkeypatch.setattr(workers, "_MAX_SERVERS", 2)
     with spawn_ranks(wait_for_release, 1, init=False, env={"TORCH_OF_TEST": "in use"}) as ranks:
         (server,) = ranks.wait_until_reached("waits", timeout_s=LIMIT_S)
