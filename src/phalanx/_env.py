@@ -28,11 +28,14 @@ def seconds(name: str, timeout: timedelta | float) -> float:
     """Return a timeout in seconds, at most `LONGEST_S`.
 
     Raises:
-        ValueError: `timeout` is not more than 0.
+        ValueError: `timeout` is not more than 0, or is no number.
     """
     from datetime import timedelta
 
-    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    try:
+        value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    except (OverflowError, TypeError, ValueError):
+        raise ValueError(f"{name} must be a number of seconds or a timedelta, got {timeout!r:.80}") from None
     if value < -LONGEST_S:  # timedelta.max overflowed in torch, and became a large negative time
         return LONGEST_S
     if not value > 0:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.backend import membership
+from phalanx.wire.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has reconfigure since 2.14")
 
@@ -26,6 +33,12 @@ class Office:
     def __init__(self, path, rank, size):
         self.store, self.rank, self.size = dist.FileStore(path, -1), rank, size
         self.num = 0
+
+    def exchange(self, text):
+        """Return what each rank says, in its place."""
+        self.num += 1
+        self.store.set(f"{self.num}/{self.rank}", text)
+        return [self.store.get(f"{self.num}/{rank}").decode() for rank in range(self.size)]
 
     def collect(self, group=None, ranks=None):
         """Return the handles of all ranks, each in its place."""
@@ -240,7 +253,7 @@ def meet_in_vain(rank, size, path):
     now = office.collect()
     if rank == 0:
         seen["late"] = refusal(4, now, timeout=SOON)
-        with pytest.raises(phalanx.GroupUnusable, match=r"has no ranks since the last reconfigure\(\) failed"):
+        with pytest.raises(phalanx.GroupUnusable, match=r"has no ranks since reconfigure\(\) began"):
             dist.all_reduce(torch.ones(1))
     dist._reconfigure(5, office.collect()).wait()
     return seen, total()
@@ -255,6 +268,85 @@ def test_what_one_rank_alone_knows_is_raised_on_all(run_ranks, tmp_path):
         assert seen["works on"] == after == 3.0
     assert "CollectiveTimeout" in outcomes[0][0]["late"]
     assert "rank 1 did not come" in outcomes[0][0]["late"]
+
+
+def give_up(rank, size, path):
+    office = Office(path, rank, size)
+    handles = office.collect()
+    if rank == 1:
+        office.store.get("given up")
+    said = refusal(1, handles, timeout=SOON if rank == 0 else LIMIT)
+    if rank != 1:
+        office.store.set("given up", "")
+    office.leave()
+    return said
+
+
+def test_the_first_rank_that_gives_up_tells_the_others_who_is_missing(run_ranks, tmp_path):
+    first, late, waiting = run_ranks(give_up, 3, str(tmp_path / "office"))
+    assert "rank 1 did not come within the timeout. " in first
+    assert "CollectiveTimeout" in late
+    for said in (late, waiting):
+        assert "rank 1 did not come within the timeout of rank 0, which gave up. " in said
+
+
+def stop_the_server(rank, size, path):
+    office = Office(path, rank, size)
+    handles, pids = office.collect(), office.exchange(str(os.getpid()))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    is_stopped = lambda: Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] == "T" or None  # noqa: E731
+    assert wait_until(is_stopped, time.monotonic() + 30)
+    said = refusal(1, handles, timeout=SOON)
+    os.kill(int(pids[0]), signal.SIGCONT)
+    return said
+
+
+def test_a_stopped_process_in_which_the_ranks_meet_is_named_in_time(run_ranks, tmp_path):
+    _, said = run_ranks(stop_the_server, 2, str(tmp_path / "office"))
+    assert "the ranks meet in the process of rank 0 (pid" in said
+    assert "it accepts connections, but did not answer within" in said
+
+
+def reconfigure_in_a_thread(rank, size, path):
+    office = Office(path, rank, size)
+    handles = office.collect()
+    if rank == 1:
+        office.store.get("destroyed")
+        return refusal(1, handles), ""
+    said, is_inside, join = [], threading.Event(), membership.join_group
+    membership.join_group = lambda *args, **named: (is_inside.set(), join(*args, **named))[1]
+    thread = threading.Thread(target=lambda: said.append(refusal(1, handles, timeout=LIMIT)))
+    thread.start()
+    assert is_inside.wait(30)
+    said.append(refusal(2, handles, timeout=SOON))
+    dist.destroy_process_group()
+    office.store.set("destroyed", "")
+    thread.join()
+    return said
+
+
+def test_one_thread_reconfigures_and_a_group_that_is_destroyed_meanwhile_stays_so(run_ranks, tmp_path):
+    (second, first), (other, _) = run_ranks(reconfigure_in_a_thread, 2, str(tmp_path / "office"))
+    assert "another thread of this process is giving the group other ranks" in second
+    assert "the group was destroyed on this rank" in first
+    assert other == "done"
+
+
+def meet_where_nobody_listens(rank, size, path):
+    handles = Office(path, rank, size).collect()
+    with socket.socket() as taken:  # and never listens
+        taken.bind(("127.0.0.1", 0))
+        facts = json.loads(handles[0].removeprefix("phalanx:")) | {"port": taken.getsockname()[1]}
+        return refusal(1, [f"phalanx:{json.dumps(facts)}", handles[1]], timeout=LIMIT)
+
+
+def test_ranks_do_not_wait_for_a_process_that_has_left_its_last_group(run_ranks, tmp_path):
+    server, other = run_ranks(meet_where_nobody_listens, 2, str(tmp_path / "office"))
+    assert "this process has left its last group since" in server
+    assert "it does not answer" in other
+    assert "refused" in other
 
 
 def differ(rank, size, path):

@@ -8,7 +8,7 @@ import gc
 import os
 import pickle
 import re
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from pathlib import Path
 
 import pytest
@@ -147,10 +147,14 @@ def test_a_state_that_was_read_in_inference_mode_or_for_another_device_can_be_tr
             lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
             r"a\.0 is .*quantized, .*make it a dense one",
         ),
+        (
+            lambda: torch.zeros(2, dtype=torch.uint8).view(torch.qint8),  # torch copies it as if it had a quantizer
+            r"a\.0 is a tensor of qint8, which can't be loaded: save a view as uint8",
+        ),
         (object, r"a\.0 is a object, which can't be published without pickling: use plain values and tensors"),
         (lambda: {(object(),): 1}, r"a\.0 has the key <object.*, which can't be published; use strings or numbers"),
     ],
-    ids=["meta", "sparse", "quantized", "object", "key"],
+    ids=["meta", "sparse", "quantized", "as quantized", "object", "key"],
 )
 @pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 def test_what_can_not_be_published_is_refused_by_its_place_and_the_last_version_stays(name, make, words):
@@ -189,6 +193,26 @@ def test_wrong_arguments_are_refused_in_words(name):
         ValueError, phalanx.publish, {}, name, max_versions=1
     )
     assert "timeout_s must be more than 0 s, got 0 s" in error_of(ValueError, phalanx.subscribe, name, timeout_s=0)
+    wait = phalanx.subscribe(name).wait
+    assert "must be a number of seconds or a timedelta, got 'x'" in error_of(ValueError, wait, timeout_s="x")
+    assert "newer_than must be the number of a version, got 'x'" in error_of(TypeError, wait, newer_than="x")
+
+
+def test_what_can_be_published_can_be_read(name):
+    renamed = namedtuple("Renamed", ["x", "def"], rename=True)
+    assert_back(
+        name, renamed(1, 2), lambda state: (type(state).__name__, state._asdict()) == ("Renamed", {"x": 1, "_1": 2})
+    )
+    deep = None
+    for _ in range(199):
+        deep = {"a": deep}
+    assert_back(name, deep, lambda state: repr(state) == repr(deep))
+    assert "nested too deeply" in error_of(ValueError, phalanx.publish, {"a": deep}, name)
+
+
+def assert_back(name, state, is_it):
+    with phalanx.publish(state, name):
+        assert is_it(newest(name).state)
 
 
 # ---- versions ----------------------------------------------------------------------------------------------------
@@ -368,6 +392,24 @@ def test_buffers_outlive_their_publication(name):
     assert state.fill_(1.0).sum() == 10_000
 
 
+def test_buffers_that_can_not_be_called_back_are_not_used_again(name, monkeypatch):
+    def refuse(self):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with phalanx.publish(torch.zeros(100), name) as publication:
+        state = publication.buffers().fill_(1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Loans, "call_back", refuse)
+            assert "can't be made the writer's own: Cannot allocate" in error_of(
+                OutOfSharedMemory, publication.update, state
+            )
+        assert newest(name).state.sum() == 0
+        for value in (2.0, 3.0):
+            publication.update(torch.full((100,), value))
+            state.fill_(-1.0)
+            assert newest(name).state.sum() == 100 * value
+
+
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
 
@@ -444,6 +486,32 @@ def test_an_interrupt_when_the_record_was_replaced_takes_that_back(name, monkeyp
         assert (subscription.latest().version, subscription.latest().state.sum()) == (2, 0)
 
 
+class Calling:
+    """Calls something while its state is taken, as a signal handler may."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def state_dict(self):
+        self.call()
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_call_within_another_is_refused_and_a_close_within_one_comes_after_it(name):
+    publication, said = phalanx.publish({}, name), []
+    for method in (publication.buffers, lambda: publication.update({}), lambda: phalanx.publish({}, name)):
+        assert publication.update(Calling(lambda call=method: said.append(error_of(ArgumentError, call)))) > 1
+    assert all("was called while another call of this thread is at work" in one for one in said)
+    assert len(said) == 3
+    reader = phalanx.subscribe(name)
+    assert publication.update(Calling(lambda: (publication.close(), said.append(reader.has_ended)))) == 5
+    assert (said[-1], reader.has_ended) == (False, True)
+    assert "has closed it at version 5" in error_of(NotPublished, reader.latest)
+
+
 def test_a_closed_publication_says_so(name):
     with phalanx.publish(1, name) as publication:
         publication.close()
@@ -469,6 +537,16 @@ def test_a_record_that_is_stale_confuses_nobody(name, changes):
     with phalanx.publish("new", name) as publication:
         assert publication.version == 41
         assert subscription.wait(timeout_s=60).state == "new"
+
+
+def test_a_record_with_the_largest_number_or_an_odd_token_hides_nobody(name):
+    with phalanx.publish("gone", name):
+        record = records.find(name)
+    records.write(name, dataclasses.replace(record, version=2**62))
+    with phalanx.publish("new", name) as publication:
+        assert (publication.version, newest(name).state) == (1, "new")
+        records.write(name, dataclasses.replace(records.find(name), token="z" * 32))
+        assert "nobody has published" in error_of(NotPublished, phalanx.subscribe(name).latest)
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[1", b"\xff", b'{"pid": 1}', b"x" * 10_000], ids=range(6))

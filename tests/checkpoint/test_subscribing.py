@@ -269,6 +269,33 @@ def test_a_fork_of_the_publisher_is_none(run_ranks, name):
     assert f"publish('{name}'): process {pid}" in errors[2]
 
 
+def fork_while_buffers_are_lent(rank, world_size, name):
+    publication = phalanx.publish(torch.zeros(5), name)
+    go, let = os.pipe()
+    state = publication.buffers().fill_(1.0)
+    if (child := os.fork()) == 0:
+        os.read(go, 1)
+        state.fill_(666.0)
+        os._exit(0)
+    publication.update(state)
+    held = phalanx.subscribe(name).latest()
+    os.write(let, b"1")
+    os.waitpid(child, 0)
+    seen = [held.state.tolist()]
+    for value in (2.0, 3.0):
+        held = None
+        state = publication.buffers().fill_(value)
+        publication.update(state)
+        seen.append(phalanx.subscribe(name).latest().state.tolist())
+    publication.close()
+    os.close(go), os.close(let)
+    return seen
+
+
+def test_a_fork_that_has_inherited_buffers_changes_no_version(run_ranks, name):
+    assert run_ranks(fork_while_buffers_are_lent, 1, name, **PLAIN) == [[[1.0] * 5, [2.0] * 5, [3.0] * 5]]
+
+
 def outlive_a_publisher(rank, world_size, name):
     """A publisher is killed; its child, which shares all it had open, lives on while another publishes."""
     ready, said = os.pipe()

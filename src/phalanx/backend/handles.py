@@ -42,6 +42,7 @@ from phalanx.backend.hosts.joining import whoami
 from phalanx.backend.hosts.links import closed_at_exec
 from phalanx.host.network import NetworkError, host_identity, outside_address
 from phalanx.wire.messages import GarbledError, as_facts, between, cropped, understand
+from phalanx.wire.store import connect_within
 from phalanx.wire.waiting import wait_until
 
 _SIGN = "phalanx:"
@@ -160,22 +161,29 @@ def enter_lobby(server: Handle, handles: Sequence[Handle], me: int, timeout_s: f
         me: Number of this rank's handle.
 
     Raises:
-        OSError: It does not answer in time, so its process has ended or can't be reached.
+        OSError: It can't be reached, so its process has most probably ended.
+        StoreSilentError: It does not answer in time, so its process may be stopped.
     """
     is_one_network = len({handle.network for handle in handles}) == 1
     if server == handles[me] and is_one_network:
-        return _Lobby.open()
+        if (lobby := _Lobby.open()).port != server.port:
+            raise ConnectionRefusedError("this process has left its last group since")
+        return lobby
     host = LOOPBACK if is_one_network else server.address
     deadline = time.monotonic() + timeout_s
     if is_dead(server):
         raise ConnectionRefusedError("its process has ended")
     if (known := _Lobby.take(server, host)) is not None:
         return known
-    if server.kernel != handles[me].kernel:
-        _await_server(host, server.port, min(timeout_s, CONNECT_S))
-    limit = timedelta(seconds=max(deadline - time.monotonic(), POLL_S))
-    with closed_at_exec():
+    _await_server(host, server.port, min(timeout_s, CONNECT_S))
+    limit_s = max(deadline - time.monotonic(), POLL_S)
+
+    def connect() -> dist.Store:
+        limit = timedelta(seconds=limit_s)
         return dist.TCPStore(host, server.port, is_master=False, wait_for_workers=False, timeout=limit)
+
+    with closed_at_exec():
+        return connect_within(limit_s, connect)
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:

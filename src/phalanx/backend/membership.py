@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ class Membership:
         self._tokens = [_token()]  # of each life of the group, this one last
         self._uuids: set[int] = set()
         self._pid = os.getpid()
+        self._busy = threading.Lock()
 
     @property
     def _group(self) -> PhalanxGroup:
@@ -99,8 +101,20 @@ class Membership:
             RankFailed: The process of a handle has ended.
             CollectiveTimeout: A rank did not come in time.
             PhalanxError: A rank refuses: an old handle, a uuid that was used, a different list.
+            GroupUnusable: Another thread does this now, or has destroyed the group.
         """
         where = self._require_open("reconfigure")
+        if not self._busy.acquire(blocking=False):
+            raise GroupUnusable(
+                f"{where}: another thread of this process is giving the group other ranks; call it in one of them",
+                op=_ENTRY,
+            )
+        try:
+            return self._reconfigure(options, where)
+        finally:
+            self._busy.release()
+
+    def _reconfigure(self, options: Any, where: str) -> PhalanxWork:
         handles = read_handles(options.handles, where)
         given = options.timeout
         timeout_s = seconds("timeout", self._group._operations.timeout if given is None else given)
@@ -194,6 +208,9 @@ class Membership:
             prepare=prepare,
         )
         keep_lobby(server, lobby)
+        if operations.is_left:  # in another thread
+            core.leave("the group was destroyed on this rank")
+            self._require_open("reconfigure")
         operations.meet(core, segment, Ranks(me, size, global_ranks))
         self._tokens.append(_token())
         writer.begin(global_ranks[me], size)

@@ -8,6 +8,8 @@ To map 1 GiB anew would free 262,144 entries of the page table (65 ms), which th
 each). ``mremap`` moves whole tables to another address instead, if both lie alike within 2 MiB: both steps take 0.2 ms
 together, and the next loan has its pages. It needs Linux 5.13 (MREMAP_DONTUNMAP of shared memory, so that no thread
 meets a hole); an older kernel takes the slow way.
+
+A child that is forked while memory is lent keeps that mapping, which nobody can call back: `Loans.are_inherited` tells.
 """
 
 from __future__ import annotations
@@ -28,6 +30,18 @@ _TABLE_BYTES = 2 << 20  # what one page of the page table maps
 _FAILED = ctypes.c_void_p(-1).value
 
 
+_num_forks = 0  # of this process, since it has lent
+
+
+@functools.cache
+def _count_forks() -> None:
+    def count() -> None:
+        global _num_forks
+        _num_forks += 1
+
+    os.register_at_fork(before=count)
+
+
 class Loans:
     """The loans of one block, one at a time.
 
@@ -40,6 +54,17 @@ class Loans:
         self._fd, self._size = fd, size_bytes
         self._ready: int | None = None  # address of a writable mapping that nobody has
         self._lent: weakref.ref[memoryview] | None = None
+        self._forks = 0  # before the loan
+
+    @property
+    def are_lent(self) -> bool:
+        """Whether somebody has the memory and may write into it."""
+        return self._lent is not None and self._lent() is not None
+
+    @property
+    def are_inherited(self) -> bool:
+        """Whether this process has been forked since it lent the memory, so that the child may write there for ever."""
+        return self._lent is not None and self._forks != _num_forks
 
     def lend(self) -> memoryview:
         """Return the block's memory, writable until `call_back`. It stays mapped while the view lives.
@@ -47,6 +72,8 @@ class Loans:
         Raises:
             OSError: There is no address space.
         """
+        _count_forks()
+        self._forks = _num_forks
         address, self._ready = self._ready, None
         if address is None:
             address = _map(None, self._size, _READ_WRITE, mmap.MAP_SHARED | _MAP_POPULATE, self._fd)
@@ -61,13 +88,11 @@ class Loans:
         Raises:
             OSError: The kernel refuses.
         """
-        view = self._lent() if self._lent else None
+        if (view := self._lent() if self._lent else None) is not None:
+            address = ctypes.addressof(ctypes.c_uint8.from_buffer(view))
+            self._ready = self._moved(address)
+            _map(address, self._size, _READ_WRITE, _PRIVATE | _MAP_FIXED, self._fd)
         self._lent = None
-        if view is None:
-            return
-        address = ctypes.addressof(ctypes.c_uint8.from_buffer(view))
-        self._ready = self._moved(address)
-        _map(address, self._size, _READ_WRITE, _PRIVATE | _MAP_FIXED, self._fd)
 
     def _moved(self, address: int) -> int | None:
         """Return the new address of the pages that are mapped at another, which has none then; None: they stay."""

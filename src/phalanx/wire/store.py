@@ -39,6 +39,22 @@ def shared_pause(shortest_s: float, num_ranks: int) -> float:
     return shortest_s * (1 + num_ranks / _MANY)
 
 
+def connect_within(limit_s: float, connect: Callable[[], T]) -> T:
+    """Return what `connect` returns, a store that is connected; torch's own timeout does not cover all of that.
+
+    Raises:
+        StoreSilentError: It takes longer, as with a process that is stopped, and goes on in a thread that is left.
+        Exception: `connect` raised it.
+    """
+    answer = (clerk := _Clerk()).take(connect)
+    try:
+        if answer not in concurrent.futures.wait([answer], limit_s).done:
+            raise StoreSilentError(f"it accepts connections, but did not answer within {limit_s:.3g} s: is it stopped?")
+        return answer.result()
+    finally:
+        clerk.dismiss()
+
+
 class JsonStore:
     """A store of torch's that holds JSON and answers within a limited time. Threads and signal handlers may share it.
 

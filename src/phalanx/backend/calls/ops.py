@@ -366,7 +366,10 @@ class Operations(Collectives):
         self._segment, self._core = segment, core
 
 
-_LOST = "has no ranks since the last reconfigure() failed; call it again, with new handles and another uuid"
+_LOST = (
+    "has no ranks since reconfigure() began, which is under way in another thread or has failed; if it failed, call it "
+    "again, with new handles and another uuid"
+)
 
 
 class Absent:

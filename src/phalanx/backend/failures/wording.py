@@ -358,7 +358,8 @@ def _not_met(failure: Failure) -> str:
         advice = "Call new_group on every rank, in the same order; look for one under a condition (if rank == 0)."
     else:
         advice = "Start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method)."
-    return "\n".join([f": {failure.detail} within the timeout. {advice}", *_stuck(failure)])
+    whose = f"the timeout of {_reporter(failure)}, which gave up" if failure.by else "the timeout"
+    return "\n".join([f": {failure.detail} within {whose}. {advice}", *_stuck(failure)])
 
 
 def _aborted(failure: Failure) -> str:

@@ -412,7 +412,10 @@ class Meeting:
             with contextlib.suppress(OSError):
                 spare.append(os.open(os.devnull, os.O_RDONLY))
             yield
-        except CollectiveTimeout:  # not told: the others time out as well, and name the missing ranks themselves
+        except CollectiveTimeout as error:
+            # Others of a join time out as well, and name the missing ranks themselves; a reconfigure can't succeed.
+            if self.op == "reconfigure":
+                self._tell(replace(_cause(error, self), by=Peer(rank=self.me)))
             raise
         except BaseException as error:
             while spare:  # frees descriptors: if they have run out, a store in a file needs one
@@ -587,7 +590,9 @@ class Meeting:
         if self.life:
             return ()
         here = self._ask(self._here)
-        return tuple(rank for r, rank in enumerate(self.global_ranks) if here is not None and r not in here)
+        return tuple(
+            rank for r, rank in enumerate(self.global_ranks) if here is not None and r not in {self.rank, *here}
+        )
 
 
 def _cause(error: BaseException, meeting: Meeting) -> Failure:

@@ -16,9 +16,9 @@ would need a thread that answers while the trainer computes.
 Blocks are used again, because the kernel clears each new page: 1 GiB takes four times as long into a new block.
 
 **Without a copy.** `Publication.buffers` lends the next block as a state of tensors, to be filled where they lie. When
-they are published, what else is written there becomes private to the writer (`phalanx.host.loans`). To take tensors of
-`allocate_tensor`, or of a published model in training, where they lie was refused: the next optimizer step would write
-into what readers look at.
+they are published, what else is written there becomes private to the writer (`phalanx.host.loans`). After a fork, the
+child could still write there: such a block is copied, and not used again. To take tensors of `allocate_tensor`, or of a
+published model in training, where they lie was refused: the next optimizer step would write into what readers look at.
 
 **Alternatives of form.** The name alone identifies a publication, so that ``publish(state, name)`` in a loop is all
 that a trainer needs; the object adds buffers and an end in order. A group of trainer and readers that calls collectives
@@ -92,7 +92,9 @@ class Publication:
         self._draft: tuple[_Buffer, memoryview] | None = None
         self._most_told = 0
         self._is_closed = False
-        self._busy = threading.Lock()
+        self._busy = threading.RLock()  # of one call at a time, and reentrant: see `_alone`
+        self._is_busy = False
+        self._ends: bool | None = None  # in order or not, once the end has been asked for
 
     @property
     def version(self) -> int:
@@ -111,9 +113,7 @@ class Publication:
             PhalanxError: Another process publishes under that name, or the file that readers look for can't be written.
             ArgumentError: The publication is closed, or this is a fork of its process.
         """
-        self._require_own("update")
-        with self._busy:
-            self._require_open()
+        with self._alone("update"):
             try:
                 content = contents.lay_out(state)
             except TypeError as error:
@@ -122,10 +122,13 @@ class Publication:
                 raise ValueError(f"{self._call}: {error}") from None
             if self._record is None:
                 self._require_free()  # before anything is copied
-            if self._draft and content.is_drafted(self._draft[1]):
+            if self._draft and not self._draft[0].loans.are_inherited and content.is_drafted(self._draft[1]):
                 self._publish_draft(content)
             else:
                 self._publish_copy(content)
+            if self._draft and self._draft[0].loans.are_inherited:
+                self._drop(self._draft[0])
+                self._draft = None
             self._give_back()
             return self.version
 
@@ -147,9 +150,7 @@ class Publication:
             ...     phalanx.subscribe("example-2").latest().state
             {'weight': tensor([1., 1., 1.])}
         """
-        self._require_own("buffers")
-        with self._busy:
-            self._require_open()
+        with self._alone("buffers"):
             assert self._newest is not None
             newest = self._newest.block.memory
             if self._draft is None:
@@ -165,6 +166,8 @@ class Publication:
     def close(self) -> None:
         """End the publication: readers keep what they have, and learn that there will be no more. Again: nothing.
 
+        In a signal handler that interrupts `update`, it takes effect when that is over.
+
         Example:
             >>> publication = phalanx.publish({"step": 1}, "example-6")
             >>> publication.close()
@@ -177,17 +180,23 @@ class Publication:
         if self._pid != os.getpid():
             return
         with self._busy:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            try:
-                if self._record is not None and is_in_order:
-                    self._write(replace(self._record, is_closed=True))
-            finally:
-                for buffer in self._buffers:
-                    buffer.block.close()
-                self._buffers, self._newest, self._draft = [], None, None
-                self._forget()
+            if self._ends is None:
+                self._ends = is_in_order
+            if not self._is_busy:
+                self._finish(is_in_order=self._ends)
+
+    def _finish(self, *, is_in_order: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self._record is not None and is_in_order:
+                self._write(replace(self._record, is_closed=True))
+        finally:
+            for buffer in self._buffers:
+                buffer.block.close()
+            self._buffers, self._newest, self._draft = [], None, None
+            self._forget()
 
     def _forget(self) -> None:
         if _ours.get((self._pid, self.name)) is self:
@@ -198,6 +207,29 @@ class Publication:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end(is_in_order=error is None)  # after an error, readers are told that it ended without closing
+
+    @contextlib.contextmanager
+    def _alone(self, method: str) -> Iterator[None]:
+        """Hold off other threads. A call within another one, as of a signal handler, would wait for itself: it raises.
+
+        Raises:
+            ArgumentError: That; or the publication is closed, or this is a fork of its process.
+        """
+        self._require_own(method)
+        with self._busy:
+            if self._is_busy:
+                raise ArgumentError(
+                    f"{self._call}: {method}() was called while another call of this thread is at work, as by a signal "
+                    "handler or a state_dict(): call it after that"
+                )
+            self._require_open()
+            try:
+                self._is_busy = True
+                yield
+            finally:
+                self._is_busy = False
+                if self._ends is not None:  # meanwhile
+                    self._finish(is_in_order=self._ends)
 
     # ---- the next version ------------------------------------------------------------------------------------------
 
@@ -211,10 +243,17 @@ class Publication:
         assert self._draft is not None
         buffer, memory = self._draft
         content.write(memory, self._token)  # the manifest, and tensors that lie elsewhere
-        self._draft = None
-        with self._held_alone(buffer):
-            buffer.loans.call_back()
-            self._commit(buffer)
+        try:
+            self._draft = None
+            with self._held_alone(buffer):
+                try:
+                    buffer.loans.call_back()
+                except OSError as error:
+                    raise self._short("what `buffers` returned can't be made the writer's own", error) from error
+                self._commit(buffer)
+        finally:
+            if buffer.loans.are_lent:  # somebody may write there for as long as he likes
+                self._drop(buffer)
 
     @contextlib.contextmanager
     def _held_alone(self, buffer: _Buffer) -> Iterator[None]:
@@ -241,7 +280,7 @@ class Publication:
     def _announce(self, buffer: _Buffer, last: int) -> None:
         pid, fd, inode, size_bytes = buffer.block.address
         where = records.start_of(pid), records.pid_namespace()
-        record = records.Record(pid, self._token.hex(), last + 1, fd, inode, size_bytes, *where)
+        record = records.Record(pid, self._token.hex(), records.after(last), fd, inode, size_bytes, *where)
         buffer.version = record.version
         contents.stamp(buffer.block.memory, record.version)
         self._write(record)
@@ -252,8 +291,8 @@ class Publication:
             records.write(self.name, record)
         except OSError as error:
             raise PhalanxError(
-                f"{self._call}: the file by which readers find it can't be written: {error}; free space, or make the "
-                "folder yours alone (mode 0700)",
+                f"{self._call}: the file by which readers find it can't be written: {error}; free space or descriptors "
+                "(ulimit -n), or make the folder yours alone (mode 0700)",
                 entry="system",
             ) from error
 
@@ -295,8 +334,8 @@ class Publication:
             self._drop(buffer)
         if len(self._buffers) >= self._max_versions:
             raise OutOfSharedMemory(
-                f"{self._call}: readers hold {self._held()}, and max_versions={self._max_versions} allows no more: let "
-                "them drop versions that they have finished with, end them, or raise max_versions",
+                f"{self._call}: readers hold {_in_words(*self._held())}, and max_versions={self._max_versions} allows "
+                "no more: let them drop versions that they have finished with, end them, or raise max_versions",
                 op="publish",
                 entry="versions-held",
             )
@@ -334,21 +373,27 @@ class Publication:
             if num_free > _SPARE:
                 self._drop(buffer)
         if len(held) >= max(_MANY, self._most_told + 1):
-            self._most_told = len(held)
-            text = f"phalanx: {self._call}: readers hold {self._held()}"
-            with contextlib.suppress(OSError):  # a closed pipe: nobody listens
-                print(f"{text}; max_versions={self._max_versions}", file=sys.stderr, flush=True)
+            self._tell_held()
 
-    def _held(self) -> str:
-        """Return who holds which old versions, in words."""
+    def _tell_held(self) -> None:
+        rows, total = self._held()
+        if len(rows) < max(_MANY, self._most_told + 1):  # some were dropped meanwhile
+            return
+        self._most_told = len(rows)
+        text = f"phalanx: {self._call}: readers hold {_in_words(rows, total)}; max_versions={self._max_versions}"
+        with contextlib.suppress(OSError):  # a closed pipe: nobody listens
+            print(text, file=sys.stderr, flush=True)
+
+    def _held(self) -> tuple[list[str], int]:
+        """Return who holds which old versions, in words, and their bytes."""
         rows, total = [], 0
-        for buffer in self._buffers:
+        for buffer in sorted(self._buffers, key=lambda buffer: buffer.version):
             if buffer is self._newest or (self._draft and buffer is self._draft[0]):
                 continue
             if pids := sorted(holders_of(buffer.block.address.inode)):
                 rows.append(f"version {buffer.version} by {joined([records.described(pid) for pid in pids])}")
                 total += buffer.block.size_bytes
-        return f"{counted(len(rows), 'old version')} ({in_units(total)}): {'; '.join(rows)}"
+        return rows, total
 
     # ---- words -----------------------------------------------------------------------------------------------------
 
@@ -367,6 +412,10 @@ class Publication:
     def _require_open(self) -> None:
         if self._is_closed:
             raise ArgumentError(f"{self._call} is closed: call phalanx.publish again")
+
+
+def _in_words(rows: list[str], total: int) -> str:
+    return f"{counted(len(rows), 'old version')} ({in_units(total)}): {'; '.join(rows)}"
 
 
 def publish(state: Any, name: str, *, max_versions: int = 8) -> Publication:

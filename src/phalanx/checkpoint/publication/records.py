@@ -28,13 +28,14 @@ from phalanx._text import shortened
 from phalanx.host.processes import command_of, process_of
 from phalanx.host.shared_blocks import Address, path_of
 from phalanx.wire.files import lock_within, open_regular, write_whole
-from phalanx.wire.messages import GarbledError, between, cropped, understand
+from phalanx.wire.messages import GarbledError, between, cropped, require, understand
 from phalanx.wire.places import common_files, in_common_folder
 
 _MOST = 2**62
 _MOST_BYTES = 4096
 _LOCK_S = 10.0
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
+_TOKEN = re.compile(r"[0-9a-f]{32}")
 _Count = Annotated[int, between(0, _MOST)]
 
 
@@ -98,6 +99,11 @@ def check_name(call: str, name: Any) -> str:
     return name
 
 
+def after(version: int) -> int:
+    """Return the number of the next version; after the largest that a record can hold, they begin anew."""
+    return version % _MOST + 1
+
+
 def file_name(name: str) -> str:
     return f"publication-{name}"
 
@@ -135,6 +141,7 @@ def find(name: str) -> Record | None:
 @functools.lru_cache(maxsize=16)
 def _record_in(text: bytes) -> Record:
     record: Record = understand(text, Record)
+    require(_TOKEN.fullmatch(record.token) is not None, "a token", record.token)
     return record
 
 

@@ -102,7 +102,8 @@ class Subscription:
         found = wait_until(self._look_now, time.monotonic() + _LATEST_S, most_s=_LOOK_S)
         newest = found[0] if found else self._last
         if newest is None:
-            raise self._error("there is no version", records.find(self.name))
+            missing = "there is no version" if found else f"no version could be mapped for {_LATEST_S:g} s"
+            raise self._error(missing, records.find(self.name))
         return newest
 
     def wait(self, newer_than: int | None = None, timeout_s: float | None = None) -> Published:
@@ -120,6 +121,8 @@ class Subscription:
         self._require_open()
         if newer_than is None:
             newer_than = self._last.version if self._last else 0
+        elif not isinstance(newer_than, int):
+            raise TypeError(f"{self._call}: wait: newer_than must be the number of a version, got {newer_than!r:.80}")
         limit_s = self._timeout_s if timeout_s is None else _env.seconds("wait: timeout_s", timeout_s)
         known = newer_than
         found = wait_until(

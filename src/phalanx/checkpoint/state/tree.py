@@ -23,8 +23,9 @@ from phalanx._torch.tensors import is_dtensor, is_stored, unusual_keys
 from phalanx.checkpoint.state.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
 
 _SCALARS = (bool, int, str, type(None))
-_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]")  # dtypes that torch can neither copy nor view as complex
+_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]|qu?int.*")  # dtypes that torch can neither copy nor view as complex
 _MAX_INT_BITS = 14_000  # Python refuses to read a number of more than 4300 digits
+_MOST_DEPTH = 200  # values within values; a reader needs three calls of Python's 1000 for each
 _INLINE_BYTES = 1024  # longer bytes are saved like a tensor
 
 
@@ -98,9 +99,13 @@ def pack(state: Any, done: str = "saved") -> tuple[Json, list[Leaf]]:
         tree = packer.pack(state, "")
         packer.note_shared_memory()
         json.dumps(tree)  # tried here, so that a failure comes before the ranks agree to save
-    except RecursionError:
-        raise ValueError(f"the state is nested too deeply to be {done}: make it flatter") from None
+    except RecursionError:  # the caller's own calls were many
+        raise _too_deep(done) from None
     return tree, packer.leaves
+
+
+def _too_deep(done: str) -> ValueError:
+    return ValueError(f"the state is nested too deeply to be {done}: make it flatter")
 
 
 class _Packer:
@@ -111,6 +116,7 @@ class _Packer:
         self.leaves: list[Leaf] = []
         self._names = {"__metadata__"}  # names in use; this one is reserved in a safetensors file
         self._buffers: frozenset[str] = frozenset()
+        self._level = 0  # of the value that is being packed
         self._depth = 0  # depth of nested objects, whose load_state_dict() is not told of shared memory
         self._places: list[_Place] = []
 
@@ -122,6 +128,14 @@ class _Packer:
                     place.node["shares"] = shares
 
     def pack(self, value: Any, name: str) -> Json:
+        self._level += 1
+        if self._level > _MOST_DEPTH:
+            raise _too_deep(self._done)
+        node = self._pack(value, name)
+        self._level -= 1
+        return node
+
+    def _pack(self, value: Any, name: str) -> Json:
         if type(value) in _SCALARS:
             if type(value) is int and value.bit_length() > _MAX_INT_BITS:
                 raise ValueError(

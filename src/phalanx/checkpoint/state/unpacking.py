@@ -160,7 +160,8 @@ def _as_named(node: Json, items: list[Any], like: Any) -> Any:
 
 @functools.lru_cache
 def _class_of_named(name: str, fields: tuple[str, ...]) -> Any:
-    return collections.namedtuple(name, fields)
+    # Renamed are fields that were when the class was made: those of no valid name, as _1 for the second one.
+    return collections.namedtuple(name, fields, rename=True)
 
 
 def _kind_of(node: Json) -> str:
