@@ -564,6 +564,8 @@ class Meeting:
 
     def _timed_out(self, what: str) -> PhalanxError:
         ranks = self._absent()
+        if self.op == "reconfigure":
+            self.look()  # a rank that gave up just now has told why before it took back its hello
         if ranks:
             what = f"{enumerated('rank', ranks)} did not come"
         return self.too_late(what, ranks)
