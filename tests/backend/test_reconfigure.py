@@ -335,11 +335,14 @@ def test_one_thread_reconfigures_and_a_group_that_is_destroyed_meanwhile_stays_s
 
 
 def meet_where_nobody_listens(rank, size, path):
-    handles = Office(path, rank, size).collect()
+    office = Office(path, rank, size)
+    handles = office.collect()
     with socket.socket() as taken:  # and never listens
         taken.bind(("127.0.0.1", 0))
         facts = json.loads(handles[0].removeprefix("phalanx:")) | {"port": taken.getsockname()[1]}
-        return refusal(1, [f"phalanx:{json.dumps(facts)}", handles[1]], timeout=LIMIT)
+        said = refusal(1, [f"phalanx:{json.dumps(facts)}", handles[1]], timeout=LIMIT)
+    office.leave()
+    return said
 
 
 def test_ranks_do_not_wait_for_a_process_that_has_left_its_last_group(run_ranks, tmp_path):
