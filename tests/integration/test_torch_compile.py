@@ -62,6 +62,20 @@ def test_what_compiles_breaks_where_it_always_does(forked):
     assert run(forked, POSTPONED, "assert not num_loaded()\n", counted) == run(forked, STEP, counted) != "0\n"
 
 
+def test_an_import_of_a_package_that_comes_with_it_asks_for_nothing(forked):
+    """torch's own module, imported in the middle of such a package, would find it half done."""
+    source = """
+    from phalanx._torch.dynamo import postpone_import
+    postpone_import()
+    import torch._dynamo
+    from torch.distributed.fsdp import fully_shard
+    import torch.distributed.nn.functional as functional
+    from torch.distributed.tensor import DTensor
+    print(torch._dynamo.config.__name__)
+    """
+    assert run(forked, source) == "torch._dynamo.config\n"
+
+
 WAYS_TO_ASK = {
     "a module in it": "import torch._dynamo.config",
     "a name": """
