@@ -136,8 +136,8 @@ class _Filling:
 
     def __call__(self, name: str) -> Any:
         package, full_name = sys.modules[self._package], f"{self._package}.{name}"
-        # An import of the module itself asks, too, and needs no answer: "from package import name" looks for an attribute
-        # before it imports, and a module that is being imported is no attribute of its package yet.
+        # An import of the module itself asks, too, and needs no answer: "from package import name" looks for an
+        # attribute before it imports, and a module that is being imported is no attribute of its package yet.
         is_imported = full_name in sys.modules or sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
         if not name.startswith("__") and not is_imported and importlib.util.find_spec(full_name) is not None:
             self._finder.torchs()
