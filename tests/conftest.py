@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import math
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -238,30 +236,6 @@ _MARKED = {
 
 def pytest_configure(config):
     config.pluginmanager.register(costs.Costs())
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection(session):
-    """Have each worker of xdist import other test files first: what one has compiled, the others find compiled.
-
-    Rewriting the asserts of all files takes 10 s of CPU, which each worker would need at once. What is compiled
-    is kept, as make test does with the package, even where the shell says that Python is to keep nothing.
-    """
-    worker = getattr(session.config, "workerinput", None)
-    if worker is None or session.config.args != ["tests"]:
-        return (yield)
-    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, False
-    try:
-        _import_share(session.config.rootpath, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
-        return (yield)
-    finally:
-        sys.dont_write_bytecode = writes_none
-
-
-def _import_share(root, number, num_workers):
-    for path in sorted((root / "tests").rglob("test_*.py"))[number::num_workers]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # when it is collected, pytest says why not
-            importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_finish():
