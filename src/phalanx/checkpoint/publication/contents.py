@@ -131,8 +131,10 @@ def _view(memory: Any, place: int, dtype: torch.dtype, shape: Sequence[int]) -> 
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
-    if _is_packed(source):  # as bytes, because torch can't copy every dtype
+    if _is_packed(source):  # as whole numbers, because torch can't copy every dtype
         target, source = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
+        if all(t.numel() % 8 == t.storage_offset() % 8 == t.data_ptr() % 8 == 0 for t in (target, source)):  # a tenth faster than bytes
+            target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
 
 
