@@ -133,9 +133,14 @@ def _view(memory: Any, place: int, dtype: torch.dtype, shape: Sequence[int]) -> 
 def _fill(target: Tensor, source: Tensor) -> None:
     if _is_packed(source):  # as whole numbers, because torch can't copy every dtype
         target, source = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
-        if all(t.numel() % 8 == t.storage_offset() % 8 == t.data_ptr() % 8 == 0 for t in (target, source)):  # a tenth faster than bytes
+        if _are_words(target) and _are_words(source):  # a tenth faster
             target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
+
+
+def _are_words(flat: Tensor) -> bool:
+    """Whether bytes are whole aligned words of 8."""
+    return flat.numel() % 8 == flat.storage_offset() % 8 == flat.data_ptr() % 8 == 0
 
 
 def stamp(memory: Any, version: int) -> None:
