@@ -140,7 +140,7 @@ def _fill(target: Tensor, source: Tensor) -> None:
 
 def _are_words(flat: Tensor) -> bool:
     """Whether bytes are whole aligned words of 8."""
-    return flat.numel() % 8 == flat.storage_offset() % 8 == flat.data_ptr() % 8 == 0
+    return not any(number % 8 for number in (flat.numel(), flat.storage_offset(), flat.data_ptr()))
 
 
 def stamp(memory: Any, version: int) -> None:
