@@ -79,11 +79,10 @@ release: $(READY)
 	$(BIN)/python -m pytest -m wheels tests/platforms
 	$(BIN)/python tools/release.py tag
 
-# Three files at a time on two cores: while some wait, others compute; the longest first, see tests/costs.py. pytest
-# exits with 5 if there is nothing to do.
+# Three files at a time on two cores: while some wait, others compute. pytest exits with 5 if there is nothing to do.
 test: $(READY)
 	$(BIN)/python -m compileall -q src/phalanx
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not (cluster or slow or integrations or wheels or site)" $(TESTS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not (cluster or slow or integrations or wheels or site)" $(TESTS) || [ $$? = 5 ]
 
 torch:
 	$(MAKE) test TESTS="$(OF_TORCH)"

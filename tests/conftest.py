@@ -246,9 +246,7 @@ def pytest_sessionfinish():
     gc.unfreeze()  # or libraries would say at exit that it was leaked
 
 
-def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):  # else whoever runs some tests sees them in their order
-        items.sort(key=costs.place)
+def pytest_collection_modifyitems(items):
     for item in items:
         for marker, places in _MARKED.items():
             if item.nodeid.startswith(places):

@@ -17,39 +17,6 @@ import pytest
 KEPT = Path(__file__).parents[1] / "build" / "test_costs.tsv"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NUM_SHOWN = 10  # files
-# Those that take longest, the longest first: make test begins with them, so that no worker is left with one at the end.
-_LONGEST = (
-    "conformance/test_exam.py",
-    "hosts/test_collectives.py",
-    "launch/test_survivors.py",
-    "hosts/test_replicas.py",
-    "hosts/test_failures.py",
-    "launch/test_saving_with_workers.py",
-    "launch/test_nodes.py",
-    "diagnose/test_why.py",
-    "tune/test_command.py",
-    "launch/test_spawn.py",
-    "launch/test_warm.py",
-    "conformance/test_ddp_exam.py",
-    "check/test_check.py",
-    "test_plugin.py",
-    "test_fast_ranks.py",
-    "launch/test_preempted_nodes.py",
-    "launch/test_first_contact.py",
-    "replace/test_ways_in.py",
-    "record/test_gloo.py",
-    "diagnose/test_past.py",
-    "launch/test_failure.py",
-    "fuzz/test_programs.py",
-    "docs/test_pages.py",
-    "launch/test_last_screen.py",
-    "hosts/test_sizes.py",
-    "launch/test_agreement.py",
-    "examples/test_train_digits.py",
-    "train/test_trainer.py",
-    "integration/test_torch_compile.py",
-    "backend/test_lives.py",
-)
 
 
 def children(pid: int) -> set[int]:
@@ -70,12 +37,6 @@ def _cpu_s() -> float:
             ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
         todo += children(pid)
     return ticks / _TICKS_PER_S
-
-
-def place(item: pytest.Item) -> int:
-    """Return a key by which the tests of the files that take longest come first, and all others as they were."""
-    name = item.nodeid.partition("::")[0].removeprefix("tests/")
-    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
 
 
 class Costs:
