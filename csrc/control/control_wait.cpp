@@ -13,6 +13,7 @@ using namespace std::chrono_literals;
 // been waiting for it for as long as the kernel takes to end it, 20 to 60 ms, so they check more often at first. A check
 // costs some 50 us; ranks of a larger group, which may share the CPUs with those that compute, check less often.
 constexpr auto kLook = 50ms, kFirstLook = 10ms, kLeastLook = 2ms;
+constexpr auto kSlice = 25ms;  // the longest sleep without a look at whether this process was stopped meanwhile
 
 Clock::duration until_next_look(Clock::duration waited, int num_ranks) {
   return std::clamp<Clock::duration>(waited * num_ranks / 64, kLeastLook, kLook);
@@ -67,7 +68,7 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
   }
   StopWatch watch;
   const auto slice = [&] {
-    return std::clamp<std::chrono::nanoseconds>(wait.next_look - Clock::now(), kLeastLook, kFirstLook);
+    return std::clamp<std::chrono::nanoseconds>(wait.next_look - Clock::now(), kLeastLook, kSlice);
   };
   while (!sleep_on(*wait.bell, slice(), done)) {
     const Clock::duration stopped = watch.stopped();

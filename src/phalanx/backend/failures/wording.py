@@ -330,14 +330,8 @@ def _rank_missing(failure: Failure) -> str:
         text = f" timed out after {failure.timeout_s or 0:.1f} s waiting for {missing}"
     answer = answer_to(failure)
     asked = [f"phalanx why: {answer}"] if answer else []
-    return "\n".join(
-        [
-            text,
-            *_stuck(failure),
-            *([] if failure.circle else [_NO_SIGNAL if failure.op == "wait_signal" else _LATER]),
-            *asked,
-        ]
-    )
+    advice = _NO_SIGNAL if failure.op == "wait_signal" else _LATER
+    return "\n".join([text, *_stuck(failure), *([] if failure.circle else [advice]), *asked])
 
 
 def _came_late(failure: Failure) -> str:
