@@ -1,5 +1,6 @@
 #include "memory/peers.h"
 
+#include <dirent.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -37,10 +38,11 @@ struct PidfdInfo {
 };
 constexpr std::uint64_t kPidfdInfoExit = 1u << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
+constexpr unsigned long kExiting = 4;  // PF_EXITING of the kernel's include/linux/sched.h, the same for 30 years
 
-/// What /proc/<pid>/stat says of a process.
+/// What /proc/<pid>/stat says of a process, or of a thread.
 struct ProcStat {
-  char state = 0;
+  bool is_exiting = false;  // this thread runs no code of its program any more
   int num_threads = 0;
   std::uint64_t start_time = 0;
   std::uint64_t stack = 0;  // address where its stack begins; 0 for a zombie, and if /proc hides it
@@ -48,15 +50,16 @@ struct ProcStat {
 };
 
 /// None if the process is gone, or if it can't be looked at: no /proc, no descriptor left, hidden from this user.
-std::optional<ProcStat> read_stat(int pid) {
-  const std::string text = read_text("/proc/" + std::to_string(pid) + "/stat");
+std::optional<ProcStat> read_stat(const std::string& folder) {
+  const std::string text = read_text(folder + "/stat");
   const std::size_t end_of_name = text.rfind(')');  // the name may hold blanks and parentheses
   if (end_of_name == std::string::npos) return std::nullopt;
   ProcStat stat;
   std::size_t at = end_of_name + 1;
   for (int number = 3; (at = text.find_first_not_of(" \n", at)) != std::string::npos; ++number) {  // field of proc(5)
     const char* const field = text.c_str() + at;
-    if (number == 3) stat.state = *field;
+    if (number == 3) stat.is_exiting = *field == 'Z' || *field == 'X';
+    if (number == 9) stat.is_exiting |= (std::strtoul(field, nullptr, 10) & kExiting) != 0;
     if (number == 20) stat.num_threads = std::atoi(field);
     if (number == 22) stat.start_time = std::strtoull(field, nullptr, 10);
     if (number == 28) stat.stack = std::strtoull(field, nullptr, 10);
@@ -66,7 +69,28 @@ std::optional<ProcStat> read_stat(int pid) {
   return stat.start_time == 0 ? std::nullopt : std::optional(stat);
 }
 
-constexpr unsigned kLooksPerStack = 8;  // /proc is read at every eighth check: it costs more than a poll of the pidfd
+std::string folder_of(int pid) { return "/proc/" + std::to_string(pid); }
+
+std::optional<ProcStat> read_stat(int pid) { return read_stat(folder_of(pid)); }
+
+/// Whether no thread of a process runs any more, though the kernel may still be freeing its memory. `first` is of its
+/// first thread, which alone may end before the others.
+bool has_stopped(int pid, const ProcStat& first) {
+  if (!first.is_exiting) return false;
+  if (first.num_threads <= 1) return true;
+  const std::string folder = folder_of(pid) + "/task";
+  const std::unique_ptr<DIR, int (*)(DIR*)> tasks(opendir(folder.c_str()), closedir);
+  if (tasks == nullptr) return false;
+  int num_exiting = 0;
+  while (const dirent* const task = readdir(tasks.get())) {
+    if (task->d_name[0] == '.') continue;
+    const std::optional<ProcStat> stat = read_stat(folder + "/" + task->d_name);
+    if (stat && !stat->is_exiting) return false;
+    num_exiting += stat.has_value();
+  }
+  const std::optional<ProcStat> now = read_stat(pid);
+  return now && num_exiting >= now->num_threads;  // else a thread has begun meanwhile, which was not listed
+}
 
 std::uint64_t own_pid_namespace() {
   struct stat info{};
@@ -120,8 +144,11 @@ Ending from_wait_status(int status) {
   return ending;
 }
 
+constexpr unsigned kCheap = 4, kSeldom = 8;  // how many watches of a process are cheap to look up; how seldom others are
+
 using Watches = std::map<std::pair<int, std::uint64_t>, std::weak_ptr<const PeerWatch>>;
 std::mutex g_watches_mutex;
+std::atomic<unsigned> g_num_watches{0};  // RELAXED: it only tells how often to look
 // One watch for each watched process, whatever the number of groups, because descriptors are few. Leaked, because native
 // threads still run while the process destroys its statics.
 Watches& g_watches = *new Watches;
@@ -156,7 +183,7 @@ std::shared_ptr<const PeerWatch> PeerWatch::of(const Identity& peer) {
   if (peer.pid == getpid()) return nullptr;
   std::lock_guard lock(g_watches_mutex);
   std::weak_ptr<const PeerWatch>& known = g_watches[{peer.pid, peer.start_time}];
-  if (auto watch = known.lock(); watch && !watch->is_replaced()) return watch;
+  if (auto watch = known.lock(); watch && (watch->look_into_proc() != Life::kReplaced)) return watch;
   std::erase_if(g_watches, [&](const auto& entry) { return entry.second.expired() && &entry.second != &known; });
   Fd pidfd;
   int error = 0;
@@ -172,6 +199,7 @@ std::shared_ptr<const PeerWatch> PeerWatch::of(const Identity& peer) {
 }
 
 PeerWatch::PeerWatch(const Identity& peer, Fd pidfd, int error) : peer_(peer), pidfd_(std::move(pidfd)), error_(error) {
+  g_num_watches.fetch_add(1, std::memory_order_relaxed);
   // The pidfd was opened after the peer had published its identity. If the pid now belongs to another process, the peer
   // has died in between.
   if (pidfd_ && look_into_proc() == Life::kEnded) {
@@ -181,21 +209,18 @@ PeerWatch::PeerWatch(const Identity& peer, Fd pidfd, int error) : peer_(peer), p
   if (const std::optional<ProcStat> stat = read_stat(peer_.pid)) stack_ = stat->stack;
 }
 
-bool PeerWatch::is_replaced() const {
-  if (stack_ == 0 || is_replaced_.load(std::memory_order_relaxed)) return stack_ != 0;
-  const std::optional<ProcStat> stat = read_stat(peer_.pid);
-  if (stat && stat->start_time == peer_.start_time && stat->stack != 0 && stat->stack != stack_)
-    is_replaced_.store(true, std::memory_order_relaxed);
-  return is_replaced_.load(std::memory_order_relaxed);
-}
+PeerWatch::~PeerWatch() { g_num_watches.fetch_sub(1, std::memory_order_relaxed); }
 
-/// A process that has ended is gone or a zombie. A zombie with further threads is alive: only its first thread ended.
 PeerWatch::Life PeerWatch::look_into_proc() const {
+  if (is_replaced_.load(std::memory_order_relaxed)) return Life::kReplaced;
   if (kill(peer_.pid, 0) != 0 && errno == ESRCH) return Life::kEnded;
   const std::optional<ProcStat> stat = read_stat(peer_.pid);
   if (!stat) return Life::kUnknown;
   if (peer_.start_time != 0 && stat->start_time != peer_.start_time) return Life::kEnded;
-  return (stat->state == 'Z' || stat->state == 'X') && stat->num_threads <= 1 ? Life::kEnded : Life::kAlive;
+  if (has_stopped(peer_.pid, *stat)) return Life::kEnded;
+  if (stack_ == 0 || stat->stack == 0 || stat->stack == stack_) return Life::kAlive;
+  is_replaced_.store(true, std::memory_order_relaxed);
+  return Life::kReplaced;
 }
 
 bool PeerWatch::dead() const {
@@ -204,15 +229,16 @@ bool PeerWatch::dead() const {
   bool told = false;
   if (pidfd_) {
     pollfd entry{pidfd_.get(), POLLIN, 0};
-    if (poll(&entry, 1, 0) <= 0)
-      return num_looks_.fetch_add(1, std::memory_order_relaxed) % kLooksPerStack == kLooksPerStack - 1
-                 ? is_replaced()
-                 : is_replaced_.load(std::memory_order_relaxed);
-    told = (entry.revents & POLLIN) != 0;
+    told = poll(&entry, 1, 0) > 0 && (entry.revents & POLLIN) != 0;
+    // With many peers, only some of them are looked up in /proc each time: it costs more than a poll.
+    const unsigned num_watches = g_num_watches.load(std::memory_order_relaxed);
+    const unsigned every = std::clamp(num_watches / kCheap, 1u, kSeldom);
+    if (!told && num_looks_.fetch_add(1, std::memory_order_relaxed) % every != 0)
+      return is_replaced_.load(std::memory_order_relaxed);
   }
   // Asked even if the pidfd reports a death: a script may have closed our descriptor, and its number may be another's.
   const Life life = look_into_proc();
-  return life == Life::kUnknown ? told : life == Life::kEnded;
+  return life == Life::kUnknown ? told : life != Life::kAlive;
 }
 
 Ending PeerWatch::ending() const {
@@ -221,9 +247,9 @@ Ending PeerWatch::ending() const {
     ending.is_replaced = true;
     return ending;
   }
-  // /proc shows the exit status of a zombie; after its parent has collected it, new kernels still tell it by the pidfd.
+  // /proc shows the exit status until the parent has collected it; after that, new kernels still tell it by the pidfd.
   const std::optional<ProcStat> stat = read_stat(peer_.pid);
-  if (stat && stat->state == 'Z' && (peer_.start_time == 0 || stat->start_time == peer_.start_time))
+  if (stat && stat->is_exiting && (peer_.start_time == 0 || stat->start_time == peer_.start_time))
     return from_wait_status(stat->exit_code);
   if (pidfd_) {
     PidfdInfo info{};

@@ -5,8 +5,12 @@
 // be learned, because /proc is unreadable or descriptors have run out, is not taken for a death. On one host, a rank
 // that calls exec keeps its pid and its pidfd; its peers notice by the place of its stack in /proc, which is new.
 //
-// How a process ended is read from /proc while it is a zombie, and from its pidfd afterwards (Linux 6.15 and newer). On
-// older kernels, once its parent has collected the exit status, a rank is reported as dead without a status.
+// A pidfd tells of a death once the kernel has freed the memory of the process, for which it takes 10 to 60 ms in a
+// training. But its threads have run their last instruction before, as their flags in /proc show, and that is what peers
+// wait for: a group is formed anew while the kernel still tidies up.
+//
+// How a process ended is read from /proc until its parent has collected the status, and from its pidfd afterwards (Linux
+// 6.15 and newer). On older kernels, a rank is then reported as dead without a status.
 #pragma once
 
 #include <atomic>
@@ -48,6 +52,7 @@ class PeerWatch {
   static std::shared_ptr<const PeerWatch> of(const Identity& peer);
 
   PeerWatch(const Identity& peer, Fd pidfd, int error);
+  ~PeerWatch();
   bool dead() const;
   int pid() const { return peer_.pid; }
   /// How it ended; only meaningful once dead() is true.
@@ -56,9 +61,8 @@ class PeerWatch {
   std::string weakness() const;
 
  private:
-  enum class Life { kAlive, kEnded, kUnknown };
+  enum class Life { kAlive, kEnded, kReplaced, kUnknown };
   Life look_into_proc() const;
-  bool is_replaced() const;
 
   Identity peer_;
   std::uint64_t stack_ = 0;  // address of the peer's stack; 0: this process may not see it

@@ -428,6 +428,29 @@ def test_a_part_of_the_world_gets_other_ranks_and_the_world_keeps_its_own(run_ra
     assert outcomes == [None, (1, 2, [2, 1], 2.0, (1, 3)), (0, 2, [2, 1], 2.0, (2, 3))]
 
 
+def count_anew(rank, size, path):
+    office = Office(path, rank, size)
+    parts = {ranks: dist.new_group(ranks) for ranks in [(1, 3), (0, 2)]}
+    handles = office.collect()
+    if rank == 0:
+        return None
+    dist._reconfigure(1, [handles[3], handles[1], handles[2]]).wait()
+    part = parts[(1, 3) if rank != 2 else (0, 2)]
+    value = torch.tensor([float(rank)])
+    if rank != 2:
+        dist.broadcast(value, src=1, group=part)
+    return dist.get_rank(part), dist.get_process_group_ranks(part), value.item()
+
+
+def test_groups_made_before_count_their_ranks_by_the_new_numbers_of_the_world(run_fresh_ranks, tmp_path):
+    assert run_fresh_ranks(count_anew, 4, str(tmp_path / "office")) == [
+        None,
+        (0, [1, 0], 1.0),
+        (1, [2], 2.0),
+        (1, [1, 0], 1.0),
+    ]
+
+
 def shrink(rank, size, flags):
     part = dist.new_group([1, 2, 3])
     wrong = [[[], 0], [[0, 1, 2, 3], 0], [[1, 1], 0], [[rank], 0], [[9], 0], [[1], 7]]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx import RankFailed
+from phalanx import RankFailed, _core
 from phalanx.testing import await_release, reached
 from tests.faults._watch import NAMED_WITHIN_S, TELLS_ENDING, wait_until_asleep
 
@@ -226,3 +228,59 @@ def test_a_script_that_raises_is_named_with_its_exit_code_though_the_interpreter
     assert f"rank 1 (pid {ranks[1].pid})" in printed[0]
     if TELLS_ENDING:
         assert "exited with code 1" in printed[0]
+
+
+def die_with_much_memory():
+    """Kill a process that holds 256 MiB; return how it ended, if that could be seen before its memory was freed."""
+    ready, mark = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        held = b"x" * (1 << 28)
+        os.write(mark, str(_core.identity()[1]).encode())
+        signal.pause()
+        os._exit(len(held) % 2)
+    start_time = int(os.read(ready, 32))
+    pidfd = os.pidfd_open(pid)
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    try:
+        watch = _core.PeerWatch.of(pid, start_time, _core.identity()[2])
+        assert not watch.dead
+        os.kill(pid, signal.SIGKILL)
+        while not watch.dead:
+            pass
+        ending = watch.ending
+        return None if ended.poll(0) else ending
+    finally:
+        os.waitpid(pid, 0)
+        for fd in (ready, mark, pidfd):
+            os.close(fd)
+
+
+def test_a_death_and_its_cause_are_seen_before_the_kernel_has_freed_the_memory():
+    """The kernel needs 30 ms or more for it; who waits for the CPU for so long sees nothing of it, and tries again."""
+    seen = next(filter(None, (die_with_much_memory() for _ in range(50))))
+    assert seen == ("rank_ended", -1, signal.SIGKILL)
+
+
+def test_a_process_whose_first_thread_alone_has_ended_lives():
+    code = (
+        "import ctypes, os, threading, time\n"
+        "from phalanx import _core\n"
+        "threading.Thread(target=lambda: (print(*_core.identity(), flush=True), input()), daemon=True).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as one:
+        try:
+            pid, start_time, namespace = map(int, one.stdout.readline().split())
+            first = Path(f"/proc/{pid}/task/{pid}/stat")
+            while first.read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.001)
+            watch = _core.PeerWatch.of(pid, start_time, namespace)
+            assert not any(watch.dead for _ in range(20))
+        finally:
+            one.kill()
+            one.wait()
+        assert watch.dead

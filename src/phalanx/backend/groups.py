@@ -187,9 +187,9 @@ def build_group(
     _begin()
     writer.begin(global_ranks[rank], size)
     core: Any = Formless(name, "has no ranks yet: call dist._reconfigure() on each of them")
-    segment = None
+    segment, life = None, ""
     if not awaits_ranks:
-        core, segment, store, pids = join_group(
+        joined = join_group(
             store,
             rank,
             size,
@@ -201,6 +201,7 @@ def build_group(
             pids=pids,
             op=op,
         )
+        core, segment, store, pids, life = joined.core, joined.segment, joined.store, joined.pids, joined.life
     settings = (options or GroupOptions()).over(read_settings())
     every = verifies_every(settings.verify)
     ranks = Ranks(rank, size, global_ranks)
@@ -218,7 +219,7 @@ def build_group(
         group.backend = _backend(group, store, global_ranks)
         backend: Any = group.backend
         if reconfigures() and not every:
-            group.backend.membership = Membership(group, options, numbers_itself)
+            group.backend.membership = Membership(group, options, numbers_itself, life)
         if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
             with closed_at_exec():
                 backend = _torch.create_process_group_wrapper(backend, name, store, rank, size, limit)

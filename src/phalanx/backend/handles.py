@@ -57,6 +57,7 @@ class Handle:
 
     Attributes:
         token: Name of the rank in this life of its group; nobody else has it.
+        life: Name of this life of its group, which all its ranks have; empty before the group has ranks.
         rank: Number in the world, or in the group if that is the world.
         group: Name of the group.
         process: Pid, start time and pid namespace.
@@ -70,6 +71,7 @@ class Handle:
     """
 
     token: _Word
+    life: _Word
     rank: Annotated[int, between(0, 2**31 - 1)]
     group: _Word
     process: tuple[Annotated[int, between(0, 2**31 - 1)], _Number, _Number]
@@ -95,14 +97,15 @@ class Handle:
         return f"{_SIGN}{json.dumps(as_facts(self))}"
 
 
-def own_handle(rank: int, group: str, token: str, store: Any) -> Handle:
+def own_handle(rank: int, group: str, token: str, life: str, store: Any) -> Handle:
     """Return the handle of this process, whose lobby is open from now on.
 
     Args:
         store: Store of the group, towards which other hosts are.
     """
     address, port = _outside_address(master_of(store)[0]), _Lobby.open().port
-    return Handle(token=token, rank=rank, group=group, address=address, port=port, **whoami(read_settings()))
+    who = whoami(read_settings())
+    return Handle(token=token, life=life, rank=rank, group=group, address=address, port=port, **who)
 
 
 def read_handles(given: Any, where: str) -> list[Handle]:

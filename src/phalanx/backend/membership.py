@@ -23,7 +23,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -61,12 +61,14 @@ class Membership:
         group: The group, which must outlive this.
         options: Options of the group.
         is_world: Whether its ranks number themselves, as those of the default group do.
+        life: Name of its present life, which all its ranks have; empty if it has no ranks yet.
     """
 
-    def __init__(self, group: PhalanxGroup, options: GroupOptions | None, is_world: bool) -> None:
+    def __init__(self, group: PhalanxGroup, options: GroupOptions | None, is_world: bool, life: str) -> None:
         self._ref = weakref.ref(group)
         self._options = options
         self._is_world = is_world
+        self._life = life
         self._tokens = [_token()]  # of each life of the group, this one last
         self._uuids: set[int] = set()
         self._pid = os.getpid()
@@ -86,7 +88,7 @@ class Membership:
     def _handle(self) -> Handle:
         group = self._group
         rank = group.rank() if self._is_world else dist.get_rank()
-        return own_handle(rank, group._operations.name, self._tokens[-1], group.life_store)
+        return own_handle(rank, group._operations.name, self._tokens[-1], self._life, group.life_store)
 
     # ---- other ranks -----------------------------------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class Membership:
                     meeting.expect(number, handle.process)
             self._agree(meeting, handles, uuid)
 
-        core, segment, store, pids = join_group(
+        joined = join_group(
             dist.PrefixStore(f"reconfigure/{server.token}/{uuid}", lobby),
             me,
             size,
@@ -209,12 +211,15 @@ class Membership:
         )
         keep_lobby(server, lobby)
         if operations.is_left:  # in another thread
-            core.leave("the group was destroyed on this rank")
+            joined.core.leave("the group was destroyed on this rank")
             self._require_open("reconfigure")
-        operations.meet(core, segment, Ranks(me, size, global_ranks))
+        operations.meet(joined.core, joined.segment, Ranks(me, size, global_ranks))
+        if group is dist.group.WORLD and self._life:
+            _renumber({handle.rank: number for number, handle in enumerate(handles) if handle.life == self._life})
         self._tokens.append(_token())
+        self._life = joined.life
         writer.begin(global_ranks[me], size)
-        group.moved(store, pids, global_ranks)
+        group.moved(joined.store, joined.pids, global_ranks)
         _torch.world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(global_ranks)}
 
     def _enter(self, server: Handle, handles: Sequence[Handle], me: int, timeout_s: float) -> Any:
@@ -287,6 +292,13 @@ class Membership:
         )
         made.backend.brings = made
         return made.backend
+
+
+def _renumber(stayed: Mapping[int, int]) -> None:
+    """Have torch count the ranks of all groups by other numbers in the world: by former number, those that stayed."""
+    for group, ranks in _torch.world.pg_group_ranks.items():
+        now = {stayed[rank]: number for rank, number in ranks.items() if rank in stayed}
+        _torch.world.pg_group_ranks[group] = now
 
 
 def _timeout(options: Any) -> timedelta | None:

@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,25 @@ _ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # in another network namespace 
 _segments: weakref.WeakValueDictionary[str, _core.Segment] = weakref.WeakValueDictionary()
 
 
+@dataclass(frozen=True)
+class Joined:
+    """What a rank has once all ranks of its group have joined.
+
+    Attributes:
+        core: The group: the core's, or on several hosts a `BridgedGroup`.
+        segment: Segment of this host.
+        store: Store for everything else that these ranks tell each other, which holds nothing of an earlier group.
+        pids: Process ids of members on this host by rank in the world, for further groups of these ranks.
+        life: Name that these ranks alone share.
+    """
+
+    core: Any
+    segment: _core.Segment
+    store: Store
+    pids: Mapping[int, int]
+    life: str
+
+
 def join_group(
     store: Store,
     rank: int,
@@ -49,11 +69,8 @@ def join_group(
     pids: Mapping[int, int],
     op: str = "join",
     prepare: Callable[[Meeting], None] = lambda meeting: None,
-) -> tuple[Any, _core.Segment, Store, Mapping[int, int]]:
-    """Return the group after all `size` ranks have joined: the core's, or on several hosts a `BridgedGroup`.
-
-    Also returns the segment of this host; the store for everything else that these ranks tell each other, which holds
-    nothing of an earlier group; and `pids` for further groups of these ranks.
+) -> Joined:
+    """Return the group after all `size` ranks have joined.
 
     Args:
         store: Store of the group. It may hold what an earlier group has left.
@@ -81,7 +98,7 @@ def join_group(
         seconds("timeout", timeout_s)
         prepare(meeting)
         core, segment = _join(meeting, (options or GroupOptions()).over(read_settings()))
-    return core, segment, meeting.life_store, meeting.pids
+    return Joined(core, segment, meeting.life_store, meeting.pids, meeting.life)
 
 
 def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
