@@ -9,9 +9,9 @@ namespace phalanx {
 namespace {
 
 using namespace std::chrono_literals;
-// How often a sleeping rank checks peers, signals and the clock. The longer
-// they have waited, the later they may notice a death; ranks of a step, who wait for milliseconds, check often. A check
-// costs some 50 us, and 16 us a peer; ranks of a larger group, which may share the CPUs with those that compute, check less often.
+// How often a sleeping rank checks peers, signals and the clock. Ranks of a training wait for milliseconds and check
+// often; the longer they have waited, the later they may notice a death. A check costs some 50 us, and 16 us for each peer;
+// ranks of a larger group, which may share the CPUs with those that compute, check less often.
 constexpr auto kLook = 50ms, kFirstLook = 10ms, kLeastLook = 2ms;
 constexpr auto kSlice = 25ms;  // the longest sleep without a look at whether this process was stopped meanwhile
 
