@@ -96,8 +96,12 @@ integrations:
 test-integrations: $(READY)
 	$(BIN)/python -m pytest -m integrations tests/libraries
 
-cluster slow: $(READY)
-	$(BIN)/python -m pytest -m $@ tests
+# Each host of these tests has a network of its own, so files run beside each other: their jobs wait more than they compute.
+cluster: $(READY)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m cluster tests
+
+slow: $(READY)
+	$(BIN)/python -m pytest -m slow tests
 
 check: lint docs test cluster
 
