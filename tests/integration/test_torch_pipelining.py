@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx import _torch
 from tests.integration._compare import Comparison
 
 WIDTH, NUM_MICROBATCHES, NUM_STEPS = 8, 4, 3
@@ -96,7 +97,9 @@ def train_traced(rank, world_size):
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
     programs = {kind: (train, (kind,)) for kind in SCHEDULES} | {"traced": (train_traced, ())}
-    return Comparison(2, tmp_path_factory.mktemp("pipelining"), programs)
+    # Until torch 2.12, the rank of two stages that follow each other sends to itself, which Gloo can't.
+    beyond_gloo = V_SHAPED if _torch.version() < (2, 12) else ()
+    return Comparison(2, tmp_path_factory.mktemp("pipelining"), programs, beyond_gloo)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
