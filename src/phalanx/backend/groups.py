@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import _core, _torch
 from phalanx._env import seconds, verifies_every
 from phalanx._errors import PhalanxError
-from phalanx._settings import GroupOptions, read_settings
+from phalanx._settings import GroupOptions, Settings, read_settings
 from phalanx._text import class_and_message
 from phalanx._torch.replace import say_once
 from phalanx._torch.shrinking import can_shrink, return_own_groups
@@ -129,7 +129,7 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
     given = backend_options if isinstance(backend_options, GroupOptions) else None
     others = {device: backend for device, backend in devices.items() if backend != own}
     awaits_ranks = getattr(options, "enable_reconfigure", False)  # exists from torch 2.14 on
-    if awaits_ranks and (others or not reconfigures() or _verifies(given)):
+    if awaits_ranks and (others or not reconfigures() or verifies_every(_settings(given).verify)):
         _refuse_without_ranks(own)
         return None
     tell_when_ended(writer.note)
@@ -202,7 +202,7 @@ def build_group(
             op=op,
         )
         core, segment, store, pids, life = joined.core, joined.segment, joined.store, joined.pids, joined.life
-    settings = (options or GroupOptions()).over(read_settings())
+    settings = _settings(options)
     every = verifies_every(settings.verify)
     ranks = Ranks(rank, size, global_ranks)
     operations: Any = (_verified().VerifiedOperations if every else Operations)(core, segment, name, ranks, timeout)
@@ -213,25 +213,15 @@ def build_group(
     group: PhalanxGroup = (_verified().VerifiedGroup if every else PhalanxGroup)(store, operations, global_ranks, build)
     group.pids = pids
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock would overflow
-    kind = ProcessGroup.BackendType.GLOO if displayed == GLOO else ProcessGroup.BackendType.CUSTOM
+    kind = ProcessGroup.BackendType.GLOO
     if HAS_PYTHON_BACKENDS:
-        # torch's debug wrapper refers only to the C++ half of the backend; this keeps the Python half, which does all.
-        group.backend = _backend(group, store, global_ranks)
-        backend: Any = group.backend
+        if displayed != GLOO:
+            kind = ProcessGroup.BackendType.CUSTOM
+        backend = _python_backend(group, store, limit)
         if reconfigures() and not every:
             group.backend.membership = Membership(group, options, numbers_itself, life)
-        if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d.is_gloo_available():
-            with closed_at_exec():
-                backend = _torch.create_process_group_wrapper(backend, name, store, rank, size, limit)
     else:
-        with closed_at_exec():
-            backend = InnerGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
-        backend._operations, backend.maker = operations, group.maker
-        group.backend = backend
-        kind = ProcessGroup.BackendType.GLOO
-        # All wait until all are connected: if one went on and ended before, another would see a lost connection.
-        store.set(f"connected/{rank}", "")
-        store.wait([f"connected/{r}" for r in range(size)], limit)
+        backend = _inner_gloo(group, store, limit)
     _torch.set_default_backend(group, kind)
     for device in devices:
         _torch.register_backend(group, torch.device(device), kind, backend)
@@ -240,8 +230,8 @@ def build_group(
     return group
 
 
-def _verifies(options: GroupOptions | None) -> int:
-    return verifies_every((options or GroupOptions()).over(read_settings()).verify)
+def _settings(options: GroupOptions | None) -> Settings:
+    return (options or GroupOptions()).over(read_settings())
 
 
 def _refuse_without_ranks(own: str) -> None:
@@ -260,8 +250,8 @@ def _refuse_without_ranks(own: str) -> None:
     say_once(f"a group with enable_reconfigure stays on Gloo: {why}")
 
 
-def _backend(group: PhalanxGroup, store: Store, global_ranks: list[int]) -> Any:
-    """Return the backend that C++ callers reach from torch 2.14 on."""
+def _python_backend(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
+    """Give a group its backend; return what C++ callers reach from torch 2.14 on: that, or torch's debug wrapper."""
     from phalanx.backend.torch.adapters import PhalanxBackend
 
     operations = group._operations
@@ -269,7 +259,26 @@ def _backend(group: PhalanxGroup, store: Store, global_ranks: list[int]) -> Any:
     cls: Any = _gloo_shaped() if is_gloo else PhalanxBackend
     if type(operations) is not Operations:
         cls = _verified().verified(cls)
-    return cls(operations, group.maker, *((store, global_ranks) if is_gloo else ()))
+    # The wrapper refers only to the C++ half of the backend; the group keeps the Python half, which does all.
+    group.backend = cls(operations, group.maker, *((store, group.global_ranks) if is_gloo else ()))
+    if c10d.get_debug_level() != c10d.DebugLevel.DETAIL or not c10d.is_gloo_available():
+        return group.backend
+    ranks = operations.ranks
+    with closed_at_exec():
+        return _torch.create_process_group_wrapper(group.backend, operations.name, store, ranks.rank, ranks.size, limit)
+
+
+def _inner_gloo(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
+    """Give a group a backend of Gloo, before torch 2.14, where C++ callers reach no other; return it."""
+    rank, size = group._operations.ranks.rank, group._operations.ranks.size
+    with closed_at_exec():
+        backend = InnerGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
+    backend._operations, backend.maker = group._operations, group.maker
+    group.backend = backend
+    # All wait until all are connected: if one went on and ended before, another would see a lost connection.
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{r}" for r in range(size)], limit)
+    return backend
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from phalanx.backend.calls.collectives import UNSET, Blocking
 from phalanx.backend.calls.ops import Operations
 from phalanx.backend.communicator import Communicator
 from phalanx.backend.deadlines import SETTLE_S
+from phalanx.backend.hosts.bridges import LOOPBACK
 from phalanx.backend.torch.adapters import PhalanxGroup, keep_from_compiler
 from phalanx.backend.types import RedOpType
 from phalanx.backend.verify.oracle import Oracle
@@ -26,7 +27,6 @@ from phalanx.backend.verify.reports import tally
 from phalanx.host.network import outside_address
 
 _AVG = ReduceOp(RedOpType.AVG)
-_LOOPBACK = "127.0.0.1"  # ranks that share memory share a network namespace, or are a host of their own
 
 
 class VerifiedOperations(Operations):
@@ -47,7 +47,8 @@ class VerifiedOperations(Operations):
             every: One of this many calls is verified.
             silence_s: Seconds without an answer after which a connection counts as lost.
         """
-        address = getattr(self._core, "address", _LOOPBACK) or outside_address()
+        # Ranks that share memory share a network namespace, or are a host of their own.
+        address = getattr(self._core, "address", LOOPBACK) or outside_address()
         oracle = Oracle(self._core, store, self.ranks, address, lambda: self.timeout, silence_s)
         self.proof = Proof(self, oracle, every, self.name)
         tally.begin(self.proof.me)
