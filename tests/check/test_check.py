@@ -13,7 +13,7 @@ import pytest
 from phalanx.diagnose.check import check as command
 from phalanx.diagnose.stacks import find_py_spy
 
-pytestmark = pytest.mark.usefixtures("warm_jobs")  # and yet they start cold: the launcher of a trial is looked into
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 CHECK = [sys.executable, "-m", "phalanx", "check"]
 SCRIPT = """

@@ -28,6 +28,7 @@ from tests.launch.jobs import LIMIT_S, write_script
 from tests.launch.test_nodes import LEAVE, MEET, nodes
 
 __all__ = ["nodes"]  # a fixture
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 NODE = Node("a1", "host-a", "10.0.0.1", 29500, 4, 2)
 CAUSE = Cause(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from phalanx.launch.rank_trial import _can_fuse
 from phalanx.tune.trial_folder import folder_of_jobs
 from phalanx.tune.trials import Setup, Trials, _rate
 from phalanx.tune.tune import _SEARCHED
+
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 TUNE = (sys.executable, "-m", "phalanx", "tune")
 LIMIT_S = 120
@@ -437,25 +440,38 @@ def test_a_search_sweeps_what_a_killed_one_has_left_and_nothing_else(tmp_path, m
     assert sorted(os.listdir(tmp_path)) == ["a file", "phalanx-tune-link", "phalanx-tune-of-somebody"]
 
 
+@pytest.fixture(scope="module")
+def one_room(tmp_path_factory):
+    return tmp_path_factory.mktemp("room")
+
+
+@pytest.fixture
+def room(one_room):
+    """An empty TMPDIR; it is one for all, since a warm process serves only jobs with its own."""
+    for left in one_room.iterdir():
+        shutil.rmtree(left)
+    return one_room
+
+
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_an_end_in_the_middle_leaves_no_process(tmp_path, kind):
+def test_an_end_in_the_middle_leaves_no_process(tmp_path, room, kind):
     write(tmp_path, PLAIN, **GROUP | {"begin": f"open(r'{tmp_path}/begun', 'a').close(); {GROUP['begin']}"})
-    end_in_the_middle(tmp_path, kind, "--nproc-per-node", "2")
+    end_in_the_middle(tmp_path, room, kind, "--nproc-per-node", "2")
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_an_end_before_the_first_step_leaves_no_process(tmp_path, kind):
+def test_an_end_before_the_first_step_leaves_no_process(tmp_path, room, kind):
     (tmp_path / "train.py").write_text(f"import time; open(r'{tmp_path}/begun', 'a').close(); time.sleep(1000)")
     # Several jobs at once by one of the signals that are handled, and by the one that is not.
-    end_in_the_middle(tmp_path, kind, *(() if kind in (signal.SIGTERM, signal.SIGKILL) else ("--nproc-per-node", "2")))
+    flags = () if kind in (signal.SIGTERM, signal.SIGKILL) else ("--nproc-per-node", "2")
+    end_in_the_middle(tmp_path, room, kind, *flags)
 
 
-def end_in_the_middle(tmp_path: Path, kind: int, *flags: str) -> None:
+def end_in_the_middle(tmp_path: Path, room: Path, kind: int, *flags: str) -> None:
     """Send a signal to a search whose script has begun, and check that nothing of it is left."""
-    (tmp_path / "tmp").mkdir()
     with subprocess.Popen(
         [*TUNE, "--seconds", "600", *flags, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        env={**os.environ, "TMPDIR": str(room)},
     ) as process:  # fmt: skip
         deadline = time.monotonic() + LIMIT_S
         while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
@@ -468,4 +484,4 @@ def end_in_the_middle(tmp_path: Path, kind: int, *flags: str) -> None:
     while processes_in(tmp_path) and time.monotonic() < ended_s + 20:
         time.sleep(0.01)
     assert not processes_in(tmp_path)
-    assert (os.listdir(tmp_path / "tmp") == []) == (kind != signal.SIGKILL)
+    assert (os.listdir(room) == []) == (kind != signal.SIGKILL)

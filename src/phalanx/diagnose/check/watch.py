@@ -26,7 +26,7 @@ from phalanx.diagnose.jobs import find_ranks
 from phalanx.diagnose.why.evidence import gather
 from phalanx.diagnose.why.findings import conclude
 from phalanx.diagnose.why.wording import answer
-from phalanx.host.processes import process_of
+from phalanx.host.processes import awaited_by, process_of
 from phalanx.launch import rank_trial
 from phalanx.record.box import Box, boxes_held_by, load_boxes
 from phalanx.tune.trial_job import TrialJob
@@ -102,7 +102,8 @@ class Watch:
     def _boxes(self) -> list[Box]:
         """Return the boxes of the running job, whose launcher holds them."""
         with contextlib.suppress(OSError, ValueError):  # the job has ended, or a box is just being created
-            return list(boxes_held_by(self._job.pid))
+            launchers = self._job.pid, *awaited_by(self._job.pid)  # a client holds none, and awaits the launcher
+            return next(filter(None, (list(boxes_held_by(pid)) for pid in launchers)), [])
         return []
 
     def _saved(self) -> list[Box]:

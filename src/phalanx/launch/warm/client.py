@@ -44,10 +44,7 @@ _NOT_PASSED_ON = {getattr(signal, name) for name in _OURS.split()}
 
 def is_asked_for(argv: Sequence[str] = ()) -> bool:
     """Return whether this may be a warm start. A script's own ``--warm`` in `argv` counts, too."""
-    environ = _env.environment()
-    if _env.TRIAL_VARIABLE in environ:  # a trial is always started cold, see `starter`
-        return False
-    return "--warm" in argv or _env.is_on(environ.get(_env.WARM_VARIABLE, ""))
+    return "--warm" in argv or _env.is_on(_env.environment().get(_env.WARM_VARIABLE, ""))
 
 
 def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, is_trial: bool = False) -> list[str]:

@@ -96,8 +96,6 @@ def _no_place(error: OSError) -> str:
 
 def _problem(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return why no warm process, not even a new one, can serve; "" if one can."""
-    if _env.TRIAL_VARIABLE in environ:
-        return "it is a trial of phalanx check or phalanx tune"  # its variables would make later jobs part of it
     if kind == "server" and _has_own_options():
         return "this interpreter was started with options of its own"
     if entry := facts.relative_path(environ):
@@ -170,7 +168,8 @@ def _execute(
             _env.WARM_SERVER_VARIABLE: f"{listener.fileno()}:{words}:{path}",
             SETTINGS_VARIABLE: json.dumps(dict(settings)),
         }
-        os.execve(sys.executable, [sys.executable, _NAME], {**with_hook(environ), **serves})
+        kept = {name: value for name, value in environ.items() if name != _env.TRIAL_VARIABLE}  # that is one job's own
+        os.execve(sys.executable, [sys.executable, _NAME], {**with_hook(kept), **serves})
     finally:
         os._exit(1)
 
