@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx import _torch
 from phalanx.backend import membership
 from phalanx.wire.waiting import wait_until
 
@@ -172,9 +173,10 @@ def outlive(rank, size, backend, path):
             work.wait()
         assert "has ended; leave out the handle" in refusal(2, handles[:3])
         office.store.set("failed", "")
+    _torch.world.group_count += rank  # as if each had made another number of groups
     dist._reconfigure(3, [handles[3], handles[1], handles[2]]).wait()
     part = dist.group.WORLD.split_group([0, 2])
-    seen = (*place(), total(), total(part) if part is not None else None)
+    seen = (*place(), total(), total(part) if part is not None else None, total(dist.new_group([0, 1, 2])))
     dist.destroy_process_group()
     return seen
 
@@ -184,7 +186,8 @@ def test_a_new_process_takes_the_place_of_a_killed_one(run_ranks, tmp_path, back
     endings = run_ranks(
         outlive, 4, backend, str(tmp_path / "office"), init=False, env=GLOO, expect_failures=True, timeout_s=60
     )
-    assert [ending.value for ending in endings[1:]] == [(1, 3, 6.0, None), (2, 3, 6.0, 3.0), (0, 3, 6.0, 3.0)]
+    seen = [(1, 3, 6.0, None, 6.0), (2, 3, 6.0, 3.0, 6.0), (0, 3, 6.0, 3.0, 6.0)]
+    assert [ending.value for ending in endings[1:]] == seen
 
 
 def leave_waiting(rank, size, path):

@@ -46,7 +46,10 @@ def _why_nothing_is_verified() -> str:
         _env.verifies_every(word)
     except ValueError as error:
         return f"{error}, got {word!r}; nothing is verified"
+    what = "a group of torch's own Gloo is not verified, only those of phalanx are"
+    if _env.environment().get(_env.REPLACE_VARIABLE):
+        return f"{what}; this one stays on Gloo"
     return (
-        "a group of torch's own Gloo is not verified, only those of phalanx are. To verify this script, let them take "
-        f"Gloo's place: {_env.REPLACE_VARIABLE}=gloo (phalanx run --replace-gloo)"
+        f"{what}. To verify this script, let them take Gloo's place: {_env.REPLACE_VARIABLE}=gloo "
+        "(phalanx run --replace-gloo)"
     )

@@ -38,7 +38,7 @@ from phalanx._text import enumerated
 from phalanx.backend.calls.work import PhalanxWork, finished
 from phalanx.backend.failures.members import Ranks
 from phalanx.backend.handles import Handle, enter_lobby, is_dead, keep_lobby, own_handle, read_handles
-from phalanx.backend.hosts.joining import join_group
+from phalanx.backend.hosts.joining import Joined, join_group
 from phalanx.backend.hosts.meeting import Meeting
 from phalanx.backend.torch.adapters import PhalanxGroup
 from phalanx.record import writer
@@ -214,8 +214,10 @@ class Membership:
             joined.core.leave("the group was destroyed on this rank")
             self._require_open("reconfigure")
         operations.meet(joined.core, joined.segment, Ranks(me, size, global_ranks))
-        if group is dist.group.WORLD and self._life:
-            _renumber({handle.rank: number for number, handle in enumerate(handles) if handle.life == self._life})
+        if group is dist.group.WORLD:
+            stayed = {handle.rank: number for number, handle in enumerate(handles) if handle.life == self._life}
+            _renumber(stayed if self._life else {})
+            _begin_anew(group, joined)
         self._tokens.append(_token())
         self._life = joined.life
         writer.begin(global_ranks[me], size)
@@ -299,6 +301,12 @@ def _renumber(stayed: Mapping[int, int]) -> None:
     for group, ranks in _torch.world.pg_group_ranks.items():
         now = {stayed[rank]: number for rank, number in ranks.items() if rank in stayed}
         _torch.world.pg_group_ranks[group] = now
+
+
+def _begin_anew(world: Any, joined: Joined) -> None:
+    """Have torch make groups of the world's new ranks in a store that they share, under names that all count alike."""
+    _torch.world.pg_map[world] = _torch.world.pg_map[world][0], joined.store
+    _torch.world.group_count = max(_torch.world.group_count, joined.num_groups)
 
 
 def _timeout(options: Any) -> timedelta | None:

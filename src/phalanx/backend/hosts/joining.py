@@ -20,7 +20,7 @@ import torch
 from torch.distributed import Store, is_gloo_available
 
 import phalanx
-from phalanx import _core
+from phalanx import _core, _torch
 from phalanx._env import LONGEST_S, seconds
 from phalanx._errors import PhalanxError
 from phalanx._settings import GroupOptions, Settings, read_settings, variable_of
@@ -47,6 +47,7 @@ class Joined:
         store: Store for everything else that these ranks tell each other, which holds nothing of an earlier group.
         pids: Process ids of members on this host by rank in the world, for further groups of these ranks.
         life: Name that these ranks alone share.
+        num_groups: Largest number of groups that torch has counted in one of these processes.
     """
 
     core: Any
@@ -54,6 +55,7 @@ class Joined:
     store: Store
     pids: Mapping[int, int]
     life: str
+    num_groups: int
 
 
 def join_group(
@@ -97,11 +99,11 @@ def join_group(
     with meeting.joining():
         seconds("timeout", timeout_s)
         prepare(meeting)
-        core, segment = _join(meeting, (options or GroupOptions()).over(read_settings()))
-    return Joined(core, segment, meeting.life_store, meeting.pids, meeting.life)
+        core, segment, num_groups = _join(meeting, (options or GroupOptions()).over(read_settings()))
+    return Joined(core, segment, meeting.life_store, meeting.pids, meeting.life, num_groups)
 
 
-def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
+def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int]:
     rank, global_ranks = meeting.rank, meeting.global_ranks
     meeting.stall_s = settings.stall_s
     if settings.verify and not is_gloo_available():
@@ -135,9 +137,9 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment]:
     except PhalanxError:
         meeting.look()  # raises the error of the rank that ended the join
         raise
-    if len(hosts) == 1:
-        return core, segment
-    return bridge(meeting, hellos, hosts, core, settings), segment
+    if len(hosts) > 1:
+        core = bridge(meeting, hellos, hosts, core, settings)
+    return core, segment, max(hello["groups"] for hello in hellos)
 
 
 def whoami(settings: Settings) -> dict[str, Any]:
@@ -159,6 +161,7 @@ def _hello(settings: Settings) -> dict[str, Any]:
         "bridge": settings.bridge,
         "verify": settings.verify,
         "segments": sorted(_segments),
+        "groups": _torch.world.group_count,
         **{name: getattr(settings, name) for name in _AGREED},
     }
     if settings.bridge == "mpi":

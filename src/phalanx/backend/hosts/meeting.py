@@ -69,6 +69,7 @@ _HELLO = {
     "torch": str,
     "bridge": str,
     "segments": [str],
+    "groups": _natural,
     "one_shot_bytes": int,
     "chunk_bytes": int,
 }
