@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -162,14 +160,9 @@ def test_a_rank_outside_the_group_is_an_error():
         DistributedSampler(range(10), 2, 2)
 
 
-def test_one_of_several_ranks_without_a_group_is_told_to_make_one():
-    done = subprocess.run(
-        [sys.executable, "-c", "import phalanx; phalanx.DistributedSampler(range(3))"],
-        env={**os.environ, "WORLD_SIZE": "2", "RANK": "0"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_one_of_several_ranks_without_a_group_is_told_to_make_one(forked):
+    environ = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
+    done = forked.run("-c", "import phalanx; phalanx.DistributedSampler(range(3))", env=environ)
     assert done.returncode == 1
     assert "call phalanx.init() or init_process_group() first" in done.stderr
 

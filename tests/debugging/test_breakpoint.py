@@ -279,17 +279,17 @@ def test_the_death_of_the_rank_with_the_terminal_ends_the_others_wait(terminal):
     assert "rank 1" in screen.shown
 
 
-def test_the_others_hear_of_a_death_without_a_launcher(tmp_path, monkeypatch):
+def test_the_others_hear_of_a_death_without_a_launcher(forked, tmp_path, monkeypatch):
     meets = f'"gloo", init_method="file://{tmp_path}/meeting", rank=RANK, world_size=2,'
     source = SCRIPT.format(backend="gloo", timeout_s=60, rank=1, where=">= 0").replace('"gloo",', meets)
     path = write_script(tmp_path, source)
-    other = subprocess.Popen([sys.executable, path], env={**os.environ, "RANK": "0"}, stderr=subprocess.PIPE, text=True)
-    monkeypatch.setenv("RANK", "1")
-    screen = Terminal([sys.executable, path], tmp_path)
-    screen.read_until("(Pdb) ")
-    screen.job.kill()
-    _, said = other.communicate(timeout=30)
-    screen.close()
+    with forked.start(path, env={**os.environ, "RANK": "0"}) as other:
+        monkeypatch.setenv("RANK", "1")
+        screen = Terminal([sys.executable, path], tmp_path)
+        screen.read_until("(Pdb) ")
+        screen.job.kill()
+        _, said = other.communicate(timeout=30)
+        screen.close()
     assert other.returncode == 1
     assert "RankFailed: rank 0: phalanx.breakpoint at train.py:7: rank 1, which had the debugger, has ended" in said
 

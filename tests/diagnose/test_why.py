@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("warm_jobs")
 SCRIPT = Path(__file__).with_name("hanging.py")
 PHALANX = [sys.executable, "-m", "phalanx"]
 LAUNCHERS = {
-    "phalanx run": [*PHALANX, "run", "--no-python"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"],
+    "phalanx run": [*PHALANX, "run"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
 }
 NUM_RANKS = 3
 ANSWER_S = 2.0
@@ -77,7 +77,7 @@ class Job:
         words = [*LAUNCHERS[launcher], "--nproc-per-node", str(NUM_RANKS)]
         with open(folder / "printed", "wb") as printed:
             self.process = subprocess.Popen(
-                [*words, sys.executable, SCRIPT, backend, folder, *steps],
+                [*words, SCRIPT, backend, folder, *steps],
                 cwd=folder, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.ended = os.pidfd_open(self.process.pid)
@@ -232,7 +232,7 @@ dist.all_reduce(torch.ones(1))
 def test_a_call_that_a_halt_would_end_is_not_disturbed_unless_native_frames_are_asked_for(tmp_path):
     os.mkfifo(tmp_path / "let_go")
     (tmp_path / "job.py").write_text(POLLS)
-    command = [*LAUNCHERS["phalanx run"][:-1], "--nproc-per-node", "2", "job.py"]
+    command = [*LAUNCHERS["phalanx run"], "--nproc-per-node", "2", "job.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not re.search("rank 1 has not called all_reduce #2 .* at job.py:10", said := why(process.pid)):
@@ -254,7 +254,7 @@ dist.all_reduce(torch.ones(1))
 @needs_py_spy
 def test_native_frames_do_not_make_a_wait_shorter(tmp_path):
     (tmp_path / "job.py").write_text(STUCK)
-    command = [*LAUNCHERS["phalanx run"][:-1], "--nproc-per-node", "2", "job.py"]
+    command = [*LAUNCHERS["phalanx run"], "--nproc-per-node", "2", "job.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
         try:
             before = until_rank_1_rests(process.pid, lambda seconds: seconds > 1.5)
@@ -327,7 +327,7 @@ def test_a_rank_that_rests_is_named_and_for_how_long_and_is_left_alone(tmp_path,
     (tmp_path / "job.py").write_text(RESTS)
     os.mkfifo(tmp_path / "gate")
     gate = os.open(tmp_path / "gate", os.O_RDWR)
-    command = [*LAUNCHERS["phalanx run"][:-1], "--nproc-per-node", "2", "job.py", backend, *RESTING[backend]]
+    command = [*LAUNCHERS["phalanx run"], "--nproc-per-node", "2", "job.py", backend, *RESTING[backend]]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         try:
             for what in RESTING[backend]:

@@ -191,7 +191,7 @@ def test_streams_are_kept_off_the_screen_and_never_out_of_the_logs(tmp_path, fla
         assert (attempt / f"rank_{rank}" / "stderr.log").read_text() == f"err {rank}\n"
 
 
-def test_a_log_dir_that_cannot_be_made_is_refused_in_one_line(tmp_path):
+def test_a_log_dir_that_cannot_be_made_is_refused_in_one_line(cold_jobs, tmp_path):
     (tmp_path / "file").touch()
     done = run_job(tmp_path, SPEAK, "--log-dir", str(tmp_path / "file" / "logs"))
     assert (done.returncode, done.stdout) == (1, "")
@@ -398,7 +398,7 @@ def test_logs_that_cannot_be_written_are_said_to_be_not_whole(tmp_path):
     assert done.stderr.count("are incomplete: File too large") == 1
 
 
-def test_too_few_descriptors_are_said_before_anything_starts(tmp_path):
+def test_too_few_descriptors_are_said_before_anything_starts(cold_jobs, tmp_path):
     command = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *PHALANX_RUN, "--nproc-per-node", "16"]
     done = subprocess.run(
         [*command, write_script(tmp_path, SPEAK)], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S

@@ -163,13 +163,13 @@ def test_backends_of_sessions_that_differ_are_named_on_every_rank(run_ranks):
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
-def test_a_script_without_a_launcher_is_told_how_to_start_it(tmp_path, backend):
+def test_a_script_without_a_launcher_is_told_how_to_start_it(forked, tmp_path, backend):
     script = write_script(
         tmp_path, f"import torch.distributed as dist\ndist.init_process_group({backend!r})", "hello.py"
     )
     given = {"RANK": "0"}  # which the script's first lines read
     environ = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_ADDR")}
-    done = subprocess.run([sys.executable, script], env=environ | given, capture_output=True, text=True)
+    done = forked.run(script, env=environ | given)
     assert (
         "WORLD_SIZE expected, but not set. A launcher sets it: phalanx run --nproc-per-node 2 hello.py" in done.stderr
     )

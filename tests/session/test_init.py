@@ -59,8 +59,8 @@ def said_by(*outputs):
     return sorted((json.loads(line[line.index("{") :]) for line in lines), key=lambda said: said["rank"])
 
 
-def run(command):
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=clean())
+def run(command, **environ):
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=clean(**environ))
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def run_together(forked, script):
     return run
 
 
-def test_a_script_without_a_launcher_is_a_world_of_one(script):
-    done = run([sys.executable, script])
+def test_a_script_without_a_launcher_is_a_world_of_one(forked, script):
+    done = forked.run(script, env=clean())
     assert done.returncode == 0, done.stderr
     (said,) = said_by(done.stdout)
     assert (said["rank"], said["size"], said["sum"]) == (0, 1, 1.0)
@@ -97,7 +97,7 @@ def check_two_ranks(said, scheduler):
 
 
 def test_it_is_placed_by_phalanx_run_and_by_torchrun(script):
-    ours = run([sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", script])
+    ours = run([sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", script], PHALANX_WARM="1")
     check_two_ranks(said_by(ours.stdout), "the environment")
     torchruns = run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script])
     check_two_ranks(said_by(torchruns.stdout), "the environment")
