@@ -1,4 +1,4 @@
-"""Suites of other projects that start processes for each test end the same, and earlier, with ``pytest --fast-ranks``.
+"""Suites of other projects that start processes for each test end the same with ``pytest --fast-ranks``, those of torch earlier.
 
 ``python -m pytest -s -m integrations tests/libraries/test_foreign_suites.py`` prints the times.
 """
@@ -20,7 +20,6 @@ import pytest
 _PROGRAMS = Path(__file__).parent / "programs"
 _DOWNLOADS = Path(__file__).parents[2] / "build" / "suites"
 _LIMIT_S = 600
-_LEAST_RATIO = 2  # of a busy machine; the guide has those of an idle one
 
 
 class Suite(NamedTuple):
@@ -32,6 +31,8 @@ class Suite(NamedTuple):
         files: Of the folder that this means.
         words: Pick the tests that start processes, as ``-k`` does.
         num_passed: Of its tests, on a machine without a GPU.
+        least_ratio: How many times less time it takes at least, on a busy machine; the guide has those of an idle one.
+            0: it takes no less, since its processes need no torch and the server has it.
     """
 
     sdist: str
@@ -39,6 +40,7 @@ class Suite(NamedTuple):
     files: tuple[str, ...]
     words: str
     num_passed: int
+    least_ratio: int
 
 
 _OF_TORCH = ("all_reduce_max", "all_reduce_min", "all_reduce_product", "reduce_max", "reduce_min", "reduce_product")
@@ -50,9 +52,10 @@ _SUITES = {
         ("tests/ignite/distributed/utils/test_native.py", "tests/ignite/distributed/comp_models/test_native.py"),
         "spawn_gloo",
         6,
+        2,
     ),
-    "torch": Suite("", "", ("torch_on_gloo.py",), " or ".join(f"test_{name}" for name in _OF_TORCH), 6),
-    "dask": Suite("", "dask", ("tests/test_multiprocessing.py",), "", 21),
+    "torch": Suite("", "", ("torch_on_gloo.py",), " or ".join(f"test_{name}" for name in _OF_TORCH), 6, 2),
+    "dask": Suite("", "dask", ("tests/test_multiprocessing.py",), "", 21, 0),
 }
 
 
@@ -109,11 +112,11 @@ def results(suite, tmp_path, *options):
 
 
 @pytest.mark.parametrize("suite", _SUITES.values(), ids=list(_SUITES))
-def test_each_test_ends_the_same_in_less_time(tmp_path, suite):
+def test_each_test_ends_the_same_and_those_of_torch_in_less_time(tmp_path, suite):
     as_ever, slow_s, _ = results(suite, tmp_path)
     forked, fast_s, output = results(suite, tmp_path, "--fast-ranks")
     print(f"\n{suite.files}: {len(forked)} tests, {slow_s:.1f} s as ever, {fast_s:.1f} s with --fast-ranks")
     assert forked == as_ever
     assert list(forked.values()).count([]) == suite.num_passed
     assert "is not faster then" not in output  # of a line that says why processes were started as ever
-    assert slow_s > _LEAST_RATIO * fast_s
+    assert slow_s > suite.least_ratio * fast_s
