@@ -1,4 +1,6 @@
-"""Suites of other projects that start processes for each test end the same with ``pytest --fast-ranks``, those of torch earlier.
+"""Suites of other projects that start processes for each test end the same with ``pytest --fast-ranks``.
+
+Those whose processes import torch end earlier.
 
 ``python -m pytest -s -m integrations tests/libraries/test_foreign_suites.py`` prints the times.
 """
