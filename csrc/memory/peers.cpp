@@ -38,7 +38,7 @@ struct PidfdInfo {
 };
 constexpr std::uint64_t kPidfdInfoExit = 1u << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
-constexpr unsigned long kExiting = 4;  // PF_EXITING of the kernel's include/linux/sched.h, the same for 30 years
+constexpr unsigned long kExiting = 4;  // PF_EXITING in the kernel's include/linux/sched.h
 
 /// What /proc/<pid>/stat says of a process, or of a thread.
 struct ProcStat {
