@@ -22,7 +22,7 @@ from phalanx.rendezvous.asked import read_url
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.roll_call import RollCall
 from phalanx.wire.messages import GarbledError, one_of, understand
-from phalanx.wire.store import JsonStore, StoreGoneError
+from phalanx.wire.store import JsonStore, StoreGoneError, connect_within
 from phalanx.wire.waiting import StoreSilentError, wait_until
 
 SERVE = """
@@ -200,3 +200,16 @@ def test_a_question_waits_for_that_of_another_thread():
     assert not store.has("x")
     other.join()
     store.close()
+
+
+def test_who_waits_for_a_connection_learns_that_the_process_has_ended():
+    release = threading.Event()
+
+    def look():
+        raise ConnectionRefusedError("its process has ended")
+
+    try:
+        with pytest.raises(ConnectionRefusedError, match="has ended"):
+            connect_within(600, release.wait, look)
+    finally:
+        release.set()

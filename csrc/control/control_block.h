@@ -198,7 +198,7 @@ class ControlBlock {
   void sleep(Wait& wait, const DoneFn& done, const MissingFn& missing);
   std::optional<Failure> look_up(Wait& wait, const MissingFn& missing);
   std::optional<Failure> find_dead(const Wait& wait, const MissingFn& missing);
-  std::optional<Failure> is_dead(int r, const Wait& wait);
+  std::optional<Failure> is_dead(int r, const Wait& wait, bool told = false);
   const PeerWatch* watch_of(int r);
   void come_late(Wait& wait);
   std::optional<Failure> find_group_failure(const Wait& wait, const MissingFn& missing);

@@ -57,7 +57,7 @@ std::optional<Failure> ControlBlock::find_dead(const Wait& wait, const MissingFn
   return std::nullopt;
 }
 
-std::optional<Failure> ControlBlock::is_dead(int r, const Wait& wait) {
+std::optional<Failure> ControlBlock::is_dead(int r, const Wait& wait, bool told) {
   const MemberState state = members_[r].state.load(std::memory_order_acquire);  // pairs with depart()
   const bool departed = state == MemberState::kDeparted || state == MemberState::kFell;
   const PeerWatch* watch = nullptr;
@@ -65,7 +65,7 @@ std::optional<Failure> ControlBlock::is_dead(int r, const Wait& wait) {
     watch = departed ? nullptr : watch_of(r);
   } catch (const std::system_error&) {  // no descriptor left: whether the peer lives is unknown
   }
-  if (!departed && (watch == nullptr || !watch->dead())) return std::nullopt;
+  if (!departed && (watch == nullptr || !watch->dead(told))) return std::nullopt;
   const Ending ending = departed ? Ending{} : watch->ending();
   Failure found = failure(state == MemberState::kFell ? FailureKind::kRankFell
                           : departed                  ? FailureKind::kRankLeft
@@ -108,7 +108,7 @@ std::optional<Failure> ControlBlock::find_group_failure(const Wait& wait, const 
     case FailureKind::kRankLeft:
     case FailureKind::kRankFell:
     case FailureKind::kRankFailed:
-      if (auto dead = is_dead(told.subject, wait)) return dead;
+      if (auto dead = is_dead(told.subject, wait, /*told=*/true)) return dead;
       found = failure(FailureKind::kRankFailed, wait);
       found.ranks = {global(told.subject)};
       break;

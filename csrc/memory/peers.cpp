@@ -73,6 +73,12 @@ std::string folder_of(int pid) { return "/proc/" + std::to_string(pid); }
 
 std::optional<ProcStat> read_stat(int pid) { return read_stat(folder_of(pid)); }
 
+/// Whether a process's exit code reads as 0, whatever it is: whoever has changed its user may not see that of others.
+bool hides_exit_code(int pid) {
+  char link;
+  return readlink((folder_of(pid) + "/exe").c_str(), &link, 1) < 0 && errno == EACCES;
+}
+
 /// Whether no thread of a process runs any more, though the kernel may still be freeing its memory. `first` is of its
 /// first thread, which alone may end before the others.
 bool has_stopped(int pid, const ProcStat& first) {
@@ -223,22 +229,22 @@ PeerWatch::Life PeerWatch::look_into_proc() const {
   return Life::kReplaced;
 }
 
-bool PeerWatch::dead() const {
+bool PeerWatch::dead(bool told) const {
   if (!pidfd_ && error_ == 0) return false;
   if (error_ == ESRCH) return true;
-  bool told = false;
+  bool is_readable = false;
   if (pidfd_) {
     pollfd entry{pidfd_.get(), POLLIN, 0};
-    told = poll(&entry, 1, 0) > 0 && (entry.revents & POLLIN) != 0;
+    is_readable = poll(&entry, 1, 0) > 0 && (entry.revents & POLLIN) != 0;
     // With many peers, only some of them are looked up in /proc each time: it costs more than a poll.
     const unsigned num_watches = g_num_watches.load(std::memory_order_relaxed);
     const unsigned every = std::clamp(num_watches / kCheap, 1u, kSeldom);
-    if (!told && num_looks_.fetch_add(1, std::memory_order_relaxed) % every != 0)
+    if (!is_readable && !told && num_looks_.fetch_add(1, std::memory_order_relaxed) % every != 0)
       return is_replaced_.load(std::memory_order_relaxed);
   }
   // Asked even if the pidfd reports a death: a script may have closed our descriptor, and its number may be another's.
   const Life life = look_into_proc();
-  return life == Life::kUnknown ? told : life != Life::kAlive;
+  return life == Life::kUnknown ? is_readable : life != Life::kAlive;
 }
 
 Ending PeerWatch::ending() const {
@@ -249,7 +255,8 @@ Ending PeerWatch::ending() const {
   }
   // /proc shows the exit status until the parent has collected it; after that, new kernels still tell it by the pidfd.
   const std::optional<ProcStat> stat = read_stat(peer_.pid);
-  if (stat && stat->is_exiting && (peer_.start_time == 0 || stat->start_time == peer_.start_time))
+  if (stat && stat->is_exiting && (peer_.start_time == 0 || stat->start_time == peer_.start_time) &&
+      (stat->exit_code != 0 || !hides_exit_code(peer_.pid)))
     return from_wait_status(stat->exit_code);
   if (pidfd_) {
     PidfdInfo info{};

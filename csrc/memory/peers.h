@@ -53,7 +53,8 @@ class PeerWatch {
 
   PeerWatch(const Identity& peer, Fd pidfd, int error);
   ~PeerWatch();
-  bool dead() const;
+  /// `told`: whether another rank has seen it dead, so that /proc is worth a look however many peers there are.
+  bool dead(bool told = false) const;
   int pid() const { return peer_.pid; }
   /// How it ended; only meaningful once dead() is true.
   Ending ending() const;

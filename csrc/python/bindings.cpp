@@ -101,7 +101,7 @@ void bind_peers(nb::module_& m) {
         return std::const_pointer_cast<PeerWatch>(PeerWatch::of(Identity{pid, start_time, pid_namespace}));
       }, "None for this process.", nb::arg("pid"), nb::arg("start_time"), nb::arg("pid_namespace"))
       .def_prop_ro("pid", &PeerWatch::pid)
-      .def_prop_ro("dead", &PeerWatch::dead)
+      .def_prop_ro("dead", [](const PeerWatch& self) { return self.dead(); })
       .def_prop_ro("ending", [](const PeerWatch& self) {
         const Ending ending = self.ending();
         const auto kind = ending.is_replaced ? FailureKind::kRankReplaced : FailureKind::kRankEnded;

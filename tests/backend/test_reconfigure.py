@@ -437,7 +437,10 @@ def count_anew(rank, size, path):
     handles = office.collect()
     if rank == 0:
         return None
+    former = office.collect(parts[(1, 3)], ranks=(1, 3)) if rank != 2 else []
     dist._reconfigure(1, [handles[3], handles[1], handles[2]]).wait()
+    if former:  # they say what number each had in the world
+        assert "from before it got other ranks" in refusal(1, former, group=parts[(1, 3)], timeout=LIMIT)
     part = parts[(1, 3) if rank != 2 else (0, 2)]
     value = torch.tensor([float(rank)])
     if rank != 2:

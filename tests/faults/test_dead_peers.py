@@ -284,3 +284,18 @@ def test_a_process_whose_first_thread_alone_has_ended_lives():
             one.kill()
             one.wait()
         assert watch.dead
+
+
+def wait_for_the_last(rank, world_size):
+    if rank == world_size - 1:
+        os._exit(3)
+    with pytest.raises(RankFailed) as caught:
+        dist.all_reduce(torch.ones(4))
+    return caught.value.pid
+
+
+def test_each_of_many_ranks_names_the_process_that_ended(run_ranks):
+    *others, ended = run_ranks(wait_for_the_last, 12, expect_failures=True)
+    assert ended.exit_code == 3
+    assert len({one.value for one in others}) == 1
+    assert others[0].value is not None

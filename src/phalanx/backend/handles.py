@@ -174,8 +174,12 @@ def enter_lobby(server: Handle, handles: Sequence[Handle], me: int, timeout_s: f
         return lobby
     host = LOOPBACK if is_one_network else server.address
     deadline = time.monotonic() + timeout_s
-    if is_dead(server):
-        raise ConnectionRefusedError("its process has ended")
+
+    def require_living() -> None:
+        if is_dead(server):
+            raise ConnectionRefusedError("its process has ended")
+
+    require_living()
     if (known := _Lobby.take(server, host)) is not None:
         return known
     _await_server(host, server.port, min(timeout_s, CONNECT_S))
@@ -186,7 +190,7 @@ def enter_lobby(server: Handle, handles: Sequence[Handle], me: int, timeout_s: f
         return dist.TCPStore(host, server.port, is_master=False, wait_for_workers=False, timeout=limit)
 
     with closed_at_exec():
-        return connect_within(limit_s, connect)
+        return connect_within(limit_s, connect, require_living)
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:

@@ -40,7 +40,7 @@ from phalanx.backend.failures.members import Ranks
 from phalanx.backend.handles import Handle, enter_lobby, is_dead, keep_lobby, own_handle, read_handles
 from phalanx.backend.hosts.joining import Joined, join_group
 from phalanx.backend.hosts.meeting import Meeting
-from phalanx.backend.torch.adapters import PhalanxGroup
+from phalanx.backend.torch.adapters import PhalanxGroup, kept_groups
 from phalanx.record import writer
 
 _ABORT = 1  # torch's SHRINK_ABORT; SHRINK_DEFAULT is 0
@@ -218,6 +218,9 @@ class Membership:
             stayed = {handle.rank: number for number, handle in enumerate(handles) if handle.life == self._life}
             _renumber(stayed if self._life else {})
             _begin_anew(group, joined)
+            for other in kept_groups():  # their handles say which number each rank has in the world
+                if (membership := getattr(other.backend, "membership", None)) not in (None, self):
+                    membership._tokens.append(_token())
         self._tokens.append(_token())
         self._life = joined.life
         writer.begin(global_ranks[me], size)

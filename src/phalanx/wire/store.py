@@ -15,6 +15,7 @@ import contextlib
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ T = TypeVar("T")
 _ANSWER_S, _WRITE_S = 1.0, 5.0  # time limits of an answer, and of a write
 _IDLE_S = 0.2  # time without a request after which the thread ends
 _BEGIN_S, _END_S = 0.5, 0.1  # time for the thread to begin, and to end
+_LOOK_S = 0.1  # between two looks at whether a store that is being connected to can still answer
 _MANY = 50  # number of ranks for which pauses are doubled
 
 
@@ -39,8 +41,11 @@ def shared_pause(shortest_s: float, num_ranks: int) -> float:
     return shortest_s * (1 + num_ranks / _MANY)
 
 
-def connect_within(limit_s: float, connect: Callable[[], T]) -> T:
+def connect_within(limit_s: float, connect: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
     """Return what `connect` returns, a store that is connected; torch's own timeout does not cover all of that.
+
+    Args:
+        look: Function called every tenth of a second meanwhile. What it raises ends the wait.
 
     Raises:
         StoreSilentError: It takes longer, as with a process that is stopped, and goes on in a thread that is left.
@@ -48,7 +53,12 @@ def connect_within(limit_s: float, connect: Callable[[], T]) -> T:
     """
     answer = (clerk := _Clerk()).take(connect)
     try:
-        if answer not in concurrent.futures.wait([answer], limit_s).done:
+        deadline = time.monotonic() + limit_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if concurrent.futures.wait([answer], min(left_s, _LOOK_S)).done:
+                break
+            look()
+        else:
             raise StoreSilentError(f"it accepts connections, but did not answer within {limit_s:.3g} s: is it stopped?")
         return answer.result()
     finally:
