@@ -189,7 +189,7 @@ std::shared_ptr<const PeerWatch> PeerWatch::of(const Identity& peer) {
   if (peer.pid == getpid()) return nullptr;
   std::lock_guard lock(g_watches_mutex);
   std::weak_ptr<const PeerWatch>& known = g_watches[{peer.pid, peer.start_time}];
-  if (auto watch = known.lock(); watch && (watch->look_into_proc() != Life::kReplaced)) return watch;
+  if (auto watch = known.lock(); watch && watch->look_into_proc() != Life::kReplaced) return watch;
   std::erase_if(g_watches, [&](const auto& entry) { return entry.second.expired() && &entry.second != &known; });
   Fd pidfd;
   int error = 0;

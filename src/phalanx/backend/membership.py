@@ -214,14 +214,13 @@ class Membership:
             joined.core.leave("the group was destroyed on this rank")
             self._require_open("reconfigure")
         operations.meet(joined.core, joined.segment, Ranks(me, size, global_ranks))
-        if group is dist.group.WORLD:
-            stayed = {handle.rank: number for number, handle in enumerate(handles) if handle.life == self._life}
-            _renumber(stayed if self._life else {})
+        is_world = group is dist.group.WORLD
+        if is_world:
+            _renumber({handle.rank: number for number, handle in enumerate(handles) if handle.life == self._life})
             _begin_anew(group, joined)
-            for other in kept_groups():  # their handles say which number each rank has in the world
-                if (membership := getattr(other.backend, "membership", None)) not in (None, self):
-                    membership._tokens.append(_token())
-        self._tokens.append(_token())
+        for one in kept_groups() if is_world else (group,):  # handles say which number a rank has in the world
+            if (membership := getattr(one.backend, "membership", None)) is not None:
+                membership._tokens.append(_token())
         self._life = joined.life
         writer.begin(global_ranks[me], size)
         group.moved(joined.store, joined.pids, global_ranks)

@@ -22,13 +22,12 @@ from typing import Any, TypeVar
 from torch.distributed import Store
 
 from phalanx.wire.messages import Shape, understand
-from phalanx.wire.waiting import StoreSilentError
+from phalanx.wire.waiting import StoreSilentError, wait_until
 
 T = TypeVar("T")
 _ANSWER_S, _WRITE_S = 1.0, 5.0  # time limits of an answer, and of a write
 _IDLE_S = 0.2  # time without a request after which the thread ends
 _BEGIN_S, _END_S = 0.5, 0.1  # time for the thread to begin, and to end
-_LOOK_S = 0.1  # between two looks at whether a store that is being connected to can still answer
 _MANY = 50  # number of ranks for which pauses are doubled
 
 
@@ -53,12 +52,7 @@ def connect_within(limit_s: float, connect: Callable[[], T], look: Callable[[], 
     """
     answer = (clerk := _Clerk()).take(connect)
     try:
-        deadline = time.monotonic() + limit_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            if concurrent.futures.wait([answer], min(left_s, _LOOK_S)).done:
-                break
-            look()
-        else:
+        if wait_until(lambda: answer.done() or None, time.monotonic() + limit_s, seldom=look) is None:
             raise StoreSilentError(f"it accepts connections, but did not answer within {limit_s:.3g} s: is it stopped?")
         return answer.result()
     finally:
