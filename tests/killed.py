@@ -14,9 +14,10 @@ from phalanx.host.processes import process_of
 def kill_unseen(launcher: subprocess.Popen[Any], pids: Sequence[int]) -> None:
     """Kill the ranks of a launcher, which must have started cold: of a warm job, this process is none."""
     launcher.send_signal(signal.SIGSTOP)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    while any((rank := process_of(pid)) is not None and rank.state != "Z" for pid in pids):
-        time.sleep(0.01)
+    for kind, end in ((signal.SIGSTOP, "TZ"), (signal.SIGKILL, "Z")):  # stopped: no rank sees another one die
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, kind)
+        while any((rank := process_of(pid)) is not None and rank.state not in end for pid in pids):
+            time.sleep(0.01)
     launcher.send_signal(signal.SIGCONT)

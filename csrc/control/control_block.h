@@ -52,6 +52,7 @@ struct Wait {
   Bell* bell = nullptr;
   bool arriving = false;  // before everybody has arrived, no rank can have finished: any death is fatal
   bool quiet = false;     // no stall report
+  const std::atomic<bool>* spares_departed = nullptr;  // true: ranks that have left in order end the wait of nobody
   bool has_reported = false;
   double timeout_s = 0;
   std::chrono::nanoseconds patience{0};  // before it sleeps: spinning, or yielding where a peer may need this CPU

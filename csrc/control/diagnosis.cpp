@@ -51,9 +51,10 @@ Standing ControlBlock::stand_of(int r) {
 }
 
 std::optional<Failure> ControlBlock::find_dead(const Wait& wait, const MissingFn& missing) {
+  const bool spares_departed = wait.spares_departed != nullptr && *wait.spares_departed;
   for (int r = 0; r < config_.size; ++r)
     if (r != rank() && (wait.arriving || missing(r)))
-      if (auto dead = is_dead(r, wait)) return dead;
+      if (auto dead = is_dead(r, wait); dead && !(spares_departed && dead->kind == FailureKind::kRankLeft)) return dead;
   return std::nullopt;
 }
 

@@ -38,7 +38,8 @@ void PointToPoint::stop() {
 std::shared_ptr<Request> PointToPoint::make_request(Op op, void* data, Items items, int peer, std::int64_t tag) {
   control_.require_usable(op);
   auto request = std::make_shared<Request>(control_, op);
-  request->peer_ = peer;
+  request->peer_ = std::max(peer, -1);
+  request->may_come_from_beyond_ = peer == kAnyOrBeyond;
   request->tag_ = tag;
   request->items_ = items;
   request->data_ = static_cast<std::byte*>(data);
@@ -192,7 +193,9 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
 template <class Done>
 void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done) {
   const int peer = request.peer_;
-  // A receive from any source does not wait for peers that have left in order, unless all have.
+  // A receive from any source does not wait for peers that have left in order, unless all have. As long as its message
+  // may also come from beyond the group, that they have left is no failure.
+  wait.spares_departed = &request.may_come_from_beyond_;
   auto gone = [&](int r) {
     return r == control_.rank() || control_.member(r).state.load(std::memory_order_acquire) == MemberState::kDeparted;
   };
@@ -209,7 +212,10 @@ void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done
     };
   control_.await(wait, [&](int r) {
     if (peer >= 0 && r != peer) return false;
-    if (peer < 0 && control_.size() > 1 && (r == control_.rank() || (gone(r) && !all_gone()))) return false;
+    if (peer < 0 && control_.size() > 1) {
+      if (r == control_.rank()) return false;
+      if (gone(r) && !request.may_come_from_beyond_ && !all_gone()) return false;
+    }
     if (done()) return false;
     std::lock_guard lock(mutex_);
     progress();

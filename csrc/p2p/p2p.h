@@ -21,16 +21,22 @@
 
 namespace phalanx {
 
+/// The peer of a receive whose message may come from any rank of this group, or from elsewhere: then it is cancelled.
+constexpr int kAnyOrBeyond = -2;
+
 /// A send or receive in flight. Shared between the caller, who waits, and the thread that moves its data.
 class Request : public Work {
  public:
   using Work::Work;
   /// Rank of the group that sent; valid once a receive is done.
   int source() const { return peer_; }
+  /// Of a receive from `kAnyOrBeyond`: from now on, only a rank of this group may send its message.
+  void expect_nobody_beyond() { may_come_from_beyond_ = false; }
 
  private:
   friend class PointToPoint;
   std::atomic<int> peer_{-1};  // -1: a receive from any source, not matched yet; any thread may set it
+  std::atomic<bool> may_come_from_beyond_{false};
   std::int64_t tag_ = 0;
   std::uint64_t number_ = 0;  // for a receive, its place in the order in which receives were posted
   Items items_{};

@@ -146,7 +146,9 @@ void bind_handles(nb::module_& m) {
         self.notify([completions, number] { completions->push(number); });
       });
   nb::class_<CollectiveWork, Work>(m, "CollectiveWork");
-  nb::class_<Request, Work>(m, "Request").def_prop_ro("source", &Request::source);
+  nb::class_<Request, Work>(m, "Request")
+      .def_prop_ro("source", &Request::source)
+      .def("expect_nobody_beyond", &Request::expect_nobody_beyond);
 }
 
 void bind_group(nb::module_& m) {

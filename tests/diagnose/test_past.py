@@ -474,7 +474,18 @@ def test_the_folder_of_a_trainer_stands_for_the_run_that_trained_in_it(tmp_path)
     )
 
 
-def test_of_a_script_whose_last_run_left_no_record_the_one_beside_it_is_told(tmp_path):
+@pytest.mark.parametrize("one_runs_elsewhere", [False, True])
+def test_of_a_script_whose_last_run_left_no_record_the_one_beside_it_is_told(tmp_path, one_runs_elsewhere):
+    with contextlib.ExitStack() as stack:
+        if one_runs_elsewhere:
+            (elsewhere := tmp_path / "elsewhere").mkdir()
+            process = stack.enter_context(waiting_job(elsewhere, 2))
+            stack.callback(process.wait, 60)
+            stack.callback(process.terminate)
+        check_that_the_one_beside_it_is_told(tmp_path)
+
+
+def check_that_the_one_beside_it_is_told(tmp_path):
     assert run(tmp_path, RAISES.replace("BACKEND", '"phalanx"')).returncode == 1
     (folder,) = tmp_path.glob("logs/job/*")
     killed = folder.with_name("99991231-235959-1")  # of a launcher that was killed with its host

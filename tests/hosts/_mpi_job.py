@@ -31,7 +31,7 @@ def compare() -> None:
         answer_everybody,
     ):
         check(RANK, num)
-    pick_by_tag_from_anybody(RANK, num, senders_stay=True)
+    pick_by_tag_from_anybody(RANK, num)
     dist.destroy_process_group()
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx import CollectiveMismatch, GroupUnusable, PhalanxError
+from phalanx import CollectiveMismatch, GroupUnusable, PhalanxError, RankFailed
+from phalanx.wire.waiting import wait_until
 from tests.backend._calls import check_equal, values
 from tests.backend.test_coalescing import coalesce_messages
 from tests.backend.test_messages import (
@@ -76,14 +77,12 @@ def send_views(rank, world_size):
     check_equal(got, want, "a column")
 
 
-def pick_by_tag_from_anybody(rank, world_size, senders_stay):
+def pick_by_tag_from_anybody(rank, world_size):
     """Receives from any rank take in turn what comes from here and from there, and leave other tags alone."""
     if rank:
         sent = [dist.isend(torch.full((9,), 10.0 * rank + tag), 0, tag=tag) for tag in (1, 2)]
         for work in sent:
             work.wait()
-        if senders_stay:
-            dist.barrier()
         return None
     taken = {}
     for tag in (2, 1):
@@ -96,8 +95,6 @@ def pick_by_tag_from_anybody(rank, world_size, senders_stay):
             10.0 * work._source_rank() + tag for work, t in zip(works, tensors, strict=True)
         ]
         taken[tag] = sorted(work._source_rank() for work in works)
-    if senders_stay:
-        dist.barrier()
     return taken
 
 
@@ -192,10 +189,39 @@ def test_a_receive_from_anybody_says_who_it_was(run_ranks, hosts):
     assert (source, got) == (num - 1, [5.0, 6.0])
 
 
+def receive_when_others_have_left(rank, world_size, leaving, folder):
+    """Each rank in `leaving` leaves once the one before it has; the last one sends before."""
+    if rank == 0:
+        got = torch.zeros(2)
+        work = dist.irecv(got)
+        dist.barrier()
+        work.wait()
+        source = work._source_rank()
+        with pytest.raises(RankFailed) as told:
+            dist.recv(got)
+        return source, got.tolist(), told.value.entry
+    dist.barrier()
+    before = leaving[: leaving.index(rank)]
+    assert wait_until(lambda: all((folder / str(r)).exists() for r in before) or None, time.monotonic() + 30)
+    if rank == leaving[-1]:
+        dist.send(torch.tensor([1.0, 2.0]), 0)
+    dist.destroy_process_group()
+    (folder / str(rank)).touch()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "leaving"),
+    [([2, 2], [1, 2, 3]), ([2, 2], [2, 3, 1]), ([2, 2], [3, 1, 2]), ([1, 3], [1, 3, 2]), ([4], [2, 3, 1])],
+)
+def test_a_receive_from_anybody_outlives_those_who_leave_until_nobody_is_left(run_ranks, hosts, leaving, tmp_path):
+    results = run_ranks(receive_when_others_have_left, 4, leaving, tmp_path, hosts=hosts)
+    assert results[0] == (leaving[-1], [1.0, 2.0], "rank-left")
+
+
 @pytest.mark.parametrize("hosts", [[2, 2], [3, 1], [1, 3]], ids=layout_name)
 def test_receives_from_anybody_are_told_apart_by_tags(run_ranks, hosts):
-    senders_stay = hosts[0] > 1  # who leaves its host's group ends receives of the others there
-    results = run_ranks(pick_by_tag_from_anybody, 4, senders_stay, hosts=hosts)
+    results = run_ranks(pick_by_tag_from_anybody, 4, hosts=hosts)
     assert results[0] == {2: [1, 2, 3], 1: [1, 2, 3]}
 
 

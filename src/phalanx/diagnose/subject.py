@@ -55,7 +55,7 @@ def subject_of(wanted: str) -> Job | Run:
     if job is not None and (wanted.isdecimal() or job.script == os.path.realpath(wanted)):
         return job
     if (own := _own_run(wanted, found.jobs)) is not None:
-        return Run(own, is_newest=False)
+        return Run(own, is_newest=True)
     if job is None and not found.jobs:
         if wanted and is_run(Path(wanted)):
             return Run(Path(wanted), is_newest=False)

@@ -33,6 +33,7 @@ _HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype
 _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _HEADS, _BODIES = 1, 2  # the engine's tags
+_ANY_OR_BEYOND = -2  # to the core: any rank of this host, or one of another
 _FOR_EVER = timedelta(seconds=FOR_EVER_S)
 
 
@@ -135,7 +136,7 @@ class Messages:
                 self._posted.append(message)
                 if peer < 0 and len(self._here) > 1:
                     try:
-                        message.here = self._core.recv(data, dtype, item, count, -1, tag, site)
+                        message.here = self._core.recv(data, dtype, item, count, _ANY_OR_BEYOND, tag, site)
                     except PhalanxError as error:
                         raise self._told(error, "recv", site) from None
                     is_expected = self._expect(message)
@@ -373,6 +374,10 @@ class Messages:
         in_order = not self._failures.ended and self._failures.notices.has_left(peer)
         with self._changed:
             self._receiving.discard(peer)
+            if not self._receiving:
+                for message in self._posted:
+                    if message.here is not None:
+                        message.here.expect_nobody_beyond()
             waiting = [
                 m for m in self._posted if m.peer == peer or (m.peer < 0 and not (in_order and self._may_come(m)))
             ]
