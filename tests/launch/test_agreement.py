@@ -155,15 +155,13 @@ def play(seed, accidents, *, num_accidents=8, begins_whole=True):
     return world
 
 
-GROUPS = [
-    0,
-    *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, 20)),
-]  # of 100 seeds each, or of 30
+# Of 50 seeds each, or of 15. With any one of `QUICKLY_FOUND`, seeds below 40 fail in one of the tests.
+GROUPS = [0, *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, 40))]
 
 
 @pytest.mark.parametrize("seeds", GROUPS)
 def test_a_job_that_was_begun_a_second_time_behind_a_cut_joins_the_first_one(seeds):
-    for seed in range(30 * seeds, 30 * seeds + 30):
+    for seed in range(15 * seeds, 15 * seeds + 15):
         drawn = random.Random(seed)
         names = NAMES[: drawn.randint(2, 5)]
         world = World(seed, names, rules(len(names)))
@@ -194,7 +192,7 @@ ALL_ACCIDENTS = CUTS + KILLS + ("lose power",)
 
 @pytest.mark.parametrize("seeds", GROUPS)
 def test_after_cuts_all_are_together_again(seeds):
-    for seed in range(100 * seeds, 100 * seeds + 100):
+    for seed in range(50 * seeds, 50 * seeds + 50):
         world = play(seed, CUTS)
         assert trains(world) == "".join(sorted(world.nodes)), seed
         assert world.finish() == [Result(None)] * len(world.nodes), seed
@@ -202,7 +200,7 @@ def test_after_cuts_all_are_together_again(seeds):
 
 @pytest.mark.parametrize("seeds", GROUPS)
 def test_after_kills_all_that_live_are_together(seeds):
-    for seed in range(100 * seeds, 100 * seeds + 100):
+    for seed in range(50 * seeds, 50 * seeds + 50):
         world = play(seed, KILLS)
         if world.has_survivor():  # of the last view: others can't know how far the job has come
             assert trains(world) == "".join(sorted(node.name for node in world.living())), seed
@@ -210,7 +208,7 @@ def test_after_kills_all_that_live_are_together(seeds):
 
 @pytest.mark.parametrize("seeds", GROUPS)
 def test_two_sides_never_train(seeds):
-    for seed in range(100 * seeds, 100 * seeds + 100):
+    for seed in range(50 * seeds, 50 * seeds + 50):
         play(seed, ALL_ACCIDENTS, num_accidents=14, begins_whole=False)
 
 
