@@ -151,7 +151,13 @@ def test_results_come_back_in_rank_order_and_ranks_meet_without_arguments(nprocs
     assert [result.tolist() for result in results] == [[want] * 3] * nprocs
 
 
-def test_each_rank_finds_torchruns_environment_and_its_share_of_the_cores(monkeypatch):
+@pytest.fixture
+def lean_servers(monkeypatch):
+    """Have servers that a test starts import what ranks need, and not what this process has imported besides."""
+    monkeypatch.setattr(workers, "_PRELOAD_IF_LOADED", re.compile("phalanx[.].*"))
+
+
+def test_each_rank_finds_torchruns_environment_and_its_share_of_the_cores(lean_servers, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = max(1, read_machine().num_cores // 2)
     for rank, (environ, num_threads) in enumerate(phalanx.spawn(describe, nprocs=2)):
@@ -524,12 +530,6 @@ def test_torchs_own_pattern_of_a_loop_around_join_works(tmp_path):
     assert run_python("train.py", cwd=tmp_path).stdout == "[0, 1]\n"
 
 
-@pytest.fixture
-def lean_servers(monkeypatch):
-    """Have servers that a test starts import what ranks need, and not what this process has imported besides."""
-    monkeypatch.setattr(workers, "_PRELOAD_IF_LOADED", re.compile("phalanx[.].*"))
-
-
 def settings(rank, *_):
     names = ("OMP_NUM_THREADS", "MPLBACKEND", "HF_HOME")
     return dist.get_debug_level().name, torch.get_num_threads(), [os.environ.get(name) for name in names]
@@ -564,7 +564,7 @@ def ranks_of_others(used):
 
 def test_of_many_servers_those_are_kept_that_ranks_are_of(lean_servers, monkeypatch):
     monkeypatch.setattr(workers, "_MAX_SERVERS", 2)
-    with spawn_ranks(wait_for_release, 1, init=False, env={"TORCH_OF_TEST": "in use"}) as ranks:
+    with spawn_ranks(wait_for_release, 1, init=False) as ranks:  # of the server that all tests use, the oldest one
         (server,) = ranks.wait_until_reached("waits", timeout_s=LIMIT_S)
         before, _ = workers.servers.known
         for number in range(2):
