@@ -1,4 +1,8 @@
-"""A rank forked from the preloaded process finds what ``python script.py`` would have given it."""
+"""A rank forked from the preloaded process finds what ``python script.py`` would have given it.
+
+Of what `test_warm` shows to be the same cold and warm, one case is cold here, and the others are forked from a process
+that other tests have left, without an import of torch for each.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.usefixtures("warm_jobs")
 
 LIMIT_S = 60
 
@@ -89,7 +95,7 @@ def compare(run_args, **options):
     assert got == want
 
 
-def test_a_script_sees_what_it_would_see_alone(script):
+def test_a_script_sees_what_it_would_see_alone(cold_jobs, script):
     compare([script(FACTS), "--flag", "a b", ""])
 
 
@@ -109,7 +115,7 @@ def test_a_folder_and_a_zip_file_run_as_programs(script, tmp_path):
     compare(["app.zip", "x"])
 
 
-def test_the_users_own_path_and_sitecustomize_are_kept(script, tmp_path):
+def test_the_users_own_path_and_sitecustomize_are_kept(cold_jobs, script, tmp_path):
     (tmp_path / "site").mkdir()
     script("import builtins; builtins.from_site = 'yes'", "site/sitecustomize.py")
     name = script("print(from_site)\n" + FACTS)
@@ -208,7 +214,7 @@ def test_threads_pools_and_devices_start_in_the_rank(script):
     assert phalanx_run(script(source)).stdout == "[rank 0] 1 True\n"
 
 
-def test_a_broken_torch_is_met_by_the_script_itself(script, tmp_path):
+def test_a_broken_torch_is_met_by_the_script_itself(cold_jobs, script, tmp_path):
     (tmp_path / "broken").mkdir()
     script("raise ImportError('no torch today')", "broken/torch.py")
     name = script("print('before')\nimport torch\n")
@@ -218,7 +224,7 @@ def test_a_broken_torch_is_met_by_the_script_itself(script, tmp_path):
     assert "\n  ImportError: no torch today\n" in done.stderr
 
 
-def test_a_rank_starts_anew_where_a_thread_came_up_before_the_fork(script, tmp_path):
+def test_a_rank_starts_anew_where_a_thread_came_up_before_the_fork(cold_jobs, script, tmp_path):
     (tmp_path / "early").mkdir()
     script(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\nMARK = 'early'\n",
@@ -243,7 +249,7 @@ def test_what_a_script_holds_is_finalised_at_its_end(script):
     assert phalanx_run(name).stdout == "[rank 0] closed\n"
 
 
-def test_a_module_of_the_script_wins_over_a_namesake_that_torch_needs(script):
+def test_a_module_of_the_script_wins_over_a_namesake_that_torch_needs(cold_jobs, script):
     script("NAME = 'mine'\n", "json.py")
     name = script("import json\nprint(json.NAME)\n")
     done = phalanx_run(name)
@@ -251,7 +257,7 @@ def test_a_module_of_the_script_wins_over_a_namesake_that_torch_needs(script):
     assert done.stdout == "[rank 0] mine\n"
 
 
-def test_without_preload_the_interpreter_starts_anew(script):
+def test_without_preload_the_interpreter_starts_anew(cold_jobs, script):
     done = phalanx_run("--no-preload", script(FACTS))
     assert done.returncode == 0, done.stderr
     assert not facts(done.stdout)[0]["preloaded"]
