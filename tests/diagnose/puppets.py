@@ -42,6 +42,9 @@ def obey(order):
             pass
     elif what == "reduce":
         dist.all_reduce(torch.ones(5))  # the line
+    elif what == "group":
+        dist.destroy_process_group()
+        dist.init_process_group(rest[0])
     elif what == "load":
         loading.append(iter(DataLoader(range(9), num_workers=1)))
         next(loading[0])

@@ -6,6 +6,7 @@ entries are torch's own, of Gloo.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -19,6 +20,7 @@ from phalanx.diagnose.why.evidence import gather
 from phalanx.diagnose.why.findings import conclude
 from phalanx.diagnose.why.wording import sentence
 from phalanx.host.processes import process_of
+from tests.ports import free_port
 
 SCRIPT = """
 import os, sys, threading, torch, torch.distributed as dist
@@ -61,13 +63,15 @@ def job(tmp_path):
     environ = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
     environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = f"{tmp_path}/pipe_"
     environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{tmp_path}/dump_"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as started:
-        try:
-            assert started.stdout.read(10) == "stuckstuck"
-            yield find_job(str(started.pid))
-        finally:
-            started.terminate()  # and torchrun its ranks
+    environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in ("0", "1"):
+            command = {"cwd": tmp_path, "env": {**environ, "RANK": rank}, "stdout": subprocess.PIPE, "text": True}
+            ranks.append(stack.enter_context(subprocess.Popen([sys.executable, "train.py"], **command)))
+            stack.callback(ranks[-1].kill)
+        assert [rank.stdout.read(5) for rank in ranks] == ["stuck", "stuck"]
+        yield find_job(str(ranks[0].pid))
 
 
 def test_the_rank_that_has_not_called_is_named_though_none_waits_in_a_call(job, monkeypatch):
