@@ -96,10 +96,10 @@ def check_two_ranks(said, scheduler):
         assert (one["backend"], one["device"]) == ("phalanx", "cpu")
 
 
-def test_it_is_placed_by_phalanx_run_and_by_torchrun(script):
+def test_it_is_placed_by_phalanx_run_and_by_torchrun(forked, script):
     ours = run([sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", script], PHALANX_WARM="1")
     check_two_ranks(said_by(ours.stdout), "the environment")
-    torchruns = run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script])
+    torchruns = forked.run("-m", "torch.distributed.run", "--nproc-per-node", "2", script, env=clean())
     check_two_ranks(said_by(torchruns.stdout), "the environment")
 
 
