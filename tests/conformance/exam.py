@@ -18,7 +18,6 @@ asks it for one test at a time.
 import argparse
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -28,6 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from phalanx.launch.processes.forker import RANK_MODULES
 from phalanx.launch.processes.pages import share_pages
 
 from . import _ddp, ddp_expectations, expectations
@@ -178,10 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     from ._load import load_exam
 
     exam = load_exam(args.backend, args.world_size, args.ddp)
-    package = "phalanx" if os.environ.get("PHALANX_REPLACE") == args.backend else args.backend
-    if importlib.util.find_spec(package) is not None:
-        for part in ("backend", "rendezvous", "session", "record.gloo"):  # once here, not in every rank
-            importlib.import_module(f"{package}.{part}")
+    for module in RANK_MODULES:
+        importlib.import_module(module)  # once here, not in every rank
 
     with Runner(exam, args.limit_s) as runner:
         if args.serve:

@@ -2,9 +2,9 @@
 
 On phalanx's groups, which average gradients where they lie: all tests, those in `SLOW` by
 ``make slow``. On Gloo's,
-where buckets are copied and reduced while backward runs: those in `ON_GLOO`. Torch's class
-sits a few as well, which shows that they ask nothing that a CPU has not. The rest, and more
-ranks, are left to
+where buckets are copied and reduced while backward runs: those in `ON_GLOO`. In ``make slow``,
+torch's class sits a few as well, which shows that they ask nothing that a CPU has not. The rest,
+and more ranks, are left to
 
     python -m tests.conformance.exam --backend gloo --ddp phalanx --world-size 3 --check
 """
@@ -102,6 +102,7 @@ def test_it_passes_on_gloo_too(exam_on_gloo: Exam, name: str) -> None:
     assert problem is None, problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_TORCH)
 def test_torch_passes_what_differs(exam_of_torch: Exam, name: str) -> None:
     assert name in FAILS

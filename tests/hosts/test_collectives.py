@@ -41,14 +41,13 @@ from tests.backend.test_objects import move_objects, pass_monitored_barrier
 from tests.backend.test_overlaps import overlap_lists, overlap_wholes
 from tests.backend.test_shapes import move_leaves, move_nothing
 from tests.backend.test_uneven_lists import run_all as move_uneven_lists
-from tests.hosts._layouts import LAYOUTS, interleaved, layout_name
+from tests.hosts._layouts import LAYOUTS, interleaved, layouts
 
 pytestmark = pytest.mark.kept_ranks
 
 ReduceOp = dist.ReduceOp
 INLINE_BYTES = 4032  # what travels with the head of a call
-every_layout = pytest.mark.parametrize("hosts", LAYOUTS, ids=layout_name)
-uneven_and_even = pytest.mark.parametrize("hosts", [[2, 2], [1, 2, 1]], ids=layout_name)
+every_layout = layouts(*LAYOUTS)
 
 
 def run_all(rank, world_size, functions):
@@ -270,33 +269,33 @@ def test_a_collective_gives_what_gloo_gives(run_ranks, hosts, checks):
     run_ranks(run_all, sum(hosts), checks, hosts=hosts)
 
 
-@pytest.mark.parametrize("order", ["abab", "abba", "bacab"])
+@pytest.mark.parametrize("order", ["abab", "bacab", pytest.param("abba", marks=pytest.mark.slow)])
 def test_ranks_of_a_host_need_not_follow_each_other(run_ranks, order):
     checks = [*REDUCE[:1], *MOVE, (keep_the_order,)]
     run_ranks(interleaved, len(order), order, run_all, checks, init=False)
 
 
-@every_layout
+@layouts([1, 1], [2, 2], [1, 2, 1], slow=[[2, 1], [1, 1, 1]])
 def test_every_length_arrives(run_ranks, hosts):
     run_ranks(run_all, sum(hosts), LENGTHS, hosts=hosts)
 
 
-@uneven_and_even
+@layouts([1, 2, 1], slow=[[2, 2]])
 def test_lists_of_different_sizes(run_ranks, hosts):
     assert all(run_ranks(move_uneven_lists, sum(hosts), hosts=hosts))
 
 
-@uneven_and_even
+@layouts([1, 2, 1], slow=[[2, 2]])
 def test_every_dtype_is_reduced_by_every_operation(run_ranks, hosts):
     run_ranks(reduce_every_dtype, sum(hosts), hosts=hosts)
 
 
-@uneven_and_even
+@layouts([2, 2], slow=[[1, 2, 1]])
 def test_every_dtype_and_special_number_travels(run_ranks, hosts):
     run_ranks(run_all, sum(hosts), KINDS, hosts=hosts)
 
 
-@uneven_and_even
+@layouts([2, 2], [1, 2, 1])
 def test_every_way_to_call_works(run_ranks, hosts):
     run_ranks(run_all, sum(hosts), WAYS, hosts=hosts)
 
@@ -311,7 +310,7 @@ def test_blocking_and_asynchronous_calls_keep_their_order(run_ranks, hosts):
     assert results == [results[0]] * sum(hosts)
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [2, 1]], ids=layout_name)
+@layouts([1, 1], [2, 1], slow=[[2, 2]])
 def test_tensors_of_one_call_that_overlap(run_ranks, hosts):
     checks = [(overlap_lists, False, True), (overlap_wholes, True)]
     assert run_ranks(run_all, sum(hosts), checks, hosts=hosts) == [[[], []]] * sum(hosts)
@@ -322,7 +321,7 @@ def test_a_barrier_holds_every_rank_back(run_ranks, hosts):
     assert run_ranks(barrier_holds_back, sum(hosts), hosts=hosts) == [sum(hosts)] * sum(hosts)
 
 
-@pytest.mark.parametrize("hosts", [[2, 2], [2, 1], [1, 1, 1]], ids=layout_name)
+@layouts([2, 2], [2, 1], [1, 1, 1])
 def test_the_bits_are_the_same_on_every_rank_and_in_every_run(run_ranks, hosts):
     first = run_ranks(digest_of_sums, sum(hosts), hosts=hosts)
     assert first == [first[0]] * sum(hosts)
@@ -331,7 +330,7 @@ def test_the_bits_are_the_same_on_every_rank_and_in_every_run(run_ranks, hosts):
     assert run_ranks(digest_of_sums, sum(hosts), hosts=hosts)[0] == first[0]
 
 
-@pytest.mark.parametrize("hosts", [[2, 2], [2, 1], [1, 1, 1]], ids=layout_name)
+@layouts([2, 2], [2, 1], [1, 1, 1])
 def test_halves_are_rounded_once_on_each_level(run_ranks, hosts):
     assert max(run_ranks(add_halves, sum(hosts), hosts=hosts)) < 2
 
@@ -340,8 +339,7 @@ def test_an_average_of_large_halves_stays_in_their_range(run_ranks):
     assert run_ranks(average_near_the_largest_half, 4, hosts=[2, 2]) == [[60_000.0]] * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [2, 1]], ids=layout_name)
+@layouts(slow=[[1, 1], [2, 2], [2, 1]])
 def test_average_coalesced_has_the_same_bits_on_all_ranks(run_ranks, hosts):
     results = run_ranks(average_all, sum(hosts), hosts=hosts)
     for name in SHAPES:
@@ -362,7 +360,7 @@ def test_average_coalesced_has_the_same_bits_on_all_ranks(run_ranks, hosts):
 # ---------------------------------------------------------------- groups
 
 
-@pytest.mark.parametrize("hosts", [[2, 2], [1, 2, 1]], ids=layout_name)
+@layouts([2, 2], [1, 2, 1])
 def test_groups_lie_within_a_host_and_across(run_ranks, hosts):
     checks = [(use_every_subset,), (use_a_reversed_group,), (split_groups,)]
     run_ranks(run_all, 4, checks, hosts=hosts)
