@@ -54,17 +54,24 @@ def run_forked(forked):
 
 
 def test_init_works_without_importing_phalanx_and_ends_silently():
-    ended = run_python(ALONE.format(backend="'phalanx', "))
+    script = ALONE.format(backend="'phalanx', ")
+    ended = run_python(f"{script}\nimport gc; print(gc.get_freeze_count(), 'objects are hidden from the collector')")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split("\n")[0] == "phalanx [1.0, 1.0, 1.0] PhalanxGroup"
+    first, second, *_ = ended.stdout.split("\n")
+    assert first == "phalanx [1.0, 1.0, 1.0] PhalanxGroup"
+    assert second == "0 objects are hidden from the collector"
     assert ended.stderr == ""
 
 
-def test_importing_torch_imports_nothing_heavy_of_phalanx():
-    script = "import sys, torch.distributed; print(sorted(name for name in sys.modules if name.startswith('phalanx')))"
-    ended = run_python(script)
+def test_importing_torch_imports_nothing_heavy_of_phalanx_and_hides_torch_from_the_collector_of_a_rank():
+    script = """
+import gc, sys, torch.distributed
+print(sorted(name for name in sys.modules if name.startswith("phalanx")))
+print(gc.get_freeze_count() > 100_000)
+"""
+    ended = run_python(script, RANK="0")
     light = ["phalanx", "phalanx._env", "phalanx._plugin", "phalanx._torch"]
-    assert ended.stdout.strip() in ("[]", str(light))  # nothing if torch loads no plugins
+    assert ended.stdout.splitlines() in (["[]", "False"], [str(light), "True"])  # nothing if torch loads no plugins
     assert ended.stderr == ""
 
 
