@@ -63,7 +63,7 @@ def facts(done):
     return found
 
 
-ARGUMENTS = [["train.py", "--flag", "a b", ""], ["./pkg/../train.py"], ["-m", "pkg.train", "x"], ["pkg"]]
+ARGUMENTS = [["./pkg/../train.py", "--flag", "a b", ""], ["-m", "pkg.train", "x"], ["pkg"]]
 
 
 def test_a_script_sees_the_same_cold_and_warm(warm):
@@ -85,6 +85,13 @@ def test_a_script_sees_the_same_cold_and_warm(warm):
     assert len(servers()) == 1
 
 
+def jobs_of(warm):
+    """Return how many jobs the one warm process has had, by its pid."""
+    head, (pid, jobs, *_) = map(str.split, warm.phalanx("warm", "--list").stdout.splitlines())
+    assert head[:2] == ["pid", "jobs"]
+    return {int(pid): int(jobs)}
+
+
 def test_the_next_job_is_forked_from_the_process_that_the_first_has_left(warm):
     first = warm(HELLO, num_ranks=2)
     (pid,) = servers()
@@ -92,16 +99,17 @@ def test_the_next_job_is_forked_from_the_process_that_the_first_has_left(warm):
     assert servers() == [pid]
     assert first.returncode == second.returncode == 0
     assert sorted(second.stdout.splitlines()) == ["[rank 0] hello 0", "[rank 1] hello 1"]
-    listed = warm.phalanx("warm", "--list").stdout.splitlines()
-    assert [line.split()[:2] for line in listed] == [["pid", "jobs"], [str(pid), "2"]]
+    assert jobs_of(warm) == {pid: 2}
 
 
-def test_the_variable_asks_for_a_warm_start_as_the_flag_does(warm):
+def test_the_variable_asks_for_a_warm_start_as_the_flag_does(kept_warm):
+    kept_warm(HELLO)
+    ((pid, before),) = jobs_of(kept_warm).items()
     done = subprocess.run(
-        [*PHALANX_RUN, "--nproc-per-node", "1", warm.write(HELLO)], env={**os.environ, "PHALANX_WARM": "1"}
+        [*PHALANX_RUN, "--nproc-per-node", "1", kept_warm.write(HELLO)], env={**os.environ, "PHALANX_WARM": "1"}
     )
     assert done.returncode == 0
-    assert len(servers()) == 1
+    assert jobs_of(kept_warm) == {pid: before + 1}
 
 
 def test_a_trial_that_starts_the_process_has_no_later_job_in_it(warm):
@@ -114,12 +122,12 @@ def test_a_trial_that_starts_the_process_has_no_later_job_in_it(warm):
     assert listed.split()[1] == "3"  # jobs
 
 
-def test_a_warm_argument_of_the_script_is_the_scripts(warm):
-    warm(HELLO)
-    done = warm.phalanx("run", "--nproc-per-node", "1", warm.write("import sys; print(sys.argv)"), "--warm")
+def test_a_warm_argument_of_the_script_is_the_scripts(kept_warm):
+    kept_warm(HELLO)
+    before = jobs_of(kept_warm)
+    done = kept_warm.phalanx("run", "--nproc-per-node", "1", kept_warm.write("import sys; print(sys.argv)"), "--warm")
     assert done.stdout == "[rank 0] ['train.py', '--warm']\n"
-    (_, listed) = warm.phalanx("warm", "--list").stdout.splitlines()
-    assert listed.split()[1] == "1"  # job
+    assert jobs_of(kept_warm) == before
 
 
 @pytest.mark.slow
@@ -313,13 +321,13 @@ def test_a_relative_pythonpath_is_no_warm_start(warm):
 # ---------------------------------------------------------------- sockets
 
 
-def test_a_stale_socket_is_removed(warm):
-    warm(HELLO)
+def test_a_stale_socket_is_removed(kept_warm):
+    kept_warm(HELLO)
     (pid,) = servers()
     os.kill(pid, signal.SIGKILL)
     assert ends(pid)
     (stale,) = sockets()
-    assert warm(HELLO).stdout == "[rank 0] hello 0\n"
+    assert kept_warm(HELLO).stdout == "[rank 0] hello 0\n"
     assert stale not in sockets()
     assert len(servers()) == 1
 
