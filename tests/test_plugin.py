@@ -344,17 +344,17 @@ def test_nothing_that_ranks_have_started_outlives_the_test(marked):
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_outlives_pytest_however_it_ends(tmp_path, sig):
-    run = [sys.executable, *arguments("inner_few.py", "-k", "test_waits_for_ever")]
-    with subprocess.Popen(run, cwd=tmp_path, env=environment(tmp_path, PIDS=str(tmp_path)), stdout=-3) as inner:
+def test_nothing_outlives_pytest_however_it_ends(forked, tmp_path, sig):
+    run = arguments("inner_few.py", "-k", "test_waits_for_ever")
+    with forked.start(*run, cwd=tmp_path, env=environment(tmp_path, PIDS=str(tmp_path))) as inner:
         deadline = time.monotonic() + _LIMIT_S
         files = [tmp_path / "0", tmp_path / "1"]
         while not all(file.exists() and file.read_text().endswith("\n") for file in files):
-            assert inner.poll() is None
+            assert _is_alive(inner.pid)
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        inner.send_signal(sig)
-        inner.wait(_LIMIT_S)
+        os.kill(inner.pid, sig)
+        inner.wait()
     pids = [int(pid) for file in files for pid in file.read_text().split()]
     while left := [pid for pid in pids if _is_alive(pid)]:
         assert time.monotonic() < deadline, left
