@@ -41,9 +41,20 @@ def start_two(nodes, source, *flags):
     return group
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-@pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("sig", "slow", "asked"),
+    [
+        # Each pair of values is among the first four.
+        (signal.SIGTERM, 0, 0),
+        (signal.SIGTERM, 1, 1),
+        (signal.SIGINT, 0, 1),
+        (signal.SIGINT, 1, 0),
+        pytest.param(signal.SIGTERM, 0, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 1, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 0, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 1, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_job_that_is_asked_on_one_node_to_make_room_ends_on_all(nodes, asked, slow, sig):
     group = start_two(nodes, MAKE_ROOM.replace("SLOW", f"RANK == {slow}"))
     group.started[asked].send_signal(sig)
