@@ -58,14 +58,14 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)  # tests/test_messages.py tries the reader itself
 @given(JSON, st.sampled_from([Node, View, read_state]))
 def test_anything_else_is_no_message(told, shape):
     with pytest.raises(GarbledError):
         read_value(told, shape)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)  # tests/test_messages.py tries the reader itself
 @given(st.sampled_from([*vars(VIEW)]), JSON)
 @example("places", [["10.0.0.1", float("inf")]])
 def test_a_view_with_one_wrong_thing_in_it_is_none_or_still_one(name, value):
