@@ -23,7 +23,7 @@ def launcher_that_waits(folder: Path) -> Iterator[int]:
     (folder / "early.py").write_text("raise AssertionError('it never runs')")
     with contextlib.closing(ReservedPort()) as port:
         flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port.port}"]
-    command = [*PHALANX, "run", *flags, "--nproc-per-node", "1", "early.py"]
+    command = [*PHALANX, "run", *flags, "--nproc-per-node", "1", "--no-preload", "early.py"]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
         said = ""
         while "waiting for nodes: 1 of at least 2" not in said:

@@ -244,10 +244,11 @@ def step():
 """
 
 
-def test_each_of_many_calls_in_a_function_is_recorded_with_its_line(tmp_path):
+def test_each_of_many_calls_in_a_function_is_recorded_with_its_line(forked, tmp_path):
     num_lines = 300  # more than those that are remembered together, so some take the place of others
     (tmp_path / "train.py").write_text(MANY_LINES + "    begin(5, 0, '', 0, 0)\n" * num_lines + "step()\n")
-    subprocess.run([sys.executable, "train.py"], cwd=tmp_path, timeout=60, check=True)
+    done = forked.run("train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     events = read_box((tmp_path / "box").read_bytes()).events
     first = MANY_LINES.count("\n") + 1
     assert [event.site for event in events] == [f"train.py:{first + number}" for number in range(num_lines)]
