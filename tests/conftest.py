@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -86,6 +87,26 @@ def warm_jobs():
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PHALANX_WARM", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_hosts(warm_jobs, tmp_path_factory):
+    """Have the jobs of a module on hosts of namespaces start warm; the process that they are forked from is on none.
+
+    A host ends with all that was started on it. So a job outside comes first, with the number of threads of all others.
+    A plugin of torch's has that process import sympy, which DTensors would have each rank import for half a second.
+    """
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "needs_sympy.py").write_text("import sympy\n\ndef load():\n    pass\n")
+    (facts := folder / "needs_sympy-1.dist-info").mkdir()
+    (facts / "METADATA").write_text("Name: needs_sympy\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[torch.backends]\nneeds_sympy = needs_sympy:load\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        job = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "1", "-m", "this"]
+        subprocess.run(job, check=True, capture_output=True, timeout=120)
         yield
 
 

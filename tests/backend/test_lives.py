@@ -228,7 +228,15 @@ for _ in range(3):
     total = torch.ones(3)
     dist.all_reduce(total)
     assert total.tolist() == [2.0] * 3
-    assert type(dist.group.WORLD).__name__ == "PhalanxGroup"
+    world = dist.group.WORLD
+    assert type(world).__name__ == "PhalanxGroup"
+    assert dist.get_backend() == world._get_backend_name() == "gloo"
+    assert isinstance(world._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    inside = torch.ones(1)
+    dist.all_reduce(inside, group=dist.new_group(backend="gloo"))
+    objects = [None, None]
+    dist.all_gather_object(objects, dist.get_rank())
+    assert (inside.item(), objects) == (2.0, [0, 1])
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
         raise ValueError("once")
     dist.all_reduce(total)
@@ -248,6 +256,7 @@ def test_torchruns_store_serves_every_attempt_and_every_life_in_the_place_of_glo
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("three lives") == 2
+    assert "phalanx: " not in done.stderr, done.stderr
 
 
 def test_ranks_that_do_not_come_are_told_soon_and_then_ever_more_seldom(monkeypatch):

@@ -78,10 +78,15 @@ def save_kinds(rank, world_size, base):
 
 
 def load_kinds(rank, world_size, base):
-    """Load what every number of ranks has saved, as every kind of model."""
+    """Load what every number of ranks has saved, as its own kind of model and as one other.
+
+    That is another one on each number of ranks, so that each checkpoint is loaded as every kind of model.
+    """
     loaded = {}
-    for kind in KINDS if world_size > 1 else ("plain", "fsdp", "sharded"):
-        for name in sorted(name for name in os.listdir(base) if name.split("-")[0] in KINDS):
+    for name in sorted(name for name in os.listdir(base) if name.split("-")[0] in KINDS):
+        own = KINDS.index(name.split("-")[0])
+        kinds = {KINDS[own], KINDS[(own + 1 + (world_size - 1) % 3) % len(KINDS)]}
+        for kind in sorted({"plain" if kind == "ddp" and world_size == 1 else kind for kind in kinds}):
             module, optimizer = fresh(kind)
             state = {"model": module, "optimizer": optimizer, "epoch": 0}
             ckpt.load(f"{base}/{name}", state)

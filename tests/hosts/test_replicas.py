@@ -16,7 +16,7 @@ import torch
 
 from tests.namespaces import hosts
 
-pytestmark = pytest.mark.usefixtures("needs_hosts")
+pytestmark = pytest.mark.usefixtures("needs_hosts", "warm_hosts")
 LIMIT_S = 90
 PORT = "29511"
 EVERY = 5  # steps between snapshots

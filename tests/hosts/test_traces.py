@@ -11,7 +11,7 @@ import pytest
 from phalanx import cli
 from tests.namespaces import hosts, node_command
 
-pytestmark = pytest.mark.usefixtures("needs_hosts")
+pytestmark = pytest.mark.usefixtures("needs_hosts", "warm_hosts")
 LATE = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("phalanx")

@@ -12,7 +12,7 @@ from tests.launch.jobs import await_line
 from tests.namespaces import hosts, node_command
 
 __all__ = ["jobs"]  # a fixture
-pytestmark = pytest.mark.usefixtures("needs_hosts")
+pytestmark = pytest.mark.usefixtures("needs_hosts", "warm_hosts")
 
 TRAIN = """
 import os, sys, torch, phalanx

@@ -17,6 +17,7 @@ from tests.launch.jobs import LIMIT_S, PHALANX_RUN
 from tests.launch.test_orphans import ends
 from tests.launch.test_preload import FACTS
 from tests.launch.warm_jobs import HELLO, servers, sockets
+from tests.namespaces import hosts
 
 MORE_FACTS = """
 import gc, resource, warnings
@@ -110,6 +111,19 @@ def test_the_variable_asks_for_a_warm_start_as_the_flag_does(kept_warm):
     )
     assert done.returncode == 0
     assert jobs_of(kept_warm) == {pid: before + 1}
+
+
+@pytest.mark.usefixtures("needs_hosts")
+def test_a_job_of_another_host_runs_there(warm):
+    warm(HELLO)
+    (pid,) = servers()
+    tell = "import os; print(os.uname().nodename, os.readlink('/proc/self/ns/net'))"
+    with hosts(1) as (host,):
+        network = os.readlink(f"/proc/{host.pid}/ns/net")
+        with host.start(warm.command(tell), stdout=subprocess.PIPE, text=True) as job:
+            assert job.communicate(timeout=LIMIT_S)[0] == f"[rank 0] host-a {network}\n"
+    assert servers() == [pid]
+    assert network not in warm(tell).stdout
 
 
 def test_a_trial_that_starts_the_process_has_no_later_job_in_it(warm):

@@ -11,7 +11,7 @@ from tests.parallel import _ddp_copies, _ddp_extras, _ddp_making, _ddp_passes  #
 from tests.parallel._behaviours import Ranks
 from tests.parallel._ddp_tools import BEHAVIOURS, OF_SEVERAL
 
-SETUPS = [("phalanx", 3), ("gloo", 3), ("phalanx", 2), ("gloo", 2), ("phalanx", 1)]
+SETUPS = [("phalanx", 3), ("gloo", 3), ("phalanx", 2), ("phalanx", 1)]
 
 
 def behaviours_of(setup):

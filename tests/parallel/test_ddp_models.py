@@ -23,7 +23,6 @@ NUM_STEPS = 3
 SETUPS = {
     "phalanx, 3": ("phalanx", 3, {}),
     "gloo, 3, a bucket for each parameter": ("gloo", 3, {"bucket_cap_mb": 1e-6}),
-    "phalanx, 2": ("phalanx", 2, {}),
     "gloo, 2, copies": ("gloo", 2, {"bucket_cap_mb": 1e-3, "gradient_as_bucket_view": False}),
 }
 Gradients = list[dict[str, torch.Tensor | None]]

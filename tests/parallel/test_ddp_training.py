@@ -16,7 +16,7 @@ import phalanx
 pytestmark = pytest.mark.kept_ranks
 
 BATCH = 12  # of all ranks: divisible by 1, 2, 3 and 4
-NUM_STEPS = 200
+NUM_STEPS = 60
 
 
 def mlp() -> nn.Sequential:

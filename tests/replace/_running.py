@@ -12,7 +12,6 @@ from tests.ports import free_port
 
 PROGRAM = Path(__file__).with_name("asks_for_gloo.py")
 LAUNCHERS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", PROGRAM],
     "phalanx run": [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", PROGRAM],
     "spawn": [sys.executable, PROGRAM, "spawn"],
 }

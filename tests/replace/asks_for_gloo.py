@@ -19,9 +19,13 @@ def gradient_of_ddp():
     return model.module.weight.grad.tolist()
 
 
+def num_ranks():
+    return int(os.environ.get("WORLD_SIZE", "2"))
+
+
 def main(rank=None, port=None):
     if rank is not None:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks()), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("gloo")
     total = torch.arange(4.0) + dist.get_rank()
     dist.all_reduce(total)
@@ -52,6 +56,6 @@ if __name__ == "__main__":
             import phalanx
 
             phalanx.replace_gloo()
-        mp.spawn(main, (os.environ["MASTER_PORT"],), nprocs=2)
+        mp.spawn(main, (os.environ["MASTER_PORT"],), nprocs=num_ranks())
     else:
         main()

@@ -36,7 +36,7 @@ def run_forked(forked):
     return run_it
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["phalanx run", "spawn"])  # torchrun: see backend/test_lives.py
 def test_the_variable_replaces_gloo_under(launcher, tmp_path):
     trains = launcher == "phalanx run"  # where the group comes from makes no difference to DDP
     done = run([*LAUNCHERS[launcher], *["ddp"] * trains], tmp_path, **BY_VARIABLE)
@@ -50,7 +50,8 @@ def test_the_flag_replaces_gloo(tmp_path, warm_jobs):
 
 
 def test_the_function_replaces_gloo_in_the_processes_that_follow(run_forked, tmp_path):
-    assert got(run_forked(PROGRAM, "spawn", "function", folder=tmp_path))["group"] == "PhalanxGroup"
+    done = run_forked(PROGRAM, "spawn", "function", folder=tmp_path, WORLD_SIZE="1")
+    assert got(done)["group"] == "PhalanxGroup"
 
 
 def test_without_the_variable_gloo_is_gloo(forked, tmp_path):

@@ -20,10 +20,11 @@ _STATUS = re.compile(
     re.MULTILINE,
 )
 _FILES = ("cgroup", "limits", "oom_score_adj", "attr/current", "coredump_filter")
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid_for_children", "time_for_children", "user", "uts")
+_NAMESPACES = ("cgroup", "ipc", "mnt", "pid_for_children", "time_for_children", "user")
+_ENTERED = ("net", "uts")  # namespaces that a process may change for itself, and nothing that torch imports depends on
 _IOPRIO_GET = {"x86_64": 251, "aarch64": 31}.get(platform.machine())
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_SHIFT = 1, 13
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 # Variables that may differ: shells, terminals, sessions and test runners set them for each command, launchers per rank.
 _OF_SESSIONS = """
@@ -66,6 +67,25 @@ def difference(pid: int) -> str:
     except OSError as error:
         return f"/proc/{pid}: {error.strerror}"
     return next((name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)), "")
+
+
+def enter_namespaces(pid: int) -> None:
+    """Enter the network and the host name (UTS namespace) of process `pid`, where they are not this process's own.
+
+    Raises:
+        OSError: Process `pid` has ended, or this process may not enter them.
+    """
+    for name in _ENTERED:
+        path = f"/proc/{pid}/ns/{name}"
+        if os.readlink(path) == os.readlink(f"/proc/self/ns/{name}"):
+            continue
+        namespace = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if _libc.setns(namespace, 0) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), path)
+        finally:
+            os.close(namespace)
 
 
 def changed_variable(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

@@ -169,6 +169,11 @@ class WarmServer:
             channel.end.settimeout(None)
             for fd in (self._listener.detach(), self._told, *self._living):
                 os.close(fd)
+            try:
+                facts.enter_namespaces(pid)
+            except OSError as error:
+                channel.send(f"can't enter the client's network: {error.strerror}")
+                os._exit(0)
             guard(channel, pid, request, fds, self._loaded)
             return True
         self._living[os.pidfd_open(child)] = child
