@@ -36,7 +36,7 @@ def nothing(module: nn.Module, step: int) -> None:
     pass
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Case:
     """A model and what is done with it.
 

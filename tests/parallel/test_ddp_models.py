@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import traceback
 import warnings
@@ -62,14 +63,10 @@ def assert_alike(case: Case, got: Gradients, want: Gradients, whose: str) -> Non
             )
 
 
-def run_case(case: Case, rank: int, world_size: int, options: dict[str, Any]) -> str:
-    """Compare, return a digest of our gradients."""
-
-    def ours(module: nn.Module) -> nn.Module:
-        return phalanx.DistributedDataParallel(module, find_unused_parameters=True, **options)
-
-    got = gradients(case, ours, range(rank, rank + 1))
-    assert_alike(case, got, gradients(case, lambda module: module, range(world_size)), "one process")
+@functools.cache
+def references(case: Case, rank: int, world_size: int) -> dict[str, Gradients]:
+    """Return what the gradients must be, by whose they are; every setup with as many ranks compares with the same."""
+    found = {"one process": gradients(case, lambda module: module, range(world_size))}
     if case.torch_options is not None:
 
         def theirs(module: nn.Module) -> nn.Module:
@@ -77,7 +74,19 @@ def run_case(case: Case, rank: int, world_size: int, options: dict[str, Any]) ->
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert_alike(case, got, gradients(case, theirs, range(rank, rank + 1)), "torch's")
+            found["torch's"] = gradients(case, theirs, range(rank, rank + 1))
+    return found
+
+
+def run_case(case: Case, rank: int, world_size: int, options: dict[str, Any]) -> str:
+    """Compare, return a digest of our gradients."""
+
+    def ours(module: nn.Module) -> nn.Module:
+        return phalanx.DistributedDataParallel(module, find_unused_parameters=True, **options)
+
+    got = gradients(case, ours, range(rank, rank + 1))
+    for whose, want in references(case, rank, world_size).items():
+        assert_alike(case, got, want, whose)
     digest = hashlib.sha256()
     for gradient in (gradient for step in got for gradient in step.values() if gradient is not None):
         flat = torch.view_as_real(gradient) if gradient.is_complex() else gradient.to_dense()

@@ -11,10 +11,7 @@ from pathlib import Path
 from tests.ports import free_port
 
 PROGRAM = Path(__file__).with_name("asks_for_gloo.py")
-LAUNCHERS = {
-    "phalanx run": [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", PROGRAM],
-    "spawn": [sys.executable, PROGRAM, "spawn"],
-}
+PHALANX_RUN = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", "2", PROGRAM]
 BY_VARIABLE = {"PHALANX_REPLACE": "gloo"}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx import _torch
 from tests.ports import free_port
-from tests.replace._running import BY_VARIABLE, LAUNCHERS, PROGRAM, got, run
+from tests.replace._running import BY_VARIABLE, PHALANX_RUN, PROGRAM, got, run
 
 EXPECTED = {
     "backend": "gloo",
@@ -37,15 +37,18 @@ def run_forked(forked):
 
 
 @pytest.mark.parametrize("launcher", ["phalanx run", "spawn"])  # torchrun: see backend/test_lives.py
-def test_the_variable_replaces_gloo_under(launcher, tmp_path):
+def test_the_variable_replaces_gloo_under(launcher, run_forked, tmp_path):
     trains = launcher == "phalanx run"  # where the group comes from makes no difference to DDP
-    done = run([*LAUNCHERS[launcher], *["ddp"] * trains], tmp_path, **BY_VARIABLE)
+    if trains:
+        done = run([*PHALANX_RUN, "ddp"], tmp_path, **BY_VARIABLE)
+    else:  # its ranks are started anew
+        done = run_forked(PROGRAM, launcher, folder=tmp_path, **BY_VARIABLE)
     assert got(done) == (WITH_DDP if trains else EXPECTED) | {"group": "PhalanxGroup"}
     assert "phalanx: " not in done.stderr
 
 
 def test_the_flag_replaces_gloo(tmp_path, warm_jobs):
-    command = [*LAUNCHERS["phalanx run"][:4], "--replace-gloo", *LAUNCHERS["phalanx run"][4:]]
+    command = [*PHALANX_RUN[:4], "--replace-gloo", *PHALANX_RUN[4:]]
     assert got(run(command, tmp_path))["group"] == "PhalanxGroup"
 
 
@@ -86,7 +89,7 @@ def test_spawn_obeys_the_variable_as_it_is_at_each_call(run_forked, tmp_path):
 
 
 def test_a_dry_run_says_whether_and_who_asked(tmp_path):
-    command = [*LAUNCHERS["phalanx run"][:4], "--dry-run", *LAUNCHERS["phalanx run"][4:]]
+    command = [*PHALANX_RUN[:4], "--dry-run", *PHALANX_RUN[4:]]
     flagged = [*command[:5], "--replace-gloo", *command[5:]]
     for line, environ, said in (
         (command, {}, ["no", "default"]),
