@@ -23,6 +23,8 @@ from phalanx.diagnose.why.evidence import Elsewhere
 from phalanx.diagnose.why.other_hosts import OtherHosts, RankEvidence
 from phalanx.host.ports import ReservedPort
 from phalanx.launch.nodes.questions import socket_of
+from tests.diagnose.asked import asked
+from tests.launch.jobs import await_line
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 
@@ -32,7 +34,7 @@ import threading, torch, torch.distributed as dist
 dist.init_process_group("phalanx")
 for step in range(9):
     if (dist.get_rank(), step) == (3, 3):
-        threading.Event().wait()
+        print("there", flush=True); threading.Event().wait()
     dist.all_reduce(torch.ones(2))
 """
 
@@ -46,8 +48,7 @@ def start(folder: Path, node_rank: int, port: int) -> subprocess.Popen[str]:
 
 
 def why(pid: int) -> str:
-    done = subprocess.run([*PHALANX, "why", str(pid)], capture_output=True, text=True, timeout=60, check=False)
-    return done.stdout
+    return asked(".", "why", pid).stdout
 
 
 @pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
@@ -55,6 +56,7 @@ def test_a_rank_that_is_missing_on_another_host_is_named_with_its_line_there(tmp
     (tmp_path / "stuck.py").write_text(SCRIPT)
     with contextlib.closing(ReservedPort()) as reserved, contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(start(tmp_path, node_rank, reserved.port)) for node_rank in range(2)]
+        await_line(jobs[1].stdout, "there")
         deadline = time.monotonic() + 90
         there = f"on host {re.escape(socket.gethostname())}"
         together = (

@@ -115,11 +115,18 @@ class Job:
             return all(map(is_in_a_call, self.pids.values()))
         if name == "gil_held_by_thread":  # the main thread may ask for the GIL, again and again
             return any(stand.path.endswith("/native") for stand in threads_of(self.pids[self.plan[name]]))
+        if name in ("starved_loader", "stopped_worker") and not self.worker_has_hung(name):
+            return False
         return (
             culprit.state == "S"
             and (culprit.still_s or 0) > 0.2
             and all(stand.state == "S" for stand in stands.values())
         )
+
+    def worker_has_hung(self, name: str) -> bool:
+        """Whether the process that loads data for the rank stands where it is to stay; the rank waits for it before."""
+        below = [stand_of(one.pid) for one in descendants(self.pids[self.plan[name]], processes_of(os.geteuid()))]
+        return any(one.state == "T" if name == "stopped_worker" else one.path.endswith("/native") for one in below)
 
     def let_go(self, name: str) -> None:
         pid = self.pids[self.plan[name]]
@@ -224,7 +231,7 @@ if dist.get_rank() == 1:
     libc = ctypes.CDLL(None, use_errno=True)
     events = libc.epoll_create1(0)
     event = ctypes.create_string_buffer(b"\\x01", 12)
-    libc.epoll_ctl(events, 1, os.open("let_go", os.O_RDWR), event)
+    libc.epoll_ctl(events, 1, os.open("let_go", os.O_RDWR), event); print("there", flush=True)
     found = libc.epoll_wait(events, ctypes.create_string_buffer(12), 1, -1)
     print("found", found, flush=True)
 dist.all_reduce(torch.ones(1))
@@ -237,6 +244,7 @@ def test_a_call_that_a_halt_would_end_is_not_disturbed_unless_native_frames_are_
     (tmp_path / "job.py").write_text(POLLS)
     command = [*LAUNCHERS["phalanx run"], "--nproc-per-node", "2", "job.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        await_line(process.stdout, "there")
         deadline = time.monotonic() + 60
         while not re.search("rank 1 has not called all_reduce #2 .* at job.py:10", said := why(process.pid)):
             assert time.monotonic() < deadline, said
@@ -249,6 +257,7 @@ STUCK = """
 import threading, torch, torch.distributed as dist
 dist.init_process_group("phalanx")
 if dist.get_rank() == 1:
+    print("there", flush=True)
     threading.Event().wait()
 dist.all_reduce(torch.ones(1))
 """
@@ -258,8 +267,11 @@ dist.all_reduce(torch.ones(1))
 def test_native_frames_do_not_make_a_wait_shorter(tmp_path):
     (tmp_path / "job.py").write_text(STUCK)
     command = [*LAUNCHERS["phalanx run"], "--nproc-per-node", "2", "job.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
+            await_line(process.stdout, "there")
             before = until_rank_1_rests(process.pid, lambda seconds: seconds > 1.5)
             assert not before["since_is_least"]
             halted_s = time.monotonic()
@@ -369,7 +381,7 @@ def rests_of(pid: int, what: str) -> list[tuple[float, float, float]]:
 
 
 def why(pid: int) -> str:
-    return subprocess.run([*PHALANX, "why", str(pid)], capture_output=True, text=True, timeout=60, check=False).stdout
+    return asked(".", "why", pid).stdout
 
 
 PAIRS = [("phalanx run", "phalanx"), ("torchrun", "gloo"), ("phalanx run", "gloo"), ("torchrun", "phalanx")]
