@@ -12,6 +12,7 @@ import time
 import pytest
 
 from phalanx.diagnose.jobs import find_job
+from tests.diagnose.asked import asked
 from tests.launch.jobs import PHALANX_RUN, Terminal, write_script
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
@@ -210,8 +211,7 @@ def test_a_rank_that_is_not_there(job):
 
 def test_a_job_that_is_not_there():
     with subprocess.Popen(["sleep", "60"]) as process:
-        words = [*ATTACH, "0", "--job", str(process.pid)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        done = asked(".", "attach", "0", "--job", process.pid)
         process.kill()
     assert done.returncode == 1
     assert re.fullmatch(
@@ -221,6 +221,6 @@ def test_a_job_that_is_not_there():
 
 
 def test_a_mistake_is_refused():
-    done = subprocess.run([*ATTACH, "one"], capture_output=True, text=True, timeout=60, check=False)
+    done = asked(".", "attach", "one")
     assert done.returncode == 2
     assert "RANK must be a whole number" in done.stderr

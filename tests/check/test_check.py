@@ -12,6 +12,7 @@ import pytest
 
 from phalanx.diagnose.check import check as command
 from phalanx.diagnose.stacks import find_py_spy
+from tests.diagnose.asked import asked
 
 pytestmark = pytest.mark.usefixtures("warm_jobs")
 
@@ -174,7 +175,7 @@ def test_nproc_may_stand_behind_the_script(tmp_path):
 @pytest.mark.parametrize("words", [["--steps", "0", "train.py"], ["--nnodes", "2", "train.py"], []])
 def test_mistakes_are_refused(tmp_path, words):
     (tmp_path / "train.py").write_text("")
-    done = subprocess.run([*CHECK, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = asked(tmp_path, "check", *words)
     assert done.returncode == 2
     assert "phalanx check" in done.stderr
 

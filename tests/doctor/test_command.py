@@ -13,6 +13,7 @@ from phalanx.doctor.doctor import read_role
 from phalanx.doctor.finding import LEVELS, Finding
 from phalanx.doctor.report import merged
 from tests.clusters._machines import PHALANX, machines
+from tests.diagnose.asked import asked
 
 NODES = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
 
@@ -98,7 +99,7 @@ def test_two_hosts_are_examined_and_the_first_prints_all(needs_hosts, tmp_path):
     ],
 )
 def test_a_mistake_shows_the_usage_and_the_right_call(args, said):
-    done = doctor(*args)
+    done = asked(".", "doctor", *args)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "right: phalanx doctor" in done.stderr.lower()
