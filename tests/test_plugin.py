@@ -361,15 +361,14 @@ def test_nothing_outlives_pytest_however_it_ends(forked, tmp_path, sig):
         time.sleep(0.02)
 
 
-def test_pdb_opens_on_the_rank_that_failed_and_quitting_it_ends_the_session(tmp_path):
-    pid, terminal = pty.fork()
-    if not pid:
-        os.chdir(tmp_path)
-        run = [sys.executable, *arguments("inner_few.py", "--pdb", "-k", "test_fails_last")]
-        os.execve(run[0], run, environment(tmp_path, TERM="dumb"))
+def test_pdb_opens_on_the_rank_that_failed_and_quitting_it_ends_the_session(forked, tmp_path):
+    terminal, theirs = pty.openpty()
+    run = arguments("inner_few.py", "--pdb", "-k", "test_fails_last")
     said, asked = b"", [b"p 'value', secret\n", b"quit\n"]
     deadline = time.monotonic() + _LIMIT_S
-    try:
+    options = {"cwd": tmp_path, "env": environment(tmp_path, TERM="dumb"), "stdin": theirs, "stdout": theirs}
+    with forked.start(*run, **options) as inner:
+        os.close(theirs)
         while time.monotonic() < deadline:
             if asked and said.endswith(b"(Pdb) "):
                 os.write(terminal, asked.pop(0))
@@ -378,13 +377,10 @@ def test_pdb_opens_on_the_rank_that_failed_and_quitting_it_ends_the_session(tmp_
                     said += os.read(terminal, 65536)
                 except OSError:  # it has ended
                     break
-        _, status = os.waitpid(pid, 0)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.close(terminal)
+        code = inner.wait()
+    os.close(terminal)
     assert b"('value', 17)" in said
     assert re.search(rb"rank \d \(pid \d+\)\r\n(?s:.*)entering PDB", said)
     assert b"Quitting debugger" in said
     assert said.count(b"entering PDB") == 1
-    assert os.waitstatus_to_exitcode(status) == 2
+    assert code == 2
