@@ -188,7 +188,7 @@ def send_weights(rank, world_size, port):
         os._exit(0)
     store = dist.TCPStore("127.0.0.1", int(port), 2, rank == 0)
     if rank == 0:
-        look, looks = Meeting._look_at_launch, []
+        look, looks = Meeting.look, []
 
         def count(self):
             look(self)
@@ -196,7 +196,7 @@ def send_weights(rank, world_size, port):
             if len(looks) == 3:
                 store.set("has looked", "")
 
-        Meeting._look_at_launch = count
+        Meeting.look = count
     else:
         store.wait(["has looked"], timedelta(seconds=LIMIT_S))
     group = make_by_hand(store, rank // 2, 2, "phalanx")

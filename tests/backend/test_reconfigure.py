@@ -107,8 +107,8 @@ def live_on(rank, size, backend, path):
     mean_of(models, rank)
     comm = phalanx.communicator()
     work = dist._reconfigure(21, office.collect()[::-1])
-    assert dist.group.WORLD.maker.build.keywords["pids"] == dist.group.WORLD.pids
-    assert dist.group.WORLD.pids[dist.get_rank()] == os.getpid()
+    assert dist.group.WORLD.maker.build.keywords["processes"] == dist.group.WORLD.processes
+    assert dist.group.WORLD.processes[dist.get_rank()][0] == os.getpid()
     assert work.is_completed()
     assert work.is_success()
     seen.append((*place(), total(), comm.rank, dist.get_process_group_ranks(dist.group.WORLD)))

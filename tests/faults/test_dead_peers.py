@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx import RankFailed, _core
+from phalanx._env import LAUNCH_VARIABLE
 from phalanx.testing import await_release, reached
 from tests.faults._watch import NAMED_WITHIN_S, TELLS_ENDING, wait_until_asleep
 
@@ -107,6 +108,19 @@ def receive_from_any_after_one_has_left(rank, world_size):
     return values
 
 
+def make_a_group_of_a_dead_rank(rank, world_size, victim):
+    """As under a launcher that notes no ends: torchrun, or a shell."""
+    os.environ.pop(LAUNCH_VARIABLE, None)
+    dist.barrier()
+    if rank == victim:
+        os._exit(3)
+    begin_s = time.monotonic()
+    try:
+        dist.new_group([0, 1, 2])
+    finally:
+        assert time.monotonic() - begin_s < NAMED_WITHIN_S
+
+
 def check_names(outcome, victim, killed_by=None, exit_code=None):
     error = outcome.error
     assert isinstance(error, RankFailed), outcome
@@ -136,6 +150,15 @@ def test_torchs_ddp_raises_in_backward_what_its_all_reduce_failed_with(run_ranks
     survivor, victim = run_ranks(lose_a_peer_in_torchs_ddp, 2, expect_failures=True)
     assert type(survivor.error) is RuntimeError
     assert re.search(rf"RankFailed: rank 0: all_reduce .* rank 1 \(pid {victim.pid}\) exited with", str(survivor.error))
+
+
+@pytest.mark.parametrize(("victim", "hosts"), [(0, []), (2, []), (2, [1, 2])])
+def test_a_new_group_does_not_wait_for_a_rank_that_died_before_it_came(run_ranks, victim, hosts):
+    outcomes = run_ranks(make_a_group_of_a_dead_rank, 3, victim, hosts=hosts, timeout_s=30, expect_failures=True)
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            check_names(outcome, outcomes[victim], exit_code=3)
+            assert "new_group: " in str(outcome.error)
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "async wait"])

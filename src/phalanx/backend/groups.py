@@ -137,7 +137,7 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
     is_world = not (options.global_ranks_in_group or dist.is_initialized())
     parent = dist.group.WORLD if options.global_ranks_in_group else None
-    pids = parent.pids if isinstance(parent, PhalanxGroup) else met_in(options.store) if is_world else {}
+    processes = parent.processes if isinstance(parent, PhalanxGroup) else met_in(options.store) if is_world else {}
     name = "default" if is_world else options.group_id
     group = build_group(
         options.store,
@@ -149,7 +149,7 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
         given,
         displayed=own,
         devices=[device for device, backend in devices.items() if backend == own],
-        pids=pids,
+        processes=processes,
         numbers_itself=not options.global_ranks_in_group,
         awaits_ranks=awaits_ranks,
     )
@@ -169,7 +169,7 @@ def build_group(
     *,
     displayed: str,
     devices: Sequence[str],
-    pids: Mapping[int, int],
+    processes: Mapping[int, Sequence[int]],
     op: str = "join",
     numbers_itself: bool = False,
     awaits_ranks: bool = False,
@@ -179,7 +179,8 @@ def build_group(
     Args:
         displayed: Name of the backend that programs see: ``gloo`` where phalanx replaces Gloo.
         devices: Types of devices whose tensors the group takes; tensors on a GPU go to Gloo itself.
-        pids: Process ids of members on this host, as far as they are known, by rank in the world.
+        processes: Members on this host, as far as they are known, by rank in the world: pid, start time (0: unknown)
+            and pid namespace.
         op: Purpose of the meeting, in messages: ``join`` or ``shrink``.
         numbers_itself: Whether the group's own ranks stand for ranks of the world.
         awaits_ranks: Whether the group has no ranks until its `reconfigure` is called.
@@ -198,10 +199,10 @@ def build_group(
             timeout.total_seconds(),
             options,
             is_in_place=displayed == GLOO,
-            pids=pids,
+            processes=processes,
             op=op,
         )
-        core, segment, store, pids, life = joined.core, joined.segment, joined.store, joined.pids, joined.life
+        core, segment, store, processes, life = joined.core, joined.segment, joined.store, joined.processes, joined.life
     settings = _settings(options)
     every = verifies_every(settings.verify)
     ranks = Ranks(rank, size, global_ranks)
@@ -209,9 +210,9 @@ def build_group(
     operations.title = displayed
     if every:
         operations.verify(c10d.PrefixStore("verify", store), every, settings.silence_s)
-    build = functools.partial(build_group, displayed=displayed, devices=devices, pids=pids)
+    build = functools.partial(build_group, displayed=displayed, devices=devices, processes=processes)
     group: PhalanxGroup = (_verified().VerifiedGroup if every else PhalanxGroup)(store, operations, global_ranks, build)
-    group.pids = pids
+    group.processes = processes
     limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock would overflow
     kind = ProcessGroup.BackendType.GLOO
     if HAS_PYTHON_BACKENDS:

@@ -205,7 +205,7 @@ class Membership:
             global_ranks,
             max(deadline - time.monotonic(), 0.001),
             self._options,
-            pids={},
+            processes={},
             op="reconfigure",
             prepare=prepare,
         )
@@ -223,7 +223,7 @@ class Membership:
                 membership._tokens.append(_token())
         self._life = joined.life
         writer.begin(global_ranks[me], size)
-        group.moved(joined.store, joined.pids, global_ranks)
+        group.moved(joined.store, joined.processes, global_ranks)
         _torch.world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(global_ranks)}
 
     def _enter(self, server: Handle, handles: Sequence[Handle], me: int, timeout_s: float) -> Any:
@@ -291,7 +291,7 @@ class Membership:
             _timeout(options) or operations.timeout,
             options if isinstance(options, GroupOptions) else self._options,
             op="shrink",
-            pids={},
+            processes={},
             numbers_itself=self._is_world,
         )
         made.backend.brings = made

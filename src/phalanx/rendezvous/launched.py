@@ -24,7 +24,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from phalanx.failure.ending import Ending
 from phalanx.host.proc_stat import stat_fields
@@ -37,16 +37,20 @@ _PF_EXITING = 0x4  # flag of linux/sched.h
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-_meetings: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+_Processes: TypeAlias = dict[int, tuple[int, int, int]]  # by rank: pid, start time and pid namespace
+_meetings: weakref.WeakKeyDictionary[Any, _Processes] = weakref.WeakKeyDictionary()
 
 
 def note_meeting(store: Any, pids: dict[int, int]) -> None:
     """Note which processes of this host have met in a store, by rank."""
-    _meetings[store] = pids
+    _meetings[store] = {rank: (pid, 0, 0) for rank, pid in pids.items()}
 
 
-def met_in(store: Any) -> dict[int, int]:
-    """Return which processes of this host are known to have met in a store, or in the store that it wraps, by rank."""
+def met_in(store: Any) -> _Processes:
+    """Return which processes of this host are known to have met in a store, or in the store that it wraps, by rank.
+
+    Only their pids are known; the rest is 0.
+    """
     while store is not None:
         if store in _meetings:
             return _meetings[store]

@@ -45,7 +45,7 @@ class Joined:
         core: The group: the core's, or on several hosts a `BridgedGroup`.
         segment: Segment of this host.
         store: Store for everything else that these ranks tell each other, which holds nothing of an earlier group.
-        pids: Process ids of members on this host by rank in the world, for further groups of these ranks.
+        processes: Members on this host by rank in the world, for further groups of these ranks.
         life: Name that these ranks alone share.
         num_groups: Largest number of groups that torch has counted in one of these processes.
     """
@@ -53,7 +53,7 @@ class Joined:
     core: Any
     segment: _core.Segment
     store: Store
-    pids: Mapping[int, int]
+    processes: Mapping[int, Sequence[int]]
     life: str
     num_groups: int
 
@@ -68,7 +68,7 @@ def join_group(
     options: GroupOptions | None = None,
     *,
     is_in_place: bool = False,
-    pids: Mapping[int, int],
+    processes: Mapping[int, Sequence[int]],
     op: str = "join",
     prepare: Callable[[Meeting], None] = lambda meeting: None,
 ) -> Joined:
@@ -83,7 +83,8 @@ def join_group(
         timeout_s: Seconds for joining, and the default timeout of the group's operations.
         options: Options that take precedence over the environment.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
-        pids: Process ids of members on this host, as far as they are known, by rank in the world.
+        processes: Members on this host, as far as they are known, by rank in the world: pid, start time (0: unknown)
+            and pid namespace.
         op: Purpose of the meeting, in messages: ``join``, ``reconfigure`` or ``shrink``.
         prepare: Function called before this rank says hello. What it raises, the other ranks raise, too.
 
@@ -95,12 +96,15 @@ def join_group(
     """
     limit_s = min(timeout_s, LONGEST_S) if timeout_s > 0 else LONGEST_S
     deadline = time.monotonic() + limit_s
-    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, deadline, is_in_place, pids, op)
+    meeting = Meeting(JsonStore(store), rank, size, name, global_ranks, limit_s, deadline, is_in_place, processes, op)
     with meeting.joining():
         seconds("timeout", timeout_s)
+        for number, member in enumerate(global_ranks):
+            if member in processes:
+                meeting.expect(number, processes[member])
         prepare(meeting)
         core, segment, num_groups = _join(meeting, (options or GroupOptions()).over(read_settings()))
-    return Joined(core, segment, meeting.life_store, meeting.pids, meeting.life, num_groups)
+    return Joined(core, segment, meeting.life_store, meeting.processes, meeting.life, num_groups)
 
 
 def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int]:
@@ -114,7 +118,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
     _check(hellos, meeting)
     hosts = _hosts_by_word(hellos)
     here = next(ranks for ranks in hosts if rank in ranks)
-    meeting.pids = {global_ranks[r]: hellos[r]["pid"] for r in here}
+    meeting.processes = {global_ranks[r]: hellos[r]["process"] for r in here}
     for r in here:
         if (watch := _core.PeerWatch.of(*hellos[r]["process"])) is not None:
             meeting.watches[r] = watch

@@ -144,7 +144,8 @@ class Meeting:
         timeout_s: Seconds allowed for the meeting.
         deadline: End of the meeting on the monotonic clock.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
-        pids: Process ids of members on this host, as far as they are known, by rank in the world.
+        processes: Members on this host, as far as they are known, by rank in the world: pid, start time (0:
+            unknown) and pid namespace.
         op: Purpose of the meeting: ``join``, ``reconfigure`` or ``shrink``.
         serves: Whether this process serves the store, as far as is known; rank 0 of the world may always do so.
         stall_s: Seconds of waiting after which the missing ranks are reported, repeatedly; 0: never.
@@ -161,7 +162,7 @@ class Meeting:
     timeout_s: float
     deadline: float
     is_in_place: bool = False
-    pids: Mapping[int, int] = field(default_factory=dict)
+    processes: Mapping[int, Sequence[int]] = field(default_factory=dict)
     op: str = "join"
     serves: bool = False
     watches: dict[int, _core.PeerWatch] = field(default_factory=dict)
@@ -200,7 +201,8 @@ class Meeting:
 
     def expect(self, rank: int, process: Sequence[int]) -> None:
         """Watch a rank of this host whose process is known before it says hello."""
-        if (watch := _core.PeerWatch.of(*process)) is not None:
+        _, started, _ = process
+        if started and (watch := _core.PeerWatch.of(*process)) is not None:
             self.watches[rank] = watch
 
     # ---- who is there ----------------------------------------------------------------------------------------------
@@ -448,14 +450,12 @@ class Meeting:
             if told is not None:
                 self.part()
                 raise error_of(replace(told, rank=self.me))
-        for rank, watch in self.watches.items():
-            if not watch.dead:
-                continue
+        dead = {rank: self._death_of(rank, watch) for rank, watch in self.watches.items() if watch.dead}
+        for rank, cause in (dead | ({} if self.life else self._ended_by_launch())).items():
             if rank in self._suspects:  # dead at the last look, too; it has left no error in the store since
-                raise self._bury(rank, watch)
+                self._tell(cause)
+                raise error_of(cause)
             self._suspects.add(rank)
-        if not self.watches:
-            self._look_at_launch()
         if self.is_in_place:
             self._look_for_gloo()
         self._report_stall()
@@ -505,33 +505,30 @@ class Meeting:
             self._tell(cause)
             raise error_of(cause)
 
-    def _look_at_launch(self) -> None:
-        """Raise RankFailed if the launcher has noted the end of a rank that has not said hello.
+    def _ended_by_launch(self) -> dict[int, Failure]:
+        """Return the ranks that have not said hello and whose end the launcher has noted.
 
         Only processes that are known to be members count: a group may also have members from outside the launcher's
         job, whose ranks have other numbers there.
         """
-        launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, "")) if self.pids else None
+        ended = {}
+        launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, "")) if self.processes else None
         for end in launch.ended() if launch is not None else []:
-            is_member = end.rank in self.global_ranks and self.pids.get(end.rank) == end.pid
+            is_member = end.rank in self.global_ranks and self.processes.get(end.rank, (0,))[0] == end.pid
             rank = self.global_ranks.index(end.rank) if is_member else -1
-            if rank < 0 or self._ask(functools.partial(self._hello_here, rank)) is not None:
-                continue
-            if rank in self._suspects:
+            if rank >= 0 and self._ask(functools.partial(self._hello_here, rank)) is None:
                 dead = (Peer(rank=end.rank, pid=end.pid),)
                 how = f"{end.exit_words} before it joined"
-                cause = self.failure("rank_ended", culprits=dead, exit_code=end.code, signal=end.signal, detail=how)
-                self._tell(cause)
-                raise error_of(cause)
-            self._suspects.add(rank)
+                ended[rank] = self.failure(
+                    "rank_ended", culprits=dead, exit_code=end.code, signal=end.signal, detail=how
+                )
+        return ended
 
-    def _bury(self, rank: int, watch: _core.PeerWatch) -> PhalanxError:
+    def _death_of(self, rank: int, watch: _core.PeerWatch) -> Failure:
         kind, exit_code, signal = watch.ending
         dead = (Peer(rank=self.global_ranks[rank], pid=watch.pid),)
         code = exit_code if exit_code >= 0 else None
-        cause = self.failure(kind, culprits=dead, exit_code=code, signal=signal or None)
-        self._tell(cause)
-        return error_of(cause)
+        return self.failure(kind, culprits=dead, exit_code=code, signal=signal or None)
 
     def _tell(self, cause: Failure) -> None:
         if self._has_parted:
@@ -547,19 +544,22 @@ class Meeting:
         """Tell the cause to each rank that is here or comes soon, each under its own key of the store.
 
         The ranks have no key in common before all have come. A hello may be left from an earlier job, so a rank
-        counts as told only once it confirms.
+        counts as told only once it confirms, or tells others itself.
         """
+        self._ask(lambda: self.store.set(f"{self.token}/tells", "", STORE_S))
         told: dict[str, int] = {}
         awaited = set(range(self.size)) - {self.rank}
         awaited -= {r for r in awaited if self.global_ranks[r] in [peer.rank for peer in cause.culprits]}
 
         def tell() -> bool | None:
-            for rank, token in self._here().items():
+            here = self._here()
+            for rank, token in here.items():
                 if token not in {self.token, *told}:
                     self.store.set(f"{token}/failed", cause.to_facts(), STORE_S)
                     told[token] = rank
-            parted = {rank for token, rank in told.items() if self.store.has(f"{token}/parted")}
-            return awaited <= parted or self.store.is_gone or None
+            know = {rank for token, rank in told.items() if self.store.has(f"{token}/parted")}
+            know |= {rank for rank, token in here.items() if self.store.has(f"{token}/tells")}
+            return awaited <= know or self.store.is_gone or None
 
         self._ask(lambda: wait_until(tell, time.monotonic() + PART_S))
 

@@ -27,7 +27,7 @@ C++ extension that asks the backend itself, whose two are not virtual, sees the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
@@ -261,7 +261,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         maker: Maker of groups out of this one.
         backend: Backend registered for C++ callers.
         other_devices: Types of the devices whose tensors torch's dispatcher passes to another backend.
-        pids: Process id of each member on this host, by its rank in the world.
+        processes: Identity of each member's process on this host, by its rank in the world.
         communicator_type: Class of what `phalanx.communicator` returns; None: `Communicator`.
     """
 
@@ -283,7 +283,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         self.maker = Maker(operations, store, global_ranks, build)
         self.backend: Any = None
         self.other_devices: set[str] = set()
-        self.pids: Mapping[int, int] = {}
+        self.processes: Mapping[int, Sequence[int]] = {}
         self._pid = os.getpid()
         self._listened = False
         self._direct: bool | None = None if HAS_PYTHON_BACKENDS else True
@@ -348,10 +348,10 @@ class PhalanxGroup(_Common, ProcessGroup):
         self._require_membership()
         return self.backend.reconfigure(opts)
 
-    def moved(self, store: Store, pids: Mapping[int, int], global_ranks: list[int]) -> None:
+    def moved(self, store: Store, processes: Mapping[int, Sequence[int]], global_ranks: list[int]) -> None:
         """Note what the group's new ranks have in common, after a reconfigure."""
-        self.life_store, self.pids = store, pids
-        self.maker.moved(store, pids, global_ranks)
+        self.life_store, self.processes = store, processes
+        self.maker.moved(store, processes, global_ranks)
         self.backend.moved(store)
 
     @property

@@ -41,10 +41,10 @@ class Maker:
         self._build = build
         self._num_splits = 0
 
-    def moved(self, store: Store, pids: Mapping[int, int], global_ranks: list[int]) -> None:
+    def moved(self, store: Store, processes: Mapping[int, Sequence[int]], global_ranks: list[int]) -> None:
         """Note the store and the ranks that the group has got by a reconfigure."""
         self._store, self._global_ranks = store, global_ranks
-        self._build = functools.partial(self._build, pids=pids)
+        self._build = functools.partial(self._build, processes=processes)
         self._num_splits = 0
 
     @property
@@ -115,5 +115,5 @@ class Maker:
             name or f"{self._operations.name}:merge",
             list(range(size)),
             timeout or self._operations.timeout,
-            pids={},  # known by rank in the world, which differs here
+            processes={},  # known by rank in the world, which differs here
         )
