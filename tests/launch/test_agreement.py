@@ -155,7 +155,7 @@ def play(seed, accidents, *, num_accidents=8, begins_whole=True):
     return world
 
 
-# Of 50 seeds each, or of 15. With any one of `QUICKLY_FOUND`, seeds below 40 fail in one of the tests.
+# Of 50 seeds each, or of 15. With most of `QUICKLY_FOUND`, one of the first group fails in one of the tests.
 GROUPS = [0, *(pytest.param(group, marks=pytest.mark.slow) for group in range(1, 40))]
 
 
