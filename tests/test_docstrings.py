@@ -66,14 +66,11 @@ def test_help_describes_the_arguments_that_exist(name):
         assert parameters <= {*arguments}
 
 
-SOURCES = sorted(Path(phalanx.__file__).parent.rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_every_parameter_is_described_by_a_noun_phrase(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            docstring = ast.get_docstring(node) or ""
-            for title in ("Args", "Attributes"):
-                fragments = [text for text in described(docstring, title).values() if FRAGMENT.match(text)]
-                assert fragments == [], node.name
+def test_every_parameter_is_described_by_a_noun_phrase():
+    for path in sorted(Path(phalanx.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                docstring = ast.get_docstring(node) or ""
+                for title in ("Args", "Attributes"):
+                    fragments = [text for text in described(docstring, title).values() if FRAGMENT.match(text)]
+                    assert fragments == [], f"{path}: {node.name}"

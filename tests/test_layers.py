@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -27,16 +28,27 @@ def unit_of(module: str) -> str:
     return "__init__" if unit == "_on_first_use" else unit  # the one function in the package's `__init__`
 
 
-def imports_of(path: Path) -> set[str]:
-    """Return the units of phalanx that a file imports anywhere, lazily or for type checking too.
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return what a file imports anywhere, lazily or for type checking too, and its looks into `os`.
 
     But not what the package's `__init__` shows to type checkers: it names what stands on every floor.
     """
-    units = set()
     tree = ast.parse(path.read_text())
     if path == PACKAGE / "__init__.py":
         tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
-    for node in ast.walk(tree):
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        or (isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os")
+    ]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the units of phalanx that a file imports."""
+    units = set()
+    for node in nodes_of(path):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             modules = [node.module] if node.module != "phalanx" else [f"phalanx.{alias.name}" for alias in node.names]
@@ -61,18 +73,18 @@ def test_a_room_is_small_and_says_where_to_begin_and_what_is_not_in_it(room: Pat
     assert re.search(r"\b[Nn]othing here\b", docstring), "what must never be in it?"
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_unit_imports_only_from_floors_below(path: Path) -> None:
-    unit = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert unit in FLOORS, f"give {unit} a floor in docs/design.md"
-    for imported in imports_of(path) - {unit, "__init__"}:
-        assert FLOORS[imported] < FLOORS[unit], f"{path.name} imports {imported}"
+def test_a_unit_imports_only_from_floors_below() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        unit = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        assert unit in FLOORS, f"give {unit} a floor in docs/design.md"
+        for imported in imports_of(path) - {unit, "__init__"}:
+            assert FLOORS[imported] < FLOORS[unit], f"{path} imports {imported}"
 
 
 def modules_of(path: Path, modules: Collection[str]) -> set[str]:
     """Return those of the modules that a file imports anywhere."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -117,8 +129,8 @@ def test_the_environment_is_read_in_one_place() -> None:
     readers = {
         path.name
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute) and node.attr in names
     }
     assert readers == {"_env.py", "sitecustomize.py"}
 

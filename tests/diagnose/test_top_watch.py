@@ -138,7 +138,7 @@ def test_any_launcher_and_backend(tmp_path, launcher):
         assert {rank.pid for rank in found.ranks} == pids
         helpers = [helper for rank in found.ranks for helper in rank.helpers]
         assert len({helper.parent for helper in helpers}) == 2
-        assert all(rank.process.state in "SR" and rank.process.num_threads > 1 for rank in found.ranks)
+        assert all(rank.process.state in "SRD" and rank.process.num_threads > 1 for rank in found.ranks)
         for of in (job.pid, *pids, helpers[0].pid):
             assert find_job(str(of)).pids == found.pids
 
