@@ -5,7 +5,6 @@ name) or :func:`autoload` (every version, at the end of ``import torch``). Nothi
 created, and no error here may break ``import torch``.
 """
 
-import gc
 from typing import Any
 
 
@@ -76,8 +75,6 @@ def autoload() -> None:
             from phalanx.host.block_pool import obey_launcher
 
             obey_launcher()
-        if "RANK" in environ:  # what torch has imported is left out of each collection, of which the exit makes three
-            gc.freeze()
         if _env.is_rank():
             from phalanx.launch.rank import watch_torch
             from phalanx.rendezvous import solo

@@ -108,12 +108,14 @@ def receive_from_any_after_one_has_left(rank, world_size):
     return values
 
 
-def make_a_group_of_a_dead_rank(rank, world_size, victim):
+def make_a_group_of_a_dead_rank(rank, world_size, victim, exit_code):
     """As under a launcher that notes no ends: torchrun, or a shell."""
     os.environ.pop(LAUNCH_VARIABLE, None)
     dist.barrier()
     if rank == victim:
-        os._exit(3)
+        if exit_code == 0:
+            dist.destroy_process_group()
+        os._exit(exit_code)
     begin_s = time.monotonic()
     try:
         dist.new_group([0, 1, 2])
@@ -152,13 +154,15 @@ def test_torchs_ddp_raises_in_backward_what_its_all_reduce_failed_with(run_ranks
     assert re.search(rf"RankFailed: rank 0: all_reduce .* rank 1 \(pid {victim.pid}\) exited with", str(survivor.error))
 
 
-@pytest.mark.parametrize(("victim", "hosts"), [(0, []), (2, []), (2, [1, 2])])
-def test_a_new_group_does_not_wait_for_a_rank_that_died_before_it_came(run_ranks, victim, hosts):
-    outcomes = run_ranks(make_a_group_of_a_dead_rank, 3, victim, hosts=hosts, timeout_s=30, expect_failures=True)
+@pytest.mark.parametrize(("victim", "exit_code", "hosts"), [(0, 3, []), (2, 3, []), (2, 3, [1, 2]), (2, 0, [])])
+def test_a_new_group_does_not_wait_for_a_rank_that_died_before_it_came(run_ranks, victim, exit_code, hosts):
+    named = {"hosts": hosts, "timeout_s": 30, "expect_failures": True}
+    outcomes = run_ranks(make_a_group_of_a_dead_rank, 3, victim, exit_code, **named)
     for outcome in outcomes:
         if outcome.rank != victim:
-            check_names(outcome, outcomes[victim], exit_code=3)
-            assert "new_group: " in str(outcome.error)
+            check_names(outcome, outcomes[victim], exit_code=exit_code)
+            how = " before it joined" if (exit_code, TELLS_ENDING) == (0, True) else ""
+            assert re.search(rf"new_group: .*{how}\n", str(outcome.error))
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "async wait"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -217,6 +219,29 @@ def receive_when_others_have_left(rank, world_size, leaving, folder):
 def test_a_receive_from_anybody_outlives_those_who_leave_until_nobody_is_left(run_ranks, hosts, leaving, tmp_path):
     results = run_ranks(receive_when_others_have_left, 4, leaving, tmp_path, hosts=hosts)
     assert results[0] == (leaving[-1], [1.0, 2.0], "rank-left")
+
+
+def die_when_others_have_left(rank, world_size, leaving, victim, folder):
+    dist.barrier()
+    if rank in leaving:
+        dist.destroy_process_group()
+        (folder / str(rank)).touch()
+    elif rank == victim:
+        assert wait_until(lambda: all((folder / str(r)).exists() for r in leaving) or None, time.monotonic() + 30)
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        dist.recv(torch.zeros(2))
+
+
+@pytest.mark.parametrize(("hosts", "leaving", "victim"), [([2, 2], [3], 2), ([1, 3], [1, 2], 3)])
+def test_of_ranks_that_have_left_and_one_that_was_killed_a_receive_names_the_killed(
+    run_ranks, hosts, leaving, victim, tmp_path
+):
+    endings = run_ranks(die_when_others_have_left, 4, leaving, victim, tmp_path, hosts=hosts, expect_failures=True)
+    for ending in endings:
+        if ending.rank not in (victim, *leaving):
+            assert isinstance(ending.error, RankFailed)
+            assert ending.error.ranks == (victim,), ending.error
 
 
 @pytest.mark.parametrize("hosts", [[2, 2], [3, 1], [1, 3]], ids=layout_name)

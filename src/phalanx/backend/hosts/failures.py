@@ -232,9 +232,11 @@ class Failures:
             return found
         if not lost:
             return self._failure("refused", detail=f"the bridge between hosts failed: {why}{address('rank-lost')}")
-        if left := [rank for rank in lost if self.notices.has_left(rank)]:
-            return self._failure("rank_left", culprits=members.peers(left))
-        return self._failure("rank_lost", culprits=members.peers(lost), hosts=members.whole_hosts(lost))
+        has_left = self.notices.has_left_soon if any(map(self.notices.has_left, lost)) else self.notices.has_left
+        gone = [rank for rank in lost if not has_left(rank)]
+        if not gone:
+            return self._failure("rank_left", culprits=members.peers(lost))
+        return self._failure("rank_lost", culprits=members.peers(gone), hosts=members.whole_hosts(gone))
 
     def _lost(self) -> list[int]:
         """Return the ranks whose connections to this one have ended."""

@@ -528,7 +528,8 @@ class Meeting:
         kind, exit_code, signal = watch.ending
         dead = (Peer(rank=self.global_ranks[rank], pid=watch.pid),)
         code = exit_code if exit_code >= 0 else None
-        return self.failure(kind, culprits=dead, exit_code=code, signal=signal or None)
+        how = "exited with code 0 before it joined" if code == 0 and not self.life else ""
+        return self.failure(kind, culprits=dead, exit_code=code, signal=signal or None, detail=how)
 
     def _tell(self, cause: Failure) -> None:
         if self._has_parted:
@@ -581,6 +582,8 @@ class Meeting:
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone, or raise RankFailed if the rank that served it is found dead."""
+        if self.op == "join" and not self.life:  # others end because of it, too, and rank 0 alone may have served it
+            self.watches = {rank: watch for rank, watch in self.watches.items() if self.global_ranks[rank] == 0}
         wait_until(self.look, time.monotonic() + NOTE_S)
         return self.refusal(
             f"the job's store is gone ({error}). Look at what the rank or launcher that serves it, most often rank 0, "
