@@ -138,6 +138,14 @@ Thread 0x00007f (most recent call first):
 """
 
 
+@pytest.mark.parametrize("carets", ["", "    ^^^^^^\n", "    \n"], ids=["none", "carets", "spaces"])
+def test_an_exception_at_the_first_line_of_a_function_is_found(carets):
+    """Where Ctrl-C comes as a function is entered, Python 3.11 prints spaces in the place of carets."""
+    stack = '  File "/t.py", line 7, in <module>\n    work()\n  File "/t.py", line 3, in work\n    def work():\n'
+    words = read_stderr(f"Traceback (most recent call last):\n{stack}{carets}KeyboardInterrupt\n\nlater\n".encode())
+    assert (words.kind, words.lines[-1]) == ("KeyboardInterrupt", "KeyboardInterrupt")
+
+
 def test_a_rank_that_native_code_aborts_because_of_a_peer_is_a_victim():
     words = read_stderr(ABORTED)
     assert words.kind == "c10::DistBackendError"

@@ -269,7 +269,8 @@ def _gist(words: LastWords) -> tuple[object, ...]:
 def read_stderr(tail: bytes) -> LastWords:
     """Return the exception that a rank printed; if it printed none, its last lines."""
     text = STYLE.sub("", tail.decode(errors="replace"))
-    lines = [line.rstrip() for line in text.splitlines()]
+    # Of an exception at the first line of a function, Python prints spaces for carets: no end of a traceback.
+    lines = [line.rstrip() or line * line.startswith("    ") for line in text.splitlines()]
     block = find_last_block(lines)
     if block is None:
         return LastWords(lines=tuple(TORCH_PREFIX.sub("", line) for line in lines[-_MAX_PLAIN_LINES:]))
