@@ -194,7 +194,7 @@ class Membership:
                 raise meeting.refusal(f"{refuses}: {_AGAIN}", [global_ranks[me]], entry=_ENTRY)
             for number, handle in enumerate(handles):
                 if handle.kernel == handles[me].kernel:
-                    meeting.expect(number, handle.process)
+                    meeting.watch(number, handle.process)
             self._agree(meeting, handles, uuid)
 
         joined = join_group(

@@ -100,8 +100,9 @@ def join_group(
     with meeting.joining():
         seconds("timeout", timeout_s)
         for number, member in enumerate(global_ranks):
-            if member in processes:
-                meeting.expect(number, processes[member])
+            _, started, _ = processes.get(member, (0, 0, 0))
+            if started:
+                meeting.watch(number, processes[member])
         prepare(meeting)
         core, segment, num_groups = _join(meeting, (options or GroupOptions()).over(read_settings()))
     return Joined(core, segment, meeting.life_store, meeting.processes, meeting.life, num_groups)
@@ -120,8 +121,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
     here = next(ranks for ranks in hosts if rank in ranks)
     meeting.processes = {global_ranks[r]: hellos[r]["process"] for r in here}
     for r in here:
-        if (watch := _core.PeerWatch.of(*hellos[r]["process"])) is not None:
-            meeting.watches[r] = watch
+        meeting.watch(r, hellos[r]["process"])
     segment, offset, hosts = _map_segment(meeting, hellos, hosts)
     here = next(ranks for ranks in hosts if rank in ranks)
     core = _core.Group.make(

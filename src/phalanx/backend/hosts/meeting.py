@@ -199,10 +199,9 @@ class Meeting:
         """Where all ranks look for errors; empty while they have no such place."""
         return "all" if self.op == "reconfigure" else self.life
 
-    def expect(self, rank: int, process: Sequence[int]) -> None:
-        """Watch a rank of this host whose process is known before it says hello."""
-        _, started, _ = process
-        if started and (watch := _core.PeerWatch.of(*process)) is not None:
+    def watch(self, rank: int, process: Sequence[int]) -> None:
+        """Watch the process of a rank of this host from now on."""
+        if (watch := _core.PeerWatch.of(*process)) is not None:
             self.watches[rank] = watch
 
     # ---- who is there ----------------------------------------------------------------------------------------------
