@@ -1,8 +1,8 @@
 """Direct access to a group's operations, without torch's front end, dispatcher and works.
 
 Each method calls the core's `run_plain`, and the usual operation if that declines; so checks, errors and order are
-those of the group. What is left out is torch's own: its front end (2 us for an all_reduce, 5 us for a gather), options,
-works, hooks, modes and the Flight Recorder. Through ``torch.distributed``, Phalanx itself takes 3 us of an all_reduce
+those of the group. It skips torch's part: the front end (2 us for an all_reduce, 5 us for a gather), options, works,
+hooks, modes and the Flight Recorder. Through ``torch.distributed``, Phalanx itself takes 3 us of an all_reduce
 of 4 bytes between two ranks, 0.9 us of which go into reading torch's options (``asyncOp``, ``reduceOp``, ``timeout``).
 ``python -m bench.calls`` measures this.
 """
@@ -88,7 +88,7 @@ class Communicator:
 
     @property
     def _ranks(self) -> dict[int, int]:
-        """Number in the group of each rank of the world; a reconfigure changes both."""
+        """Map from rank in the world to rank in the group; a reconfigure changes both."""
         ranks = self._operations.ranks
         if self._numbered[0] is not ranks:
             self._numbered = ranks, {number: rank for rank, number in enumerate(ranks.global_ranks)}
@@ -193,7 +193,7 @@ class Communicator:
         """Return the reduce operation that was passed to the operation `name`.
 
         Raises:
-            TypeError: It is something else, such as the name of an operation.
+            TypeError: `op` is something else, such as the name of an operation.
         """
         if type(op) is ReduceOp.RedOpType:
             return ReduceOp(op)

@@ -1,17 +1,17 @@
-"""Every time limit of the backend: how long a rank waits for what may never happen, and how often it looks.
+"""Every time limit of the backend: how long a rank waits for something that may never happen, and how often it checks.
 
-Deadlines are upper bounds: a wait ends as soon as it succeeds. Timeouts of operations belong to the user, see
-`phalanx._env`. No other module of the backend defines a time.
+Deadlines are upper bounds: a wait ends as soon as it succeeds. Users set the timeouts of operations; see
+`phalanx._env`. No other module of the backend defines a time limit.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# ---------------------------------------------------------------- how often a wait looks
+# ---------------------------------------------------------------- how often a wait checks
 
 LOOK_S: Final = 0.1
-"""Pause, in any wait, between checks whether it can still succeed."""
+"""Pause between checks of whether a wait can still succeed."""
 
 POLL_S: Final = 0.02
 """Pause between requests to the store, which serves all ranks."""
@@ -20,24 +20,25 @@ WATCH_S: Final = 0.2
 """Pause between a watcher's requests to the store, if the engine does not report closed connections (MPI)."""
 
 CLOSING_POLL_S: Final = 0.001
-"""Pause between checks whether Gloo has closed its connections."""
+"""Pause between checks of whether Gloo has closed its connections."""
 
 MPI_POLL_S: Final = 0.0001
 """Pause between polls of MPI, which makes progress only when it is polled."""
 
 FUTURES_POLL_S: Final = 0.001
-"""Pause between checks whether callbacks of futures have run; also the time that a work gets to tell if it is over."""
+"""Pause between checks of whether callbacks of futures have run; also how long `PhalanxWork.let_go` waits for its
+operation to be over."""
 
 SIGNAL_POLL_S: Final = 0.0005
-"""Pause between looks whether a signal has come, for a caller who waits for it with a timeout of its own."""
+"""Pause between checks for a signal, if the caller waits for the signal with a timeout of its own."""
 
 MEMORY_LOOK_S: Final = 1.0
-"""Least time between looks at the limits of memory, which read a file per limit."""
+"""Shortest time between two checks of the memory limits; each check reads one file per limit."""
 
 # ---------------------------------------------------------------- memory that is kept
 
 KEPT_S: Final = 20.0
-"""Time for which a freed block is kept for the next tensor; csrc/process/blocks.h keeps its blocks as long."""
+"""How long a freed block is kept for the next tensor; csrc/process/blocks.h keeps its blocks for the same time."""
 
 # ---------------------------------------------------------------- the store
 
@@ -45,7 +46,7 @@ STORE_S: Final = 1.0
 """Time for the store to answer."""
 
 TOLD_S: Final = 5.0
-"""Time for the store to take an error that all ranks must read; if it does not, they learn of it by other signs."""
+"""Time for the store to accept an error that all ranks must read; if it does not, they notice it by other signs."""
 
 LOST_STORE_S: Final = 0.2
 """Time for the store to answer if the rank that serves it may be lost."""
@@ -56,22 +57,22 @@ RECONNECT_S: Final = 5.0
 # ---------------------------------------------------------------- a call that waits
 
 TELL_S: Final = 1.0
-"""Time in a call after which this rank tells the others that it is waiting there."""
+"""How long this rank waits in a call before it tells the others that it is waiting."""
 
 ASK_WHY_S: Final = 5.0
-"""Time in a call after which this rank asks ``phalanx why``; most shorter waits simply end."""
+"""How long this rank waits in a call before it asks ``phalanx why``; most waits are over sooner."""
 
 ANSWER_S: Final = 4.0
-"""Time for the process that runs ``phalanx why``: half a second, but longer on a machine whose cores are busy."""
+"""Time for the process that runs ``phalanx why``; it needs half a second, and longer on a machine with busy cores."""
 
 LATE_S: Final = 5.0
-"""Time after its deadline at which a call is over in any case."""
+"""How long after its deadline a call ends in any case."""
 
 HOOKS_S: Final = 60.0
-"""Time for abort hooks that run in another thread, before this one raises without them."""
+"""How long a thread waits for abort hooks that run in another thread, before it raises without waiting further."""
 
 FOR_EVER_S: Final = 30 * 86_400.0
-"""Timeout of an engine's receive that waits for any message, however long none comes."""
+"""Timeout of an engine's receive that must wait for the next message, however long that takes."""
 
 # ---------------------------------------------------------------- a group that forms, fails or ends
 
@@ -88,14 +89,14 @@ TABLE_S: Final = 0.2
 """Time for all ranks in a mismatch to write the calls that they made."""
 
 NOTE_S: Final = 0.3
-"""Time, after a connection has ended, for the news of why to arrive by another way: a note in the store, mail, the end
-of the process itself."""
+"""Time, after a connection has ended, for the reason to show up elsewhere: as a note in the store, as mail, or as the
+end of the process itself."""
 
 END_S: Final = 1.0
-"""Time for something that was told to end: a running call, a thread, the engine's access to memory."""
+"""Time for something to end after it was told to: a running call, a thread, the engine's access to memory."""
 
 WATCHER_END_S: Final = 2.0
-"""Time for a watcher's thread to end, which may be busy ending its group."""
+"""Time for a watcher's thread to end; the thread may be busy ending its group."""
 
 SETTLE_S: Final = 1.0
 """Time for callbacks of futures that are due when the interpreter ends."""
@@ -103,13 +104,13 @@ SETTLE_S: Final = 1.0
 # ---------------------------------------------------------------- connections
 
 KEEPALIVE_S: Final = 1
-"""Idle time after which a kernel probes a connection; the shortest that Linux allows, in whole seconds."""
+"""Idle time after which a kernel probes a connection: the shortest that Linux allows, which takes whole seconds."""
 
 LEAST_SILENCE_S: Final = 0.25
 """Shortest silence that means a loss; in less time, an acknowledgement may be merely delayed or retransmitted."""
 
 MAIL_LOOK_S: Final = 0.1
-"""Time for one read of the mailbox, however many senders have connected."""
+"""Limit on one read of the mailbox, however many senders have connected."""
 
 STRANGERS_S: Final = 1.0
-"""Total time, over all reads of a mailbox, spent on senders that have connected but not finished."""
+"""Limit on the total time, over all reads of a mailbox, spent on senders that have connected but not finished."""

@@ -56,10 +56,10 @@ _core.configure(call_site, shown_file, from_core, report_core_stall)
 
 
 def _end_as_member() -> None:
-    """Keep groups that the script did not destroy, so that the end of the interpreter does not leave them in order.
+    """Keep groups that the script did not destroy, so that the end of the interpreter is not an orderly leave.
 
-    Then a script that raises or exits early is seen as that: its peers see the exit code, and the launcher learns how
-    far it got. Native threads run until the process is gone, so the memory that they use must stay, too.
+    A script that raises or exits early must not look like one that left its groups: its peers see the exit code, and
+    the launcher learns how far it got. Native threads run until the process is gone, so their memory must stay, too.
     """
     settle_futures()
     _core.end_stall_reports()
@@ -73,7 +73,7 @@ def _end_as_member() -> None:
 
 
 def _serve_monitored_barrier() -> None:
-    """Make torch's function accept our groups: before 2.14 it refuses every backend that is not named gloo."""
+    """Make torch's ``monitored_barrier`` accept our groups: before 2.14 it refuses every backend not named gloo."""
     torchs = c10d.monitored_barrier
 
     @functools.wraps(torchs)
@@ -93,7 +93,7 @@ def _serve_monitored_barrier() -> None:
 
 @functools.cache
 def _begin() -> None:
-    """Set up what a process needs from its first group on; importing this package does not need it."""
+    """Set up, for the first group of the process, what importing this package alone does not require."""
     atexit.register(_end_as_member)
     attached.listen()  # lets a debugger attach; a rank that the launcher forked listens already
     keep_from_compiler(*CLASSES)
@@ -106,7 +106,7 @@ def _begin() -> None:
 
 
 def leave_groups(error: BaseException) -> None:
-    """Leave every group of this process because of an error, and tell the peers the error."""
+    """Leave every group of this process because of an error, and report the error to the peers."""
     why = class_and_message(error).partition("\n")[0]
     for group in kept_groups():
         group._operations.shutdown(why)
@@ -121,7 +121,8 @@ def create_group(options: Any, backend_options: Any, *, own: str = "phalanx") ->
         own: Name of the backend that was asked for: ``gloo`` where phalanx replaces it.
 
     Returns:
-        The group; None if the program asked for `own` only on other devices, and for another backend on the CPU.
+        The group. None leaves it to Gloo, where phalanx replaces Gloo: the program asked for Gloo only on devices other
+        than the CPU, or for a group that awaits its ranks and that phalanx does not support.
     """
     devices = _torch.devices_of_new_group(own)
     if devices.get("cpu") != own and own == GLOO:
@@ -179,10 +180,9 @@ def build_group(
     Args:
         displayed: Name of the backend that programs see: ``gloo`` where phalanx replaces Gloo.
         devices: Types of devices whose tensors the group takes; tensors on a GPU go to Gloo itself.
-        processes: Members on this host, as far as they are known, by rank in the world: pid, start time (0: unknown)
-            and pid namespace.
+        processes: Known members on this host, by rank in the world: pid, start time (0: unknown) and pid namespace.
         op: Purpose of the meeting, in messages: ``join`` or ``shrink``.
-        numbers_itself: Whether the group's own ranks stand for ranks of the world.
+        numbers_itself: Whether the group's own ranks are the ranks of the world.
         awaits_ranks: Whether the group has no ranks until its `reconfigure` is called.
     """
     _begin()
@@ -236,10 +236,10 @@ def _settings(options: GroupOptions | None) -> Settings:
 
 
 def _refuse_without_ranks(own: str) -> None:
-    """Leave a group that awaits its ranks to Gloo if that was asked for.
+    """Leave a group that awaits its ranks to Gloo, if the program asked for Gloo.
 
     Raises:
-        PhalanxError: phalanx was asked for.
+        PhalanxError: The program asked for phalanx.
     """
     why = "it needs a group with one backend, without TORCH_DISTRIBUTED_DEBUG=DETAIL and without PHALANX_VERIFY"
     if own != GLOO:
@@ -252,7 +252,7 @@ def _refuse_without_ranks(own: str) -> None:
 
 
 def _python_backend(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
-    """Give a group its backend; return what C++ callers reach from torch 2.14 on: that, or torch's debug wrapper."""
+    """Give a group its backend, and return what C++ callers reach from torch 2.14 on: it, or torch's debug wrapper."""
     from phalanx.backend.torch.adapters import PhalanxBackend
 
     operations = group._operations
@@ -260,7 +260,7 @@ def _python_backend(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
     cls: Any = _gloo_shaped() if is_gloo else PhalanxBackend
     if type(operations) is not Operations:
         cls = _verified().verified(cls)
-    # The wrapper refers only to the C++ half of the backend; the group keeps the Python half, which does all.
+    # The wrapper refers only to the C++ half of the backend; the group keeps the Python half, which does all the work.
     group.backend = cls(operations, group.maker, *((store, group.global_ranks) if is_gloo else ()))
     if c10d.get_debug_level() != c10d.DebugLevel.DETAIL or not c10d.is_gloo_available():
         return group.backend
@@ -270,13 +270,13 @@ def _python_backend(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
 
 
 def _inner_gloo(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
-    """Give a group a backend of Gloo, before torch 2.14, where C++ callers reach no other; return it."""
+    """Give a group a Gloo backend and return it: before torch 2.14, C++ callers can reach no other."""
     rank, size = group._operations.ranks.rank, group._operations.ranks.size
     with closed_at_exec():
         backend = InnerGloo(c10d.PrefixStore("inner", store), rank, size, timeout=limit)
     backend._operations, backend.maker = group._operations, group.maker
     group.backend = backend
-    # All wait until all are connected: if one went on and ended before, another would see a lost connection.
+    # Each rank waits until all are connected: if one went on and exited first, others would see a lost connection.
     store.set(f"connected/{rank}", "")
     store.wait([f"connected/{r}" for r in range(size)], limit)
     return backend
@@ -284,7 +284,7 @@ def _inner_gloo(group: PhalanxGroup, store: Store, limit: timedelta) -> Any:
 
 @functools.cache
 def _verified() -> Any:
-    """Return the module with the classes of groups that are verified; others do without it."""
+    """Import and return the module with the classes of verified groups; other groups never need it."""
     from phalanx.backend.verify import verified
 
     return verified

@@ -1,20 +1,21 @@
-"""What a rank tells others so that they can form a group with it: its handle; and the store in which they then meet.
+"""The handle with which other ranks can form a group with this one, and the lobby, the store in which they then meet.
 
-**A handle** is what torch passes around as an opaque text (``get_reconfigure_handle``): who the process is, on which
-host, with which versions, and where it can be asked. Its token is new whenever the group of the rank has got other
-ranks, so a handle says which life of the group it is of.
+**A handle** is the opaque text that torch passes around (``get_reconfigure_handle``). It holds the identity of the
+process, its host, its versions, and the address of its lobby. A rank gets a new token whenever its group gets other
+ranks, so a handle also tells which life of the group it belongs to.
 
-**The lobby.** Ranks that are about to form a group share no store that is sure to be there: that of the job goes with
-the rank or the launcher that serves it, and a new process may never have had it. So every process that gives out a
-handle serves a store of torch's, until it leaves its last group, and the ranks meet in that of the lowest former rank,
-whatever order they were given: the same meeting as for any group (`hosts/meeting.py`). Gloo asks the store of the group
-instead, so it can't go on once that has died with its rank. A store costs a thread, a port and some 2 ms once, and only
-where handles are asked for. A client of it costs 0.6 ms and a look-up of the server's name, which torch makes for its
-log, even for 127.0.0.1, which it spells ``::ffff:127.0.0.1`` and no hosts file knows. Where DNS loses a packet in 25,
-that takes 5 s one time in 25. So the server's own process uses the store itself, and the others keep their connection
-for the next time.
+**The lobby.** Ranks that are about to form a group can't rely on a common store: the job's store ends with the rank or
+the launcher that serves it, and a new process may never have had it. So every process that gives out a handle serves a
+torch store until it leaves its last group. The ranks meet in the store of the lowest former rank, in whatever order
+they were listed, and the meeting is the same as for any group (`hosts/meeting.py`). Gloo uses the group's store
+instead, so it can't go on once that store has died with its rank.
 
-Like any store of torch's, the lobby listens on all interfaces and believes whoever connects.
+A store costs a thread, a port and some 2 ms, once, and only where handles are asked for. A client costs 0.6 ms and a
+look-up of the server's name. torch makes that look-up for its log, even for 127.0.0.1, which it spells
+``::ffff:127.0.0.1``, a name in no hosts file. Where DNS loses one packet in 25, the look-up takes 5 s one time in 25.
+So the server's own process uses the store object itself, and the others keep their connection for the next meeting.
+
+Like any torch store, the lobby listens on all interfaces and trusts everyone who connects.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Handle:
     """One rank of a group that may get other ranks.
 
     Attributes:
-        token: Name of the rank in this life of its group; nobody else has it.
-        life: Name of this life of its group, which all its ranks have; empty before the group has ranks.
-        rank: Number in the world, or in the group if that is the world.
+        token: Unique name of the rank in this life of its group.
+        life: Name of this life of the group, the same on all its ranks; empty before the group has ranks.
+        rank: Rank in the world, or in the group if the group's own ranks are those of the world.
         group: Name of the group.
         process: Pid, start time and pid namespace.
         host: Name of its host.
@@ -90,7 +91,7 @@ class Handle:
 
     @property
     def place(self) -> tuple[int, str]:
-        """Its place in the order of former ranks; those of new processes, which may be the same, come by token."""
+        """Sort key: the former rank, and then the token, because new processes may have equal ranks."""
         return self.rank, self.token
 
     def text(self) -> str:
@@ -98,10 +99,10 @@ class Handle:
 
 
 def own_handle(rank: int, group: str, token: str, life: str, store: Any) -> Handle:
-    """Return the handle of this process, whose lobby is open from now on.
+    """Open this process's lobby, and return its handle.
 
     Args:
-        store: Store of the group, towards which other hosts are.
+        store: Store of the group. Other hosts are assumed to lie in the direction of its server.
     """
     address, port = _outside_address(master_of(store)[0]), _Lobby.open().port
     who = whoami(read_settings())
@@ -109,13 +110,13 @@ def own_handle(rank: int, group: str, token: str, life: str, store: Any) -> Hand
 
 
 def read_handles(given: Any, where: str) -> list[Handle]:
-    """Return the handles that a program has passed, in the order of ranks.
+    """Return the handles that a program has passed, in rank order.
 
-    A list has that order. A set is put in the order of the ranks that the handles tell, and then of their tokens.
+    A list is already in that order. A set is sorted by the former rank in each handle, and then by token.
 
     Raises:
-        ArgumentError: There is none, one is no handle of phalanx, one comes twice, or they are of different groups or
-            versions.
+        ArgumentError: There is none, one is not a handle of phalanx, one occurs twice, or they are from different
+            groups or versions.
     """
     if not isinstance(given, (list, tuple, set, frozenset)) or not 0 < len(given) <= _MOST_HANDLES:
         raise ArgumentError(f"{where}: handles must be a list or a set with a handle of each rank, got {given!r:.80}")
@@ -149,7 +150,7 @@ def _read(text: Any, where: str) -> Handle:
 
 
 def is_dead(handle: Handle) -> bool:
-    """Whether the process of a handle has ended, as far as can be seen from here."""
+    """Whether the process of a handle is known to have ended; False if it runs on another host."""
     if handle.kernel != host_identity(read_settings().host):
         return False
     watch = _core.PeerWatch.of(*handle.process)
@@ -160,12 +161,12 @@ def enter_lobby(server: Handle, handles: Sequence[Handle], me: int, timeout_s: f
     """Return the store in which ranks with these handles meet.
 
     Args:
-        server: Handle of the rank whose process serves it.
-        me: Number of this rank's handle.
+        server: Handle of the rank whose process serves the store.
+        me: Index of this rank's handle in `handles`.
 
     Raises:
-        OSError: It can't be reached, so its process has most probably ended.
-        StoreSilentError: It does not answer in time, so its process may be stopped.
+        OSError: The store can't be reached, so its process has most probably ended.
+        StoreSilentError: The store does not answer in time, so its process may be stopped.
     """
     is_one_network = len({handle.network for handle in handles}) == 1
     if server == handles[me] and is_one_network:
@@ -202,7 +203,7 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
             socket.create_connection((host, port), timeout_s).close()
             return True
         except ConnectionRefusedError:
-            raise  # its process has opened it before it gave out the handle
+            raise  # waiting is pointless: the process opened its lobby before it gave out the handle
         except OSError as error:
             errors.append(error)
             return None
@@ -223,10 +224,10 @@ def _outside_address(master: str) -> str:
 class _Lobby:
     """The store that this process serves, and the last one of another process that it has visited."""
 
-    _pid = 0  # of the process to which the others belong
+    _pid = 0  # process to which the other attributes belong
     _opened: dist.TCPStore | None = None
     _visited: tuple[Any, dist.TCPStore] | None = None
-    _of_parents: list[Any] = []  # noqa: RUF012 kept: their threads stayed in the parent
+    _of_parents: list[Any] = []  # noqa: RUF012 kept, because their threads exist only in the parent
 
     @classmethod
     def _enter(cls) -> None:
@@ -244,7 +245,7 @@ class _Lobby:
 
     @classmethod
     def take(cls, server: Handle, host: str) -> dist.TCPStore | None:
-        """Return the store of the last visit if it is this one, and forget it: it may have failed since."""
+        """Return the store of the last visit if this server serves it, and forget it: it may have failed since."""
         cls._enter()
         visited, cls._visited = cls._visited, None
         return visited[1] if visited is not None and visited[0] == (server.process, server.port, host) else None

@@ -1,17 +1,17 @@
-"""Which ranks a living group has: others by torch's `reconfigure`, fewer by its `shrink`.
+"""Changes the ranks of a living group: torch's `reconfigure` gives it other ranks, torch's `shrink` keeps fewer.
 
-**In place.** torch, wrappers and programs keep the group, its backend and its operations, so these stay and get
-another core: `Operations.part` ends whatever runs in the former one, here and on its other ranks, and `meet` goes on
-with the new one. torch asks the group for its rank and size (`torch/adapters.py`).
+**In place.** torch, wrappers and programs hold references to the group, its backend and its operations. So these
+objects stay, and get another core: `Operations.part` ends everything that runs in the old core, on this rank and the
+others, and `meet` continues with the new one. torch asks the group for its rank and size (`torch/adapters.py`).
 
-**One way to meet.** The ranks come together as for any new group (`hosts/joining.py`), in the lobby of one of them
-(`handles`). Mistakes that a rank sees in the list by itself, all of them see, and raise before anything is touched.
-What only one rank knows, such as that its handle is from before an earlier reconfigure or that it has seen the uuid, it
-tells in the meeting, and all raise it. After a reconfigure that failed once it had begun, the group has no ranks, and
-the next one may succeed.
+**One way to meet.** The ranks meet as for any new group (`hosts/joining.py`), in the lobby of one of them (`handles`).
+A mistake in the list itself is visible to every rank, so all ranks raise before anything is touched. Other mistakes are
+known to one rank only: its handle is from before an earlier reconfigure, or it has already seen the uuid. That rank
+reports the mistake in the meeting, and all ranks raise it. A reconfigure that fails after it has begun leaves the group
+without ranks; the next one may succeed.
 
-**Compared.** Gloo keeps the operations of the former ranks waiting, needs the store of the group alive, and learns of
-dead processes by its timeout. ``phalanx.resilient`` gives the lost rank's place to a new process and runs the training
+**Compared.** Gloo leaves operations of the former ranks waiting, needs the group's store alive, and notices dead
+processes only at its timeout. ``phalanx.resilient`` gives the lost rank's place to a new process and runs the training
 function again; it needs no handles, and works with every backend, so it stays as it is (`session/survival.py`).
 """
 
@@ -51,7 +51,7 @@ _ENTRY = "reconfigure"
 def reconfigures() -> bool:
     """Whether groups of this process can get other ranks: torch has `reconfigure` since 2.14."""
     has_it = hasattr(_torch.C10dBackend, "reconfigure")
-    return has_it and c10d.get_debug_level() != c10d.DebugLevel.DETAIL  # its wrapper has ranks of its own
+    return has_it and c10d.get_debug_level() != c10d.DebugLevel.DETAIL  # the debug wrapper keeps ranks of its own
 
 
 class Membership:
@@ -60,8 +60,8 @@ class Membership:
     Args:
         group: The group, which must outlive this.
         options: Options of the group.
-        is_world: Whether its ranks number themselves, as those of the default group do.
-        life: Name of its present life, which all its ranks have; empty if it has no ranks yet.
+        is_world: Whether the group's own ranks are the ranks of the world, as in the default group.
+        life: Name of the group's present life, the same on all its ranks; empty if it has no ranks yet.
     """
 
     def __init__(self, group: PhalanxGroup, options: GroupOptions | None, is_world: bool, life: str) -> None:
@@ -69,7 +69,7 @@ class Membership:
         self._options = options
         self._is_world = is_world
         self._life = life
-        self._tokens = [_token()]  # of each life of the group, this one last
+        self._tokens = [_token()]  # one for each life of the group, the present one last
         self._uuids: set[int] = set()
         self._pid = os.getpid()
         self._busy = threading.Lock()
@@ -77,7 +77,7 @@ class Membership:
     @property
     def _group(self) -> PhalanxGroup:
         group = self._ref()
-        assert group is not None  # the groups that are kept
+        assert group is not None  # torch/adapters.py keeps every group until this rank leaves it
         return group
 
     def handle(self) -> str:
@@ -133,7 +133,7 @@ class Membership:
         return finished([])
 
     def _require_open(self, op: str) -> str:
-        """Return the head of messages; raise if this process has left the group, or has no part in it."""
+        """Return the start of error messages; raise if this process has left the group or was forked from a member."""
         operations = self._group._operations
         where = operations.arguments(op).where()
         if os.getpid() != self._pid:
@@ -143,7 +143,7 @@ class Membership:
         return where
 
     def _find_me(self, handles: Sequence[Handle], where: str) -> tuple[int, str]:
-        """Return this rank's number among the handles, and why it refuses them: its handle is an old one."""
+        """Return the index of this rank's handle, and the reason to refuse if it is an old one (empty otherwise)."""
         tokens = [handle.token for handle in handles]
         for token in reversed(self._tokens):
             if token in tokens:
@@ -156,7 +156,7 @@ class Membership:
         )
 
     def _require_one_world(self, handles: Sequence[Handle], where: str) -> None:
-        """Raise if a part of the world would get two ranks of the same number, such as a process of another world."""
+        """Raise if two handles have the same rank in the world, such as one from another world; the world renumbers."""
         first: dict[int, Handle] = {}
         for handle in () if self._is_world else handles:
             if first.setdefault(handle.rank, handle) is not handle:
@@ -166,7 +166,7 @@ class Membership:
                 )
 
     def _require_living(self, handles: Sequence[Handle], where: str) -> None:
-        """Raise if every rank sees that a process has ended; on several hosts, the meeting tells the others."""
+        """Raise if a process has ended, where every rank sees it; on several hosts, the meeting finds out instead."""
         if len({handle.kernel for handle in handles}) > 1:
             return
         if dead := [handle for handle in handles if is_dead(handle)]:
@@ -185,7 +185,7 @@ class Membership:
         size = len(handles)
         global_ranks = list(range(size)) if self._is_world else [handle.rank for handle in handles]
         deadline = time.monotonic() + timeout_s
-        server = min(handles, key=lambda handle: handle.place)  # in no list another one, as long as it has the same
+        server = min(handles, key=lambda handle: handle.place)  # the same for any order of the list
         lobby = self._enter(server, handles, me, timeout_s)
 
         def prepare(meeting: Meeting) -> None:
@@ -210,7 +210,7 @@ class Membership:
             prepare=prepare,
         )
         keep_lobby(server, lobby)
-        if operations.is_left:  # in another thread
+        if operations.is_left:  # another thread has destroyed the group meanwhile
             joined.core.leave("the group was destroyed on this rank")
             self._require_open("reconfigure")
         operations.meet(joined.core, joined.segment, Ranks(me, size, global_ranks))
@@ -218,7 +218,7 @@ class Membership:
         if is_world:
             _renumber({handle.rank: number for number, handle in enumerate(handles) if handle.life == self._life})
             _begin_anew(group, joined)
-        for one in kept_groups() if is_world else (group,):  # handles say which number a rank has in the world
+        for one in kept_groups() if is_world else (group,):  # handles hold ranks of the world, which change
             if (membership := getattr(one.backend, "membership", None)) is not None:
                 membership._tokens.append(_token())
         self._life = joined.life
@@ -240,7 +240,7 @@ class Membership:
             ) from error
 
     def _agree(self, meeting: Meeting, handles: Sequence[Handle], uuid: int) -> None:
-        """Raise if another rank came with other handles."""
+        """Raise if another rank was given other handles."""
         said = hashlib.sha256("\n".join(handle.token for handle in handles).encode()).hexdigest()
         key = "handles"
         first = meeting.ask(lambda store: store.compare_set(key, "", said))
@@ -254,11 +254,11 @@ class Membership:
     # ---- fewer ranks -----------------------------------------------------------------------------------------------
 
     def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, options: Any = None) -> Any:
-        """Return the backend of a new group of the other ranks, all of which must call this.
+        """Return the backend of a new group without the excluded ranks; every rank that stays must call this.
 
         Args:
-            ranks_to_exclude: Ranks of this group.
-            shrink_flags: 1 ends what runs in this group first, on all ranks; 0 does not.
+            ranks_to_exclude: Ranks of this group that leave.
+            shrink_flags: 1 first aborts the running operations of this group, on all ranks; 0 does not.
             options: Options of the new group; None: those of this one.
 
         Raises:
@@ -299,14 +299,14 @@ class Membership:
 
 
 def _renumber(stayed: Mapping[int, int]) -> None:
-    """Have torch count the ranks of all groups by other numbers in the world: by former number, those that stayed."""
+    """Give the ranks of all groups in torch their new numbers in the world; `stayed` maps former numbers to new."""
     for group, ranks in _torch.world.pg_group_ranks.items():
         now = {stayed[rank]: number for rank, number in ranks.items() if rank in stayed}
         _torch.world.pg_group_ranks[group] = now
 
 
 def _begin_anew(world: Any, joined: Joined) -> None:
-    """Have torch make groups of the world's new ranks in a store that they share, under names that all count alike."""
+    """Have torch make later groups in a store that the world's new ranks share, and number them alike on every rank."""
     _torch.world.pg_map[world] = _torch.world.pg_map[world][0], joined.store
     _torch.world.group_count = max(_torch.world.group_count, joined.num_groups)
 

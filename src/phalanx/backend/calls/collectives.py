@@ -8,7 +8,7 @@ and disjoint, and runs the collective. If anything is unusual (a tensor that is 
 overlap, a factor, a mistake) it does nothing and returns False. Then `arguments` checks closely, makes copies where
 needed and explains mistakes, and `run` passes a `Call` (operation, dtype, count, root, reduce operation, split sizes)
 and addresses to the core. Asynchronous calls, which must keep their tensors alive, calls under a profiler, and groups
-on several hosts take this second way at once.
+on several hosts go straight to this second way.
 
 **Semantics.** PREMUL_SUM multiplies in the tensor's dtype before the sum, as NCCL does. For bool, SUM and MAX are
 `or`, PRODUCT and MIN are `and`. AVG of integers truncates towards zero; AVG of bool is an error. Sparse tensors are
@@ -49,7 +49,7 @@ BARRIER, BROADCAST, ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, SCATTER, REDUCE_SCAT
     Call,
     ("barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
 )
-"""The collectives as `run_plain` names them."""
+"""The collectives, as `run_plain` takes them."""
 
 
 class Blocking:
@@ -127,7 +127,7 @@ class Collectives:
         """
         if is_profiling() and not self._in_event:
             settle = self._profiled(call.op, result if inputs is None else inputs, settle)
-        timeout = opts.timeout  # `self._core` gets no local name, by which a traceback would keep the core alive
+        timeout = opts.timeout  # `self._core` gets no local name: through it, a traceback would keep the core alive
         if not opts.asyncOp:
             self._core.run(call, *at, timeout, None)
             if settle is not None:
@@ -146,7 +146,7 @@ class Collectives:
     def _done(self, opts: Options, result: Tensors) -> PhalanxWork | None:
         return finished(result) if opts.asyncOp else None
 
-    # ---- one tensor a rank -----------------------------------------------------------------------------------------
+    # ---- one tensor per rank ---------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Options) -> PhalanxWork | None:
         root = opts.rootRank

@@ -1,10 +1,11 @@
 """A temporary extension of a group's timeouts, which ends with the first operation that comes after it.
 
 torch's ``_add_ephemeral_timeout`` adds to the timeout of every operation that starts from now on. The extension ends
-when the first of these is over; operations that have started keep their deadlines. Gloo ignores the call, NCCL obeys.
+when the first of these is over; operations that have started keep their deadlines. Gloo ignores the call, NCCL obeys
+it.
 
 While an extension lasts, `Extended` replaces the core, and restores it afterwards. So operations without an extension
-pay nothing. The alternative was a check in every call, 0.1 us of its 4 us.
+pay nothing. The alternative, a check in every call, would cost 0.1 us of the call's 4 us.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Extended:
         self.core = core
         self._timeout_s = timeout_s
         self._restore = restore
-        self._lock = threading.RLock()  # reentrant: a signal handler may call while its thread does
+        self._lock = threading.RLock()  # reentrant: a signal handler may call while its thread holds this
         self._extensions: list[_Extension] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -81,7 +82,7 @@ class Extended:
     def _by_s(self) -> float:
         return sum(extension.by_s for extension in self._extensions)
 
-    # ---- what starts an operation ----------------------------------------------------------------------------------
+    # ---- calls that start an operation -----------------------------------------------------------------------------
 
     def run(self, call: Any, ins: Any, outs: Any, timeout: Any, site: str | None) -> Any:
         return self._start(lambda: self.core.run(call, ins, outs, self._longer(timeout), site), lambda _: True)
@@ -107,7 +108,8 @@ class Extended:
 
         Args:
             start: Function that runs it, or returns its handle.
-            has_begun: Whether a value of `start` means that anything has happened: the core may decline.
+            has_begun: Function that tells from the result of `start` whether the operation has begun: the core may
+                decline it.
         """
         with self._lock:
             self._end([one for one in self._extensions if one.until is not None and one.until.done])
@@ -127,7 +129,7 @@ class Extended:
         return value
 
     def _longer(self, timeout: Any) -> Any:
-        """Return a timeout that a call names, extended; one of zero or less stands for the group's."""
+        """Return a call's own timeout, extended; zero or less stands for the group's, which is extended already."""
         if not isinstance(timeout, timedelta):
             return timeout + self._by_s if timeout > 0 else timeout
         if timeout <= timedelta(0):

@@ -41,7 +41,7 @@ class Flight:
         settle: Callable[[], None] | None,
         keep: object,
     ) -> PhalanxWork:
-        """Return the work of an operation that the core has started, and keep it until then, whatever the caller does.
+        """Return the work of an operation that the core has started; keep it until it is over, even if callers drop it.
 
         Args:
             handle: The core's handle of the operation.

@@ -31,8 +31,8 @@ from phalanx.backend.types import DTYPE_CODES, RedOpType
 from phalanx.record.sites import call_site
 from phalanx.rendezvous.launched import note_progress
 
-_WRAPPED = timedelta(days=-100_000)  # below this: a timeout too large for C++ (timedelta.max) that has wrapped
-_TO_BEGIN = 32  # more collectives than a training needs before its first step, to compare models and send weights
+_WRAPPED = timedelta(days=-100_000)  # a timeout below this was too large for C++ (timedelta.max) and has wrapped
+_TO_BEGIN = 32  # more collectives than any training run makes to compare models and send weights before its first step
 _ABORTED = "abort() was called"
 _AVG = ReduceOp(RedOpType.AVG)
 
@@ -49,7 +49,7 @@ class Operations(Collectives):
 
     Attributes:
         num_messages: Number of messages that this rank has sent or received.
-        abort_hooks: Functions that run here when the group fails, and the failure once it has.
+        abort_hooks: Functions that run on this rank when the group fails, and that failure once it has happened.
         name: The argument `name`.
         num_windows: Number of windows that this rank has made.
     """
@@ -64,7 +64,7 @@ class Operations(Collectives):
         self.abort_hooks = AbortHooks(name)
         self.num_messages: int = 0
         self.num_windows: int = 0
-        self._num_exchanges = 0  # of the cores that this rank has left
+        self._num_exchanges = 0  # on the cores that this rank has left
         self._serve_flight()
 
     def _serve_flight(self) -> None:
@@ -107,7 +107,7 @@ class Operations(Collectives):
         return self._done(opts, result)
 
     def _require_apart(self, op: str, targets: Sequence[Tensors], sources: Sequence[Tensors]) -> None:
-        """Check that no operation writes what another one reads or writes, before the first of them begins."""
+        """Check, before the first operation begins, that none writes what another one reads or writes."""
         given = self.arguments(op)
         for tensor in chain(*targets, *sources):
             given.check(tensor)
@@ -176,7 +176,7 @@ class Operations(Collectives):
         return squares
 
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
-        """Block until every rank has called this. Rank 0's error names the first rank that did not, or all of them."""
+        """Block until every rank has called this. Rank 0's error names the first rank that did not, or all of these."""
         me = self.ranks.global_ranks[self._rank]
         timeout = self.timeout if opts.timeout == UNSET else opts.timeout
         timeout_ms = int(timeout.total_seconds() * 1000)
@@ -249,7 +249,7 @@ class Operations(Collectives):
             request = getattr(self._core, op)(*args)
             if request is None:
                 return None
-            if type(request) is int:  # the peer's rank, which means that the message is over; most small ones are
+            if type(request) is int:  # the peer's rank: the message is already over, as most small ones are
                 return PhalanxWork(Over(None, request), None, tensors)
             return self._flight.begin(request, wait, tensors, settle, keep)
         except BaseException as error:
@@ -320,7 +320,7 @@ class Operations(Collectives):
         return self._num_exchanges + self._core.seq - self.num_barriers + self.num_messages
 
     def note_progress(self) -> None:
-        """Tell the launcher once this rank is past the start of training: a restart is then worthwhile."""
+        """Tell the launcher if this rank is past the start of training, because a restart is then worthwhile."""
         if not isinstance(self._core, Absent) and self._core.seq > _TO_BEGIN:
             note_progress(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
 
@@ -331,7 +331,7 @@ class Operations(Collectives):
         """Leave the group. Peers that still wait for this rank get RankFailed. Idempotent.
 
         Args:
-            why: Error that makes this rank leave, for the peers; empty: none.
+            why: Error because of which this rank leaves, reported to the peers; empty: none.
         """
         self.note_progress()
         self.abort_hooks.close()
@@ -350,13 +350,13 @@ class Operations(Collectives):
         return isinstance(self._core, _Destroyed)
 
     def part(self) -> None:
-        """Leave the other ranks, perhaps for others: whatever runs ends with an error, here and there."""
+        """Leave the other ranks, perhaps to meet new ones; running operations end with an error on all of them."""
         if not isinstance(self._core, Absent):
             self._core.abort("reconfigure() was called")
         self._leave_core("", Formless(self.name, _LOST))
 
     def meet(self, core: Any, segment: _core.Segment, ranks: Ranks) -> None:
-        """Go on with other ranks, those of a core group that this rank has joined."""
+        """Continue with the ranks of another core group, which this rank has joined."""
         core.set_timeout(self.timeout.total_seconds())
         self._flight = Flight()
         self._serve_flight()
@@ -373,7 +373,7 @@ _LOST = (
 
 
 class Absent:
-    """Takes the place of a core that a group does not have; every call raises GroupUnusable."""
+    """Stands in for the core of a group that has none; every call raises GroupUnusable."""
 
     wait_collective = wait_request = None  # callers look these up before the call that raises
     told = False
@@ -408,14 +408,14 @@ class Absent:
 
 
 class _Destroyed(Absent):
-    """Stands for the core of a group that this rank has left for good."""
+    """Stands in for the core of a group that this rank has left for good."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "was destroyed on this rank; call init_process_group() or new_group() again")
 
 
 class Formless(Absent):
-    """Stands for the core of a group that has no ranks at present, and gets them by `reconfigure`."""
+    """Stands in for the core of a group that has no ranks until `reconfigure` gives it some."""
 
     seq = issued = 0
 

@@ -105,7 +105,7 @@ class _Thread(ABC):
 
 
 class Watch(_Thread):
-    """Calls `look` periodically while a ``with`` block runs, for waits that can't look themselves.
+    """Calls `look` periodically while a ``with`` block runs, for waits that can't call it themselves.
 
     Its thread starts with the first block, and sleeps when there has been none for a while.
     """

@@ -55,7 +55,7 @@ class Completer:
 
     @property
     def may_end(self) -> bool:
-        """Whether there are threads and no running operation that they wait for, so that `close` may end them."""
+        """Whether `close` may end the threads: there are some, and they wait for no running operation."""
         return bool(self._threads) and all(work.over for work in list(self._works.values()))
 
     def fulfil_all(self) -> None:
@@ -213,7 +213,7 @@ class PhalanxWork(Work):
             is_forked = self._num_forks != _num_forks  # the thread that holds the lock may exist only in the parent
             with contextlib.nullcontext() if is_forked else self._lock:
                 if self._settle is not None:
-                    self._settle()  # done again if a signal handler interrupted it, so that all results are copied
+                    self._settle()  # a signal handler that interrupts this runs it anew, so all results are copied
                     self._settle = None
         self._keep = None
         release = self._release
@@ -344,8 +344,8 @@ def _is_native(caller: FrameType | None) -> bool:
 def _typed() -> Any:
     """Return a function ``(future, tensors) -> future`` whose result holds the list as a value that C++ understands.
 
-    A value that Python sets is an opaque object to C++. Only torch's built-in FP16 hook minds. Such a future has to be
-    made by TorchScript and costs ten times as much, so only that hook gets one.
+    A value that Python sets is an opaque object to C++, which matters only to torch's built-in FP16 hook. A future that
+    C++ can read has to be made by TorchScript and costs ten times as much, so only that hook gets one.
     """
     return torch.jit.CompilationUnit(
         """

@@ -1,12 +1,14 @@
-"""What runs on a rank when its group fails, before the failure is raised there: torch's abort hooks.
+"""torch's abort hooks: functions that run on a rank when its group fails, before the failure is raised there.
 
-NCCL runs them in its watchdog, and may run them twice for one failure. Here whoever waits meets the failure, and every
-failure becomes an exception in one place, `wording.error_of`, which runs the hooks of the group first. So they run in
-the thread that is about to raise, once in the life of a group, and also before this rank's own ``abort()``. A second
-thread that meets the failure waits for them, because it may be the one that ends the process. The other ranks are told
-of the failure meanwhile: within a host the core publishes it in shared memory, before Python hears of it.
+NCCL runs them in its watchdog, and may run them twice for one failure. In Phalanx, the waiting thread itself notices
+the failure, and every failure becomes an exception in one place, `wording.error_of`, which first runs the group's
+hooks. So they run in the thread that is about to raise, once in the life of a group, and also before this rank's own
+``abort()``. A second thread that meets the failure waits for the hooks to finish, because its exception may end the
+process. The other ranks do not wait for the hooks: within a host, the core publishes the failure in shared memory
+before Python learns of it.
 
-The core knows its group by name only, so hooks are found by that, as `core_failures` finds groups on several hosts.
+The core knows its group by name only, so hooks are looked up by name, as `core_failures` does for groups on several
+hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from phalanx._text import class_and_message
 from phalanx.backend.deadlines import HOOKS_S
 
 _ELSEWHERE = frozenset({"forked", "nested", "nested_wait", "destroyed"})
-"""Kinds of failures of a call whose group goes on, or that this rank has left."""
+"""Kinds of failure that run no hooks: the group itself goes on, or this rank has left it."""
 
 _of_group: weakref.WeakValueDictionary[tuple[int, str], AbortHooks] = weakref.WeakValueDictionary()
 
@@ -46,7 +48,7 @@ class AbortHooks:
         _of_group[os.getpid(), group] = self
 
     def register(self, hook_id: int, hook: Callable[[], object]) -> None:
-        """Have `hook()` run before a failure of the group is raised; a hook of the same number is replaced.
+        """Have `hook()` run before a failure of the group is raised; it replaces a hook with the same id.
 
         Raises:
             TypeError: `hook` can't be called.
@@ -56,16 +58,16 @@ class AbortHooks:
         self._hooks[hook_id] = hook
 
     def unregister(self, hook_id: int) -> None:
-        """Drop a hook. Nothing happens if there is none of that number, as in NCCL."""
+        """Remove a hook. As in NCCL, an unknown id is ignored."""
         self._hooks.pop(hook_id, None)
 
     def meet(self, failure: Failure) -> None:
-        """Note the failure of the group if it is the first, and run all hooks in the order of their numbers, once.
+        """Note the failure of the group if it is the first, and run all hooks once, in the order of their ids.
 
-        Raises nothing: native code waits for the error, and what hooks look into has failed.
+        Raises nothing: native code waits for the error, and a hook may fail because it examines a failed group.
         """
         self.failure = self.failure or failure
-        if not self._lock.acquire(timeout=HOOKS_S):  # a hook that hangs in another thread keeps no error back
+        if not self._lock.acquire(timeout=HOOKS_S):  # a hook that hangs in another thread must not hold back the error
             return
         try:
             if self._has_run:
@@ -81,7 +83,7 @@ class AbortHooks:
             self._lock.release()
 
     def renew(self) -> None:
-        """Wait for another failure, because the group has got other ranks; the hooks stay."""
+        """Expect another failure, because the group has new ranks; the hooks stay."""
         self.failure, self._has_run = None, False
         _of_group[os.getpid(), self._group] = self
 

@@ -1,8 +1,8 @@
-"""Runs ``phalanx why`` during a long wait, in a process of its own, while this rank goes on waiting.
+"""Runs ``phalanx why`` during a long wait, in a separate process, while this rank goes on waiting.
 
 The answer is printed after the report of the stall, noted in the black box, and becomes part of the error if the wait
-times out. The report itself does not wait for it. Only the lowest waiting rank asks, once per operation. Without
-py-spy, or without permission to look into other ranks, there is no answer.
+times out. The report itself does not wait for the answer. In the default group, only the lowest waiting rank asks; a
+rank asks once per operation. Without py-spy, or without permission to look into other ranks, there is no answer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from phalanx.record import writer
 from phalanx.record.box import ANSWER
 
 _answers: dict[tuple[str, str, int], str] = {}
-"""Answer by operation; empty while it is awaited."""
+"""Answers by operation; an answer is empty while it is awaited."""
 
 
 def ask_about(failure: Failure, waited_s: float) -> None:
-    """Start to ask why an operation waits, unless another rank does so or it is too early. Does not block."""
+    """Ask in the background why an operation waits, unless another rank does so or it is too early."""
     key = _key(failure)
     if waited_s < ASK_WHY_S or key in _answers or not is_first(failure):
         return
@@ -42,7 +42,7 @@ def _key(failure: Failure) -> tuple[str, str, int]:
 
 
 def is_first(failure: Failure) -> bool:
-    """Whether this rank is the lowest waiting one. False in smaller groups, where that is not known."""
+    """Whether this rank is the lowest waiting one. True in every group but the default one: there it is not known."""
     return failure.group != "default" or set(range(failure.rank)) <= set(failure.ranks)
 
 

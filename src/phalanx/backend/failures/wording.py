@@ -50,7 +50,7 @@ _OTHER_GROUPS = (
 _TRANSMIT_ALIKE = "Make input_split_sizes[j] of rank i equal output_split_sizes[i] of rank j."
 _LISTS_ALIKE = "Give every rank a list of the same sizes."
 _MEETINGS = {"join": "", "reconfigure": "reconfigure", "shrink": "shrink_group"}
-"""Calls in which ranks meet, by the operation of their failures; that of a join depends on the group."""
+"""Calls in which ranks meet, by the `op` of their failures; for ``join``, see `join_call`."""
 _MEET_ALIKE = {
     "reconfigure": "Every rank with a handle in the list must call it, with the same uuid and the same handles in the "
     "same order: collect the handles of the ranks that live, and call it again with another uuid.",
@@ -78,7 +78,7 @@ _reported: dict[str, tuple[str, int]] = {}
 
 def report_due_s(num_reports: int, stall_s: float) -> float:
     """Return how long a wait must have lasted for its next report; the intervals grow."""
-    return stall_s * (6 * num_reports - 2 if num_reports else 1)  # 10, 40, 100, 160 s
+    return stall_s * (6 * num_reports - 2 if num_reports else 1)  # 10, 40, 100, 160 s if `stall_s` is 10
 
 
 def report_stall(failure: Failure, waited_s: float) -> None:
@@ -133,7 +133,7 @@ def call_text(call: MadeCall) -> str:
 
 
 def join_call(group: str, op: str = "join") -> str:
-    """Return the call by which a rank comes to the meeting of a group of this name."""
+    """Return the call with which a rank joins the meeting of a group of this name."""
     if op != "join":
         return _MEETINGS[op]
     return "init_process_group" if group in ("", "default") else "new_group"
@@ -185,7 +185,7 @@ def _stands(stand: Standing, seq: int) -> str:
 
 
 def _head(failure: Failure) -> str:
-    """Return the rank that reports the failure and its operation, with which every message begins."""
+    """Return the start of every message: the rank that reports the failure, and its operation."""
     if failure.op in _MEETINGS:
         called = join_call(failure.group, failure.op)
         return f"rank {failure.rank}: {called}" + f" at {failure.site}" * bool(failure.site)

@@ -60,7 +60,7 @@ class BridgedGroup:
         self._core, self._members = core, members
         self._failures = failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
-        self.address: str = getattr(everyone, "address", "")  # of this rank, for another engine beside this one
+        self.address: str = getattr(everyone, "address", "")  # this rank's, for another engine beside this one
         self._steps = Steps(core, hosts, members.rank, rail, everyone)
         self.seq = self.issued = 0
         self._tasks = Tasks("phalanx-bridge", self._check_reach)
@@ -74,7 +74,7 @@ class BridgedGroup:
         core.records_collectives = False  # the core runs only steps; this group records the whole calls
         note_bridged(members)
 
-    # ---- what surrounds a collective -------------------------------------------------------------------------------
+    # ---- collectives -----------------------------------------------------------------------------------------------
 
     @property
     def here(self) -> list[int]:
@@ -156,7 +156,7 @@ class BridgedGroup:
             raise running.explain(error) from None
 
     def _perform(self, running: Running, work: Callable[[Running], Any]) -> Any:
-        if self._failures.ended:  # meanwhile
+        if self._failures.ended:  # since the call was made
             raise running.explain(GroupAborted("the group has ended"))
         self.seq += 1
         running.seq = self.seq
@@ -211,7 +211,7 @@ class BridgedGroup:
         return True
 
     def _look_unless_ended(self) -> None:
-        if (running := self._current) is not None and not self._failures.ended:  # after the end, waits end anyway
+        if (running := self._current) is not None and not self._failures.ended:  # once it has, waits end by themselves
             running.look()
 
     # ---- messages and life -----------------------------------------------------------------------------------------
@@ -246,10 +246,10 @@ class BridgedGroup:
             _keep_for_ever(self)
 
     def _release(self) -> bool:
-        """Free the engine's threads, connections and memory, even if references to them remain; False if it is busy.
+        """Free the engine's threads, connections and memory, even if references remain; return False if it is busy.
 
-        It is busy while a call in another thread uses it, and Gloo may never end a receive that a lost connection has
-        interrupted. A busy engine is tried again when the next group is left.
+        The engine is busy while a call in another thread uses it, and Gloo may never end a receive that a lost
+        connection has interrupted. `leave` tries a busy engine again when it leaves the next group.
         """
         is_quiet = self._tasks.is_idle and self._tasks.is_over and self._landings.is_over and self._messages.is_over
         if not is_quiet or not self._failures.release():

@@ -195,7 +195,7 @@ def address_towards(master: str, *, is_one_network: bool) -> str:
         is_one_network: Whether all ranks may use loopback.
 
     Raises:
-        NetworkError: There is none.
+        NetworkError: There is no such address.
     """
     if named := environment().get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return _address_of(named)
@@ -216,7 +216,7 @@ def _address_of(name: str) -> str:
 
 
 def master_of(store: Any) -> tuple[str, int]:
-    """Return host and port of the job's store; empty and 0 for a store without a server, such as a file."""
+    """Return the host and port of the job's store; "" and 0 for a store without a server, such as a file."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, TCPStore) else ("", 0)

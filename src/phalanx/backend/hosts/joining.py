@@ -31,7 +31,7 @@ from phalanx.host.network import host_identity, network_identity
 from phalanx.wire.store import JsonStore
 
 _AGREED = ("one_shot_bytes", "chunk_bytes")  # settings that determine where ranks find each other's data
-_ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # in another network namespace or of another user: on another host
+_ELSEWHERE = (errno.ECONNREFUSED, errno.EACCES)  # another network namespace, another user: counts as another host
 
 # Segments that this process maps, by nonce: a later group uses one that its members already share.
 _segments: weakref.WeakValueDictionary[str, _core.Segment] = weakref.WeakValueDictionary()
@@ -39,15 +39,15 @@ _segments: weakref.WeakValueDictionary[str, _core.Segment] = weakref.WeakValueDi
 
 @dataclass(frozen=True)
 class Joined:
-    """What a rank has once all ranks of its group have joined.
+    """Result of `join_group`, once all ranks of the group have joined.
 
     Attributes:
         core: The group: the core's, or on several hosts a `BridgedGroup`.
         segment: Segment of this host.
-        store: Store for everything else that these ranks tell each other, which holds nothing of an earlier group.
+        store: Store for all further exchange between these ranks; it holds nothing from an earlier group.
         processes: Members on this host by rank in the world, for further groups of these ranks.
-        life: Name that these ranks alone share.
-        num_groups: Largest number of groups that torch has counted in one of these processes.
+        life: Name of this life of the group, which only these ranks have.
+        num_groups: Largest number of groups that torch has counted in any of these processes.
     """
 
     core: Any
@@ -75,7 +75,7 @@ def join_group(
     """Return the group after all `size` ranks have joined.
 
     Args:
-        store: Store of the group. It may hold what an earlier group has left.
+        store: Store of the group. It may hold leftovers of an earlier group.
         rank: Number of this rank in the group.
         size: Number of ranks in the group.
         name: Name of the group in messages.
@@ -83,10 +83,9 @@ def join_group(
         timeout_s: Seconds for joining, and the default timeout of the group's operations.
         options: Options that take precedence over the environment.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
-        processes: Members on this host, as far as they are known, by rank in the world: pid, start time (0: unknown)
-            and pid namespace.
+        processes: Known members on this host, by rank in the world: pid, start time (0: unknown) and pid namespace.
         op: Purpose of the meeting, in messages: ``join``, ``reconfigure`` or ``shrink``.
-        prepare: Function called before this rank says hello. What it raises, the other ranks raise, too.
+        prepare: Function called before this rank says hello. If it raises, the other ranks raise the same error.
 
     Raises:
         CollectiveTimeout: A rank did not join in time; `ranks` names it.
@@ -147,7 +146,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
 
 
 def whoami(settings: Settings) -> dict[str, Any]:
-    """Return what other ranks must know of this process before they can meet it."""
+    """Return the facts about this process that other ranks need before they can meet it."""
     return {
         "process": _core.identity(),
         "host": settings.host or os.uname().nodename,
@@ -198,7 +197,10 @@ def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
 def _map_segment(
     meeting: Meeting, hellos: list[dict[str, Any]], hosts: list[list[int]]
 ) -> tuple[_core.Segment, int, list[list[int]]]:
-    """Map this host's segment; return it, the group's offset in it, and the ranks by host: those that mapped it."""
+    """Map this host's segment; return it, the group's offset in it, and the ranks by host.
+
+    Only ranks that have mapped the same segment count as ranks of one host.
+    """
     here = next(ranks for ranks in hosts if meeting.rank in ranks)
     key = f"segment/{here[0]}"
     if meeting.rank != here[0]:

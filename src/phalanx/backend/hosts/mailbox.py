@@ -1,14 +1,15 @@
-"""Mail between ranks for the time when the store is gone: that a rank has left in order, or why the group ended.
+"""Mail between ranks, for when the store is gone: it tells that a rank has left normally, or why the group ended.
 
 The store ends with the process that serves it, which is often rank 0. So each rank listens on a socket, but does not
-read: the kernel keeps messages until this rank itself meets a failure. When the store is gone, failures are sent there,
-and so are the notes of ranks that leave in order, so that the end of their connections is not taken for a death.
+read: the kernel keeps messages until this rank itself meets a failure. Once the store is gone, ranks send failures to
+these sockets. Ranks that leave normally always send a note there, so that the end of their connections is not taken for
+a death.
 
 Before the engine connects, each rank also posts a test message to the mailbox of every rank on another host, and all
-tell each other whom they could not reach. So the error about a closed port names both ends, on every rank, during the
-meeting. And Gloo need not give up on a rank that is merely late, which it must not: it would free the connection,
-but its listener would still find it when the late rank connects, and the process would end with SIGSEGV (gdb:
-``Pair::connectCallback`` under ``Listener::haveConnection``).
+ranks tell each other whom they could not reach. So the error about a closed port names both ends, on every rank, during
+the meeting. The test also means that Gloo can wait long enough for a rank that is merely late. It must not give up: it
+would free the connection, but its listener would still find it when the late rank connects, and the process would end
+with SIGSEGV (gdb: ``Pair::connectCallback`` under ``Listener::haveConnection``).
 
 Anybody on the network can connect. So a mailbox spends at most one second of its life on strangers, keeps only a few of
 their connections, and stops reading as soon as the token is wrong.

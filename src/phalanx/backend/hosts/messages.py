@@ -1,7 +1,7 @@
 """Point-to-point messages of a group on several hosts: by shared memory within a host, over the bridge between hosts.
 
-Over the bridge, a message is a head, which contains a short message whole, and a body if it is longer. Each rank of
-another host has one thread here that receives from it and one that sends to it, in order; they start on first use.
+Over the bridge, a message is a head, followed by a body if the data do not fit in the head. For each rank of another
+host, this rank has one thread that receives from it and one that sends to it, in order; they start on first use.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _HEAD = struct.Struct("<qQQB")  # tag, elements, bytes, dtype
 _SLOT_BYTES = 1024
 _INLINE_BYTES = _SLOT_BYTES - _HEAD.size
 _HEADS, _BODIES = 1, 2  # the engine's tags
-_ANY_OR_BEYOND = -2  # to the core: any rank of this host, or one of another
+_ANY_OR_BEYOND = -2  # tells the core: any rank of this host, or a rank of another host
 _FOR_EVER = timedelta(seconds=FOR_EVER_S)
 
 
 class _Message(Task):
-    """A message over the bridge that is not over, or a receive whose message may come over the bridge."""
+    """An unfinished message over the bridge, or a receive whose message may come over the bridge."""
 
     def __init__(
         self, check: Callable[[], object], data: torch.Tensor, dtype: int, count: int, peer: int, tag: int, site: str
@@ -52,7 +52,7 @@ class _Message(Task):
 
 
 class _FromHere:
-    """A message through the core, in which ranks have their numbers on this host."""
+    """A message through the core, which numbers the ranks within this host."""
 
     def __init__(self, op: str, handle: Any, ranks: list[int], site: str) -> None:
         self.op, self.handle, self._ranks, self.site = op, handle, ranks, site
@@ -191,8 +191,8 @@ class Messages:
     def wait(self, request: Any, timeout_s: float) -> bool:
         """Wait for a message and raise its error; return whether it is over.
 
-        After `timeout_s`, returns False, and the message goes on. With 0, the group's timeout applies, and the message
-        fails with an error when it passes.
+        After `timeout_s`, return False; the message goes on. With 0, the group's timeout applies, and the message fails
+        once that has passed.
         """
         if isinstance(request, _FromHere):
             try:
@@ -249,7 +249,7 @@ class Messages:
             pass
 
     def _receive_one(self, slot: torch.Tensor, peer: int) -> bool:
-        """Receive a message; return False if its receive does not match, so that the group ends.
+        """Receive a message; return False if it does not fit its receive, which ends the group.
 
         This frame keeps the message's tensor alive until the engine is done with it, even if `_fail` has ended the
         message meanwhile.
@@ -289,7 +289,7 @@ class Messages:
             if message.tag != tag or message.peer not in (peer, -1):
                 continue
             if message.here is not None and not self._core.cancel(message.here):
-                continue  # a message of this host has already met it
+                continue  # a message from this host has already matched this receive
             message.here = None
             self._posted.remove(message)
             return message

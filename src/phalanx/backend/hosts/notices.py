@@ -1,4 +1,4 @@
-"""What ranks on several hosts tell each other about the end of their group: in its store, else by mail."""
+"""Notices between ranks on several hosts, about the end of their group: in the group's store, or else by mail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx.wire.waiting import StoreSilentError, wait_until
 
 
 class Notices:
-    """What this rank tells the others, and they tell it. No method raises if the store is slow or gone.
+    """The notices that this rank sends and receives. No method raises if the store is slow or gone.
 
     Args:
         store: Store of this group alone.
@@ -65,7 +65,7 @@ class Notices:
         return bool(self._ask(lambda store: store.check(["group_failure"])))
 
     def note_told(self) -> None:
-        """Write that this rank knows the group failure."""
+        """Count this rank among those that know the group failure."""
         self._ask(lambda store: store.add("num_told", 1))
 
     def are_told(self, num_ranks: int) -> bool:
@@ -75,14 +75,14 @@ class Notices:
     # ---- who leaves ------------------------------------------------------------------------------------------------
 
     def tell_leaving(self, lost: set[int]) -> None:
-        """Tell the others that this rank leaves in order."""
+        """Tell the others that this rank leaves the group normally."""
         if self._mailbox is None:
             self._write(f"left/{self._members.rank}", "")
-        else:  # the rank that serves the store may already have left, in order
+        else:  # the rank that serves the store may itself have left normally
             self._post({"left": self._members.rank}, lost)
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has told that it leaves in order."""
+        """Whether a rank has announced that it leaves normally."""
         if self._mailbox is None:
             return self._read(f"left/{rank}", str) is not None
         self._open_mail()
@@ -127,7 +127,7 @@ class Notices:
     # ---- store and mailboxes ---------------------------------------------------------------------------------------
 
     def expect_no_store(self) -> None:
-        """Wait less for the store: the rank that serves it may be lost."""
+        """Wait more briefly for the store from now on: the rank that serves it may be lost."""
         self._store.answer_s = LOST_STORE_S
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Notices:
         del self._store.raw
 
     def _post(self, message: dict[str, Any], lost: set[int]) -> None:
-        """Leave a message with the ranks that are still there."""
+        """Mail a message to all ranks that are not lost."""
         post([box for rank, box in self._boxes.items() if rank not in lost], message, NOTE_S)
 
     def _read(self, key: str, shape: Shape) -> Any:
@@ -157,7 +157,7 @@ class Notices:
     def _ask(self, question: Callable[[Store], Any], otherwise: Any = None) -> Any:
         """Return the store's answer, or `otherwise` if none comes in time.
 
-        After that, nothing else is asked until the answer comes: the rank that serves the store may only be stopped.
+        After a timeout, the store is asked nothing else until the answer comes: its server may merely be stopped.
         """
         with contextlib.suppress(StoreGoneError, StoreSilentError):
             return self._store.ask(question)
@@ -175,7 +175,7 @@ def group_failure_in(text: bytes) -> Failure | None:
 def _own_connection(store: Store) -> JsonStore:
     """Return the store over a connection of its own, since another thread may be waiting on the shared one.
 
-    To connect to a server that is gone or stopped would take minutes; after a short time it counts as not answering.
+    Connecting to a server that is gone or stopped would take minutes, so the attempt ends after `RECONNECT_S`.
     """
     shared = JsonStore(store)
     try:
@@ -185,4 +185,4 @@ def _own_connection(store: Store) -> JsonStore:
     except StoreSilentError:
         return shared
     finally:
-        shared.close()  # ends its thread, unless that still waits
+        shared.close()  # ends its thread, unless the thread is still waiting
