@@ -213,7 +213,7 @@ def build_group(
     build = functools.partial(build_group, displayed=displayed, devices=devices, processes=processes)
     group: PhalanxGroup = (_verified().VerifiedGroup if every else PhalanxGroup)(store, operations, global_ranks, build)
     group.processes = processes
-    limit = timedelta(seconds=seconds("timeout", timeout))  # Gloo's clock would overflow
+    limit = timedelta(seconds=seconds("timeout", timeout))  # capped, because Gloo's clock would overflow
     kind = ProcessGroup.BackendType.GLOO
     if HAS_PYTHON_BACKENDS:
         if displayed != GLOO:

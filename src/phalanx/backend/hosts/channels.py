@@ -1,7 +1,7 @@
 """Channels that carry bytes between hosts: an existing engine (Gloo or MPI) behind one small interface.
 
 A channel joins some ranks of a group and numbers them. An operation is over once its handle's ``is_completed()`` says
-so. If it is not over when ``wait(timeout)`` times out, that raises RuntimeError.
+so. If ``wait(timeout)`` times out before that, it raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Channel(Protocol):
         ...
 
     def drain(self, handles: Sequence[Handle]) -> None:
-        """After `close`, wait until the engine no longer touches the memory of these handles, at most a second."""
+        """After `close`, wait at most a second until the engine no longer touches the memory of these handles."""
         ...
 
     def destroy(self) -> bool:
@@ -120,7 +120,7 @@ class GlooChannel:
         silence_s: Seconds without an answer from the other kernel after which a connection is lost.
 
     Attributes:
-        address: The argument.
+        address: The argument `address`.
     """
 
     ends_waits = True
@@ -137,7 +137,7 @@ class GlooChannel:
         self.address = address
         self.inodes = {
             inode for inode, _ in self._fresh
-        }  # with what each descriptor refers to: its number may be reused after the engine has closed it
+        }  # known by inode, because a descriptor's number may be reused after the engine has closed it
         self._options = c10d.AllToAllOptions()
         self._handles: weakref.WeakSet[_GlooHandle] = weakref.WeakSet()
         self._last: Handle | None = None  # the last exchange, the only one that may still run on an engine's thread
@@ -227,14 +227,14 @@ _channels: weakref.WeakSet[GlooChannel] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """Close a forked child's copies of the connections, which would keep them open after the rank has ended."""
+    """Close a forked child's copies of the descriptors, which would keep connections open after the rank has ended."""
     inodes = set().union(*(channel.inodes for channel in _channels))
     if not inodes:
         return
     with open(os.devnull) as nothing:
         for inode, fd in sockets():
             if inode in inodes:
-                os.dup2(nothing.fileno(), fd, inheritable=False)  # replaced, as the engine may yet close this number
+                os.dup2(nothing.fileno(), fd, inheritable=False)  # not closed: the engine may close this number later
 
 
 os.register_at_fork(after_in_child=_let_go)

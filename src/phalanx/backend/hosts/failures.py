@@ -4,8 +4,9 @@ The first rank that meets a failure writes it into the group's store unless one 
 core group on its host and closes its connections. That wakes the watchers of the other ranks, threads that sleep in
 ``poll`` even while the rank computes. They read the failure and end the group; the rank raises it at its next
 operation, which the message names first. If no failure was written, because a whole host has vanished, the ranks whose
-connections have ended are the culprits. Rank 0, which may serve the store, stays half a second for the others to read
-it. If the store is gone with the rank that served it, the failure goes to the other ranks' mailboxes (see `mailbox`).
+connections have ended are the culprits. Rank 0, which may serve the store, stays up to half a second longer, so that
+the others can read the failure. If the store is gone with the rank that served it, the failure goes to the other ranks'
+mailboxes (see `mailbox`).
 
 **Stalls and timeouts** are reported for the call that the user made. A rank that has waited in a call for a second says
 so in the group's store; a rank that has not said so counts as missing, on this host or another. The core's own reports
@@ -13,11 +14,11 @@ know only one host and the steps of a call, so only those about messages are sho
 
 **Nothing is left after the last group.** A rank that leaves ends its threads and releases the engine, the connections
 and the memory explicitly, because something may still refer to the group: a traceback holds frames, and frames hold
-everything. That is true of failed groups, too. Only a busy engine can't be destroyed, since its destructor would wait
-for a call in another thread, or for a receive that a lost connection has interrupted; Gloo ends such a receive at its
-deadline, or never if it belongs to a message. A busy engine is tried again when the next group is left. Two things are
-torch's: it keeps its TCPStore as long as any group made with it is referenced, and libuv, which implements the store,
-keeps one pipe for the life of the process.
+everything. The same holds for failed groups. Only a busy engine can't be destroyed, since its destructor would wait for
+a call in another thread, or for a receive that a lost connection has interrupted; Gloo ends such a receive at its
+deadline, or never if it belongs to a message. The rank tries again to release a busy engine when it leaves its next
+group. Two things remain, both torch's: its TCPStore lives as long as any group made with it is referenced, and libuv,
+which implements the store, keeps one pipe for the life of the process.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class Failures:
         self.notices = Notices(store, members, mailbox, boxes or {})
         self.members = members
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave the group while its thread does
+        self._lock = threading.RLock()  # reentrant: a signal handler may abort or leave while its thread holds this
         self._group_failure: Failure | None = None
-        self._has_ended = False  # True while `_group_failure` is None: this rank has left the group in order
+        self._has_ended = False  # True while `_group_failure` is None: this rank has left the group normally
         self._unreachable: set[int] = set()  # ranks whose mailboxes can't be reached; filled when the group ends
         self._has_lingered = False
         self._is_raised = False  # whether an operation of this rank has raised the group failure
@@ -88,7 +89,7 @@ class Failures:
         self._watcher = Watcher([item for channel in channels for item in channel.links.items()], self._notice)
 
     def _notice(self, rank: int) -> None:
-        """End the group because the connection to a rank (-1: to any) has ended, unless the rank left in order."""
+        """End the group because the connection to a rank (-1: to any) has ended, unless the rank left normally."""
         if self._has_ended or (rank < 0 and not self._is_told()):
             return
         if rank >= 0 and (
@@ -111,7 +112,7 @@ class Failures:
         return self._has_ended
 
     def check(self, op: str) -> None:
-        """Raise GroupUnusable if the group has ended, or in a forked child."""
+        """Raise GroupUnusable in a forked child, and once this rank has left the group or raised its failure."""
         self.require_own_process(op)
         if self._has_ended and (self._is_raised or self._group_failure is None):
             raise self._unusable(op)
@@ -166,7 +167,7 @@ class Failures:
         return error_of(replace(shared, rank=me, group=group, op=op, seq=seq, site=site, by=by_another))
 
     def _end(self, cause: Callable[[], Failure], *, is_patient: bool) -> Failure | None:
-        """End the group unless it has ended; return the group failure, or None if this rank has left in order."""
+        """End the group unless it has ended; return the group failure, or None if this rank has left normally."""
         with self._lock:
             if self._has_ended and self._group_failure is None:
                 return None
@@ -179,7 +180,7 @@ class Failures:
         return self._group_failure
 
     def _conclude(self, cause: Callable[[], Failure], *, is_patient: bool) -> None:
-        """Find the group failure, or write `cause()` as such, and end the group on this rank."""
+        """Find the group failure, or make `cause()` the group failure, and end the group on this rank."""
         if self._group_failure is not None:
             return
         silent = self._unreachable = self._silent()
@@ -314,15 +315,15 @@ class Failures:
         return self._core.told or self._is_told()
 
     def _is_told(self) -> bool:
-        """Whether a rank has written why the group ended. Asked where closed connections do not announce the end."""
+        """Whether a rank has written why the group ended. False where closed connections already announce the end."""
         if all(channel.ends_waits for channel in self._channels):
             return False
         return self.notices.has_group_failure()
 
-    # ---- going -------------------------------------------------------------------------------------------------------
+    # ---- leaving ---------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Say that this rank leaves in order, and close its connections."""
+        """Announce that this rank leaves the group normally, and close its connections."""
         if self.is_forked:  # the connections and the threads belong to the parent
             return
         with self._lock:

@@ -3,21 +3,21 @@
 **No heartbeats of ours.** A thread that sent them would be stopped with its process, delayed by the interpreter's
 lock, or would keep sending while the rank is deadlocked. The kernels answer for their processes instead: even if a
 process computes for an hour or is stopped in a debugger, its kernel acknowledges data, and answers probes of
-connections that are idle or whose reader takes nothing. So idle connections have the kernel's keepalive, and the
-watcher looks at all of them with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host counts as silent once its
-kernel has owed an answer for that long, to data sent after its last acknowledgement or to two probes. (One unanswered
-probe means nothing: a kernel answers at most two a second.)
+connections that are idle or whose reader takes nothing. So idle connections use the kernel's keepalive, and the watcher
+checks all connections with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host counts as silent once its kernel
+has owed an answer for that long, to data sent after its last acknowledgement or to two probes. (One unanswered probe
+means nothing: a kernel answers at most two a second.)
 
 So a host that lost power or its cable is noticed although nothing is sent. A host that is busy, or whose ranks are
-stopped, is not taken for lost; TCP_USER_TIMEOUT could not make that difference, because the stopped reader's kernel
-answers every probe only with "my buffer is full". A virtual machine that is paused as a whole counts as lost, since its
-kernel does not answer. When a process dies, its kernel closes its connections at once.
+stopped, is not taken for lost. TCP_USER_TIMEOUT could not tell a stopped rank from a lost host, because the kernel of a
+stopped reader answers every probe only with "my buffer is full". A virtual machine that is paused as a whole counts as
+lost, since its kernel does not answer. When a process dies, its kernel closes its connections at once.
 
 **Gloo's sockets are closed from outside**, since Gloo offers no way to end a wait (see `running`). The sockets that it
 opened while it connected are found by their inodes, duplicated, identified by the addresses at their ends, watched,
 and shut down to end a group. They are also made to close at ``exec``; otherwise a program that a rank has started would
-keep the rank's connections open after its death. MPI can't end a wait at all: with MPI, the watcher asks the store
-every 0.2 s whether the group has failed, and so does each slice of waiting.
+keep the rank's connections open after its death. MPI can't end a wait at all. So with MPI, the watcher asks the store
+every 0.2 s whether the group has failed, and a waiting call asks after every slice of its wait.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Link:
         heard_s = now_s - min(acked_s, _seconds(info, _LAST_DATA_RECV))
         if (
             not owes or heard_s > self._asked_s or now_s - self._looked_s > self._silence_s
-        ):  # this process itself was stopped, so the looks say nothing
+        ):  # the last case: this process itself was stopped, so the looks prove nothing
             self._asked_s = now_s
         self._looked_s = now_s
         is_overdue = now_s - self._asked_s >= self._silence_s

@@ -1,26 +1,28 @@
 """The meeting of a new group: its ranks exchange what they need to know, through the store and with a deadline.
 
-**Only ranks that are there now count.** A store may hold what an earlier group, attempt or run has left: a `TCPStore`
+**Only ranks that are present now count.** A store may hold leftovers of an earlier group, attempt or run: a `TCPStore`
 that a script keeps, a file, the store of torchrun's agent. So each rank makes a fresh token and writes it into the
 store with its hello. It answers the token of the rank 0 that it finds there, and checks every 0.1 s whether a new rank
 0 has come. Rank 0 accepts only hellos that answer its own token, and writes the list of them under that token. A rank
-that finds its own token in the list knows that the list is fresh. From then on all keys of the group lie under rank 0's
-token (one such "life" of a group), including those that Gloo, a split or a breakpoint leaves. A rank that gives up
-takes its hello back. No clock, pid or restart count is needed, because a dead rank answers no token. On two cores, two
-ranks join as fast as without tokens, and eight take up to 3.6 ms longer, of 12 ms.
+that finds its own token in the list knows that the list is fresh. From then on, all keys of this "life" of the group
+lie under rank 0's token, including those that Gloo, a split or a breakpoint writes. A rank that gives up takes its
+hello back. No clock, pid or restart count is needed, because a dead rank answers no token. On two cores, two ranks join
+as fast as without tokens, and eight take up to 3.6 ms longer, out of 12 ms.
 
 **What a hello holds.** Kernel, network and host name, process, torch version, and the segments that the rank maps.
-Rank 0 returns the hellos of all to all, so everybody decides from the same facts. Hosts are ordered by their first
-rank, which fixes every later order.
+Rank 0 sends all hellos to all ranks, so every rank decides from the same facts. Hosts are ordered by their first rank,
+which fixes every later order.
 
 **A rank that can't join says why.** If a rank fails between its hello and the end of the join (a denied system call, a
 limit, a setting out of range), it writes its error into the group's store. Every rank that waits (for the store, the
-segment or the join) looks there every 0.1 s and raises the same error. A rank that fails before there is a list writes
-the error for each rank that is there, under that rank's token, and waits up to a second for ranks that are about to
-come. In a reconfigure it writes the error for all at once: its part of the store is that of one uuid alone, and ranks
-that were given different handles number each other differently. The hello also holds pid and start time, so ranks of
-the same host notice and name one that dies before it has joined. It counts as dead only at the second look: in between,
-they check whether it has written an error.
+segment or the join) looks there every 0.1 s and raises the same error. A rank that fails before the list exists writes
+the error for each rank that is present, under that rank's token, and waits up to a second for ranks that are about to
+come. In a reconfigure it writes the error once, for all ranks: the keys there belong to one uuid alone, and ranks that
+were given different handles would number each other differently.
+
+The hello also holds the pid and the start time, so ranks of the same host notice and name a rank that dies before it
+has joined. They raise only if they find it dead in two checks in a row, because it may have written an error just
+before it died.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ _HELLO = {
     "one_shot_bytes": int,
     "chunk_bytes": int,
 }
-_TAKEN_BACK = "null"  # written over a hello; if the key were removed, a rank that has just seen it would wait for it
+_TAKEN_BACK = "null"  # written over a hello: a rank that has just seen the key would wait for it if it were removed
 _SHAPES: dict[str, Shape] = {
     "hello": _HELLO,
     "hellos": [_HELLO],
@@ -92,7 +94,8 @@ class Whereabouts:
     It is kept in the job's store, because the store of a group shows only the ranks that came to that group.
 
     Args:
-        has_store: Whether the ranks have one; those of a reconfigure may be of several jobs, and it may be gone.
+        has_store: Whether the ranks share a job's store. Those of a reconfigure may come from several jobs, or their
+            job's store may be gone.
     """
 
     _SHAPE: ClassVar = {"call": str, "group": str, "ranks": [int]}
@@ -106,14 +109,14 @@ class Whereabouts:
         return JsonStore(_torch.get_default_store()) if self._has_store and dist.is_initialized() else None
 
     def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
-        """Write in which call a rank waits, and for which group, if that is new; an empty call: it no longer waits."""
+        """Write in which call and for which group a rank waits, if that is news; an empty call: it no longer waits."""
         if self._store is not None and self._has_said != bool(call):
             self._has_said = bool(call)
             with contextlib.suppress(StoreGoneError, StoreSilentError):
                 self._store.set(f"phalanx/joins/{rank}", {"call": call, "group": group, "ranks": ranks}, STORE_S)
 
     def standing(self, rank: int, group: str, me: int) -> Standing:
-        """Return what is known of a rank that has not said hello to this group."""
+        """Return what is known about a rank that has not said hello to this group."""
         said = None
         if self._store is not None:
             with contextlib.suppress(StoreGoneError, StoreSilentError, GarbledError):
@@ -144,14 +147,13 @@ class Meeting:
         timeout_s: Seconds allowed for the meeting.
         deadline: End of the meeting on the monotonic clock.
         is_in_place: Whether the program asked for Gloo, so that other ranks may wait in Gloo itself.
-        processes: Members on this host, as far as they are known, by rank in the world: pid, start time (0:
-            unknown) and pid namespace.
+        processes: Known members on this host, by rank in the world: pid, start time (0: unknown) and pid namespace.
         op: Purpose of the meeting: ``join``, ``reconfigure`` or ``shrink``.
-        serves: Whether this process serves the store, as far as is known; rank 0 of the world may always do so.
+        serves: Whether this process is known to serve the store; rank 0 of the world is always assumed to serve it.
         stall_s: Seconds of waiting after which the missing ranks are reported, repeatedly; 0: never.
-        watches: Watches of the processes of this host's other ranks, by rank, from their hello on.
+        watches: Watches on the processes of this host's ranks, by rank, each from when the process is known.
         token: Token of this rank in this life of the group.
-        life: Token of rank 0, under which all keys lie once all have come; empty until then.
+        life: Token of rank 0, under which all keys lie once all ranks have come; empty until then.
     """
 
     store: JsonStore
@@ -196,7 +198,7 @@ class Meeting:
 
     @property
     def _in_common(self) -> str:
-        """Where all ranks look for errors; empty while they have no such place."""
+        """Prefix of the key under which all ranks look for errors; empty while they have none in common."""
         return "all" if self.op == "reconfigure" else self.life
 
     def watch(self, rank: int, process: Sequence[int]) -> None:
@@ -237,7 +239,7 @@ class Meeting:
         self.set(f"hello/{self.rank}", self._hello)
 
     def _hello_of(self, rank: int) -> dict[str, Any] | None:
-        """Return the hello under a rank's number, perhaps of an earlier life; None if it is no valid hello."""
+        """Return the hello under a rank's number, perhaps from an earlier life; None if there is no valid one."""
         with contextlib.suppress(GarbledError):
             told: dict[str, Any] | None = self.store.get(f"hello/{rank}", _TOKENS)
             return told
@@ -249,7 +251,7 @@ class Meeting:
         return self._understood(f"hello/{rank}", told, _HELLO) if told and told["answers"] == self.token else None
 
     def _answer(self) -> bool | None:
-        """Answer the token of the present rank 0, if that is new; return True once any has been answered."""
+        """Answer the token of the present rank 0, if the token is new; return True once this rank has answered one."""
         before = self._hello["answers"]
 
         def answer(store: dist.Store) -> str:
@@ -307,7 +309,7 @@ class Meeting:
         return {rank: hello["token"] for rank, hello in enumerate(hellos) if hello is not None}
 
     def _has_ended(self, hello: dict[str, Any]) -> bool:
-        """Whether the process that wrote a hello has ended; False for another host, where that can't be seen."""
+        """Whether the process that wrote a hello has ended; False on another host, which can't be checked from here."""
         with contextlib.suppress(GarbledError):
             pid, started, _ = read_value(hello, _HELLO)["process"]
             return hello["kernel"] == self._hello.get("kernel") and started not in (0, start_time(pid))
@@ -316,7 +318,7 @@ class Meeting:
     # ---- what they say ---------------------------------------------------------------------------------------------
 
     def get(self, key: str, what: str) -> Any:
-        """Wait for the value of a key and return it. A timeout's error names the missing ranks, otherwise `what`."""
+        """Wait for the value of a key and return it. The error of a timeout names the missing ranks, or else `what`."""
         shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
         try:
             return self._wait(lambda: self.store.get(self._key(key), shape), what)
@@ -324,7 +326,7 @@ class Meeting:
             raise self._garbled(key, error) from None
 
     def _wait(self, look: Callable[[], T | None], what: str) -> T:
-        """Wait until `look` finds something. The error of a timeout names the missing ranks, otherwise `what`."""
+        """Wait until `look` finds something. The error of a timeout names the missing ranks, or else `what`."""
         most_s = shared_pause(POLL_S, self.size)
         try:
             # Not Store.wait: it would not end when a rank fails, and TCPStore prints a warning whenever it times out.
@@ -353,7 +355,7 @@ class Meeting:
         self.ask(lambda store: store.set(self._key(key), text))
 
     def ask(self, question: Callable[[dist.Store], T]) -> T:
-        """Return what the store answers by the deadline; raise if it does not, or is gone."""
+        """Return the store's answer; raise if the store does not answer by the deadline, or is gone."""
         try:
             return self.store.ask(question, self.left_s)
         except StoreSilentError:
@@ -388,7 +390,7 @@ class Meeting:
         return [self.get(f"{key}/{r}", f"rank {other} did not answer") for r, other in enumerate(self.global_ranks)]
 
     def part(self) -> None:
-        """Prepare to raise an error that all ranks share: the rank that may serve the store waits for the others."""
+        """Prepare to raise an error that all ranks share: a rank that may serve the store waits for the others."""
         if self._has_parted:
             return
         self._has_parted = True
@@ -415,12 +417,13 @@ class Meeting:
                 spare.append(os.open(os.devnull, os.O_RDONLY))
             yield
         except CollectiveTimeout as error:
-            # Others of a join time out as well, and name the missing ranks themselves; a reconfigure can't succeed.
+            # In a join, the other ranks time out, too, and name the missing ranks themselves. In a reconfigure, they
+            # are told at once, because it can no longer succeed.
             if self.op == "reconfigure":
                 self._tell(replace(_cause(error, self), by=Peer(rank=self.me)))
             raise
         except BaseException as error:
-            while spare:  # frees descriptors: if they have run out, a store in a file needs one
+            while spare:  # frees a descriptor: a store in a file needs one, and none may be left
                 os.close(spare.pop())
             cause = _cause(error, self)
             self._tell(replace(cause, by=Peer(rank=self.me)))
@@ -581,7 +584,7 @@ class Meeting:
 
     def _lost_store(self, error: Exception) -> PhalanxError:
         """Return the error for a store that is gone, or raise RankFailed if the rank that served it is found dead."""
-        if self.op == "join" and not self.life:  # others end because of it, too, and rank 0 alone may have served it
+        if self.op == "join" and not self.life:  # other ranks end because of it, too; only rank 0 may have served it
             self.watches = {rank: watch for rank, watch in self.watches.items() if self.global_ranks[rank] == 0}
         wait_until(self.look, time.monotonic() + NOTE_S)
         return self.refusal(

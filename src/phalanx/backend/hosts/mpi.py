@@ -87,7 +87,8 @@ class _Requests:
     def _cancel(self) -> None:
         """Cancel receives, whose memory may be freed next. Sends are left alone: MPI may refuse to cancel them.
 
-        MPI does not cancel a receive that is matched already, so wait for it to end, unless the sender is gone.
+        MPI does not cancel a receive that is already matched, so wait for it to end, but not long: its sender may be
+        gone.
         """
         with _lock:
             receives, self._receives = self._receives, []

@@ -25,7 +25,7 @@ _SLOT_BYTES = 1344  # fills one Ethernet packet, together with the engine's own 
 _HEAD_BYTES = 64
 INLINE_BYTES = _SLOT_BYTES - _HEAD_BYTES
 # Measured: up to these sizes, one step that sends whole messages is faster than two steps that send parts.
-_WHOLE_BYTES = 256 * 1024  # that a rank sends to all hosts together
+_WHOLE_BYTES = 256 * 1024  # total that one rank sends to all other hosts
 _PAIR_BYTES = 16 << 20  # used with two hosts only, where both ways send the same number of bytes
 _OWN_TAGS = 1 << 30  # tags from here on belong to collectives, smaller ones to messages
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -78,7 +78,9 @@ class Rail:
         self._sizes = [0 if h == host else _SLOT_BYTES for h in range(num_hosts)]
 
     def agree(self, running: Running, sends: Sequence[Span] = (), recvs: Sequence[Span] = ()) -> None:
-        """Check, once per call, that all ranks made it; small spans (up to INLINE_BYTES), one per host, travel along.
+        """Check, once per call, that all ranks of the rail made the call.
+
+        Small spans (up to INLINE_BYTES), one per host, travel along.
 
         Raises:
             CollectiveMismatch: A rank of another host is in another call.

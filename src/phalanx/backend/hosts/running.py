@@ -4,9 +4,9 @@
 lost connection has interrupted. Gloo has no abort that ends a wait: its operations end when a connection does, or at
 their timeout, after which its connections are unusable. A receive that is interrupted in the middle never ends, because
 Gloo has taken it off its lists and reports no error to it. So the caller's thread waits in slices of 0.1 s. Between
-them runs `Running.look`, which raises once the group has ended or the call is late. Waits that can't be sliced, such as
-those for messages, run on a thread that may be left behind. An operation for which no thread waits, such as a receive
-with a future, is failed by the thread that ends the group. Waits of the core keep the deadline themselves.
+slices it calls `Running.look`, which raises once the group has ended or the call is late. Waits that can't be sliced,
+such as those for messages, run on a thread that may be left behind. An operation for which no thread waits, such as a
+receive with a future, is failed by the thread that ends the group. Waits of the core keep the deadline themselves.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ class Running:
             self.failures.report_stall(self.op, self.seq, self.line(), waited_s, self.timeout_s)
 
     def look_from_outside(self) -> None:
-        """End the call when it is long overdue, because the engine may hold its own thread for ever.
+        """End the call once it is long overdue, because the engine may block the thread that runs it for ever.
 
-        For a thread that waits for the task of this call.
+        The thread that waits for this call's task calls this.
         """
         if time.monotonic() > self.began_s + self.timeout_s + LATE_S:
             raise self.explain(self.timed_out())

@@ -8,16 +8,17 @@ with its own slice of the message, so that the sum of a host crosses the bridge 
 
 With three hosts or more, a large slice is itself reduced in parts, one per host. Gather, scatter and all-to-all with
 other hosts go directly, over a channel that reaches every rank. An all_gather of blocks of different sizes is a
-broadcast from each rank, and such a reduce_scatter an all_reduce of all blocks. The first exchange of a call
-identifies it; see `rails`.
+broadcast from each rank; a reduce_scatter of such blocks is an all_reduce of all blocks. The first exchange of a call
+also identifies the call; see `rails`.
 
 **The same bits on all ranks and in every run.** A sum adds the ranks of each host in rank order, then the hosts. That
-order is fixed, but it is not the order in which the same ranks would add on one host. Halves accumulate in float32 on
-each of the two levels, and are rounded once per level. AVG of floats is the average of the hosts' averages if all hosts
-have equally many ranks, which keeps halves in range; otherwise the sum is divided at the end. AVG of integers exchanges
-quotients and remainders, which can't overflow, and truncates once: an average of truncated averages would differ.
+order is fixed, but it is not the order in which the same ranks would add on one host. Half-precision values accumulate
+in float32 on each of the two levels, and are rounded once per level. AVG of floats is the average of the hosts'
+averages if all hosts have equally many ranks, which keeps half-precision values in range; otherwise the sum is divided
+at the end. AVG of integers exchanges quotients and remainders, which can't overflow, and truncates once: an average of
+truncated averages would differ.
 
-**Tried and dropped: pipelining**, so that one piece crosses the bridge while the next is reduced on its host. With two
+**Tried and dropped: pipelining**, in which one piece crosses the bridge while the next is reduced on its host. With two
 hosts of two ranks on two cores, 64 MiB took 113 ms in pieces of 4 MiB and 86 ms whole: the CPU is the bottleneck there,
 and for each piece every rank must be scheduled once more.
 """
@@ -81,7 +82,7 @@ class Steps:
         """Drop the references to the engine and the core."""
         del self._rail, self._everyone, self._core
 
-    # ---- one call, everywhere --------------------------------------------------------------------------------------
+    # ---- steps on one host, and checks that all ranks make one call ------------------------------------------------
 
     def _on_host(self, running: Running, op: str, ins: Addresses, outs: Addresses, count: int, **more: Any) -> None:
         """Run one step: a collective among the ranks of this host, with `count` elements per block."""
@@ -89,9 +90,9 @@ class Steps:
         self._core.run(call, ins, outs, running.left, None)
 
     def _confirm(self, running: Running) -> None:
-        """Check that the ranks of this host made the same call, unless the core or the rails have compared them.
+        """Check that the ranks of this host made the same call, unless the core or the rails have compared the calls.
 
-        The core compares only the steps of a call, and a rail only its own ranks, to which not all may belong.
+        The core compares only the steps of a call. A rail compares only its own ranks, and some ranks may be on none.
         """
         is_average = running.call.code == _AVG and not is_inexact(_DTYPES[running.dtype])
         is_compared = self._is_even and running.op != "reduce" and not is_average
@@ -120,7 +121,7 @@ class Steps:
         self._compare_here(running)
         self._agree(running)
 
-    # ---- a message of all ------------------------------------------------------------------------------------------
+    # ---- one message for all ranks ---------------------------------------------------------------------------------
 
     def barrier(self, running: Running, ins: Addresses, outs: Addresses) -> None:
         self._on_host(running, "barrier", (), (), 0)
@@ -207,11 +208,12 @@ class Steps:
     def _average(self, running: Running, kernel: int) -> tuple[int, Callable[[Span], object]]:
         """Return the kernel for the steps of a reduction, and a function that turns their result into the final one.
 
-        If all hosts have equally many ranks, the hosts' averages are averaged, which keeps halves in range.
+        If all hosts have equally many ranks, the hosts' averages are averaged, which keeps half-precision values in
+        range.
         """
         if kernel != _AVG or self._is_even:
             return kernel, lambda result: None
-        # Divides the parts: dividing a complex number by an integer, torch would round differently.
+        # Divides the real and imaginary parts: torch rounds differently when it divides a complex number by an integer.
         dtype, world_size = _DTYPES[running.dtype].to_real(), self._size
         return _SUM, lambda result: result.tensor().view(dtype).div_(world_size)
 
@@ -293,7 +295,7 @@ class Steps:
                 self._broadcast(running, out, count, r)
 
     def _swap_blocks(self, running: Running, outs: Addresses, num_bytes: int) -> None:
-        """Fetch the blocks of the other hosts' ranks that this rail carries, each to its place."""
+        """Fetch the blocks of the other hosts' ranks that this rail carries, each into its place."""
         assert self._rail is not None
         num_hosts = len(self._hosts)
         if self._is_even:
@@ -358,7 +360,7 @@ class Steps:
         self._scatter_wide(running, sends, recvs)
 
     def _all_to_all_by_rails(self, running: Running, sources: Addresses, outs: Addresses) -> None:
-        """Collect the blocks from this host's ranks to each rank of this rank's rail; send it one message with all."""
+        """Collect this host's blocks for each rank on this rank's rail, and send each rank its blocks in one go."""
         assert self._rail is not None
         count, num_local = running.call.count, len(self.here)
         num_bytes = count * running.item

@@ -1,7 +1,7 @@
 """The two entrances through which torch reaches the operations.
 
-Python callers (``dist.all_reduce``) go to the ``ProcessGroup``; C++ callers (the dispatcher,
-and with it profilers, hooks and the Flight Recorder) go to the ``Backend`` that is registered on it.
+Python callers (``dist.all_reduce``) go to the ``ProcessGroup``. C++ callers (the dispatcher, and with it profilers,
+hooks and the Flight Recorder) go to the ``Backend`` that is registered on the group.
 
 torch >= 2.14: :class:`PhalanxBackend` is the backend. :class:`PhalanxGroup` stands in front of it because torch wraps
 the Work that a Python backend returns in one whose ``is_completed()`` is always false and whose ``_source_rank()``
@@ -13,15 +13,16 @@ so :class:`PhalanxGroup` runs the operations itself, and contains a Gloo backend
 torch's Flight Recorder is on only if ``TORCH_FR_BUFFER_SIZE`` is set. torch 2.15 would turn it on by default, which
 costs a Python backend about 10 us per operation; our black box holds the same facts.
 
-Before torch 2.14 `dist.monitored_barrier` refuses every backend that is not named gloo, so it is wrapped there.
+Before torch 2.14, `dist.monitored_barrier` refuses every backend that is not named gloo, so `groups` wraps it there.
 
 ``tests/backend/_members.py`` lists which members are implemented, and which are refused with which message. A group
 must implement or refuse every member that torch adds, because some of torch's defaults call the Python class again,
 endlessly. C++ callers look for some methods under their C++ names; these are defined twice.
 
-A reconfigure changes a group's rank and size. Both classes answer with those of the operations, and so does the group
-to C++ callers, such as the reducer of torch's DistributedDataParallel: torch calls its `getRank` and `getSize`. Only a
-C++ extension that asks the backend itself, whose two are not virtual, sees the former numbers; nothing in torch does.
+A reconfigure changes a group's rank and size. Both classes return those of the operations. C++ callers, such as the
+reducer of torch's DistributedDataParallel, get them from the group, too, because torch calls its `getRank` and
+`getSize`. Only a C++ extension that asks the backend itself would see the former numbers, because the two methods of a
+backend are not virtual; nothing in torch asks it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ GroupName: Any = getattr(c10d, "GroupName", str)  # a NewType of str in newer to
 
 
 def refused(name: str, instead: str) -> Any:
-    """Return a method that torch has and phalanx has not, which says so and what to use instead."""
+    """Return a method for a feature of torch that phalanx lacks; its error names what to use instead."""
 
     def refuse(self: Any, *args: Any, **named: Any) -> NoReturn:
         where = self._operations.arguments(name).where()
@@ -124,14 +125,14 @@ class _Common:
         return self._operations.num_messages > 0
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives this rank has called: the same on all ranks wherever they stand in the script."""
+        """Return how many collectives this rank has called, begun or not: equal on ranks at one line of the script."""
         return self._operations._core.issued
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the core counts from the start, so there is nothing to agree on."""
 
     def _enable_collectives_timing(self) -> None:
-        """Do nothing, like Gloo: only the times of NCCL are ever read."""
+        """Do nothing, like Gloo: torch reads only NCCL's times."""
 
     @property
     def timeout(self) -> timedelta:
@@ -153,7 +154,7 @@ class _Common:
         return True
 
     def new_window(self, tensor: torch.Tensor | None = None) -> Any:  # torch's Window has no constructor
-        """Return a window of the group, with a tensor of each rank registered if they give one. Every rank calls it."""
+        """Return a window of the group, with each rank's tensor registered if given. Every rank must call this."""
         return new_window(self._operations, tensor)
 
     def supports_tensor_alloc(self, device: torch.device | str | int) -> bool:
@@ -167,7 +168,7 @@ class _Common:
         return allocate_tensor(size, dtype=dtype, device=device, rank=ranks.global_ranks[ranks.rank])
 
     def get_error(self) -> Any:
-        """Return torch's code of the failure that ended the group; SUCCESS while it works. Asks no other rank."""
+        """Return torch's code for the failure that ended the group; SUCCESS while it works. Asks no other rank."""
         kinds, failure = _torch.ErrorType, self._operations.abort_hooks.failure
         if failure is None:
             return kinds.REMOTE_ERROR if self._operations.is_failed else kinds.SUCCESS
@@ -205,7 +206,7 @@ class _OfBackends(_Common):
         """Return the backend of the group of `ranks`.
 
         Raises:
-            ValueError: This rank is not among them. torch's C++ takes no None from Python.
+            ValueError: This rank is not among them: None is no option, because torch's C++ code does not accept it.
         """
         group = self.maker.split(ranks, *_timeout_and_name(opts), store)
         if group is None:
@@ -215,17 +216,17 @@ class _OfBackends(_Common):
 
     def shutdown(self) -> None:
         self._operations.shutdown()
-        let_go(self._operations)  # of a group that was made for a C++ group of torch's, which alone is shut down
+        let_go(self._operations)  # for a group made for torch's C++ code, which shuts down only this backend
 
     def merge(self, store: Store, opts: Any, rank: int, size: int) -> Any:
-        """Return the backend of a group of `size` ranks, perhaps of several jobs, that call with the same store."""
+        """Return the backend of a group of the `size` ranks, perhaps from several jobs, that pass the same store."""
         return self.maker.merge(store, size, *_timeout_and_name(opts), rank).backend
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: unlike NCCL, ranks outside of a new group take no part in making it."""
+        """Do nothing: unlike with NCCL, ranks outside a new group take no part in making it."""
 
     def get_comm(self) -> Any:
-        """Return what torch shuts down with the world after a split under torchcomms: a no-op."""
+        """Return an object whose ``finalize()`` does nothing; torch calls it after a split under torchcomms."""
         return SimpleNamespace(finalize=lambda: None)
 
     def memory_stats(self) -> dict[str, int]:
@@ -241,7 +242,7 @@ class _OfBackends(_Common):
 
 
 def _timeout_and_name(opts: Any) -> tuple[timedelta | None, str]:
-    """Return what a backend's options say of a new group."""
+    """Return the timeout and the name of a new group from a backend's options."""
     if opts is None:
         return None, ""
     return _torch.attribute_of(opts, "_timeout"), opts.group_name
@@ -251,7 +252,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     """The process group that Python callers see.
 
     Args:
-        store: Key-value store of this group alone; it holds nothing of an earlier group.
+        store: Key-value store of this group alone; it holds nothing from an earlier group.
         operations: Operations of the group.
         global_ranks: Rank in the world of each rank of the group.
         build: `build_group` of this package, which makes the groups that are split off this one.
@@ -262,7 +263,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         backend: Backend registered for C++ callers.
         other_devices: Types of the devices whose tensors torch's dispatcher passes to another backend.
         processes: Identity of each member's process on this host, by its rank in the world.
-        communicator_type: Class of what `phalanx.communicator` returns; None: `Communicator`.
+        communicator_type: Class of the object that `phalanx.communicator` returns; None: `Communicator`.
     """
 
     communicator_type: Any = None
@@ -276,7 +277,7 @@ class PhalanxGroup(_Common, ProcessGroup):
     ) -> None:
         if HAS_PYTHON_BACKENDS:
             super().__init__(store, operations._rank, operations._size)
-        else:  # only this one of the base's constructors lets Python override methods
+        else:  # of the base's constructors, only this one lets Python override methods
             super().__init__(operations._rank, operations._size)
         self.life_store = store
         self._operations = operations
@@ -349,7 +350,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         return self.backend.reconfigure(opts)
 
     def moved(self, store: Store, processes: Mapping[int, Sequence[int]], global_ranks: list[int]) -> None:
-        """Note what the group's new ranks have in common, after a reconfigure."""
+        """Take over the store, the processes and the ranks that a reconfigure has given the group."""
         self.life_store, self.processes = store, processes
         self.maker.moved(store, processes, global_ranks)
         self.backend.moved(store)
@@ -375,9 +376,9 @@ class PhalanxGroup(_Common, ProcessGroup):
         opts: object = None,
         group_name: str | None = None,
         group_desc: str | None = None,
-        device_types: object = None,  # phalanx has one backend
+        device_types: object = None,  # ignored: phalanx has one backend
     ) -> ProcessGroup | None:
-        """Return the group of `ranks`, numbered as in this group; None on the other ranks."""
+        """Return a new group of `ranks`, which are ranks of this group; None on the ranks that are not among them."""
         group = self.maker.split(ranks, timeout, group_name or "")
         return group and _described(group, group_desc or f"{self.group_desc}:split")
 
@@ -389,7 +390,7 @@ class PhalanxGroup(_Common, ProcessGroup):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> ProcessGroup:
-        """Return a group of the `size` ranks, perhaps of several jobs, that call this with the same store."""
+        """Return a group of the `size` ranks, perhaps from several jobs, that call this with the same store."""
         group = self.maker.merge(store, size, timeout, group_name or "")
         return _described(group, group_desc or f"{self.group_desc}:merge")
 
@@ -459,14 +460,14 @@ class PhalanxGroup(_Common, ProcessGroup):
 
 
 def _described(group: PhalanxGroup, desc: str) -> PhalanxGroup:
-    """Tell torch the name of a group that was made out of another one, and what it is."""
+    """Tell torch the name and the description of a group that was made from another one."""
     _torch.set_group_name(group, GroupName(group._operations.name))
     _torch.set_group_desc(group, desc)
     return group
 
 
 class InnerGloo(_OfBackends, c10d.ProcessGroupGloo):
-    """The backend of a group before torch 2.14: Gloo, except for what the group itself answers to Python."""
+    """The backend of a group before torch 2.14: Gloo, except for the methods that the group answers in Python."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
@@ -474,11 +475,11 @@ class InnerGloo(_OfBackends, c10d.ProcessGroupGloo):
 
 
 _kept: dict[Operations, PhalanxGroup] = {}
-"""Groups that are not shut down. torch may refer to them from C++ alone, so this keeps their Python halves alive."""
+"""Groups that are not shut down. torch may refer to them only from C++, so this keeps their Python halves alive."""
 
 
 _left: list[int] = []
-"""Number of operations with data of each group that was shut down."""
+"""For each group that was shut down, its number of messages and of collectives with data."""
 
 
 def keep(group: PhalanxGroup) -> None:
@@ -486,7 +487,7 @@ def keep(group: PhalanxGroup) -> None:
 
 
 def let_go(operations: Operations) -> None:
-    """Release a group that this rank has left; with the last one, threads end. Idempotent."""
+    """Release a group that this rank has left; after the last one, end the threads and close the lobby. Idempotent."""
     group = _kept.get(operations)
     if group is not None and group._pid == os.getpid():  # otherwise forked: see `PhalanxGroup.shutdown`
         del _kept[operations]
@@ -502,7 +503,7 @@ def kept_groups() -> list[PhalanxGroup]:
 
 
 def num_exchanges() -> int:
-    """Return the number of messages and data-carrying collectives begun here, in all groups, past ones included."""
+    """Return the number of messages and of collectives with data begun here, in all groups, including past ones."""
     return sum(_left) + sum(group._operations.num_exchanges for group in kept_groups())
 
 
@@ -514,13 +515,13 @@ if HAS_PYTHON_BACKENDS:
 
         Args:
             operations: Operations of the group.
-            maker: Maker of groups out of it.
+            maker: Maker of groups out of this one.
         """
 
         def __init__(self, operations: Operations, maker: Maker) -> None:
             super().__init__(operations._rank, operations._size)
             self._operations, self.maker = operations, maker
-            self.membership: Any = None  # of phalanx.backend.membership; None: this group keeps its ranks
+            self.membership: Any = None  # a `Membership`; None: this group keeps its ranks
             self.brings: PhalanxGroup | None = None  # group that `shrink` has made with this backend
 
         @property
@@ -558,11 +559,11 @@ if HAS_PYTHON_BACKENDS:
 
         @property
         def supports_coalescing(self) -> bool:
-            return False  # not needed: messages of a batch progress together anyway
+            return False  # not needed: messages of a batch make progress together anyway
 
         @property
         def supports_time_estimate(self) -> bool:
-            return False  # torch's default would call this method again, endlessly; the same applies below
+            return False  # torch's default would call this method again, endlessly
 
         _supports_time_estimate = supports_time_estimate  # torch 2.14 has no underscore
 

@@ -29,8 +29,8 @@ class Operation(NamedTuple):
         run: Method of `Operations` that runs it.
         num_args: Number of arguments before the options.
         options: Class of the options; None: the operation takes none.
-        is_led_here: Whether torch's dispatcher passes this operation to a Python backend. If not, it always goes
-            directly.
+        is_led_here: Whether torch's dispatcher passes this operation to a Python backend. If not, the operation always
+            goes directly.
     """
 
     name: str
@@ -112,7 +112,7 @@ _FROM_LISTS = ("scatter", "reduce_scatter")
 
 
 _issued = threading.local()
-"""The backend's own works of a call that goes through torch's dispatcher, which wraps them; by thread."""
+"""By thread: the backend's own works of a call through torch's dispatcher, which wraps them."""
 
 
 def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...]) -> object:
@@ -123,7 +123,7 @@ def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...
     """
     try:
         return run(operations, *args)
-    except Overridden:  # the guard below is entered only now, because that costs as much as checking a tensor
+    except Overridden:  # the guard below is entered only now, because it costs as much as checking a tensor
         with torch.DisableTorchFunctionSubclass():
             return run(operations, *args)
 
@@ -139,8 +139,8 @@ class _Dispatch:
     """Surrounds a call that goes through torch's dispatcher, which unwraps tensors and notifies listeners.
 
     Args:
-        refusal: Reason why the call could not go directly, if it was tried: perhaps the dispatcher can unwrap its
-            tensors.
+        refusal: Reason why the call could not go directly, if that was tried; the dispatcher may be able to unwrap the
+            call's tensors.
     """
 
     def __init__(self, refusal: NotPlain | None) -> None:
@@ -197,7 +197,7 @@ def backend_method(operation: Operation) -> Any:
     name, run, num_args, options, _ = operation
 
     def call(self: Any, *args: Any, **named: Any) -> object:
-        if options is not None and len(args) != num_args + 1:  # a call from Python; torch's dispatcher passes all
+        if options is not None and len(args) != num_args + 1:  # from Python: the dispatcher passes all
             args = complete(operation, args, named)
         with torch.DisableTorchFunctionSubclass():
             # A blocking operation returns no work, but the Flight Recorder needs one to see that it is over.
@@ -210,7 +210,7 @@ def backend_method(operation: Operation) -> Any:
 
 
 def _rerunnable(method: Any, make: Callable[[Operation], Any], operation: Operation) -> Any:
-    """Let `method.with_run` make the same method around another function; it maps `Operation.run` to that."""
+    """Give a method `with_run(change)`, which returns the same method around ``change(operation.run)``."""
     method.with_run = lambda change: make(operation._replace(run=change(operation.run)))
     return method
 

@@ -1,4 +1,4 @@
-"""Makes a group look like Gloo to torch and to programs: its class, name and options; and Gloo itself for GPU tensors.
+"""Makes a group look like Gloo to torch and to programs, in class, name and options; passes GPU tensors to Gloo itself.
 
 A group that replaces Gloo is an ordinary group with a second name, which programs see, and a list of devices that it
 takes. Python and profilers are told the name ``gloo``. C++ is told ``phalanx``, because the logger of torch's DDP casts
@@ -46,11 +46,11 @@ def _by_device(run: Any) -> Any:
 class GlooShaped(PhalanxBackend):
     """The backend of a group that replaces Gloo, from torch 2.14 on.
 
-    ``isinstance(backend, ProcessGroupGloo)`` is true. Gloo also takes tensors on a GPU. Collectives of those go to a
-    Gloo that all ranks create at the first such collective.
+    ``isinstance(backend, ProcessGroupGloo)`` is true. Gloo also takes tensors on a GPU. Their collectives go to a group
+    of Gloo's own, which all ranks create at the first such collective.
 
     Args:
-        store: Key-value store of the group, through which that Gloo connects its ranks.
+        store: Key-value store of the group, through which Gloo connects the ranks.
     """
 
     def __init__(self, operations: Operations, maker: Maker, store: Store, global_ranks: list[int]) -> None:
@@ -68,14 +68,14 @@ class GlooShaped(PhalanxBackend):
 
     @property
     def _limit(self) -> timedelta:
-        return timedelta(seconds=seconds("timeout", self._operations.timeout))  # Gloo's clock would overflow
+        return timedelta(seconds=seconds("timeout", self._operations.timeout))  # capped: Gloo's clock would overflow
 
     @property  # type: ignore[misc] # isinstance asks for it
     def __class__(self) -> type:
         return c10d.ProcessGroupGloo
 
     def get_error(self) -> Any:
-        """Return torch's code of the failure that ended the group. As on Gloo, an abort by this rank is none."""
+        """Return torch's code for the failure that ended the group. As on Gloo, this rank's own abort is no failure."""
         failure = self._operations.abort_hooks.failure
         if failure is not None and KINDS[failure.kind] is GroupAborted and failure.by is None:
             return _torch.ErrorType.SUCCESS

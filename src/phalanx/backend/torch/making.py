@@ -1,6 +1,6 @@
-"""Makes groups out of a group: of some of its ranks, or of ranks of several jobs.
+"""Makes groups out of a group: of some of its ranks, or of ranks from several jobs.
 
-torch asks the group (``split_group``, ``merge_remote_group``), and from its own C++ groups the backend (``split``,
+torch calls the group (``split_group``, ``merge_remote_group``), or, from its own C++ groups, the backend (``split``,
 ``merge``). Both lead here, so a rank counts its splits once, whichever way they come.
 """
 
@@ -29,7 +29,7 @@ class Maker:
         operations: Operations of the group.
         store: Key-value store of the group alone.
         global_ranks: Rank in the world of each rank of the group.
-        build: `build_group` of `phalanx.backend.groups`, with what the group passes on.
+        build: `build_group` of `phalanx.backend.groups`, with the arguments bound that new groups inherit.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Maker:
         self._num_splits = 0
 
     def moved(self, store: Store, processes: Mapping[int, Sequence[int]], global_ranks: list[int]) -> None:
-        """Note the store and the ranks that the group has got by a reconfigure."""
+        """Take over the store, the processes and the ranks that a reconfigure has given the group."""
         self._store, self._global_ranks = store, global_ranks
         self._build = functools.partial(self._build, processes=processes)
         self._num_splits = 0
@@ -55,16 +55,16 @@ class Maker:
     def split(
         self, ranks: Sequence[int], timeout: timedelta | None, name: str, store: Store | None = None
     ) -> Any | None:
-        """Return the group of `ranks`, numbered as in this group; None on the other ranks.
+        """Return a new group of `ranks`; None on the ranks that are not among them.
 
         Args:
             ranks: Ranks of this group, in the order of their numbers in the new one.
             timeout: Timeout of the new group; None: that of this one.
             name: Name of the new group.
-            store: Store in which its ranks meet; None: that of this group.
+            store: Store in which the new group's ranks meet; None: that of this group.
 
         Raises:
-            ArgumentError: A rank is no number of a rank of this group, or comes twice.
+            ArgumentError: A number is not a rank of this group, or occurs twice.
         """
         where = self._operations.arguments("split").where()
         size = self._operations.ranks.size
@@ -85,19 +85,19 @@ class Maker:
         )
 
     def merge(self, store: Store, size: int, timeout: timedelta | None, name: str, rank: int | None = None) -> Any:
-        """Return a new group of all ranks that call this with the same store, which may be of several jobs.
+        """Return a new group of all ranks, perhaps from several jobs, that call this with the same store.
 
-        Messages number its ranks from 0, because the jobs use their own numbers for different processes.
+        Messages number these ranks from 0, because different jobs use the same numbers for different processes.
 
         Args:
-            store: Store that all of them reach, and that nothing else uses.
-            size: Number of ranks that will call.
+            store: Store that all these ranks reach, and that nothing else uses.
+            size: Number of ranks that will call this.
             timeout: Timeout of the new group; None: that of this one.
             name: Name of the new group.
             rank: Number of this rank in the new group; None: the ranks are numbered as they come.
 
         Raises:
-            ArgumentError: `size` is less than 1, or more ranks have come than it says.
+            ArgumentError: `size` is less than 1, or more than `size` ranks have come.
         """
         where = self._operations.arguments("merge").where()
         if size < 1:
@@ -115,5 +115,5 @@ class Maker:
             name or f"{self._operations.name}:merge",
             list(range(size)),
             timeout or self._operations.timeout,
-            processes={},  # known by rank in the world, which differs here
+            processes={},  # the known ones go by rank in the world, and this group has other numbers
         )

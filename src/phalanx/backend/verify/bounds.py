@@ -5,16 +5,16 @@ difference is bounded by what any order can do. Let u be the unit roundoff of th
 g(k) = k·u / (1 - k·u), which is Higham's gamma:
 
 - **Sums**, for any order: ``|computed - exact| <= g(n-1) · Σ|x|`` (Higham, Accuracy and Stability of Numerical
-  Algorithms, 2nd edition, 2002, section 4.2, (4.4) and (4.6)). An average has two roundings more: of 1/n and of the
-  division. Parts of complex numbers are summed apart.
+  Algorithms, 2nd edition, 2002, section 4.2, (4.4) and (4.6)). An average has two more roundings: of 1/n and of the
+  division. The parts of complex numbers are summed separately.
 - **Products**, for any order: ``|computed - exact| <= g(n-1) · |exact|`` (Higham, lemma 3.1), and for complex ones
   g(4(n-1)), since one product of two has a relative error of at most √2·g(2) (Higham, lemma 3.5).
 - **Underflow** adds an absolute error: half a spacing of subnormal numbers for each rounding, or the smallest normal
   number where a program flushes subnormals. In a product, later factors enlarge it by at most Π max(1, |x|).
 - **Overflow.** Where Σ|x|, or Π max(1, |x|), reaches the largest finite number, some order overflows, and an infinity
-  or NaN is right, too. Nowhere else is it.
-- **inf and NaN in the inputs**: NaN makes NaN; so do infinities of both signs in a sum, and an infinity and a zero in
-  a product; otherwise infinities stay, with their sign.
+  or NaN is right, too. Elsewhere it is wrong.
+- **inf and NaN in the inputs**: a NaN makes the result NaN; so do infinities of both signs in a sum, and an infinity
+  and a zero in a product; otherwise infinities stay, with their sign.
 - **Minimum and maximum** are NaN if an input is. The sign of a zero, and the bits of a NaN, depend on the order.
 
 The reference value is computed in float64. Its own error is at most the float64 bound, so every bound is doubled. A
@@ -35,8 +35,8 @@ def wrong(result: torch.Tensor, inputs: torch.Tensor, kind: object) -> torch.Ten
 
     Args:
         result: Elements that were computed, of a floating or complex dtype, shape ``(m,)``.
-        inputs: Elements of each rank from which they were made, shape ``(n, m)``, multiplied by the factor already if
-            `kind` is PREMUL_SUM.
+        inputs: Elements of each rank from which `result` was computed, shape ``(n, m)``; already multiplied by the
+            factor if `kind` is PREMUL_SUM.
         kind: torch's reduce operation.
 
     Returns:
@@ -56,8 +56,8 @@ def exact(inputs: torch.Tensor, kind: object) -> torch.Tensor:
     """Return the reduction of the inputs of all ranks, computed in float64 and rounded once to their dtype.
 
     Args:
-        inputs: Elements of each rank, of a floating or complex dtype, shape ``(n, ...)``, multiplied by the factor
-            already if `kind` is PREMUL_SUM.
+        inputs: Elements of each rank, of a floating or complex dtype, shape ``(n, ...)``; already multiplied by the
+            factor if `kind` is PREMUL_SUM.
         kind: torch's reduce operation.
     """
     wide = inputs.to(torch.complex128 if inputs.is_complex() else torch.float64)

@@ -1,9 +1,9 @@
-"""What an operation is given and what it must leave behind: the part of the verification that knows torch's arguments.
+"""The inputs and the expected results of an operation: the part of the verification that knows torch's arguments.
 
-`parts_of` copies the inputs of a call before it runs, into contiguous memory, and names the tensors in which results
-will lie. A part is data that moves or a reduction; a coalesced call has several, one for each dtype or pair. The
-result is read where the user sees it, so strided tensors, overlaps and everything else between torch and the core is
-verified, too.
+`Parts` copies the inputs of a call before it runs, into contiguous memory, and names the tensors that will hold the
+results. A part is a transfer of data or a reduction; a coalesced call has several parts, one for each dtype or pair.
+The result is read where the user sees it, so strided tensors, overlaps and everything else between torch and the core
+are verified, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.backend.verify.oracle import Oracle, as_bytes
 
 
 class Unverifiable(Exception):
-    """A call that can't be done again on Gloo; the text says why."""
+    """A call that can't be repeated on Gloo; the text names the tensor that prevents it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Finding:
         want: Expected value.
         num_wrong: Number of elements that differ.
         num_elems: Number of elements of the result.
-        dtype: Name of their dtype.
+        dtype: Name of the elements' dtype.
     """
 
     tensor: int
@@ -66,14 +66,14 @@ class Part:
     is_agreed: bool = field(default=False, init=False)
 
     def find(self, oracle: Oracle) -> Finding | None:
-        """Repeat it on Gloo, on every rank; return the first element of this rank's result that is wrong."""
+        """Repeat the part on Gloo, on every rank; return the first element of this rank's result that is wrong."""
         raise NotImplementedError
 
     def _result(self) -> torch.Tensor:
         return _flat(self.outputs)
 
     def _finding(self, at: torch.Tensor, want: torch.Tensor) -> Finding | None:
-        """Return the finding for indices into the result, ascending, and the right value at the first."""
+        """Return the finding for the ascending indices of wrong elements; `want` is the right value of the first."""
         if not at.numel():
             return None
         first = int(at[0])
@@ -85,7 +85,7 @@ class Part:
         got = copied(plain(tensor.detach()).reshape(-1)[first : first + 1])
         index = torch.unravel_index(torch.tensor(first, device="cpu"), tensor.shape)
         shown = _shown(got), _shown(want)
-        if shown[0] == shown[1] or got.dtype != want.dtype:  # NaN, or a dtype that is only moved
+        if shown[0] == shown[1] or got.dtype != want.dtype:  # NaNs, or a dtype that is only moved
             shown = _hex(got), _hex(want)
         num_elems = sum(t.numel() for t in self.outputs)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -111,7 +111,7 @@ class Moved(Part):
 
 @dataclass
 class Reduced(Part):
-    """A reduction of all ranks' inputs, of which this rank has the elements from `start` on, if it has any.
+    """A reduction of all ranks' inputs; this rank's outputs hold its elements from `start` on, if any.
 
     Attributes:
         kind: torch's reduce operation.
@@ -130,13 +130,13 @@ class Reduced(Part):
             return None if self.is_agreed else self._judge(oracle, got, total)
         if is_same:
             return None
-        assert total is not None  # Gloo lacks products of complex numbers alone
+        assert total is not None  # None only for products of complex numbers, which are inexact
         at = differ(got, total[self.start : end]).nonzero().flatten()
         first = self.start + int(at[0])
         return self._finding(at, total[first : first + 1].clone())
 
     def _judge(self, oracle: Oracle, got: torch.Tensor, total: torch.Tensor | None) -> Finding | None:
-        """Check the elements whose bits differ on any rank against the bounds, from the inputs of all ranks."""
+        """Check the elements whose bits differ on any rank against the bounds, using the inputs of all ranks."""
         differs = torch.zeros(self.given.numel(), dtype=torch.bool, device="cpu")
         mine = differs[self.start : self.start + got.numel()]
         if got.numel():
@@ -237,7 +237,7 @@ class Parts:
         self.parts.append(Reduced(given, self._readable(targets), kind, start))
 
     def _readable(self, targets: Tensors) -> Tensors:
-        """Return the outputs, or none if they overwrite each other; other ranks' results are still compared."""
+        """Return the outputs, or none if they overwrite each other; the other ranks still compare their results."""
         if len(targets) > 1 and do_overlap(targets, []):
             say_once("PHALANX_VERIFY: outputs that overlap each other are not verified")
             return []
@@ -311,7 +311,7 @@ class Parts:
         self._move([source], [output], lambda oracle, data: oracle.all_to_all(data, *sizes))
 
     def _split(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[int]:
-        """Return the bytes for each rank; `rows` are those of dimension 0, empty: an even division."""
+        """Return the number of bytes for each rank; `rows` counts rows of dimension 0, empty: an even division."""
         if not rows:
             return [tensor.nbytes // self.ranks.size] * self.ranks.size
         num_rows = tensor.shape[0] if tensor.dim() else 1

@@ -1,17 +1,18 @@
 """Verifies every k-th message of each pair of ranks and each tag, on the receiver.
 
 **The number of a message** is its place among the messages of one sender with one tag. The sender counts its sends.
-The core matches the messages of a sender, in order, to the receives that were posted first; so the receiver counts the
-receives of that sender in the order in which they were posted, those from any source included, whose sender is known
-once they are matched.
+The core matches a sender's messages, in order, to receives in the order in which they were posted. So the receiver
+counts its receives from that sender in the order of posting. A receive from any source counts among them, too, once it
+is matched and its sender is known.
 
-Threads may send and receive with one tag. So a message is handed to the core, counted, and sent on Gloo in one piece
-(`_sending`), and a receive is posted and noted in one piece (`_lock`): else two messages would exchange their numbers.
+Several threads may send and receive with the same tag. So a message is handed to the core, counted and sent on Gloo
+under one lock (`_sending`), and a receive is posted and noted under another (`_lock`). Otherwise two messages could
+swap their numbers.
 
-**On Gloo** the sender sends the number and the bytes again at once, and Gloo keeps them until the receiver asks. The
-receiver asks when its receive is over, and reads the sender's messages in order until it has the one that it looks
-for; others are kept for receives that are waited for later. A message that the sender's departure has cut off is not
-verified, since the program was right; a line says so.
+**On Gloo**, the sender sends the number and the bytes again at once, and Gloo keeps them until the receiver asks. The
+receiver asks once its receive is over. It reads the sender's messages in order until it has the right one, and keeps
+the others for receives that are waited for later. A message is not verified if its sender has left before Gloo
+delivered it, since the program did nothing wrong; a printed line says so.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Messages:
     Args:
         operations: Operations of the group.
         oracle: Gloo beside the group.
-        every: Number of messages of which one is verified, per sender and tag.
+        every: One message in this many is verified, per sender and tag.
         name: Name of the group in messages.
     """
 
@@ -72,13 +73,13 @@ class Messages:
         self._num_sent: dict[Stream, int] = {}
         self._num_received: dict[Stream, int] = {}
         self._posted: dict[int, list[Receipt]] = {}  # by tag: those whose number is not known yet
-        self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: what Gloo brought for other receives
+        self._told: dict[Stream, dict[int, torch.Tensor]] = {}  # by number: bytes that Gloo brought for other receives
         self._sending = threading.RLock()  # reentrant, like the other two: a signal handler may interrupt the holder
         self._lock = threading.RLock()
         self._receiving = threading.RLock()
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:
-        with self._sending:  # no send waits for its receiver
+        with self._sending:  # held only briefly: no send waits for its receiver
             return self._send(tensors, dst, tag)
 
     def _send(self, tensors: Tensors, dst: int, tag: int) -> PhalanxWork:

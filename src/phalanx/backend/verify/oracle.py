@@ -1,13 +1,13 @@
 """The Gloo group beside a group: runs an operation again, and lets the ranks agree on what they found.
 
-Gloo gets what it can take: contiguous memory, bytes where data only moves, and a dtype that it reduces. Integers of
-16 and 32 bits without a Gloo kernel travel in the next wider one and wrap when they come back; bool as bytes of 0 and
-1, since Gloo adds bools to 2; complex numbers as pairs. An average is Gloo's sum, divided here. reduce and
-reduce_scatter run Gloo's all_reduce, and each rank takes its part, as in Gloo's own reduce_scatter.
-Gloo has no products of complex numbers: they are checked against the inputs of all ranks alone.
+Gloo gets only what it can handle: contiguous memory, bytes where data only moves, and dtypes that it reduces. Integers
+of 16 and 32 bits for which Gloo has no kernel travel in a wider dtype, and wrap when they are converted back. Bools
+travel as bytes of 0 and 1, since Gloo's sum of two bools is 2; complex numbers travel as pairs. An average is Gloo's
+sum, divided here. reduce and reduce_scatter run Gloo's all_reduce, and each rank takes its part, as in Gloo's own
+reduce_scatter. Gloo has no products of complex numbers: they are checked only against the inputs of all ranks.
 
-**Every wait ends** with Gloo, with the end of the group on any rank (whose connections the core watches), at the
-deadline, or by Ctrl-C. Gloo's errors name no rank, so the core is asked which rank failed.
+**Every wait ends** when Gloo is done, when the group ends on any rank (the core notices that), at the deadline, or by
+Ctrl-C. Gloo's errors name no rank, so the core is asked which rank failed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_BOOL = {
     RedOpType.BXOR: RedOpType.BXOR,
 }
 _LOW = (1 << 32) - 1
-_PIECE_BYTES = 32 << 20  # of all ranks' inputs, examined at a time
+_PIECE_BYTES = 32 << 20  # bytes of all ranks' inputs that are examined at a time
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,10 +65,10 @@ class Oracle:
 
     Args:
         core: Core of the group, which knows the ranks that fail.
-        store: Store for this alone.
+        store: Store that nothing else uses.
         ranks: Ranks of the group.
         address: Address at which the other ranks reach this one.
-        timeout: Function that returns the deadline of an operation.
+        timeout: Function that returns the timeout of an operation.
         silence_s: Seconds without an answer after which a connection counts as lost.
 
     Raises:
@@ -80,7 +80,8 @@ class Oracle:
     ) -> None:
         self._core, self._ranks, self._timeout = core, ranks, timeout
         self._last: Any = None  # operation that may still run
-        # Gloo can't be asked whether a message has arrived, and a wait that times out closes the connection.
+        # Threads wait for messages: Gloo can't be asked whether one has arrived, and a wait that times out closes the
+        # connection.
         self._sends, self._receives = (Tasks(f"phalanx-verify-{what}", lambda: None) for what in ("send", "recv"))
         everyone = list(range(ranks.size))
         self._channel = GlooChannel(store, ranks.rank, everyone, address, self._limit_s, silence_s)
@@ -99,7 +100,7 @@ class Oracle:
         return self._channel.engine()
 
     def disconnect(self) -> None:
-        """Close the connections, which ends what runs, here and on the other ranks."""
+        """Close the connections, which ends running operations on this rank and the others."""
         self._channel.close()
         for tasks in (self._sends, self._receives):
             tasks.close()
@@ -122,7 +123,7 @@ class Oracle:
         """Start an operation of Gloo's and wait until it is over.
 
         Raises:
-            PhalanxError: It failed, or the group ended meanwhile; the error names the rank at fault.
+            PhalanxError: The operation failed, or the group ended meanwhile; the error names the rank at fault.
         """
         why = self._wait(start)
         if why:
@@ -134,7 +135,7 @@ class Oracle:
         try:
             work = self._last = start()
             while not work.is_completed():
-                with contextlib.suppress(RuntimeError):  # not yet, or failed: then it is over
+                with contextlib.suppress(RuntimeError):  # not over yet; or it has failed, and is over
                     wait_for_gloo(work, timedelta(seconds=LOOK_S))
                 if self._core.told or time.monotonic() > end_s:
                     break
@@ -170,7 +171,7 @@ class Oracle:
         return data
 
     def all_gather(self, data: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Return the bytes of all ranks, one after the other; `sizes` are their numbers of bytes."""
+        """Return the bytes of all ranks, one after the other; `sizes` holds each rank's number of bytes."""
         most = max(sizes)
         if most == 0:
             return data
@@ -248,7 +249,7 @@ class Oracle:
     # ---- reductions ------------------------------------------------------------------------------------------------
 
     def all_reduce(self, given: torch.Tensor, kind: Any) -> torch.Tensor | None:
-        """Return the reduction of the contiguous 1-d inputs of all ranks, which stay as they are; None: Gloo can't."""
+        """Return the reduction of all ranks' contiguous 1-d inputs, which stay unchanged; None: Gloo has no kernel."""
         dtype, n = given.dtype, self._ranks.size
         if kind == RedOpType.PREMUL_SUM:
             kind = RedOpType.SUM
@@ -265,7 +266,7 @@ class Oracle:
             return self._reduced(given.clone(), RedOpType.SUM) / n
         if dtype is torch.uint64:
             is_ordered = kind in (RedOpType.MIN, RedOpType.MAX)
-            flip = torch.iinfo(torch.int64).min if is_ordered else 0  # so that signed numbers have the order of these
+            flip = torch.iinfo(torch.int64).min if is_ordered else 0  # makes signed numbers sort like unsigned ones
             return (self._reduced(given.view(torch.int64) ^ flip, kind) ^ flip).view(torch.uint64)
         if dtype not in _DIRECT:
             return self._reduced(given.to(_WIDER[dtype]), kind).to(dtype)
@@ -300,12 +301,12 @@ class Oracle:
         return self._reduced(mask.to(torch.uint8), RedOpType.MAX).nonzero().flatten()
 
     def most(self, number: int) -> int:
-        """Return the largest number of all ranks."""
+        """Return the largest `number` of any rank."""
         told = torch.tensor([number], dtype=torch.int64, device="cpu")
         return int(self._reduced(told, RedOpType.MAX))
 
     def pieces_of(self, given: torch.Tensor, at: torch.Tensor) -> Any:
-        """Yield pieces of `indices`, each with the inputs of all ranks there, shape ``(n, m)``."""
+        """Yield pieces of the indices `at`, each with the inputs of all ranks at these indices, shape ``(n, m)``."""
         n = self._ranks.size
         step = max(1, _PIECE_BYTES // (n * given.itemsize))
         for indices in at.split(step):
@@ -314,7 +315,7 @@ class Oracle:
             yield indices, everyone.view(given.dtype).reshape(n, -1)
 
     def share(self, told: Any, shape: Shape) -> list[Any]:
-        """Return the ranks' reports in rank order. Usually no rank has one, which costs little."""
+        """Return the ranks' reports in rank order. Usually no rank has a report, and then this costs little."""
         mine = json.dumps(as_facts(told)).encode() if told is not None else b""
         most = self.most(len(mine))
         if not most:

@@ -1,14 +1,13 @@
 """Counts the calls of a group, repeats every k-th on Gloo, and raises one error on all ranks if a result differs.
 
-**Which calls.** Collectives are counted in the order in which they begin, which is the same on all ranks, or the core
-would have refused them; a call that was refused is not counted. Messages are counted for each pair and tag: see
+**Which calls.** Collectives are counted in the order in which they begin. That order is the same on all ranks, because
+the core refuses calls that differ; a refused call is not counted. Messages are counted for each pair and tag: see
 `messages`.
 
-**In order.** What Gloo is asked for must come in the same order on every rank. A blocking call is verified in the
+**In order.** Every rank must ask Gloo for the same operations in the same order. A blocking call is verified in the
 calling thread if nothing is pending. Verifications of asynchronous calls run on a thread of the group, one after the
-other, in the order in which the calls began: each waits for its
-own operation alone, which has begun on all ranks, so never for a caller's next step. The caller's work is done when
-its verification is.
+other, in the order in which the calls began. Each waits only for its own operation, which has begun on all ranks, so it
+never waits for a caller's next step. The caller's work is over once its verification is.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Proof:
     Args:
         operations: Operations of the group.
         oracle: Gloo beside the group.
-        every: Number of calls of which one is verified.
+        every: One call in this many is verified.
         name: Name of the group in messages.
     """
 
@@ -84,7 +83,7 @@ class Proof:
         self._number = 0
         self._pid = os.getpid()
         self._pending: list[tuple[Task, Tensors]] = []  # verifications that have not read the results yet
-        self._unverified: list[weakref.ref[PhalanxWork]] = []  # works of calls whose turn had not come
+        self._unverified: list[weakref.ref[PhalanxWork]] = []  # running works of calls that are not verified
         self._tasks = Tasks("phalanx-verify", self._require_own_process)
         self.messages = Messages(operations, oracle, every, name)
 
@@ -176,7 +175,7 @@ class Proof:
         return Call(_NAMES.get(method, method), method, number, call_site(), args, made), None
 
     def _wait_for_overlaps(self, args: tuple[Any, ...]) -> None:
-        """Wait for verifications whose results a call may overwrite: calls on one tensor may follow each other."""
+        """Wait for pending verifications of results that this call may overwrite."""
         self._pending = [one for one in self._pending if not one[0].done]
         tensors = list(_tensors_in(args))
         for task, results in self._pending:
@@ -184,9 +183,9 @@ class Proof:
                 self._wait(task, 0)
 
     def _wait_for_inputs(self, args: tuple[Any, ...]) -> None:
-        """Wait for collectives that still write to the tensors of a call, before those are copied.
+        """Wait for collectives that still write to the tensors of a call, before the tensors are copied.
 
-        Not for messages: whether one is received may depend on what its sender does after this call.
+        Do not wait for messages: whether one is received may depend on what its sender does after this call.
         """
         running = [work for ref in self._unverified if (work := ref()) is not None and not work.over]
         tensors = list(_tensors_in(args)) if running else []
@@ -218,7 +217,7 @@ class Proof:
     def _prove(self, call: Call) -> None:
         try:
             with torch.no_grad():
-                findings = [part.find(self._oracle) for part in call.made.parts]  # all of them, as the other ranks do
+                findings = [part.find(self._oracle) for part in call.made.parts]  # all parts, as on the other ranks
                 found = next((one for one in findings if one is not None), None)
                 tally.num_called += 1
                 tally.num_repeated += bool(findings) or call.method == "barrier"

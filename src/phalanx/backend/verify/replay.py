@@ -1,4 +1,4 @@
-"""Calls an operation again whose result was wrong: ``phalanx run --nproc-per-node N -m phalanx.backend.verify.replay``.
+"""Repeats an operation whose result was wrong: ``phalanx run --nproc-per-node N -m phalanx.backend.verify.replay``.
 
 Each rank reads its inputs from the folder that `phalanx.WrongResult` named. The operation is verified again, so if the
 result is wrong again, the same error is raised; if it is right, a printed line says so. A message is sent from rank 0
@@ -22,7 +22,7 @@ from phalanx.backend.calls.collectives import UNSET, Blocking
 from phalanx.backend.types import RedOpType
 
 RIGHT_CALL = "phalanx run --nproc-per-node N -m phalanx.backend.verify.replay FOLDER"
-_KEYS = {"method", "args", "world_size", "call"}  # of every call
+_KEYS = {"method", "args", "world_size", "call"}  # the keys that every saved call has
 
 
 def main(words: list[str]) -> int:
@@ -62,7 +62,7 @@ def _read(folder: str, rank: int) -> dict[str, Any]:
     path = os.path.join(folder, f"rank_{rank}.pt")
     try:
         loaded: dict[str, Any] = torch.load(path, weights_only=True)
-    except Exception as error:  # torch raises whatever its readers do
+    except Exception as error:  # torch passes on whatever its readers raise
         raise UsageError(f"{path} can't be read: {class_and_message(error)[:200]}", RIGHT_CALL) from None
     if not isinstance(loaded, dict) or not loaded.keys() >= _KEYS:
         raise UsageError(f"{path} holds no inputs of a call", RIGHT_CALL)

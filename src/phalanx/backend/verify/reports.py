@@ -1,4 +1,4 @@
-"""Reports a verification: wrong results, to the ranks and in files, and at the end how many results were right."""
+"""Reports verifications: wrong results, to the ranks and in files, and at the end how many calls were verified."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from phalanx.backend.types import RedOpType, premul_factor
 from phalanx.backend.verify.cases import Finding
 
 FOLDER = "phalanx-verify"
-"""Folder, in the working folder, in which inputs are left."""
+"""Folder, inside the working folder, in which the inputs of wrong results are saved."""
 
 _NUMBERS = itertools.count(1)  # a rank may find several wrong results in one second
 
 
 @dataclass
 class Tally:
-    """Operations that this process has called on groups that are verified; rank 0 says at its end how many there were.
+    """Counts of the operations that this process has called on verified groups; rank 0 prints them when it ends.
 
     Attributes:
         num_called: Number of collectives and receives.
         num_repeated: Number of those that were repeated on Gloo.
         num_wrong: Number of wrong results, of any rank.
-        is_begun: Whether the numbers will be said.
+        is_begun: Whether this process will print the counts.
     """
 
     num_called: int = 0
@@ -44,12 +44,12 @@ class Tally:
     is_begun: bool = False
 
     def begin(self, rank: int) -> None:
-        """Say the numbers when this process ends, if it has rank 0 of the world."""
+        """Print the counts when this process ends, if it is rank 0 of the world."""
         if rank == 0 and not self.is_begun:
             self.is_begun = True
             multiprocessing.util.Finalize(
                 None, self._say, exitpriority=0
-            )  # children of multiprocessing call these, too
+            )  # unlike atexit's functions, children of multiprocessing call these
 
     def _say(self) -> None:
         num_wrong = f"{self.num_wrong} {plural(self.num_wrong, 'result')} differed" if self.num_wrong else ""
@@ -63,7 +63,7 @@ tally = Tally()
 
 @dataclass(frozen=True)
 class Told:
-    """Report of a rank with a wrong result to the others."""
+    """A rank's report of its wrong result to the other ranks."""
 
     rank: int
     site: str
@@ -74,7 +74,7 @@ class Told:
 def error_of(
     me: int, what: str, op: str, number: int, first: Told, ranks: tuple[int, ...], size: int, lost: str
 ) -> WrongResult:
-    """Return the error of every rank for a result that differs; `lost` says why this rank's inputs are not saved."""
+    """Return the error that each rank raises for a wrong result; `lost` says why this rank's inputs are not saved."""
     found = first.finding
     place = f"element {list(found.index)}" if found.index else "the element"
     if found.tensor:
@@ -103,18 +103,18 @@ def error_of(
 
 
 def new_folder(op: str) -> str:
-    """Return the path of a folder that does not exist yet, in the working folder or that for temporary files."""
+    """Return the path of a folder that does not exist yet, in the working folder or the one for temporary files."""
     name = f"{op}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{threading.get_native_id()}-{next(_NUMBERS)}"
     base = FOLDER if os.access(".", os.W_OK) else os.path.join(tempfile.gettempdir(), FOLDER)
     return os.path.join(base, name)
 
 
 def save(state: dict[str, Any], folder: str, rank: int) -> str:
-    """Write a rank's file, or none; return why that failed, if it did: the wrong result is the error to raise."""
+    """Write a rank's file. If that fails, leave no file and return the reason: the error to raise is another one."""
     path = os.path.join(folder, f"rank_{rank}.pt")
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(path, "wb") as file:  # torch's own writer reports a full disk without its name
+        with open(path, "wb") as file:  # torch's own writer would not name a full disk
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def save(state: dict[str, Any], folder: str, rank: int) -> str:
 
 
 def saved(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Return arguments with copies in the place of tensors: of inputs as they were before the call."""
+    """Return the arguments with copies in place of tensors; copies of inputs hold the values before the call."""
     if isinstance(value, torch.Tensor):
         copy = copies.get(id(value))
         return copied(value if copy is None else copy)

@@ -44,10 +44,10 @@ class VerifiedOperations(Operations):
 
         Args:
             store: Store used only for this.
-            every: One of this many calls is verified.
+            every: One call in this many is verified.
             silence_s: Seconds without an answer after which a connection counts as lost.
         """
-        # Ranks that share memory share a network namespace, or are a host of their own.
+        # Ranks that share memory also share a network namespace: in another one, a rank counts as a host of its own.
         address = getattr(self._core, "address", LOOPBACK) or outside_address()
         oracle = Oracle(self._core, store, self.ranks, address, lambda: self.timeout, silence_s)
         self.proof = Proof(self, oracle, every, self.name)
@@ -55,7 +55,7 @@ class VerifiedOperations(Operations):
         self._pid = os.getpid()
 
     def end_threads(self) -> None:
-        if not self.proof.drain(SETTLE_S):  # a thread that returned from Gloo after the interpreter would crash
+        if not self.proof.drain(SETTLE_S):  # a thread that returned from Gloo once Python is gone would crash
             self._leave(may_wait=False)
 
     def shutdown(self, why: str = "") -> None:

@@ -5,12 +5,14 @@ them after it, and the kernel clears each new page. So a block that was never ha
 tensor is freed, and reused for the next one of about its size: 16 MiB then cost 16 us instead of 18 ms. A block that
 was handed over is closed instead: peers may still map it, and must never see another tensor.
 
-At most as many bytes are kept as tensors needed at once, for 20 s. All are freed when a new block is refused, or when
-memory runs short, which calls check at most once per second. No thread frees memory while nobody calls.
+Blocks are kept for 20 s, and in total at most as many bytes as tensors have needed at once. All kept blocks are freed
+when a new block is refused, or when memory runs short, which calls check at most once per second. Between calls, no
+memory is freed, because no thread runs for that.
 
-One descriptor for the block and one for its mapping are open while a tensor lives (Python's ``mmap`` duplicates it).
-A range within one large block was the alternative, with two descriptors in all. Then the kernel would not know which
-ranges peers still map, and a rank that died in the middle would leave a count that nobody takes back.
+Two descriptors are open while a tensor lives: one for the block and one for its mapping (Python's ``mmap`` duplicates
+the first). The alternative was a range within one large block, with two descriptors in all. But then the kernel would
+not know which ranges peers still map, and a rank that died at the wrong moment would leave a reference count that
+nobody takes back.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from phalanx.host.shared_blocks import Block
 
 PURPOSE = "tensors"
 _MOST_WASTE = 8  # a kept block serves a tensor that needs at least 7/8 of it
-_LEAST_SHARE = 16  # short: less than 1/16 of a limit is left
+_LEAST_SHARE = 16  # memory is short if less than 1/16 of a limit is left
 _PAGE = 4096
 _ADVICE = "free memory, raise the limit that is named, or allocate smaller tensors"
 
@@ -39,8 +41,8 @@ _ADVICE = "free memory, raise the limit that is named, or allocate smaller tenso
 class Pool:
     """The blocks of this process's shared tensors: those in use, and free ones that are kept.
 
-    A tensor may be freed in any thread at any moment, within these methods too. So they hold no lock, and change the
-    lists only by single operations.
+    A tensor may be freed in any thread at any moment, even during these methods. So the methods hold no lock, and
+    change the lists only by single, atomic operations.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class Pool:
         self._looked_s = 0.0
 
     def take(self, size_bytes: int) -> tuple[memoryview, int]:
-        """Return the address and a view of memory of at least that size, in use until the view is freed.
+        """Return a view of memory of at least that size, in use until the view is freed, and its address.
 
         Raises:
             OSError: There is no memory.
@@ -95,7 +97,7 @@ class Pool:
         self.look()
 
     def look(self) -> None:
-        """Give back what has been unused for long, and everything if memory is short; at most once per second."""
+        """Give back blocks that have long been unused, or all if memory is short; check at most once per second."""
         now_s = time.monotonic()
         if not self._kept or now_s < self._looked_s + MEMORY_LOOK_S:
             return
@@ -114,12 +116,12 @@ class Pool:
                 del self._kept[0]
 
     def give_back(self) -> None:
-        """Give back all that is kept."""
+        """Give back all kept blocks."""
         self._kept.clear()
         self._peak_bytes = self.used_bytes
 
     def find(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
-        """Return the block in which a tensor lies, to hand it over, and where its storage's first byte lies in it."""
+        """Return the block that holds a tensor, to hand it over, and the offset of the tensor's storage in it."""
         start = tensor.untyped_storage().data_ptr()
         starts = sorted(self._used)
         at = bisect.bisect_right(starts, start) - 1
@@ -144,7 +146,7 @@ POOL = Pool()
 
 
 def allocates_on(device: torch.device | str | int) -> bool:
-    """Whether `allocate_tensor` hands out tensors on a device; a number stands for an accelerator's."""
+    """Whether `allocate_tensor` hands out tensors on a device; a number stands for an accelerator."""
     name = str(device) if isinstance(device, (str, torch.device)) else ""  # torch.device refuses names unknown to it
     return name.partition(":")[0] == "cpu"
 
@@ -159,7 +161,7 @@ def allocate_tensor(
     Args:
         size: Length of the tensor, of shape ``(size,)``.
         dtype: Dtype of the tensor; None: torch's default.
-        device: The CPU; None stands for it.
+        device: The CPU; None stands for the CPU, too.
         rank: This rank in the world, for messages.
 
     Raises:
@@ -184,7 +186,7 @@ def allocate_tensor(
     size_bytes = size * dtype.itemsize
     try:
         view, _ = POOL.take(size_bytes)
-    except (OSError, OverflowError) as error:  # more bytes than a size can express
+    except (OSError, OverflowError) as error:  # OverflowError: more bytes than a size can express
         text = getattr(error, "strerror", None) or error
         raise OutOfSharedMemory(
             f"{where}: no {in_units(size_bytes)} of shared memory for {size} elements of {dtype}: {text}; {_ADVICE}",

@@ -1,23 +1,26 @@
-"""Windows of torch 2.14: memory of each rank that the other ranks of the host write (`put`) and read where it lies.
+"""Windows of torch 2.14: memory of each rank that the other ranks of its host write (`put`) and read in place.
 
 torch's ``Window`` has no constructor for Python, so `Window` here is a class of its own with the same methods and
-names; its ranks are those of the group. The front end, ``dist._new_window``, hands it through.
+names; its ranks are those of the group. The front end, ``dist._new_window``, passes it through.
 
-**Registration** is collective: the ranks exchange what they offer (the address of the block in which the tensor lies,
-its shape and dtype, or why they refuse), map what the others offer, and exchange whether that went well. So a mistake
-or a shortage on one rank is the same error on all of them, and afterwards everything is mapped: no later call fails
-because an owner has freed its tensor or has ended. A rank that frees what others map leaves them a valid mapping.
+**Registration** is collective: the ranks exchange what they offer (the address of the block that holds the tensor, its
+shape and dtype, or why they refuse), map what the others offer, and exchange whether that went well. So a mistake or a
+shortage on one rank raises the same error on all ranks. Afterwards everything is mapped: if an owner frees its tensor,
+the mappings of the others stay valid, and no later call fails because of that.
 
-**put** is one copy by torch into the mapping, which is over when the call returns, so its Work is as well. 64 MiB take
-1.3 to 1.5 times as long as a copy into huge pages, which the kernel gives to no shared memory by default (``python -m
-bench.interface --only put``). **Signals**
-are counters in a block of the host's first rank (``csrc/p2p/signals.h``). A signal makes earlier puts of its sender
-visible to whoever has waited for it. **Death**: memory stays mapped, whatever happens to its owner; the next call that
-names a dead rank raises RankFailed and ends the group, like a message.
+**put** is one copy by torch into the mapping. The copy is complete when the call returns, and so is its Work. 64 MiB
+take 1.3 to 1.5 times as long as a copy into huge pages, which the kernel gives to no shared memory by default
+(``python -m bench.interface --only put``).
 
-**Between hosts** nothing can be mapped: all these calls refuse a rank of another host by name. Copies through the
-bridge were not built: they would need a thread on the other side that answers for a rank that computes, and would not
-be what one asks a window for.
+**Signals** are counters in a block of the host's first rank (``csrc/p2p/signals.h``). A signal makes earlier puts of
+its sender visible to the rank that has waited for it.
+
+**Death**: memory stays mapped, whatever happens to its owner; the next call that names a dead rank raises RankFailed
+and ends the group, like a message.
+
+**Between hosts** nothing can be mapped: all these calls refuse a rank on another host, and the error names the rank.
+There are no copies through the bridge: they would need a thread on the other host that answers while its rank
+computes, and would not give the direct access that a window is for.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from phalanx.wire.messages import GarbledError, between, cropped, understand
 from phalanx.wire.waiting import wait_until
 
 _OFFER_BYTES = 2048
-_MOST_WORDS = 250  # characters of a refusal: as JSON, none takes more than six bytes
+_MOST_WORDS = 250  # characters of a refusal; in JSON, each takes at most six bytes
 _STRIDE = 64  # bytes between two counters: one cache line each
 _MOST = 2**62
 _BYTE = DTYPE_CODES[torch.uint8]
@@ -66,18 +69,18 @@ _Place = tuple[
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank brings into a collective call of a window.
+    """One rank's part in a collective call of a window.
 
     Attributes:
         call: The call, as its caller wrote it.
         window: Number of the window in its group.
         refusal: Reason why this rank can't go on; empty if it can.
         is_short: Whether memory or descriptors are short.
-        tensor: Address of the block with its tensor; None: it has none, or an empty tensor.
+        tensor: Address of the block that holds the rank's tensor; None: no tensor, or an empty one.
         offset_bytes: Offset of the tensor in that block.
         shape: Shape of the tensor.
-        dtype: Code of its dtype.
-        signals: Address of the block with this host's counters, from the first rank of the host.
+        dtype: Code of the tensor's dtype.
+        signals: Address of the block with this host's counters; only the first rank of the host sets it.
     """
 
     call: Annotated[str, cropped(80)]
@@ -103,11 +106,11 @@ class Window:
         core = operations._core
         self._here = core.here if isinstance(core, BridgedGroup) else list(range(operations._size))
         self._local = {rank: place for place, rank in enumerate(self._here)}
-        self._ranks = operations.ranks  # a reconfigure gives the group others
+        self._ranks = operations.ranks  # a reconfigure gives the group other ranks
         self._rank = operations._rank
         self._tensor: torch.Tensor | None = None  # kept alive if the window owns it
         self._views: dict[int, torch.Tensor] | None = None  # what each rank of this host registered
-        self._flats: dict[int, torch.Tensor] = {}  # the same, of one dimension
+        self._flats: dict[int, torch.Tensor] = {}  # the same tensors, flattened
         self._over = finished([])  # handle of calls that are complete when they return
         self._untouched: dict[int, Any] = {}  # mappings without a put so far
         self._counters: torch.Tensor | None = None
@@ -118,22 +121,24 @@ class Window:
     # ---- collective calls ------------------------------------------------------------------------------------------
 
     def tensor_register(self, tensor: torch.Tensor, owning: bool = True) -> None:
-        """Offer a tensor of this rank to the others. Every rank calls it, with tensors of one dtype and of any sizes.
+        """Offer a tensor of this rank to the others. Every rank must call this, with one dtype and tensors of any size.
+
+        The errors below are raised on every rank.
 
         Args:
             tensor: Contiguous tensor from `allocate_tensor`, or a part of one.
             owning: Whether the window keeps the tensor alive until `tensor_deregister`. If not, its owner may free it;
-                ranks that map its memory keep that.
+                the memory stays valid for the ranks that map it.
 
         Raises:
-            ArgumentError: The tensor of any rank is not in shared memory, or their dtypes differ; on every rank.
-            OutOfSharedMemory: Any rank has no address space or descriptors for the mappings; on every rank.
-            CollectiveMismatch: The ranks made different calls; on every rank.
+            ArgumentError: The tensor of some rank is not in shared memory, or the dtypes differ.
+            OutOfSharedMemory: Some rank has no address space or descriptors left for the mappings.
+            CollectiveMismatch: The ranks made different calls.
         """
         self._register(_REGISTER, tensor, owning)
 
     def tensor_deregister(self) -> None:
-        """Withdraw the tensors of all ranks from the window. Every rank calls it. Existing views stay valid."""
+        """Withdraw the tensors of all ranks from the window. Every rank must call this. Existing views stay valid."""
         refusal = "" if self._views is not None else "no tensor is registered"
         self._exchange(_Offer(_DEREGISTER, self._number, refusal))
         self._tensor = self._views = None
@@ -165,7 +170,7 @@ class Window:
             refusal = ""
         except OSError as error:
             refusal = f"the memory of another rank can't be mapped: {error.strerror or error}"
-        except ValueError as error:  # from the numbers in an offer
+        except ValueError as error:  # the numbers in an offer make no sense
             refusal = f"another rank offers what can't be: {error}"
         # `tensor` and `counters` live here until all ranks have mapped them.
         self._exchange(_Offer(call, self._number, refusal, bool(refusal)))
@@ -177,7 +182,7 @@ class Window:
         """Return the facts of a tensor to offer.
 
         Raises:
-            ArgumentError: It can't be offered.
+            ArgumentError: The tensor can't be offered.
         """
         if self._views is not None:
             raise ArgumentError("a tensor is registered already; call tensor_deregister() first")
@@ -232,9 +237,9 @@ class Window:
         """Return the offers of all ranks, by rank.
 
         Raises:
-            CollectiveMismatch: They belong to different calls.
+            CollectiveMismatch: The offers belong to different calls.
             ArgumentError: A rank refuses.
-            OutOfSharedMemory: A rank has no room.
+            OutOfSharedMemory: A rank is short of memory or descriptors.
         """
         self._require_own_ranks(offer.call)
         size = self._operations._size
@@ -283,17 +288,17 @@ class Window:
     def put(
         self, tensor: torch.Tensor, dst_rank: int, target_offset_nelems: int, async_op: bool = False, opts: Any = None
     ) -> PhalanxWork:
-        """Write a tensor into the window of a rank; it is there when this returns.
+        """Write a tensor into the window of a rank; the write is complete when this returns.
 
         Args:
             tensor: CPU tensor of the window's dtype, of any shape and strides.
             dst_rank: Rank of the group.
-            target_offset_nelems: First element to write of that rank's tensor, laid out flat.
+            target_offset_nelems: Index of the first element to write in that rank's tensor, flattened.
             async_op: Ignored: the copy is complete in any case.
             opts: torch's PutOptions; ignored, since a copy needs no timeout.
 
         Raises:
-            ArgumentError: The tensor does not fit there, or that rank is on another host.
+            ArgumentError: The tensor does not fit into the window, or that rank is on another host.
             RankFailed: That rank has ended or left the group.
         """
         target = self._target("put", "dst_rank", dst_rank)
@@ -315,7 +320,7 @@ class Window:
         return self._over
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
-        """Return the tensor that a rank of this host has registered, where it lies. The view outlives the window.
+        """Return a view of the tensor that a rank of this host has registered. The view may outlive the window.
 
         Raises:
             ArgumentError: That rank is on another host, or no tensor is registered.
@@ -337,10 +342,10 @@ class Window:
         Args:
             peer_rank: Rank of the group.
             async_op: Whether to return at once; the Work waits.
-            opts: torch's WaitSignalOptions, whose timeout stands in for the group's.
+            opts: torch's WaitSignalOptions, whose timeout replaces the group's.
 
         Raises:
-            CollectiveTimeout: No signal has come in time; the group has ended, as after a message.
+            CollectiveTimeout: No signal has come in time. The group has ended, as after a message that timed out.
             RankFailed: That rank has ended or left the group.
         """
         place = self._place("wait_signal", "peer_rank", peer_rank)
@@ -393,7 +398,7 @@ class Window:
 
 
 class _Expected:
-    """A signal that an asynchronous call waits for: the handle of its Work."""
+    """Handle of an asynchronous `wait_signal`, for its Work."""
 
     source = -1
 
@@ -418,7 +423,7 @@ class _Expected:
         return self.done or None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the signal, at most `timeout_s`; 0: for as long as the group does."""
+        """Wait for the signal, at most `timeout_s`; 0: up to the timeout of the call or of the group."""
         if timeout_s:
             if wait_until(self._look, time.monotonic() + timeout_s, most_s=SIGNAL_POLL_S) is None:
                 return False
@@ -435,7 +440,7 @@ class _Expected:
         """Push the number of a future once the signal has arrived. Only futures need the thread that waits for it."""
 
         def wait() -> None:
-            with contextlib.suppress(Exception):  # which `error()` returns
+            with contextlib.suppress(Exception):  # `error()` returns it
                 self.wait(0)
             completions.push(number)
 
@@ -447,7 +452,7 @@ def _wait_for(expected: _Expected, timeout_s: float) -> bool:
 
 
 def _touch(memory: Any) -> None:
-    """Map all pages at once, which costs a third of as many page faults, where the kernel can."""
+    """Map all pages at once, if the kernel can: that takes a third of the time of as many page faults."""
     try:
         memory.madvise(_POPULATE_WRITE)
     except (OSError, ValueError):  # an older kernel, or a limit: pages are mapped one by one
@@ -463,8 +468,8 @@ def _cut(offer: _Offer) -> _Offer:
 
 
 def new_window(operations: Operations, tensor: torch.Tensor | None = None) -> Window:
-    """Return a new window of a group, with a tensor of this rank registered if one is given. Every rank calls it."""
+    """Return a new window of a group, with this rank's tensor registered if one is given. Every rank must call this."""
     window = Window(operations, operations.num_windows + 1)
     window._register(_NEW, tensor, True)
-    operations.num_windows += 1  # not before: a rank that made another call meanwhile would count one less for ever
+    operations.num_windows += 1  # not before: after a mismatch, ranks that had made other calls would count one less
     return window
