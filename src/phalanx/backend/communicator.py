@@ -186,7 +186,7 @@ class Communicator:
         return self._operations._core.run_plain(kind, ins, outs, root, kernel, code, _GROUPS_OWN_S)
 
     def _run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Run an operation with all checks, whose errors explain mistakes."""
+        """Run an operation with all checks; their errors explain mistakes."""
         return direct(method, self._operations, args)
 
     def _reduce_op(self, name: str, op: Any) -> ReduceOp:

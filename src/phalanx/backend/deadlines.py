@@ -46,13 +46,13 @@ STORE_S: Final = 1.0
 """Time for the store to answer."""
 
 TOLD_S: Final = 5.0
-"""Time for the store to accept an error that all ranks must read; if it does not, they notice it by other signs."""
+"""Time for the store to accept an error that all ranks must read; otherwise, they notice the failure by other signs."""
 
 LOST_STORE_S: Final = 0.2
 """Time for the store to answer if the rank that serves it may be lost."""
 
 RECONNECT_S: Final = 5.0
-"""Time to open a second connection to the store; it fails only if the rank that serves the store has gone."""
+"""Time to open a second connection to the store; that fails only if the rank that serves the store has gone."""
 
 # ---------------------------------------------------------------- a call that waits
 
@@ -66,7 +66,7 @@ ANSWER_S: Final = 4.0
 """Time for the process that runs ``phalanx why``; it needs half a second, and longer on a machine with busy cores."""
 
 LATE_S: Final = 5.0
-"""How long after its deadline a call ends in any case."""
+"""How long after its deadline a call ends at the latest."""
 
 HOOKS_S: Final = 60.0
 """How long a thread waits for abort hooks that run in another thread, before it raises without waiting further."""
@@ -104,7 +104,7 @@ SETTLE_S: Final = 1.0
 # ---------------------------------------------------------------- connections
 
 KEEPALIVE_S: Final = 1
-"""Idle time after which a kernel probes a connection: the shortest that Linux allows, which takes whole seconds."""
+"""Idle time after which a kernel probes a connection, in whole seconds: the shortest that Linux allows."""
 
 LEAST_SILENCE_S: Final = 0.25
 """Shortest silence that means a loss; in less time, an acknowledgement may be merely delayed or retransmitted."""

@@ -56,7 +56,7 @@ _core.configure(call_site, shown_file, from_core, report_core_stall)
 
 
 def _end_as_member() -> None:
-    """Keep groups that the script did not destroy, so that the end of the interpreter is not an orderly leave.
+    """Keep groups that the script did not destroy, so that the end of the interpreter does not leave them normally.
 
     A script that raises or exits early must not look like one that left its groups: its peers see the exit code, and
     the launcher learns how far it got. Native threads run until the process is gone, so their memory must stay, too.
@@ -93,7 +93,7 @@ def _serve_monitored_barrier() -> None:
 
 @functools.cache
 def _begin() -> None:
-    """Set up, for the first group of the process, what importing this package alone does not require."""
+    """Set up, at the first group, what a process does not need if it only imports this package."""
     atexit.register(_end_as_member)
     attached.listen()  # lets a debugger attach; a rank that the launcher forked listens already
     keep_from_compiler(*CLASSES)

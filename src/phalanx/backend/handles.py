@@ -102,7 +102,7 @@ def own_handle(rank: int, group: str, token: str, life: str, store: Any) -> Hand
     """Open this process's lobby, and return its handle.
 
     Args:
-        store: Store of the group. Other hosts are assumed to lie in the direction of its server.
+        store: Store of the group; the handle holds this host's address on the way to the store's server.
     """
     address, port = _outside_address(master_of(store)[0]), _Lobby.open().port
     who = whoami(read_settings())
@@ -222,7 +222,7 @@ def _outside_address(master: str) -> str:
 
 
 class _Lobby:
-    """The store that this process serves, and the last one of another process that it has visited."""
+    """The store that this process serves, and the last store of another process that it has visited."""
 
     _pid = 0  # process to which the other attributes belong
     _opened: dist.TCPStore | None = None

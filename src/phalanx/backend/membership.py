@@ -1,4 +1,4 @@
-"""Changes the ranks of a living group: torch's `reconfigure` gives it other ranks, torch's `shrink` keeps fewer.
+"""Changes the ranks of a living group: torch's `reconfigure` replaces them, torch's `shrink` makes a smaller group.
 
 **In place.** torch, wrappers and programs hold references to the group, its backend and its operations. So these
 objects stay, and get another core: `Operations.part` ends everything that runs in the old core, on this rank and the
@@ -103,7 +103,7 @@ class Membership:
             RankFailed: The process of a handle has ended.
             CollectiveTimeout: A rank did not come in time.
             PhalanxError: A rank refuses: an old handle, a uuid that was used, a different list.
-            GroupUnusable: Another thread does this now, or has destroyed the group.
+            GroupUnusable: Another thread is reconfiguring the group, or has destroyed it.
         """
         where = self._require_open("reconfigure")
         if not self._busy.acquire(blocking=False):
@@ -156,7 +156,10 @@ class Membership:
         )
 
     def _require_one_world(self, handles: Sequence[Handle], where: str) -> None:
-        """Raise if two handles have the same rank in the world, such as one from another world; the world renumbers."""
+        """Raise if two handles have the same rank in the world, as handles of two worlds may.
+
+        A group whose own ranks are those of the world numbers them anew, so it takes such handles.
+        """
         first: dict[int, Handle] = {}
         for handle in () if self._is_world else handles:
             if first.setdefault(handle.rank, handle) is not handle:
@@ -166,7 +169,7 @@ class Membership:
                 )
 
     def _require_living(self, handles: Sequence[Handle], where: str) -> None:
-        """Raise if a process has ended, where every rank sees it; on several hosts, the meeting finds out instead."""
+        """Raise if a process has ended. Only for ranks of one host, which all see it; else the meeting reports it."""
         if len({handle.kernel for handle in handles}) > 1:
             return
         if dead := [handle for handle in handles if is_dead(handle)]:

@@ -91,7 +91,10 @@ class Arguments(Buffers):
         raise ArgumentError(f"{self.where()}: {name} must lie in [0, {self.ranks.size}), got {root}")
 
     def each(self, name: str, tensors: Tensors, like: torch.Tensor, *, may_differ: bool = False) -> Tensors:
-        """Check a list of one tensor per rank, each like `like`; with `may_differ`, other ranks' may differ in size."""
+        """Check that a list has one tensor per rank, with the dtype and size of `like`; return it.
+
+        With `may_differ`, only this rank's own tensor must have that size.
+        """
         self.require_length(name, tensors)
         for i, tensor in enumerate(tensors):
             self.check(tensor)

@@ -80,8 +80,8 @@ class Collectives:
         self.ranks = ranks
         self._rank, self._size = ranks.rank, ranks.size
         self._flight = Flight()
-        # torch's DDP counts the ranks that still train by all_reduces of one element, and keeps only the C++ half of
-        # such a work; this keeps the Python half.
+        # torch's DDP uses all_reduces of one element to count the ranks that still train, and keeps only the C++ half
+        # of their works; this keeps the Python half.
         self._last_of_one: deque[PhalanxWork | None] = deque(maxlen=4)
         self.num_barriers: int = 0
         self._in_event = False  # inside a profiler event that covers several operations

@@ -25,7 +25,7 @@ class _Blocking:
 
 @dataclass(eq=False)
 class _Extension:
-    """Seconds added to the timeouts, `until` the operation with this handle is over; None: it has not begun yet."""
+    """Seconds added to the timeouts until the operation with the handle `until` is over; None: it has not begun yet."""
 
     by_s: float
     until: Any = None

@@ -65,8 +65,8 @@ class Flight:
     def keep_after(self, error: BaseException, memory: object) -> None:
         """After a start that raised `error`, keep its tensors until the group is left, if the operation may be running.
 
-        It is not running if the core refused it. It may be if a signal handler raised, which can happen after the
-        start.
+        It is not running if the core refused it. It may be running if a signal handler raised, which can happen after
+        the start.
         """
         if not isinstance(error, PhalanxError):
             self._kept.append(memory)

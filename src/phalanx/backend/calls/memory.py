@@ -60,7 +60,7 @@ def addresses_of(tensors: Tensors) -> Addresses:
 
 
 def do_overlap(writes: Tensors, reads: Tensors) -> bool:
-    """Whether the memory of a tensor in `writes` overlaps that of another one, or of one in `reads`."""
+    """Whether the memory of a tensor in `writes` overlaps that of another tensor in `writes` or of one in `reads`."""
     sizes = [span_bytes(t) for t in writes], [span_bytes(t) for t in reads]
     return _core.overlap(addresses_of(writes), sizes[0], addresses_of(reads), sizes[1])
 

@@ -176,7 +176,7 @@ class Operations(Collectives):
         return squares
 
     def monitored_barrier(self, opts: Options, wait_all_ranks: bool = False) -> None:
-        """Block until every rank has called this. Rank 0's error names the first rank that did not, or all of these."""
+        """Block until every rank has called this. Rank 0's error names the first missing rank, or all of them."""
         me = self.ranks.global_ranks[self._rank]
         timeout = self.timeout if opts.timeout == UNSET else opts.timeout
         timeout_ms = int(timeout.total_seconds() * 1000)
@@ -302,7 +302,7 @@ class Operations(Collectives):
         return self.abort_hooks.failure is not None or self._core.told
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the bytes of this host's segment, which several groups may share: in memory, and mapped."""
+        """Return the size of this host's segment, which several groups may share: bytes in memory and bytes mapped."""
         if self._segment is None:
             return {"segment_bytes": 0, "segment_bytes_mapped": 0}
         status = os.fstat(self._segment.fd)

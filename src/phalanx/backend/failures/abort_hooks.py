@@ -30,7 +30,7 @@ _of_group: weakref.WeakValueDictionary[tuple[int, str], AbortHooks] = weakref.We
 
 
 class AbortHooks:
-    """The abort hooks of one group on this rank, and the failure that they have been run for.
+    """The abort hooks of one group on this rank, and the failure for which they have run.
 
     Args:
         group: Name of the group in messages.

@@ -42,7 +42,7 @@ def _key(failure: Failure) -> tuple[str, str, int]:
 
 
 def is_first(failure: Failure) -> bool:
-    """Whether this rank is the lowest waiting one. True in every group but the default one: there it is not known."""
+    """Whether this rank is the lowest waiting one. That is known only in the default group; in others, return True."""
     return failure.group != "default" or set(range(failure.rank)) <= set(failure.ranks)
 
 

@@ -159,7 +159,7 @@ class Failures:
         if shared is None:
             return self._unusable(op)
         if not isinstance(error, RuntimeError):
-            return error  # an interruption of this rank, such as Ctrl-C, stays what it is
+            return error  # an interruption of this rank, such as Ctrl-C, is raised as it is
         me = self.members.global_rank
         by = shared.by or self.members.named(shared.rank)
         by_another = by if by.rank != me else None

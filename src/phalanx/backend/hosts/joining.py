@@ -187,7 +187,7 @@ def _check(hellos: list[dict[str, Any]], meeting: Meeting) -> None:
 
 
 def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the ranks that claim to share a host; mapping the segment proves it."""
+    """Return the ranks by host, as they claim; only mapping the segment proves the claim."""
     hosts: dict[str, list[int]] = {}
     for r, hello in enumerate(hellos):
         hosts.setdefault(hello["kernel"], []).append(r)

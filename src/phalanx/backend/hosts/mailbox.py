@@ -7,9 +7,9 @@ a death.
 
 Before the engine connects, each rank also posts a test message to the mailbox of every rank on another host, and all
 ranks tell each other whom they could not reach. So the error about a closed port names both ends, on every rank, during
-the meeting. The test also means that Gloo can wait long enough for a rank that is merely late. It must not give up: it
-would free the connection, but its listener would still find it when the late rank connects, and the process would end
-with SIGSEGV (gdb: ``Pair::connectCallback`` under ``Listener::haveConnection``).
+the meeting. The test also means that Gloo need not give up on a rank that is merely late. Giving up would be fatal:
+Gloo would free the connection, but its listener would still find it when the late rank connects, and the process would
+end with SIGSEGV (gdb: ``Pair::connectCallback`` under ``Listener::haveConnection``).
 
 Anybody on the network can connect. So a mailbox spends at most one second of its life on strangers, keeps only a few of
 their connections, and stops reading as soon as the token is wrong.

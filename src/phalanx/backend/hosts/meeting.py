@@ -547,7 +547,7 @@ class Meeting:
         """Tell the cause to each rank that is here or comes soon, each under its own key of the store.
 
         The ranks have no key in common before all have come. A hello may be left from an earlier job, so a rank
-        counts as told only once it confirms, or tells others itself.
+        counts as told only once it confirms, or reports an error of its own.
         """
         self._ask(lambda: self.store.set(f"{self.token}/tells", "", STORE_S))
         told: dict[str, int] = {}

@@ -125,7 +125,7 @@ class _Common:
         return self._operations.num_messages > 0
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives this rank has called, begun or not: equal on ranks at one line of the script."""
+        """Return how many collectives this rank has called, begun or not; ranks at one point of the script agree."""
         return self._operations._core.issued
 
     def _set_sequence_number_for_group(self) -> None:
@@ -206,7 +206,7 @@ class _OfBackends(_Common):
         """Return the backend of the group of `ranks`.
 
         Raises:
-            ValueError: This rank is not among them: None is no option, because torch's C++ code does not accept it.
+            ValueError: This rank is not among them; torch's C++ code does not accept None instead.
         """
         group = self.maker.split(ranks, *_timeout_and_name(opts), store)
         if group is None:

@@ -29,7 +29,7 @@ class Maker:
         operations: Operations of the group.
         store: Key-value store of the group alone.
         global_ranks: Rank in the world of each rank of the group.
-        build: `build_group` of `phalanx.backend.groups`, with the arguments bound that new groups inherit.
+        build: `build_group` of `phalanx.backend.groups`, with the arguments that new groups inherit already bound.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Tally:
             self.is_begun = True
             multiprocessing.util.Finalize(
                 None, self._say, exitpriority=0
-            )  # unlike atexit's functions, children of multiprocessing call these
+            )  # children of multiprocessing run these, unlike atexit's functions
 
     def _say(self) -> None:
         num_wrong = f"{self.num_wrong} {plural(self.num_wrong, 'result')} differed" if self.num_wrong else ""
@@ -110,7 +110,10 @@ def new_folder(op: str) -> str:
 
 
 def save(state: dict[str, Any], folder: str, rank: int) -> str:
-    """Write a rank's file. If that fails, leave no file and return the reason: the error to raise is another one."""
+    """Write a rank's file. If that fails, leave no file and return the reason.
+
+    It raises nothing itself, because the error to raise is the wrong result.
+    """
     path = os.path.join(folder, f"rank_{rank}.pt")
     try:
         os.makedirs(folder, exist_ok=True)

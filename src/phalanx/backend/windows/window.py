@@ -331,7 +331,7 @@ class Window:
         return view.detach()
 
     def signal(self, peer_rank: int, async_op: bool = False, opts: Any = None) -> PhalanxWork:
-        """Send a signal to a rank, after everything that this rank has put before. It never waits."""
+        """Send a signal to a rank; it arrives after everything that this rank has put before. Never waits."""
         place = self._place("signal", "peer_rank", peer_rank)
         self._core("signal").signal(self._sends[peer_rank], place)
         return self._over
@@ -452,7 +452,7 @@ def _wait_for(expected: _Expected, timeout_s: float) -> bool:
 
 
 def _touch(memory: Any) -> None:
-    """Map all pages at once, if the kernel can: that takes a third of the time of as many page faults."""
+    """Map all pages at once, if the kernel can: that takes a third of the time that page faults would."""
     try:
         memory.madvise(_POPULATE_WRITE)
     except (OSError, ValueError):  # an older kernel, or a limit: pages are mapped one by one
