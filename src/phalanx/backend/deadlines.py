@@ -38,7 +38,7 @@ MEMORY_LOOK_S: Final = 1.0
 # ---------------------------------------------------------------- memory that is kept
 
 KEPT_S: Final = 20.0
-"""How long a freed block is kept for the next tensor; csrc/process/blocks.h keeps its blocks for the same time."""
+"""How long a freed block is kept for the next tensor: as long as two of the windows in csrc/process/blocks.h."""
 
 # ---------------------------------------------------------------- the store
 
