@@ -1,10 +1,11 @@
 """Checkpoints that are published whole or not at all, verified before loading, and never unpickled.
 
-On disk there is a folder for each saved step; in memory there are snapshots, for ranks that are restarted, and
-publications, for other processes to read. Works with any backend. Names are loaded on first use, because listing and
+The disk holds one folder for each saved step. Memory holds snapshots, from which restarted ranks resume, and
+publications, which other processes read. Works with any backend. Names are loaded on first use, because listing and
 verifying checkpoints need no torch.
 
-Start with `saving`, then `loading`: what the ranks agree on, in which order. Nothing here knows of a Trainer.
+Read `saving` first, then `loading`: they tell what the ranks agree on, and in which order. Nothing here knows of a
+Trainer.
 """
 
 from typing import TYPE_CHECKING

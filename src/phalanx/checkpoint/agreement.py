@@ -17,7 +17,7 @@ def require_all(op: str) -> None:
     """Wait until every rank has called this.
 
     Raises:
-        CheckpointError: Another rank makes another call, or none for a minute.
+        CheckpointError: Some rank makes a different call, or makes none within a minute.
     """
     ranks = RankGroup()
     try:
@@ -49,9 +49,10 @@ def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = N
 
     Args:
         op: Name of the operation.
-        problems: Problem of each rank, or an empty string; the error has a line for each, or one if all are the same.
+        problems: Problem of each rank, or an empty string. The error has one line for each problem, or a single line if
+            all ranks have the same.
         cause: Exception of this rank; shown only if its traceback says more than its message.
-        about: Words about step and folder, which follow the operation's name.
+        about: Step and folder as text; the error puts it after the operation's name.
 
     Raises:
         CheckpointError: Some rank has a problem.
@@ -73,7 +74,8 @@ def raise_problems(op: str, problems: Sequence[str], cause: Exception | None = N
 def _tells_more(cause: BaseException | None) -> bool:
     """Return whether a cause's traceback adds to its message, as in a user's own ``load_state_dict()``.
 
-    Errors that this library raises, or the system in a call of this library, would appear on the screen twice.
+    It does not if this library raised the error, or if the system raised it in a call that this library made: the
+    traceback would only show the same message a second time.
     """
     if cause is None:
         return False

@@ -21,7 +21,7 @@ from phalanx.checkpoint.disk.retention import verify
 from phalanx.checkpoint.state.unpacking import KINDS_OF_MAPPINGS, Json, pairs_of, unpack
 from phalanx.wire.files import open_regular
 
-_LENGTH_BYTES = 8  # size of the number in front of a header, which is the header's length
+_LENGTH_BYTES = 8  # a file begins with the length of its header, an integer of this size
 
 
 class _Command(NamedTuple):
@@ -45,7 +45,10 @@ class _Mistake(Exception):
 
 
 def main(args: Sequence[str]) -> int:
-    """Run ``phalanx ckpt`` and return its exit code: 2 if the command can't be carried out, and a line says why."""
+    """Run ``phalanx ckpt`` and return its exit code.
+
+    It is 2 if the command can't be carried out; a line on stderr says why.
+    """
     name = args[0] if args else ""
     parser = _parser(name)
     try:
@@ -57,7 +60,7 @@ def main(args: Sequence[str]) -> int:
         if name not in _COMMANDS:
             raise UsageError("no command given")
         return _COMMANDS[name].run(given)
-    except BrokenPipeError:  # the reader of our output is gone: `phalanx` itself ends with its own exit code
+    except BrokenPipeError:  # the reader of our output is gone; `phalanx` has its own exit code for that
         raise
     except UsageError as error:
         return parser.refuse(error)
@@ -106,7 +109,7 @@ def _find_steps(path: str, step: int | None = None) -> tuple[str, list[int]]:
 
 
 def _find(path: str, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint of `step`, or by default the newest, or the one whose own folder `path` is."""
+    """Return the checkpoint of `step`; by default the newest, or `path` itself if that is a checkpoint's folder."""
     path, published = _find_steps(path, step)
     if step is None and (under_way := folders.say_under_way(folders.steps_under_way(path))):
         _say(f"phalanx ckpt: {path}: {under_way}: taking step {published[-1]}", sys.stderr)
@@ -204,7 +207,7 @@ def _export(given: argparse.Namespace) -> int:
     value = read(checkpoint, key, rank)
     try:
         num_tensors = export(value, given.out)
-    except OSError as error:  # its own file name may be that of a temporary file, so ours is shown
+    except OSError as error:  # the error may name a temporary file, so it is replaced by the name that was given
         raise _Mistake(f"can't write {given.out}: {error.strerror}") from None
     _say(f"{given.out}: {num_tensors} tensors of step {checkpoint.step}, {in_units(os.path.getsize(given.out))}")
     return 0

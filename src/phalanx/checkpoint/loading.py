@@ -91,10 +91,10 @@ def load(
       refused. None or a plain value is replaced by a new tensor on the CPU, which has no gradient, does not require
       one, and belongs to no subclass. New tensors share memory if the saved ones did; views that are not contiguous,
       such as columns, become tensors of their own.
-    - A module or an optimizer takes what its ``load_state_dict`` takes, which casts to its own dtypes.
-    - A named tuple has the class that `state` has there, otherwise a new class with the same name and fields. A
-      ``defaultdict`` keeps a factory that is a built-in class. Other mappings need one of their class in `state`, or a
-      dict, and are refused otherwise; an object's ``load_state_dict`` gets dicts instead.
+    - A module or an optimizer accepts whatever its ``load_state_dict`` accepts, which casts to its own dtypes.
+    - A named tuple gets the class that it has in `state`, or else a new class with the same name and fields. A
+      ``defaultdict`` keeps a factory that is a built-in class. Any other mapping is refused unless `state` has one of
+      its class, or a dict, in its place; an object's ``load_state_dict`` gets dicts instead.
     - Python's and NumPy's other classes are kept: dict, ``OrderedDict``, ``Counter``, list, tuple, set, frozenset,
       deque, str, bytes, bytearray, numbers, paths, arrays and scalars. An object that is in several places comes back
       as several objects; subclasses of arrays come back as plain arrays.
@@ -105,8 +105,8 @@ def load(
         folder: Folder of the checkpoints, as passed to `save`, or of a run that has them in ``checkpoints``.
         state: State of the form that was saved; saved entries that it lacks are left out.
         step: Step of the checkpoint; "latest" is the newest undamaged one, and a warning names newer damaged ones.
-            "best" is the one on disk with the best metric: `save` was told in `keep` which direction is better, and a
-            Trainer knows from its monitor.
+            "best" is the one on disk with the best metric; whether the smallest or the largest is the best comes from
+            the `keep` that `save` was given, or from a Trainer's monitor.
         strict: Whether a checkpoint that lacks an entry of `state` is refused.
         missing: Action if there is no checkpoint: "note" prints a line on rank 0 and returns None, "ignore" returns
             None, "error" raises.
@@ -115,8 +115,8 @@ def load(
         The checkpoint that was loaded; None if there is none.
 
     Raises:
-        ValueError: `missing` is none of these.
-        TypeError: `state` is no dictionary.
+        ValueError: `missing` has any other value.
+        TypeError: `state` is not a dictionary.
         CheckpointError: There is no undamaged checkpoint of that step, it does not fit `state`, or not all ranks call
             this; raised on every rank.
 
@@ -136,7 +136,9 @@ def load(
 
 
 def load_run(folder: str, state: MutableMapping[str, Any], *, strict: bool) -> Loaded | None:
-    """Load the latest checkpoint for a Trainer. The state's first entry, the trainer's own, may refuse it first.
+    """Load the latest checkpoint for a Trainer. The state's first entry, the trainer's own, is restored first.
+
+    That lets the trainer refuse a checkpoint before anything else is restored.
 
     Where `load` would advise ``strict=False``, the error names the Trainer's setting for that.
     """
@@ -170,7 +172,7 @@ def _load_best(
 ) -> Loaded | None:
     ranks = RankGroup()
     pending.await_own()
-    require_all("load")  # comes before any rank looks: another may still be writing its snapshot or part
+    require_all("load")  # before any rank looks for candidates: another may still be writing its snapshot or part
     memory().asked.add(os.path.abspath(folder))
     holdings = ranks.gather(memory().holdings())
     path, candidates = _agreed_candidates(os.path.abspath(folder), step, ranks, holdings)
@@ -193,7 +195,7 @@ def _load_best(
             continue
         restoring.restore(state)
         if memory().is_kept:
-            drop_gradients(state)  # they are from the step in which another rank failed; a new process has none
+            drop_gradients(state)  # left from the step in which another rank failed; a new process would have none
         if damage and ranks.rank == 0:
             warn_caller(f"{_joined(damage)}. The checkpoint of step {number} is loaded instead")
         return Loaded(number, source)
@@ -212,7 +214,7 @@ def why_not_loadable() -> str:
         return "it has not called phalanx.checkpoint.load"
     for folder in sorted(memory().asked):
         problem, _, candidates = _candidates(folder, "latest", holdings)
-        if not (problem or candidates):  # looks for a save that is still running: it may be the first
+        if not (problem or candidates):  # a save that is still running may become the first checkpoint
             pending.await_every_rank()
             problem, _, candidates = _candidates(folder, "latest", holdings)
         if problem or not candidates:
@@ -297,7 +299,7 @@ def _candidates(
 
 
 def _way_to_read(file: str) -> str:
-    """Return the call that loads a file of weights with this name; empty if the name does not tell."""
+    """Return a hint with the call that loads this file of weights; empty if its name does not tell the format."""
     if file.endswith((".pt", ".pth", ".bin", ".ckpt")):
         call = f"torch.load({file!r}, map_location='cpu')"
     elif file.endswith(".safetensors"):
@@ -338,7 +340,7 @@ def _check(
 
 
 def _own(images: Sequence[Image], ranks: RankGroup) -> int:
-    """Return which image's values this rank gets: its own, or the first if another number of ranks saved."""
+    """Return the index of the image whose values this rank gets: its own, or 0 if a different number of ranks saved."""
     owners = [image.metadata.get("owner", [rank, len(images)]) for rank, image in enumerate(images)]
     own = [ranks.rank, ranks.world_size]
     return owners.index(own) if own in owners else 0
@@ -381,7 +383,7 @@ class _Restoring:
         ranks: All ranks of the job.
         strict: Whether a checkpoint that lacks an entry of the state is refused.
         is_of_run: Whether errors give advice for a Trainer.
-        about: Words about step and folder in errors.
+        about: Step and folder as text, for errors.
     """
 
     def __init__(self, images: Sequence[Image], ranks: RankGroup, *, strict: bool, is_of_run: bool, about: str) -> None:
@@ -410,7 +412,7 @@ class _Restoring:
         """Return the tree of the image whose values this rank gets.
 
         Raises:
-            ValueError: Another number of ranks saved tensors of their own.
+            ValueError: A different number of ranks saved tensors of their own.
         """
         num_saved, num_ranks = len(self._images), self._ranks.world_size
         own = self._images[self._own]

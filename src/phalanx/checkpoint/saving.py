@@ -1,24 +1,24 @@
 """`save`: copies the state, lets training continue, and writes and publishes the copy in the background.
 
 1. **Agree.** Each rank tells the others what it saves, any problem, and a digest of names, shapes, dtypes and every bit
-   of each large tensor. A problem on one rank is an error on all, before anything is copied. Rank 0 has checked that
-   the disk has space, and has created the draft ``.step-00000100-1f9c03aa.part/``.
-2. **Stage.** The rank's part is copied into memory that it keeps for this purpose (huge pages, touched once), laid out
-   like the file. `save` returns; it has blocked training for about as long as a memcpy.
+   of each large tensor. A problem on one rank is an error on all, before anything is copied. By then, rank 0 has also
+   checked that the disk has space, and has created the draft ``.step-00000100-1f9c03aa.part/``.
+2. **Stage.** Each rank copies its part into memory that it keeps for this purpose (huge pages, each touched once), laid
+   out like the file. Then `save` returns, having blocked training for about as long as a memcpy.
 3. **Write,** in the background: one thread hashes; another writes past the page cache (O_DIRECT), syncs, and leaves a
    signature, ``rank_00001.safetensors.json``, with size and SHA-256.
-4. **Publish.** The rank that finds all signatures, and is the one to rename the first, writes ``manifest.json`` with
-   them and its own checksum, syncs, and renames the folder to ``step-00000100``; then it writes ``latest``. If the step
-   was saved before, the two folders are exchanged atomically (RENAME_EXCHANGE). In the background no rank waits for
-   another, so nothing can hang there.
+4. **Publish.** Several ranks may find all signatures; the one that succeeds in renaming the first of them publishes. It
+   writes ``manifest.json``, which holds the signatures and a checksum of its own, syncs, and renames the folder to
+   ``step-00000100``; then it writes ``latest``. If the step was saved before, the two folders are exchanged atomically
+   (RENAME_EXCHANGE). In the background no rank waits for another, so nothing can hang there.
 
 A rank that can't write first renames the draft and then removes it, so that no other rank writes to it any more. It
 prints a line, and all ranks raise at the next `save` or `wait`. The interpreter exits only once the last save is
 complete. The next job's first save removes what a killed save has left.
 
-**Why SHA-256.** A CRC detects what a disk does by itself; SHA-256 also detects what a copy, a merge or a hand did, and
-``sha256sum`` and every registry use it. On processors with instructions for it, it costs a thread and no time: the
-background work is about as fast as torch.save with fsync (``make bench-checkpoint``).
+**Why SHA-256.** A CRC detects the accidental errors of a disk; SHA-256 also detects a wrong copy, a merge or an edit by
+hand, and ``sha256sum`` and every registry use it. On processors with instructions for SHA-256, it occupies a thread but
+takes no extra time: the background work is about as fast as torch.save with fsync (``make bench-checkpoint``).
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def save(
     the checkpoint gets its name when the files of all ranks are safe on disk. A save that is interrupted leaves earlier
     checkpoints as they were. The interpreter does not exit before the last save is complete.
 
-    Every rank gets back what it saved, bit for bit. Tensors of 64 KiB and more are compared between the ranks. One with
-    the same bits on all ranks is saved once, divided among them. If one differs, each rank saves its own, and only the
-    same number of ranks can load the checkpoint. Each shard of a DTensor is saved once; its replicas are equal by
-    contract, and only the first is saved. Buffers of modules, NumPy arrays, smaller tensors and plain values are saved
-    for each rank; another number of ranks gets those of rank 0.
+    Every rank gets back what it saved, bit for bit. Tensors of 64 KiB and more are compared between the ranks. A tensor
+    with the same bits on all ranks is saved once, divided among them. If a tensor differs, each rank saves its own, and
+    only the same number of ranks can load the checkpoint. Each shard of a DTensor is saved once; its replicas are equal
+    by contract, and only the first is saved. Buffers of modules, NumPy arrays, smaller tensors and plain values are
+    saved for each rank; if a different number of ranks loads the checkpoint, every rank gets those of rank 0.
 
     Args:
         folder: Folder of the checkpoints, on a file system that all ranks share.
@@ -83,7 +83,7 @@ def save(
     Raises:
         CheckpointError: A rank can't save, an earlier save failed in the background, or not all ranks call this;
             raised on every rank.
-        TypeError: `state` is no dictionary.
+        TypeError: `state` is not a dictionary.
 
     Example:
         >>> state = {"model": nn.Linear(2, 1), "random": phalanx.RandomState()}
@@ -161,7 +161,7 @@ class Saver:
             parts = blocks.parts_of_rank(leaves, rank, world_size, alike)
             metadata = {"step": step, "rank": rank, "world_size": world_size, "is_alike": is_alike, "tree": tree}
             image = self._stage(parts, metadata)
-        except Exception as error:  # only this rank has it, so it is reported like a failure to write
+        except Exception as error:  # the ranks have already agreed, so this is reported like a failure to write
             self._pending = Future()
             self._pending.set_result(_give_up(draft, rank, f"it can't be copied: {_describe(error, folder)}"))
             writing.end()
@@ -176,7 +176,7 @@ class Saver:
             raise_problems("save", gather("save", self.settle()))
 
     def settle(self) -> str:
-        """Wait for the save in the background; return why it failed, once, or an empty string."""
+        """Wait for the save in the background; return why it failed, or an empty string. A failure is returned once."""
         pending, self._pending = self._pending, None
         return pending.result() if pending is not None else ""
 
@@ -213,7 +213,7 @@ class Saver:
         if len(self._staging) < layout.size_bytes:
             size = -(-layout.size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
             self._staging = mmap.mmap(-1, size)
-            # Not for forked workers of a loader: pages shared with them would be copied when the next save writes.
+            # A data loader's forked workers must not share these pages: the next save would have to copy each one.
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
                 with contextlib.suppress(OSError, AttributeError):  # this kernel or system may have neither
                     self._staging.madvise(getattr(mmap, advice))
@@ -248,7 +248,7 @@ def _write(
     sha256: Future[str],
     retention: Retention | None,
 ) -> str:
-    """Write this rank's file, and publish if it is the last; return what went wrong, or an empty string."""
+    """Write this rank's file, and publish if this rank is the last; return what went wrong, or an empty string."""
     try:
         draft.write(rank, image, sha256)
         is_published = draft.publish()

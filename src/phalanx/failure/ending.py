@@ -254,7 +254,7 @@ def alike(one: LastWords, other: LastWords) -> bool:
 
 
 def _gist(words: LastWords) -> tuple[object, ...]:
-    """Return what ranks that fail alike have in common."""
+    """Return a key that is the same for ranks that failed alike."""
     failure = words.failure
     if failure is None:
         return words.name, re.sub(r"\d+", "N", words.message)
@@ -269,7 +269,8 @@ def _gist(words: LastWords) -> tuple[object, ...]:
 def read_stderr(tail: bytes) -> LastWords:
     """Return the exception that a rank printed; if it printed none, its last lines."""
     text = STYLE.sub("", tail.decode(errors="replace"))
-    # Of an exception at the first line of a function, Python prints spaces for carets: no end of a traceback.
+    # Where an exception is raised in a function's first line, Python prints spaces in place of carets. Keep them:
+    # an empty line would end the traceback.
     lines = [line.rstrip() or line * line.startswith("    ") for line in text.splitlines()]
     block = find_last_block(lines)
     if block is None:

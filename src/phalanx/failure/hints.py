@@ -223,7 +223,7 @@ def _entry_for(end: Ending) -> str:
 
 def _said(end: Ending) -> str:
     lines = [*end.last_words.lines, end.last_words.summary]
-    if end.folder and _OF_A_CHILD.search("\n".join(lines)):  # a child process's error, which only the log has whole
+    if end.folder and _OF_A_CHILD.search("\n".join(lines)):  # a child process's error; only the log has all of it
         with contextlib.suppress(OSError), open(end.log, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_BYTES))
             lines += re.findall(_NO_GUARD, log.read().decode(errors="replace"))[:1]

@@ -1,4 +1,4 @@
-"""A rank's last words: facts about the exception that ended it, in the file that torch's launchers name for that.
+"""A rank's last words: facts about the exception that ended it, in the file that torch's launchers name for them.
 
 The rank itself knows best what ended it. So when a phalanx group is made or `phalanx.init` is called, a hook is put in
 front of `sys.excepthook`. It writes ``error.json`` in the format of torch's ``@record``, which torchrun can read, and
@@ -38,7 +38,7 @@ _SITE = re.compile(r'^\s*(?:\| )?File "(.+)", line (\d+)')
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+?)(?:\.py)?(?:/|$)")
 _STANDARD_LIBRARY = re.compile(
     r"/lib/python3\.\d+/|^<(?!stdin>|ipython-input)"
-)  # the last: generated code, such as that of dataclasses
+)  # the last alternative matches generated code, such as that of dataclasses
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
@@ -100,7 +100,7 @@ class LastWords:
             message: Whole message, if it is known; default: `summary`.
         """
         lines = [line[:_MAX_LINE] for line in cropped_lines(self.lines)]
-        # In whole seconds. torchrun takes the earliest for the cause, so a victim's is one second later.
+        # torchrun takes the earliest timestamp for the cause, in whole seconds, so a victim's is one second later.
         timestamp = str(int(time.time()) + self.is_victim)
         return {
             "message": {
@@ -156,7 +156,7 @@ _note: Callable[[str], None] | None = None
 
 
 def tell_when_ended(note: Callable[[str], None]) -> None:
-    """From now on, write the facts of an exception that ends this process for its launcher. Idempotent.
+    """From now on, write for the launcher the facts of an exception that ends this process. Idempotent.
 
     The hook runs before the existing ones, which print as usual.
 
@@ -253,7 +253,7 @@ _FORM = {"pid": int, "message": {"extraInfo": {"py_callstack": str}}, "exception
 
 
 def read(path: str, pid: int) -> LastWords | None:
-    """Return the last words of the process `pid`; None if it left none, or not in the form of `LastWords.record`.
+    """Return the last words of the process `pid`; None if it left none in the form of `LastWords.record`.
 
     The file of another process, such as a child of the rank, is ignored.
     """

@@ -1,9 +1,8 @@
 """Losses of ranks and hosts, and how jobs resumed: saved beside the black boxes of the attempts that they ended.
 
-Each launcher saves each loss that it saw twice: when it learns of it, and again with the phases of the recovery, so
-that a loss after which no step completed is recorded as well. A Trainer's report merges the records of several
-launchers: two are of one loss if they name the same rank or node, at times no further apart than the clocks of hosts
-    may be.
+Each launcher saves a loss when it learns of it, and again with the phases of the recovery, so a loss after which no
+step completed is recorded as well. A Trainer's report merges the records of several launchers: two records are of one
+loss if they name the same rank or node, at times no further apart than the clocks of hosts may be.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from phalanx.wire.messages import as_facts, between, read_value
 
 _NAME = "loss.json"
 _FOLDER = "blackbox"
-_END_OF_TIME_S = 253_402_300_800.0  # the year 10000, which no calendar can show
+_END_OF_TIME_S = 253_402_300_800.0  # the year 10000; Python's dates end before it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +33,9 @@ class Loss:
         num_ranks: Number of ranks of the lost node.
         node_sign: Sign by which the loss of a node was noticed; empty: a rank was lost.
         silent_s: Seconds for which the node was silent.
-        at_s: Time of day of the first sign, in seconds since 1970.
+        at_s: Time of the first sign, in seconds since 1970.
         phases_s: Seconds of each phase by name, in order. Time between two phases belongs to the later one.
-        step: Number in the run of the first step that was done again; None: the ranks record no such numbers.
+        step: Number of the first step completed after the loss, counted in the run; None: ranks record no such numbers.
         loaded_step: Step of the checkpoint that was loaded; 0: there was none, and training starts over; None: unknown.
         num_repeated: Number of steps that were done twice; None: unknown.
     """
@@ -116,7 +115,7 @@ def words_of(loss: Loss, verb: str = "resuming") -> str:
     """Return how a job resumed after a loss, or how far it got.
 
     Args:
-        verb: Verb of the sentence: by the time of reading, the job may have ended.
+        verb: Verb of the phrase; "resuming" is wrong for a reader who sees it after the job's end.
     """
     phases = [f"{name} {_seconds(value)}" for name, value in loss.phases_s.items()]
     if not loss.is_over:

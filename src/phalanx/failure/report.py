@@ -54,7 +54,7 @@ def words_of_resuming(culprit: Ending, outcomes: Sequence[Ending]) -> str:
 
 
 def brief_report(culprit: Ending) -> str:
-    """Return what failed and why, for a job that goes on."""
+    """Return what failed and why, for a job that continues."""
     return "\n".join([culprit.describe(), *(f"  {line}" for line in fold(culprit.last_words.lines, ROWS // 2))])
 
 

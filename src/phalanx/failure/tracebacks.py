@@ -65,7 +65,7 @@ class Block:
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether Ctrl-C ended the process; while Python starts, it calls that a fatal error."""
+        """Whether Ctrl-C ended the process; Python reports it as a fatal error during its own startup."""
         last = next((line for line in reversed(self.lines) if line), "")
         return "KeyboardInterrupt" in (class_name(self.kind), last)
 
@@ -154,7 +154,7 @@ class HeldTracebacks:
     """Forwards a rank's output to `stream` at once, but holds it back for a while from the start of a traceback.
 
     Attributes:
-        hides_interrupts: Whether to drop those of KeyboardInterrupt, too: after Ctrl-C, every rank prints one.
+        hides_interrupts: Whether to drop tracebacks of KeyboardInterrupt: after Ctrl-C, every rank prints one.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -173,7 +173,7 @@ class HeldTracebacks:
     def feed(self, data: bytes) -> None:
         if self._held:
             self._held += data
-            if len(self._held) > _MAX_HELD_BYTES or b"\r" in data.replace(b"\r\n", b""):  # a progress bar moves
+            if len(self._held) > _MAX_HELD_BYTES or b"\r" in data.replace(b"\r\n", b""):  # a progress bar is moving
                 self.release()
             return
         data, self._pending = self._pending + data, b""

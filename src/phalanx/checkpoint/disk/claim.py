@@ -17,7 +17,7 @@ flags allow it. No vote can prevent that; the folder can. The Trainer's lock is 
   away, so one that was stopped between its check and its rename has nothing left to rename. One gap remains: a rank
   that is stopped between check and write can still append a line to metrics.jsonl.
 - **The younger job yields.** When the folder refuses it, or its agent meets the older job, it ends its ranks, and its
-  agent executes itself again with another id and without the right to begin a job. Ages are compared as durations, not
+  agent re-executes itself with another id and without the right to begin a job. Ages are compared as durations, not
   by the keys of the jobs' views, because a job that fails often has larger keys.
 
 **Not built: a claim that lets the second of two hosts continue when the first loses power.** The second would have to
@@ -51,7 +51,7 @@ from phalanx.wire.waiting import wait_until
 
 BEAT_S = 1.0
 SILENCE_S = 4.0
-"""Time after which a note from another host that has not changed counts as that of a job that has ended."""
+"""Time without a change after which a note from another host counts as left by a job that has ended."""
 _STALE_S = 2.0  # after a longer pause between renewals, the folder is checked again
 _LOOK_EVERY_S = 0.02
 _NAME = ".lock"
@@ -89,7 +89,7 @@ class Note:
     Attributes:
         boot: Boot of the kernel that the holder runs on.
         beat: Number of renewals.
-        is_open: Whether the holder has not released the folder.
+        is_open: Whether the holder has yet to release the folder.
         is_settled: Whether the holder's job was admitted to the folder.
     """
 
@@ -121,7 +121,7 @@ class Fence:
         """Check that no newer epoch of the folder has been claimed.
 
         Raises:
-            OtherSide: One has.
+            OtherSide: A newer epoch has been claimed.
         """
         note = read_note(self.folder)
         if note.epoch > self.epoch or os.path.exists(_claim_path(self.folder, self.epoch + 1)):
@@ -290,7 +290,7 @@ class Claim:
         """Overwrite the note."""
         self._note, self._renewed_s = note, time.monotonic()
         text = json.dumps(dataclasses.asdict(note)).encode()[: _NOTE_BYTES - 1]
-        # A network file system shows a file to other hosts once it is closed. On a full disk, the lock still protects.
+        # A network file system shows a file to other hosts once it is closed. On a full disk, the lock still holds.
         with contextlib.suppress(OSError), open_regular(self._path, os.O_RDWR) as file:
             file.write(text.ljust(_NOTE_BYTES - 1) + b"\n")
 
@@ -330,7 +330,7 @@ def other_side(folder: str, holder: Note, prefix: str = "") -> OtherSide:
 
 
 def is_other_side(holder: Note) -> bool:
-    """Return whether the holder of a folder is another side of this job: a newer attempt, or a job started like it."""
+    """Return whether a folder's holder is another side of this job: an attempt of it, or a job with its rendezvous."""
     ours = claimant()
     return bool(ours.job) and (holder.job == ours.job or (ours.name != "" and holder.name == ours.name))
 

@@ -4,7 +4,7 @@ step-00000100/rank_00000.safetensors ...   what each rank saved
 step-00000100/manifest.json                sizes and hashes of these files, written last
 latest                                     the name of the newest checkpoint
 .step-00000200-1f9c.part/                  a draft: being written, or left behind by a killed job
-.step-00000200-1f9c.part/writing           locked by each rank that is writing the draft, which tells the two apart
+.step-00000200-1f9c.part/writing           locked by each rank that is writing; if nothing locks it, it is left behind
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Checkpoint:
         saved_at: Time of the save, in seconds since 1970.
         metric: Score that was passed to `save`, or None.
         files: Size in bytes and SHA-256 of each file, by name.
-        epoch: Epoch of the run's folder in which it was saved; 0: none was claimed.
+        epoch: Epoch of the folder's claim under which it was saved (see `claim`); 0: the folder was not claimed.
         best_is_least: Whether the smallest metric is the best, as passed to ``save(keep=...)``; None: not passed.
 
     Example:
@@ -99,7 +99,7 @@ def steps(folder: str) -> list[int]:
 
 
 def find(folder: str | os.PathLike[str]) -> str:
-    """Return the folder of the checkpoints: `folder`, or if only that has any, its ``checkpoints``."""
+    """Return the folder that holds the checkpoints: `folder`, or its ``checkpoints`` if only that one has any."""
     path = os.fspath(folder)
     below = os.path.join(path, "checkpoints")
     return below if not steps(path) and os.path.isdir(below) and steps(below) else path
@@ -229,9 +229,9 @@ class Writing:
 
     def __init__(self, path: str) -> None:
         self._file: FileIO | None = None
-        with contextlib.suppress(OSError):  # without a mark if the draft is gone, or its file system has no locks
+        with contextlib.suppress(OSError):  # there is no mark if the draft is gone, or its file system has no locks
             self._file = open_regular(os.path.join(path, _WRITING), os.O_RDWR)
-            lock_within(_MARK_S, self._file, fcntl.LOCK_SH)  # a reader that checks the mark locks it for a moment
+            lock_within(_MARK_S, self._file, fcntl.LOCK_SH)  # a reader locks the file for a moment to check the mark
 
     def end(self) -> None:
         """Remove the mark. Idempotent."""

@@ -35,7 +35,7 @@ class PendingSaves:
         wait([future for future, _, _ in self._saves], _MOST_S)
 
     def await_every_rank(self) -> None:
-        """Wait until every rank has written its part of each save, so that all that can be published are."""
+        """Wait until every rank has written its part of each save, so that every save that can be published is."""
         self.await_own()
         begin_s = time.monotonic()
 

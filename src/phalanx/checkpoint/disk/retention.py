@@ -40,7 +40,7 @@ class Retention:
         return False if self.best_is_least is None and self.keep_best is not None else self.best_is_least
 
     def apply(self, folder: str | os.PathLike[str]) -> list[int]:
-        """Remove what does not stay, and return its steps. Saves in the background are not awaited."""
+        """Remove the checkpoints that do not stay, and return their steps. Saves in the background are not awaited."""
         found = _published(folder)
         kept = {checkpoint.step for checkpoint in found[-self.keep_last :]}
         if self.keep_every is not None:
@@ -78,7 +78,7 @@ def _published(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def verify(folder: str | os.PathLike[str], step: int | str = "latest") -> list[str]:
-    """Return the problems of a checkpoint, one sentence for each file; empty if every bit is as it was saved.
+    """Return the problems of a checkpoint, one sentence for each damaged file; empty if every bit is as it was saved.
 
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or folder of a run that has them in ``checkpoints``.
@@ -116,7 +116,7 @@ def prune(
     Args:
         folder: Folder of the checkpoints, as passed to `save`, or folder of a run that has them in ``checkpoints``.
         keep_last: Number of newest checkpoints to keep, at least 1.
-        keep_every: Number whose multiples are kept as well, as steps; None: no others.
+        keep_every: Interval in steps; checkpoints of its multiples are kept as well. None: no others.
         keep_best: Number of checkpoints with the best metric to keep as well, the earliest among equals; None: no
             others.
         best_is_least: Whether the smallest metric is the best, as with a loss; otherwise the largest is.

@@ -31,7 +31,7 @@ Ranges = list[tuple[int, int]]
 """Half-open ranges of an image's bytes."""
 
 _PIECE_BYTES = 16 << 20
-_LENGTH_BYTES = 8  # size of the number in front of a header, which is the header's length
+_LENGTH_BYTES = 8  # an image begins with the length of its header, an integer of this size
 
 
 def find(fd: int, choice: Choice, world_size: int) -> dict[int, Region]:
@@ -55,7 +55,7 @@ class Fetch:
 
     Attributes:
         num_bytes: Bytes that this host has received through this rank.
-        has_holes: Whether there are parts that only `fill` gets.
+        has_holes: Whether some parts arrive only with `fill`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Fetch:
                     length = min(_PIECE_BYTES, end - at, self._heads[number].size_bytes - at)
                     try:
                         self._move(number, at, length, to, is_for_most=2 * len(hosts) > len(writers))
-                    except OSError as error:  # goes on: the other ranks expect this one in every transfer
+                    except OSError as error:  # continues, because the other ranks expect this one in every transfer
                         failed = error
         for number, ranges in mine.items() if self._is_first_here and failed is None else ():
             self._note(number, ranges)

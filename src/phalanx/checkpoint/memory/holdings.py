@@ -11,7 +11,7 @@ Moment = tuple[int, int]
 
 
 class Holding(NamedTuple):
-    """The images of one snapshot that a host holds, those of its own ranks and replicas.
+    """The images of one snapshot that a host holds: those of its own ranks, and replicas of other hosts' images.
 
     Attributes:
         attempt: Number of the attempt that took it; later attempts have larger numbers, on all hosts.

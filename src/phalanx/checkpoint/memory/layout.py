@@ -28,7 +28,7 @@ loaded."""
 FETCHED_SLOT = 2
 _HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PLAN = struct.Struct("<Q")
-MOST_OF_OTHERS = 1 << 22  # most images of other hosts, and of this one; so all regions end before _PLAN_OFFSET
+MOST_OF_OTHERS = 1 << 22  # limits the images of other hosts, and of this one, so all regions end before _PLAN_OFFSET
 _OF_OTHERS = NUM_SLOTS * REGION_BYTES * MOST_OF_OTHERS  # where images of other hosts begin
 _PLAN_OFFSET = 1 << 62  # where the records begin, after all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
@@ -164,8 +164,7 @@ def common_heads(fd: int) -> list[Head]:
 
 
 class Copy(NamedTuple):
-    """The snapshot that is to be copied to other hosts once it is complete, and the safe one that must be kept
-    meanwhile.
+    """The snapshot to copy to other hosts once it is complete, and the safe one to keep meanwhile.
 
     Attributes:
         safe_attempt: Attempt of the newest snapshot that all hosts have copied, or that the ranks have loaded.
@@ -180,7 +179,7 @@ class Copy(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The snapshot that the replicator has copied last.
+    """The snapshot that the replicator copied last.
 
     Attributes:
         num_replicas: Number of other hosts that have it.
@@ -217,9 +216,9 @@ class Gaps(NamedTuple):
     """How often, and for how long, there was no replicator.
 
     Attributes:
-        num: Number of times that it has ended.
-        total_ms: Milliseconds without one, up to its last start.
-        since_ms: Time of its end on the monotonic clock; 0: it is running.
+        num: Number of times that the replicator has ended.
+        total_ms: Milliseconds without a replicator, up to its last start.
+        since_ms: Time at which it ended, in milliseconds of the monotonic clock; 0: it is running.
     """
 
     num: int = 0

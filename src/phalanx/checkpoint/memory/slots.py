@@ -3,19 +3,19 @@
 One snapshot is always complete on all hosts, so that any host may be lost at any moment:
 
 - A snapshot is **safe** once all hosts have copied their parts of it. It is kept until the next one is safe. The ranks
-  learn that from the collective that a snapshot needs anyway, in which each rank tells whether its host still copies.
-- Another snapshot is being **copied**. It is not overwritten, neither here nor on the hosts that receive the copies.
+  learn that from the collective that a snapshot needs anyway: each rank tells whether its host is still copying.
+- Another snapshot is being **copied**. It is not overwritten, either here or on the hosts that receive the copies.
 - Meanwhile, newer ones are written to a third region. They help if ranks fail, but not if a host does. If ranks load
   such a newer one, which may exist only where it was taken, they also keep the safe one until a newer one has been
   copied.
 
-As many hosts may be lost as there are replicas; ``tests/checkpoint/test_replica_rules.py`` simulates it. Where every
+As many hosts may be lost as there are replicas; ``tests/checkpoint/test_replica_rules.py`` simulates this. Where every
 host has the whole state, nothing is copied, and each snapshot is safe at once.
 
 **Three regions, not two.** With two, a slow copy would leave a choice between overwriting the safe snapshot, which is
-needed if a host is lost, and taking none until it is done, although ranks fail more often than hosts. The third region
-is allocated the first time a copy is late. If there is no memory for it, snapshots are left out until the copy is done,
-and the newest one that is not being copied is overwritten.
+needed if a host is lost, and taking no snapshot until the copy is done, although ranks fail more often than hosts. The
+third region is allocated the first time a copy is late. If there is no memory for it, snapshots are left out until the
+copy is done, and the newest one that is not being copied is overwritten.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Slots:
         self.num = 2
 
     def next(self, moment: Moment, *, is_to_be_copied: bool, is_busy: bool) -> int:
-        """Return the region for a snapshot; -1: there is none before the copying has ended.
+        """Return the region for a snapshot; -1: none is free until the copy in progress has ended.
 
         Args:
             is_to_be_copied: Whether other hosts are to have copies of it.

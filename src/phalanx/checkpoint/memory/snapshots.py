@@ -2,15 +2,16 @@
 
 All ranks of a host share one sparse memfd, opened through ``/proc``. Each rank has a few regions in it and writes them
 in turn (`slots`), so one of them is complete at any moment. A region begins with a page that describes its content (see
-`layout`), including a mark, written last, that the image is complete; an image as in a file on disk follows. There
-is no hash: a region that a killed rank was writing lacks the mark. Ranks that train together are at most one snapshot
-apart, so there is always a step whose snapshot is complete on all of them.
+`layout`); a mark on that page, written last, says that the image is complete. The image follows, in the form of a file
+on disk. It needs no hash: a region that a killed rank was writing lacks the mark. Ranks that train together are at most
+one snapshot apart, so there is always a step whose snapshot is complete on all of them.
 
-**Limits.** All snapshots together get a quarter of the tightest limit, that of the host or of any cgroup above, and
-half of what is still free of it. If the kernel nevertheless kills a process for lack of memory (the cgroup's own
-counter tells), the supervisor forbids snapshots: the next attempt loads the last one and frees its memory at its first
-step; otherwise it would be killed again. If one host is short of memory, no host takes snapshots. The ranks agree on
-that before their first one, because a rank that left one out by itself would keep the others waiting in the collective.
+**Limits.** All snapshots together get at most a quarter of the tightest memory limit, be it the host's or that of a
+cgroup above, and at most half of what is still free under it. If the kernel nevertheless kills a process for lack of
+memory (the cgroup's own counter shows it), the supervisor forbids snapshots: the next attempt loads the last one and
+frees its memory at its first step; otherwise it would be killed again. If one host is short of memory, no host takes
+snapshots. The ranks agree on that before their first one, because a rank that left one out by itself would keep the
+others waiting in the collective.
 
 **Several hosts.** Any host may be lost, and its supervisor's memory with it. State that is the same on all ranks is on
 every host anyway, so nothing is copied between hosts during training: the blocks are divided among the ranks of each
@@ -106,7 +107,7 @@ class SnapshotMemory:
         return ""
 
     def agree(self) -> None:
-        """Take no snapshots if another host can't, for instance since the kernel killed a rank. Every rank calls it."""
+        """Take no snapshots if another host can't, for instance after the kernel killed a rank. Every rank calls it."""
         if self._has_agreed or not self.spans_hosts:
             return
         self._has_agreed = True
@@ -258,7 +259,7 @@ class SnapshotMemory:
     def num_hosts(self) -> int:
         """Return how many hosts have this host's part of the newest safe snapshot; 0 if there is no such snapshot."""
         safe = self._slots.safe
-        if self.problem or safe is None or safe[0] != self._attempt:  # hosts may be lost since an earlier one
+        if self.problem or safe is None or safe[0] != self._attempt:  # hosts may have been lost since
             return 0
         if not self._is_parted:
             return self._num_hosts
@@ -282,7 +283,7 @@ class SnapshotMemory:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def holdings(self) -> list[Holding]:
-        """Return the complete images on this host. If each host takes whole snapshots, all images of one or none."""
+        """Return the complete images on this host; of a snapshot that each host takes whole, all its images or none."""
         numbers: dict[tuple[int, int, bytes, int], set[int]] = {}
         parted = set()
         for region in layout.whole_regions(self._fd) if self._fd >= 0 else ():
@@ -300,7 +301,7 @@ class SnapshotMemory:
         Every rank calls it. Until `fill` has been called, only the header of an image that this host lacks can be read.
 
         Raises:
-            OSError, ValueError: It is missing, or memory is short.
+            OSError, ValueError: The snapshot is missing, or memory is short.
         """
         ranks = RankGroup()
         rank, _ = self._own_place(ranks)
@@ -331,7 +332,8 @@ class SnapshotMemory:
     def _safe_before(self, choice: Choice, ranks: RankGroup) -> Moment | None:
         """Return the snapshot that all hosts have copied and can load, if it is older than the chosen one; else None.
 
-        Every rank calls it. It stays until a newer one is safe, because the chosen one may not have been copied yet.
+        Every rank calls it. That snapshot is kept until a newer one is safe, because the chosen one may not have been
+        copied yet.
         """
         asked, copied = layout.asked_copy(self._fd), layout.last_copied(self._fd)
         is_done = asked is not None and copied is not None and copied[:2] == asked[:2]
@@ -378,7 +380,7 @@ class SnapshotMemory:
         self.fetched_bytes = fetch.num_bytes
 
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
-        """Return this rank's number among the ranks that keep the whole state between them, and their number."""
+        """Return this rank's number among the ranks that keep the whole state between them, and how many they are."""
         return self._place if self.spans_hosts else (ranks.rank, ranks.world_size)
 
     def close(self) -> None:
@@ -397,7 +399,7 @@ _memory: SnapshotMemory | None = None
 
 
 def memory() -> SnapshotMemory:
-    """Return the memory of this process. It is made at the first call: a parent may have imported this module."""
+    """Return the memory of this process, created at the first call: a parent may have imported this module."""
     global _memory
     if _memory is None:
         _memory = SnapshotMemory()
@@ -428,7 +430,7 @@ def snapshot(folder: str | os.PathLike[str], state: Mapping[str, Any], step: int
 
     Raises:
         CheckpointError: A value can't be saved on some rank; raised on every rank.
-        TypeError: `state` is no dictionary.
+        TypeError: `state` is not a dictionary.
 
     Example:
         >>> print(phalanx.checkpoint.snapshot("runs/linear", {"weight": torch.ones(3)}, step=1))

@@ -1,9 +1,10 @@
-"""How a version lies in its block: a head, the tensors, and a manifest that says where each lies.
+"""The layout of a version in its block: a head, the tensors, and a manifest that gives the place of each tensor.
 
-The tensors come first, each at a multiple of 64 bytes and packed; their places depend on their shapes alone, so that
-plain values may change between versions while tensors stay where they are. Tensors that are the same memory, as tied
-weights are, have one place. The version number in the head is written last and voided first. Who reads and who writes
-is up to the lock of the block (`phalanx.host.shared_blocks.Block.hold`), which also orders what both see.
+Tensors are contiguous, and each begins at a multiple of 64 bytes. Because the manifest comes after them, their places
+depend only on their shapes and dtypes: plain values may change between versions while tensors stay where they are.
+Tensors that share the same memory, such as tied weights, have one place. The version number in the head is invalidated
+before anything is overwritten, and written last. The lock of the block (`phalanx.host.shared_blocks.Block.hold`)
+decides who may read and who may write, and orders their accesses to the memory.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class _Manifest:
 
 @dataclass(frozen=True)
 class Content:
-    """A state that is laid out.
+    """The layout of a state.
 
     Attributes:
-        parts: Each tensor and its place in bytes, those that are the same memory once.
+        parts: Each tensor and its place in bytes; tensors that share the same memory appear once.
         manifest: JSON of a `_Manifest`.
-        manifest_at: Place of the manifest, behind the tensors.
+        manifest_at: Place of the manifest, after the tensors.
     """
 
     parts: Sequence[tuple[int, Tensor]]
@@ -57,11 +58,11 @@ class Content:
         return -(-(self.manifest_at + len(self.manifest) + _SLACK) // _PAGE) * _PAGE
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether a block of this size holds the content without wasting half of it."""
+        """Whether a block of this size holds the content without wasting more than half of it."""
         return self.manifest_at + len(self.manifest) <= size_bytes <= 2 * self.size_bytes
 
     def is_drafted(self, memory: memoryview) -> bool:
-        """Whether each tensor that lies in this memory lies at its own place there, and at least one does."""
+        """Whether some tensors already lie in this memory, each at its own place, and the whole content fits there."""
         start = _address(memory)
         lying = [(at, one) for at, one in self.parts if one.is_cpu and 0 <= one.data_ptr() - start < len(memory)]
         is_so = all(part.data_ptr() == start + place and _is_packed(part) for place, part in lying)
@@ -81,8 +82,8 @@ def lay_out(state: Any) -> Content:
     """Return the layout of a state.
 
     Raises:
-        TypeError: It has a value that can't be published; the message says where.
-        ValueError: A number is too large, or it is nested too deeply.
+        TypeError: The state has a value that can't be published; the message says where.
+        ValueError: A number is too large, or the state is nested too deeply.
     """
     tree, leaves = pack(state, "published")
     places: dict[str, int] = {}
@@ -108,7 +109,7 @@ def _refuse_divided(leaf: Leaf) -> None:
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    """Return what two tensors have in common only if they are the same elements."""
+    """Return a key that two tensors share only if they have the same elements in the same memory."""
     if tensor.numel() == 0:
         return id(tensor)
     where = tensor.data_ptr(), tensor.device, tensor.dtype
@@ -131,15 +132,15 @@ def _view(memory: Any, place: int, dtype: torch.dtype, shape: Sequence[int]) -> 
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
-    if _is_packed(source):  # as whole numbers, because torch can't copy every dtype
+    if _is_packed(source):  # as bytes, because torch can't copy every dtype
         target, source = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
-        if _are_words(target) and _are_words(source):  # a tenth faster
+        if _are_words(target) and _are_words(source):  # words of 8 bytes are copied a tenth faster
             target, source = target.view(torch.int64), source.view(torch.int64)
     target.copy_(source)
 
 
 def _are_words(flat: Tensor) -> bool:
-    """Whether bytes are whole aligned words of 8."""
+    """Whether `flat` consists of whole, aligned words of 8 bytes."""
     return not any(number % 8 for number in (flat.numel(), flat.storage_offset(), flat.data_ptr()))
 
 
@@ -149,7 +150,7 @@ def stamp(memory: Any, version: int) -> None:
 
 
 def version_in(memory: Any, token: bytes) -> int:
-    """Return the version that a publication's block holds whole; 0 if there is none."""
+    """Return the version that a publication's block holds in full; 0 if there is none."""
     magic, found, version, _, _ = _HEAD.unpack_from(memory, 0)
     return int(version) if (magic, found) == (_MAGIC, token) else 0
 
@@ -158,7 +159,7 @@ def read(memory: Any) -> Any:
     """Return the state in a block, whose tensors are views of it.
 
     Raises:
-        GarbledError: It holds no state of this library.
+        GarbledError: The block holds no state that this version of the library wrote.
     """
     try:
         *_, begin, size = _HEAD.unpack_from(memory, 0)
@@ -175,14 +176,14 @@ def _read_tensor(memory: Any, places: dict[str, int], node: Json) -> Tensor:
 
 
 def read_over(memory: Any, other: Any) -> Any:
-    """Return the state in a block with its tensors in other memory of that size."""
+    """Return the state in a block, but with tensors that are views of `other`, memory of the same size."""
     *_, begin, size = _HEAD.unpack_from(memory, 0)
     return _read(memory, begin, size, other)
 
 
 def _read(memory: Any, begin: int, size: int, tensors: Any) -> Any:
     """Return the state of a manifest, with its tensors in the memory `tensors`."""
-    # Not by `understand`: a state may have larger numbers than JSON of other processes. Its bounds are those of `pack`.
+    # `understand` would refuse larger numbers than `parse_json` allows; `pack` has limited those of a state already.
     manifest = read_value(json.loads(memory[begin : begin + size]), _Manifest)
-    with torch.inference_mode(False):  # else the tensors could take no part in training, later and elsewhere
+    with torch.inference_mode(False):  # otherwise autograd could never record these tensors
         return unpack(manifest.tree, lambda node, _: _read_tensor(tensors, manifest.places, node))

@@ -1,33 +1,35 @@
 """`phalanx.publish`: versions of a trainer's state, which other processes of the host read without a copy.
 
-**A version** lies whole in one block of shared memory (`contents` says how). To publish the next one, the state is
-copied into a block that nobody reads, which then becomes the newest by a rename of a small file (`records`). So a
-reader sees a whole version or an older one, and nobody waits for anybody: a reader that keeps an old version costs the
-publisher a block more, and nothing else.
+**A version** lies whole in one block of shared memory (`contents` gives the layout). To publish the next one, the
+publisher copies the state into a block that nobody reads, and makes it the newest by renaming a small file (`records`).
+So a reader sees either the whole new version or an older one, and no process waits for another: a reader that keeps an
+old version costs the publisher one more block, and nothing else.
 
-**Who reads what** is a lock of the kernel that each mapping of a reader holds (`Block.hold` of
-`phalanx.host.shared_blocks`). The publisher takes the same lock alone before it writes, so it never writes what a
-reader may look at, whatever either of them has noted, or had no time to note when it was killed. Counters of readers in
-shared memory would be wrong for ever once a reader is killed. A socket on which the publisher hands out descriptors
+**Who reads what** is known from a lock of the kernel, which each reader's mapping holds (`Block.hold` of
+`phalanx.host.shared_blocks`). Before it writes, the publisher takes the same lock exclusively. So it never overwrites
+what a reader may look at, even if either of them was killed. Two alternatives were rejected: counters of readers in
+shared memory would stay wrong forever once a reader is killed; a socket on which the publisher hands out descriptors
 would need a thread that answers while the trainer computes.
 
 **Memory.** Two blocks serve readers that keep up. Each old version that is still read takes one more, up to
-`max_versions` blocks, beyond which publishing fails and names who holds what; from the third on that is said on stderr.
-Blocks are used again, because the kernel clears each new page: 1 GiB takes four times as long into a new block.
+`max_versions` blocks; beyond that, publishing fails, and the error names who holds what. From the third such version
+on, a line on stderr says the same. Blocks are reused, because the kernel clears each new page: copying 1 GiB into a new
+block takes four times as long.
 
-**Without a copy.** `Publication.buffers` lends the next block as a state of tensors, to be filled where they lie. When
-they are published, what else is written there becomes private to the writer (`phalanx.host.loans`). After a fork, the
-child could still write there: such a block is copied, and not used again. To take tensors of `allocate_tensor`, or of a
-published model in training, where they lie was refused: the next optimizer step would write into what readers look at.
+**Without a copy.** `Publication.buffers` lends the next block as a state whose tensors are filled in place. Once the
+state is published, further writes to its tensors become private to the writer (`phalanx.host.loans`). After a fork, the
+child could still write to the block, so its content is copied to another one, and the block is not used again. It was
+considered to publish tensors of `allocate_tensor`, or of a model in training, in place, but the next optimizer step
+would overwrite what readers look at.
 
-**Alternatives of form.** The name alone identifies a publication, so that ``publish(state, name)`` in a loop is all
-that a trainer needs; the object adds buffers and an end in order. A group of trainer and readers that calls collectives
-would stop the trainer for each reader.
+**The interface.** The name alone identifies a publication, so ``publish(state, name)`` in a loop is all that a trainer
+needs; the object adds buffers and an orderly end. If trainer and readers were a group that calls collectives, each
+reader would stop the trainer.
 
-Measured for 1 GiB by ``python -m bench.publish``, on two cores that others used, too: `update` takes 1.1 to 1.7 copies
-into memory that has its pages, with `buffers` 1.0 to 1.2 ms; a reader has the version after 0.2 to 0.3 ms. To read all
-of it for the first time takes 1.7 to 2.7 times as long as with pages that are mapped already: the kernel maps 16 at a
-time. To map all of them at once took as long.
+Measured for 1 GiB by ``python -m bench.publish``, on two cores that other processes used, too: `update` takes 1.1 to
+1.7 times as long as a copy into memory whose pages are present, and 1.0 to 1.2 ms with `buffers`. A reader has the
+version after 0.2 to 0.3 ms. Reading all of it for the first time takes 1.7 to 2.7 times as long as reading pages that
+are already mapped, because the kernel maps 16 at a time. Mapping all of them at once took as long.
 """
 
 from __future__ import annotations
@@ -51,11 +53,11 @@ from phalanx.host.shared_blocks import Block, holders_of
 
 _PURPOSE = "published"
 _FEWEST, _MOST = 2, 1000  # blocks of a publication
-_MANY = 3  # old versions that are held, from which on that is said
-_SPARE = 1  # blocks that are kept for the next version although nobody reads them
+_MANY = 3  # number of old versions held by readers from which a line on stderr says so
+_SPARE = 1  # unread blocks that are kept for the next version
 
 _ours: dict[tuple[int, str], Publication] = {}
-"""The publications by process and name; those of another process are of the one of which this is a fork."""
+"""Publications by process id and name; those with another process's id were inherited in a fork."""
 
 
 @dataclass(eq=False)
@@ -92,26 +94,26 @@ class Publication:
         self._draft: tuple[_Buffer, memoryview] | None = None
         self._most_told = 0
         self._is_closed = False
-        self._busy = threading.RLock()  # of one call at a time, and reentrant: see `_alone`
+        self._busy = threading.RLock()  # admits one call at a time; reentrant, see `_alone`
         self._is_busy = False
-        self._ends: bool | None = None  # in order or not, once the end has been asked for
+        self._ends: bool | None = None  # whether the end that was asked for is orderly; None: none was
 
     @property
     def version(self) -> int:
-        """Number of the newest version, from 1. It goes on where an earlier publication of that name has ended."""
+        """Number of the newest version, from 1. It continues where an earlier publication of that name has ended."""
         return self._record.version if self._record else 0
 
     def update(self, state: Any) -> int:
-        """Publish the next version, and return its number. Whatever fails, the last one stays.
+        """Publish the next version, and return its number. If that fails, the last version stays.
 
         Args:
-            state: New state, of any form that `phalanx.publish` takes. What `buffers` returned is not copied.
+            state: New state, of any form that `phalanx.publish` accepts. A state that `buffers` returned is not copied.
 
         Raises:
             TypeError: A value can't be published; the message says where it is.
             OutOfSharedMemory: There is no room for another version, or readers hold too many old ones.
             PhalanxError: Another process publishes under that name, or the file that readers look for can't be written.
-            ArgumentError: The publication is closed, or this is a fork of its process.
+            ArgumentError: The publication is closed, this is a fork of its process, or this is a call within another.
         """
         with self._alone("update"):
             try:
@@ -133,14 +135,14 @@ class Publication:
             return self.version
 
     def buffers(self) -> Any:
-        """Return a state of the newest version's form, whose tensors are filled in place and then given to `update`.
+        """Return a state of the newest version's form; fill its tensors in place, then pass it to `update`.
 
-        It saves the copy. What the tensors hold at first is undefined, plain values are those of the newest version.
-        Once they are published, what is written into them is seen by nobody else: ask for new ones for each version.
+        This saves the copy. The tensors' content is undefined at first; plain values are those of the newest version.
+        Once the state is published, nobody else sees later writes to its tensors: get new buffers for each version.
 
         Raises:
             OutOfSharedMemory: There is no room for another version, or readers hold too many old ones.
-            ArgumentError: The publication is closed, or this is a fork of its process.
+            ArgumentError: The publication is closed, this is a fork of its process, or this is a call within another.
 
         Example:
             >>> with phalanx.publish({"weight": torch.zeros(3)}, "example-2") as publication:
@@ -164,9 +166,9 @@ class Publication:
             return contents.read_over(newest, self._draft[1])
 
     def close(self) -> None:
-        """End the publication: readers keep what they have, and learn that there will be no more. Again: nothing.
+        """End the publication: readers keep what they have, and learn that no more versions will come. Idempotent.
 
-        In a signal handler that interrupts `update`, it takes effect when that is over.
+        If a signal handler that interrupts `update` calls it, it takes effect after `update`.
 
         Example:
             >>> publication = phalanx.publish({"step": 1}, "example-6")
@@ -210,10 +212,10 @@ class Publication:
 
     @contextlib.contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """Hold off other threads. A call within another one, as of a signal handler, would wait for itself: it raises.
+        """Keep other threads out. A call within another call, as from a signal handler, raises instead of waiting.
 
         Raises:
-            ArgumentError: That; or the publication is closed, or this is a fork of its process.
+            ArgumentError: This is a call within another, the publication is closed, or this is a fork of its process.
         """
         self._require_own(method)
         with self._busy:
@@ -228,7 +230,7 @@ class Publication:
                 yield
             finally:
                 self._is_busy = False
-                if self._ends is not None:  # meanwhile
+                if self._ends is not None:  # it was closed meanwhile
                     self._finish(is_in_order=self._ends)
 
     # ---- the next version ------------------------------------------------------------------------------------------
@@ -252,25 +254,25 @@ class Publication:
                     raise self._short("what `buffers` returned can't be made the writer's own", error) from error
                 self._commit(buffer)
         finally:
-            if buffer.loans.are_lent:  # somebody may write there for as long as he likes
+            if buffer.loans.are_lent:  # `call_back` failed, so the block may still be written to
                 self._drop(buffer)
 
     @contextlib.contextmanager
     def _held_alone(self, buffer: _Buffer) -> Iterator[None]:
-        """Release a block that is held alone at the end; if that is an error, the last version is the newest still."""
+        """Release an exclusively held block at the end; after an error, make the last version the newest again."""
         try:
             yield
         except BaseException:
             contents.stamp(buffer.block.memory, 0)
             if self._record is not None:
-                with contextlib.suppress(OSError):  # an interrupt may have come when it was replaced already
+                with contextlib.suppress(OSError):  # an interrupt may have come after the record was replaced
                     records.write(self.name, self._record)
             raise
         finally:
             buffer.block.release()
 
     def _commit(self, buffer: _Buffer) -> None:
-        """Make what was written into a block, which is held alone, the newest version."""
+        """Make the content of an exclusively held block the newest version."""
         if self._record is None:
             with records.claiming():
                 self._announce(buffer, self._require_free())
@@ -297,10 +299,10 @@ class Publication:
             ) from error
 
     def _require_free(self) -> int:
-        """Return the last version of the name.
+        """Return the number of the name's last version; 0: there is none.
 
         Raises:
-            PhalanxError: Another process, or another publication of this one, publishes under it.
+            PhalanxError: Another process, or another publication of this process, publishes under the name.
         """
         record = records.find(self.name)
         if record is None:
@@ -316,10 +318,10 @@ class Publication:
     # ---- blocks ----------------------------------------------------------------------------------------------------
 
     def _take(self, size_bytes: int, fits: Any) -> _Buffer:
-        """Return a block that nobody reads, held alone.
+        """Return a block that nobody reads, exclusively held.
 
         Raises:
-            OutOfSharedMemory: There is none, and can be none.
+            OutOfSharedMemory: Readers hold too many blocks, or there is no memory for another one.
         """
         for buffer in list(self._buffers):
             if (
@@ -360,7 +362,7 @@ class Publication:
         buffer.block.close()
 
     def _give_back(self) -> None:
-        """Free blocks that no reader holds, except one for the next version, and say so if readers hold many."""
+        """Free blocks that no reader holds, except one for the next version; print a line if readers hold many."""
         old = [one for one in self._buffers if one is not self._newest and not (self._draft and one is self._draft[0])]
         held = []
         num_free = 1 if self._draft else 0
@@ -385,7 +387,7 @@ class Publication:
             print(text, file=sys.stderr, flush=True)
 
     def _held(self) -> tuple[list[str], int]:
-        """Return who holds which old versions, in words, and their bytes."""
+        """Return a phrase for each old version that readers hold, and the size of these versions in bytes."""
         rows, total = [], 0
         for buffer in sorted(self._buffers, key=lambda buffer: buffer.version):
             if buffer is self._newest or (self._draft and buffer is self._draft[0]):
@@ -402,7 +404,7 @@ class Publication:
         return f"publish({self.name!r})"
 
     def _require_own(self, method: str) -> None:
-        """Before the lock is taken, which another thread may have held at the fork."""
+        """Raise in a forked child, before it takes the lock, which another thread may have held at the fork."""
         if self._pid != os.getpid():
             raise ArgumentError(
                 f"{self._call}: process {self._pid} publishes it, and this is a fork, process {os.getpid()}: call "
@@ -427,16 +429,16 @@ def publish(state: Any, name: str, *, max_versions: int = 8) -> Publication:
 
     Args:
         state: Model, or dictionaries, lists and tuples of tensors and plain values, such as ``model.state_dict()``.
-            Tensors are copied, from an accelerator too; non-contiguous ones are packed. Tensors that are the same
-            memory stay so.
+            Tensors are copied, from an accelerator too; non-contiguous ones are packed. Tensors that share the same
+            memory still share it for readers.
         name: Name of 1 to 100 letters, digits, ``-`` and ``_``.
         max_versions: Number of blocks of the state's size, at least 2, beyond which publishing fails: one for the
-            newest version, one for the next, and one for each older version that is still read. It counts at the first
-            call.
+            newest version, one for the next, and one for each older version that is still read. Later calls with the
+            same name ignore it.
 
     Raises:
         TypeError: A value can't be published, such as a sparse tensor or a DTensor; the message says where it is.
-        ValueError: The name can't be one.
+        ValueError: The name is not valid, or `max_versions` is out of range.
         OutOfSharedMemory: There is no room, or readers hold too many old versions. The last version stays.
         PhalanxError: Another process publishes under that name.
 

@@ -1,13 +1,13 @@
 """How readers find the publisher of a name: a small file in a folder that only their user can enter.
 
-`Record` is its content. It is replaced by a rename with each version, so it is whole, and nobody serves it. What it
-says is checked: the publisher lives if its process still holds that very memory under that descriptor, so a killed one,
-a pid that another process has by now, and a forked child count for nothing. The file stays when its publisher ends:
-from it the next one knows with which version to go on.
+`Record` is the file's content. Each version replaces the file by a rename, so readers always see a whole one, and no
+process has to serve it. Readers check what it says: the publisher is alive only if its process still holds that very
+memory under that descriptor. So a killed publisher, a pid that now belongs to another process, and a forked child do
+not count. The file stays when its publisher ends: it tells the next publisher from which version to continue.
 
-The folder depends on no variable: a trainer that was started by a login, and an evaluator started by cron, find the
-same. It lies in memory where it can: on a disk, a rename may wait for the writing of a checkpoint. An abstract socket
-would leave no file, but any user could take its name first.
+The folder depends on no environment variable, so a trainer started from a login shell and an evaluator started by cron
+find the same one. It lies in memory if possible: on a disk, a rename may have to wait while a checkpoint is written. An
+abstract socket would leave no file, but any user could take its name first.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Record:
     """Who publishes a name, and where the newest version lies.
 
     Attributes:
-        pid: Process that publishes.
-        token: Random text that tells its publication from all others.
+        pid: Id of the process that publishes.
+        token: Random text that tells this publication from all others.
         version: Newest version.
         fd: Descriptor of the block with that version, in that process.
         inode: Inode of the block.
         size_bytes: Size of the block.
         started: Clock ticks from the host's boot to the start of that process.
-        pid_namespace: Number of the namespace in which `pid` counts.
-        is_closed: Whether the publication was closed in order.
+        pid_namespace: Number of the namespace in which `pid` is valid.
+        is_closed: Whether the publication was closed, rather than ended by an error or with its process.
     """
 
     pid: Annotated[int, between(1, _MOST)]
@@ -71,23 +71,23 @@ class Record:
 
     @property
     def is_live(self) -> bool:
-        """Whether the publisher holds this version's memory; False, too, if it has published another since."""
+        """Whether the publisher holds this version's memory; also False if a newer version has taken its place."""
         if self.is_closed:
             return False
         try:
             return os.stat(path_of(self.fd, self.pid)).st_ino == self.inode
-        except PermissionError:  # one of them has dropped privileges, or the process is another by now
+        except PermissionError:  # a process has dropped privileges, or the pid is another's by now
             return start_of(self.pid) == self.started
         except OSError:
             return False
 
 
 def check_name(call: str, name: Any) -> str:
-    """Return the name of a publication.
+    """Check the name of a publication, and return it.
 
     Raises:
-        TypeError: It is no text.
-        ValueError: It can't be a name.
+        TypeError: The name is not a string.
+        ValueError: The name is not valid.
     """
     if not isinstance(name, str):
         raise TypeError(f"{call}: name must be a text such as 'policy', got {type(name).__name__}")
@@ -100,7 +100,7 @@ def check_name(call: str, name: Any) -> str:
 
 
 def after(version: int) -> int:
-    """Return the number of the next version; after the largest that a record can hold, they begin anew."""
+    """Return the number of the next version; after the largest that a record can hold, it is 1 again."""
     return version % _MOST + 1
 
 
@@ -112,7 +112,7 @@ def find(name: str) -> Record | None:
     """Return the record of a name; None if there is none that can be read.
 
     Raises:
-        PhalanxError: Its publisher lives in another container, or this process has too many open files.
+        PhalanxError: It was published in another container, or this process has too many open files.
     """
     found: Record | None = None
     for path in common_files(file_name(name)):
@@ -125,7 +125,7 @@ def find(name: str) -> Record | None:
         except GarbledError:
             continue
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # else it counts as missing
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # any other file counts as missing
                 raise PhalanxError(
                     f"{path} can't be opened: {error.strerror}; raise the limit (ulimit -n)", entry="open-files"
                 ) from error
@@ -149,7 +149,7 @@ def write(name: str, record: Record) -> None:
     """Replace the record of a name.
 
     Raises:
-        OSError: There is no place for it.
+        OSError: No folder can take the file.
     """
     text = json.dumps(asdict(record))
     in_common_folder(lambda folder: write_whole(os.path.join(folder, file_name(name)), text))
@@ -157,10 +157,11 @@ def write(name: str, record: Record) -> None:
 
 @contextlib.contextmanager
 def claiming() -> Iterator[None]:
-    """Hold off every other process that begins to publish.
+    """Keep every other process from beginning to publish.
 
     Raises:
-        OSError: There is no place for the lock.
+        OSError: No folder can take the lock's file.
+        PhalanxError: Another process does not release the lock.
     """
     path = in_common_folder(lambda folder: os.path.join(folder, "publications.lock"))
     with open_regular(path, os.O_RDWR | os.O_CREAT) as file:
@@ -169,7 +170,7 @@ def claiming() -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
+            fcntl.flock(file, fcntl.LOCK_UN)  # explicit: a child forked meanwhile has the file open, too
 
 
 def pid_namespace() -> int:
@@ -187,6 +188,6 @@ def start_of(pid: int) -> int:
 
 
 def described(pid: int) -> str:
-    """Return ``process 123 (train.py)``."""
+    """Return words for a process, such as ``process 123 (train.py)``."""
     words = [os.path.basename(word) for word in command_of(pid)[1:] if not word.startswith("-")]
     return f"process {pid} ({shortened(words[0])})" if words else f"process {pid}"

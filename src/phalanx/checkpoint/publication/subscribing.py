@@ -1,15 +1,16 @@
-"""`phalanx.subscribe`: reads what another process of the host publishes, where it lies.
+"""`phalanx.subscribe`: reads in place what another process of the host publishes.
 
-A reader looks at the record of the name (`records`), opens the block that it names, takes the kernel's lock that keeps
-the content (`phalanx.host.shared_blocks.Block.hold`), and only then looks which version is there. If the publisher was
-faster, it looks again. The lock is part of the mapping, so a version is kept until its last tensor is gone, and no
-longer than the process lives.
+A reader reads the record of the name (`records`), opens the block that the record names, takes the kernel's lock that
+protects the content (`phalanx.host.shared_blocks.Block.hold`), and only then checks which version the block holds. If
+the publisher has reused the block meanwhile, the reader starts again. The lock belongs to the mapping, so a version is
+kept until its last tensor is gone, and no longer than the process lives.
 
-**Read-only** is a private mapping: what a reader writes into a tensor is its own, in pages that the kernel copies then.
-A mapping without the right to write would end the process with SIGSEGV, in native code, where a training loop forgot a
-``clone()``. To map and read 1 GiB costs no more this way (287 ms, 367 ms with a shared mapping for reading only).
+**Writes stay private.** The mapping is private: if a reader writes into a tensor, the kernel copies the page, and only
+that reader sees the change. If the mapping could not be written to, a training loop that forgot a ``clone()`` would end
+with SIGSEGV in native code. Mapping and reading 1 GiB costs no more this way (287 ms; 367 ms with a shared read-only
+mapping).
 
-**Waiting** looks every few milliseconds at the record, and every tenth of a second whether the publisher lives.
+**Waiting** reads the record every few milliseconds, and checks every tenth of a second whether the publisher is alive.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from phalanx.wire.waiting import wait_until
 
 _PURPOSE = "subscribed"
 _LOOK_S = 0.005  # longest pause between two looks at the record
-_LATEST_S = 30.0  # seconds within which a publisher that lives is caught between two versions
+_LATEST_S = 30.0  # longest time in which a live publisher may replace each version before it is mapped
 _GONE = (errno.ENOENT, errno.ESRCH, errno.ESTALE, errno.EINVAL, errno.ENXIO)
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -40,9 +41,9 @@ class Published:
     """A version of what another process publishes.
 
     Attributes:
-        version: Number of the version; larger than that of every earlier one, whoever has published it.
+        version: Number of the version; larger than that of every earlier one, even from another publisher.
         state: State as it was published. Its tensors are views of memory that others share: read them, or ``clone()``.
-            What is written into one is seen by this process alone.
+            Only this process sees what it writes into one.
 
     Example:
         >>> with phalanx.publish([1, 2.5, "three"], "example-3"):
@@ -61,7 +62,7 @@ class Subscription:
     A subscription keeps the version that it returned last until it returns another or is closed. It can be pickled, as
     for workers of a data loader, and used in a forked child.
 
-    Iterating waits for version after version, leaves out those that were replaced before it came to them, and ends when
+    Iterating waits for one version after another, skips those that were replaced before it reached them, and ends when
     the publication is closed.
 
     Attributes:
@@ -84,7 +85,7 @@ class Subscription:
         self.name = name
         self._timeout_s = timeout_s
         self._last: Published | None = None
-        self._last_token = ""  # of the publication that `_last` is from
+        self._last_token = ""  # token of the publication that `_last` is from
         self._seen = ""  # token of the publication that was seen alive
         self._is_closed = False
 
@@ -92,10 +93,10 @@ class Subscription:
         return subscribe, (self.name,), {"_timeout_s": self._timeout_s}
 
     def latest(self) -> Published:
-        """Return the newest version there is, without waiting for one; after its publisher's end, the last one got.
+        """Return the newest version without waiting for the next; after the publisher's end, the last one received.
 
         Raises:
-            NotPublished: There is none.
+            NotPublished: There is no version.
             OutOfSharedMemory: This process has no address space or no descriptors left.
         """
         self._require_open()
@@ -110,12 +111,12 @@ class Subscription:
         """Return the newest version once it is newer than a given one.
 
         Args:
-            newer_than: Version that is known; None: the one that this subscription returned last.
+            newer_than: Number of a known version; None: the version that this subscription returned last.
             timeout_s: Longest wait in seconds; None: the subscription's.
 
         Raises:
-            NotPublished: None came in time, or the publisher has ended; `has_ended` of the error tells which. The next
-                call waits for another publisher.
+            NotPublished: No newer version came in time, or the publisher has ended; the error's `has_ended` tells
+                which. After an end, the next call waits for another publisher.
             OutOfSharedMemory: This process has no address space or no descriptors left.
         """
         self._require_open()
@@ -160,7 +161,7 @@ class Subscription:
     # ---- looking ---------------------------------------------------------------------------------------------------
 
     def _look_now(self) -> tuple[Published | None] | None:
-        """Return the newest version, without a publisher the last one got; None if it is just being replaced."""
+        """Return the newest version, or the last one received if nobody publishes; None while one is replaced."""
         record = self._live()
         if record is None:
             return (self._last,)
@@ -169,13 +170,13 @@ class Subscription:
 
     def _look(self, known: int) -> Published | None:
         record = records.find(self.name)
-        is_other = record is not None and self._last_token not in ("", record.token)  # its numbers may have begun anew
+        is_other = record is not None and self._last_token not in ("", record.token)  # it may count anew
         if record is None or (record.version <= known and not is_other):
             return None
         return self._get(record)
 
     def _live(self) -> records.Record | None:
-        """Return the record if its publisher lives."""
+        """Return the record if its publisher is alive."""
         record = records.find(self.name)
         while record is not None and not record.is_live:
             newer = records.find(self.name)
@@ -196,7 +197,7 @@ class Subscription:
                 raise self._error("its publisher has ended", record, has_ended=True)
 
     def _get(self, record: records.Record) -> Published | None:
-        """Return the version of a record, or a newer one; None if its memory is used for another by now."""
+        """Return a record's version, or a newer one; None if its memory has been reused meanwhile."""
         if self._last and (record.version, record.token) == (self._last.version, self._last_token):
             return self._last
         try:
@@ -273,7 +274,7 @@ def subscribe(name: str, *, timeout_s: float = 1800.0) -> Subscription:
         timeout_s: Longest wait for a version in seconds, unless a call of `Subscription.wait` names another.
 
     Raises:
-        ValueError: The name can't be one, or the timeout is not more than 0.
+        ValueError: The name is not valid, or the timeout is not positive.
 
     Example:
         >>> with phalanx.publish({"weight": torch.ones(2)}, "example-5"), phalanx.subscribe("example-5") as policy:

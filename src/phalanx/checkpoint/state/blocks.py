@@ -4,7 +4,7 @@
   and writes its share.
 - Each rank saves its shard of a DTensor, and replicas are saved once. torch says where the shards lie.
 - Buffers of modules, NumPy arrays, tensors below 64 KiB and plain values are saved by every rank, because they may
-  differ (batch norm, random numbers, positions in the data). A job of another size gets rank 0's.
+  differ (batch norm, random numbers, positions in the data). A job with a different number of ranks gets rank 0's.
 - If the ranks' names, shapes or bits differ (a hand-written pipeline or experts), each rank saves its own tensors, and
   only the same number of ranks can load the checkpoint.
 """
@@ -38,12 +38,12 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape in the whole
 
 
 def _can_be_divided(leaf: Leaf) -> bool:
-    """Return whether each rank saves only a part of a tensor that all ranks have alike."""
+    """Return whether the ranks divide this tensor among them if it is the same on all of them."""
     return not leaf.is_local and not is_dtensor(leaf.tensor) and _size(leaf.tensor) >= _SMALL_BYTES
 
 
 def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Collection[str]) -> list[Part]:
-    """Return what `rank` saves: its shards, its own tensors, and its share of the large ones that all ranks have alike.
+    """Return what `rank` saves: its shards, its own tensors, and its share of the large tensors that all have alike.
 
     These shares have about equal sizes, and are cut between rows.
 
@@ -51,7 +51,7 @@ def parts_of_rank(leaves: Sequence[Leaf], rank: int, world_size: int, alike: Col
         leaves: Tensors of this rank's state.
         rank: Rank that saves.
         world_size: Number of ranks that save.
-        alike: Names of tensors that are the same on all ranks; the same names on all of them.
+        alike: Names of the tensors that are the same on all ranks; every rank passes the same names.
     """
     leaves = sorted(leaves, key=lambda leaf: leaf.name)  # the order may differ between ranks with different states
     divided = {leaf.name for leaf in leaves if _can_be_divided(leaf) and leaf.name in alike}
@@ -79,7 +79,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _shard(leaf: Leaf) -> list[Part]:
-    """Return this rank's shard of a DTensor, unless an earlier rank has the same."""
+    """Return this rank's shard of a DTensor, unless an earlier rank has the same one."""
     tensor: Any = leaf.tensor
     offset, shape = _place_of_shard(tensor)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -102,7 +102,7 @@ class Reader:
 
     Args:
         images: Images of all ranks, in rank order.
-        own: Rank whose own values, such as small tensors and buffers, are this rank's.
+        own: Rank whose small tensors, buffers and other own values this rank gets.
 
     Attributes:
         needed: Ranges of bytes that are needed according to `survey`, by the rank whose image has them.
@@ -115,7 +115,7 @@ class Reader:
 
     @torch.no_grad()
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
-        """Return the tensor of a node, in `into` if that is given.
+        """Return a node's tensor: `into`, filled, if that is given.
 
         Raises:
             ValueError: The images lack something that `into` needs.
@@ -161,7 +161,7 @@ class Reader:
         missing = _count(wanted)
         found: dict[Block, tuple[Image, tuple[int, ...], tuple[int, ...], str]] = {}
         for image in self._images:
-            if missing <= 0:  # stops here: further ranks may have saved other tensors under the same name
+            if missing <= 0:  # later ranks may have saved other tensors under this name
                 break
             for offset, shape, key in image.blocks.get(name, ()):
                 common = _overlap(wanted, (offset, shape))

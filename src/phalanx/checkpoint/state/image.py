@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 4096  # where data may begin, so that it stays in place although headers differ a little from step to step
+_ALIGNMENT = 4096  # data begins at a multiple of this, so it stays in place although headers differ in length
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
@@ -86,7 +86,7 @@ def lay_out(parts: Sequence[Part], metadata: Mapping[str, Any] | None) -> Layout
     for i in sorted(range(len(parts)), key=lambda i: -parts[i].block.element_size()):
         part, stored = parts[i], as_stored(parts[i].block)
         key = part.key
-        while key in entries:  # the key of a block may be the name of another tensor
+        while key in entries:  # a block's key may equal another tensor's name
             key += "'"
         places[i], end = end, end + stored.numel() * stored.element_size()
         entries[key] = {
@@ -151,7 +151,7 @@ class Image:
         """Return the block that `blocks` lists under `key`.
 
         Raises:
-            ValueError: It is of another shape or dtype.
+            ValueError: The block has a different shape or dtype, or is not aligned to its elements.
         """
         entry = self._entries[key]
         start, end = entry["data_offsets"]

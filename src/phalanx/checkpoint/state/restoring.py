@@ -1,10 +1,9 @@
-"""Restores the user's state from a tree, modules, optimizers and tensors in place; or says why the tree does not fit.
+"""Restores the user's state from a tree, or says why the tree does not fit; fills modules and tensors in place.
 
-What the user passes directly is restored exactly as it was saved, or refused: containers in the tree have the name of
-their class, a tensor that shared the memory of another one has that one's name, and a tensor of the user's is filled
-only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact, because the object
-itself
-decides: values are cast as torch does, and mappings become dicts.
+What the user passes directly is restored exactly as it was saved, or refused. For this, the tree names the class of
+each container and, for a tensor that shared memory with another, that other tensor; and a tensor of the user's is
+filled only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact, because the
+object itself decides: values are cast as torch does, and mappings become dicts.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: 
 
     Raises:
         KeyError: With `strict`: `state` has an entry that the tree lacks.
-        ValueError: The tree has another form.
+        ValueError: The tree's form differs from that of `state`.
     """
     _walk(state, node, _Sharing(read), strict=strict, assigns=True)
 
 
 class _Sharing:
-    """Reads new tensors such that they share memory as the saved ones did."""
+    """Reads new tensors so that they share memory as the saved ones did."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._done: dict[str, Tensor] = {}
-        self._single: dict[str, tuple[Json, Tensor]] = {}  # tensors by the one that shares their memory, not read yet
+        self._single: dict[str, tuple[Json, Tensor]] = {}  # read tensors, by the sharing tensor that is still unread
 
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
         name, other = node["tensor"], node.get("shares", [""])[0]
@@ -62,10 +61,10 @@ class _Sharing:
         return tensor
 
     def _view(self, node: Json, shares: Sequence[Any], other: Tensor) -> Tensor:
-        """Return the tensor of a node as the view of another tensor that it was.
+        """Return a node's tensor as a view of `other`, which it was when it was saved.
 
         Raises:
-            ValueError: It was not a view of the other.
+            ValueError: It was not a view of `other`.
         """
         name, *begin = shares
         num = math.prod(node["shape"])
@@ -81,7 +80,7 @@ class _Sharing:
 
 
 def survey(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool = True) -> None:
-    """Call `read` for each tensor that `restore` would read, with the one that it would fill; `state` stays as it is.
+    """Call `read` for each tensor that `restore` would read, with the tensor that it would fill; don't change `state`.
 
     Raises:
         KeyError, ValueError: As in `restore`, unless that depends on a tensor's content.
@@ -90,7 +89,7 @@ def survey(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: b
 
 
 def _walk(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bool, assigns: bool) -> None:
-    """Call `_visit` for each entry of a state that was saved, and put the result in its place."""
+    """Call `_visit` for each entry of `state` that the tree has, and put the result in its place."""
     saved = dict(pairs_of(node))
     if strict and (missing := [key for key in state if key not in saved]):
         raise KeyError(
@@ -133,8 +132,9 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _visit(target: Any, node: Json, read: Read, *, strict: bool, assigns: bool) -> Any:
-    """Read what `target` needs; return what takes its place: itself, restored, if it is an object or holds some.
+    """Read what `target` needs, and return what is to take its place.
 
+    Objects, tensors, and mappings that hold some are restored in place and returned; anything else becomes a new value.
     Without `assigns`, `target` stays as it is and is returned.
     """
     if isinstance(target, nn.Module):
@@ -160,7 +160,7 @@ def _visit(target: Any, node: Json, read: Read, *, strict: bool, assigns: bool) 
         return target
     if isinstance(target, list | tuple) and _holds_objects(target):
         items = [_visit(own, item, read, strict=strict, assigns=assigns) for own, item in _items(target, node)]
-        make: Any = getattr(type(target), "_make", type(target))  # named tuples have one
+        make: Any = getattr(type(target), "_make", type(target))  # named tuples have `_make`
         return make(items) if assigns else target
     value = unpack(node, read, target, is_exact=True)
     return value if assigns else target
@@ -187,7 +187,7 @@ def _items(target: Sequence[Any], node: Json) -> Iterable[tuple[Any, Json]]:
     """Return each item of a sequence with its node.
 
     Raises:
-        ValueError: The node is of something else.
+        ValueError: The node does not describe a sequence of the same length.
     """
     saved = next(iter(node.values())) if isinstance(node, dict) else None
     if not isinstance(saved, list) or len(saved) != len(target):
@@ -196,7 +196,7 @@ def _items(target: Sequence[Any], node: Json) -> Iterable[tuple[Any, Json]]:
 
 
 def _why_no_fit(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """Return in which tensors the states of module and checkpoint differ; empty if in none."""
+    """Return how the tensors of a module and of the checkpoint differ; empty if they do not."""
     other = [
         f"{name} is {form_of(saved[name])} in the checkpoint and {form_of(value)} here"
         for name, value in own.items()
@@ -232,9 +232,9 @@ def _holds_objects(value: Any) -> bool:
 
 
 def _state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
-    """Return empty tensors for the state of parameters that are DTensors or not contiguous, with the same layout.
+    """Return empty tensors for the state of parameters that are DTensors or not contiguous, laid out like those.
 
-    With another layout, a step would take longer and round differently.
+    With another layout, an optimizer step would take longer and round differently.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[Any, dict[str, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Turns state into a tree of JSON in which tensors are represented by names; their bytes are stored apart.
+"""Turns state into a tree of JSON in which tensors are represented by names; their bytes are stored separately.
 
 Nothing in it is pickled. A value of a class that is not listed here and has no ``state_dict`` is an error.
 """
@@ -23,9 +23,9 @@ from phalanx._torch.tensors import is_dtensor, is_stored, unusual_keys
 from phalanx.checkpoint.state.unpacking import FACTORIES, MAPPINGS, SEQUENCES, Json
 
 _SCALARS = (bool, int, str, type(None))
-_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]|qu?int.*")  # dtypes that torch can neither copy nor view as complex
+_UNLOADABLE = re.compile("bcomplex32|u?int[1-7]|qu?int.*")  # torch can't copy them, or view them as complex
 _MAX_INT_BITS = 14_000  # Python refuses to read a number of more than 4300 digits
-_MOST_DEPTH = 200  # values within values; a reader needs three calls of Python's 1000 for each
+_MOST_DEPTH = 200  # levels of nesting; a reader needs three nested calls for each, and Python allows 1000
 _INLINE_BYTES = 1024  # longer bytes are saved like a tensor
 
 
@@ -36,7 +36,7 @@ class Leaf:
     Attributes:
         name: Position in the state, such as ``model.0.weight``; the same on every rank.
         tensor: Tensor or DTensor of this rank.
-        is_local: Whether each rank has its own, as with buffers of modules, bytes and NumPy arrays.
+        is_local: Whether each rank saves its own values, as for buffers of modules, bytes and NumPy arrays.
     """
 
     name: str
@@ -52,7 +52,7 @@ def refuse_no_mapping(call: str, state: object, more: str = "") -> None:
         more: Arguments that follow the state in the right call.
 
     Raises:
-        TypeError: The state is no mapping.
+        TypeError: The state is not a mapping.
     """
     if not isinstance(state, Mapping):
         name = "model" if isinstance(state, nn.Module) else "state"
@@ -88,7 +88,7 @@ def pack(state: Any, done: str = "saved") -> tuple[Json, list[Leaf]]:
 
     Args:
         state: Values and tensors.
-        done: Word for what is done to it, for messages.
+        done: Participle that messages use for what is done with the state.
 
     Raises:
         TypeError: A value can't be written without pickling; the message says where it is.
@@ -99,7 +99,7 @@ def pack(state: Any, done: str = "saved") -> tuple[Json, list[Leaf]]:
         tree = packer.pack(state, "")
         packer.note_shared_memory()
         json.dumps(tree)  # tried here, so that a failure comes before the ranks agree to save
-    except RecursionError:  # the caller's own calls were many
+    except RecursionError:  # the caller was already deep in calls of its own
         raise _too_deep(done) from None
     return tree, packer.leaves
 
@@ -116,12 +116,12 @@ class _Packer:
         self.leaves: list[Leaf] = []
         self._names = {"__metadata__"}  # names in use; this one is reserved in a safetensors file
         self._buffers: frozenset[str] = frozenset()
-        self._level = 0  # of the value that is being packed
-        self._depth = 0  # depth of nested objects, whose load_state_dict() is not told of shared memory
+        self._level = 0  # nesting level of the value that is being packed
+        self._depth = 0  # number of objects around the value; load_state_dict() can't restore shared memory
         self._places: list[_Place] = []
 
     def note_shared_memory(self) -> None:
-        """Record in the node of each tensor that shares an earlier tensor's memory which tensor that is."""
+        """In the node of each tensor that shares memory with an earlier tensor, record which one."""
         for places in _overlapping(self._places):
             for number, place in enumerate(places):
                 if shares := next(filter(None, map(place.within, places[:number])), None):
@@ -148,7 +148,7 @@ class _Packer:
         if isinstance(value, Tensor):
             with torch.DisableTorchFunctionSubclass():  # a subclass may override torch's functions
                 is_divided = is_dtensor(value)
-                tensor = value if is_divided else value.detach()  # not for a DTensor: it would import torch._dynamo
+                tensor = value if is_divided else value.detach()  # detach() on a DTensor would import torch._dynamo
                 node = self._pack_tensor(tensor, name, name in self._buffers)
                 if not self._depth and not is_divided and tensor.numel():
                     self._places.append(_Place.of(tensor, node))
@@ -275,10 +275,10 @@ class _Place:
         return _Place(node, begin, begin + extent * size, form, tensor.is_contiguous())
 
     def within(self, other: _Place) -> list[Any] | None:
-        """Return the other's name and the index of its element where this one begins; None if they share no memory.
+        """Return the other's name and the index of its element at which this one begins; None if they share no memory.
 
         The index is omitted if this one is not a view of the other. Tensors that are not contiguous, such as columns,
-        share memory only if they are identical.
+        count as sharing memory only if they are identical.
         """
         if (self.form, self.begin) == (other.form, other.begin):
             return [other.node["tensor"], 0]
@@ -312,7 +312,7 @@ def _local_part(tensor: Any) -> Tensor:
 
 
 def _check_memory(tensor: Tensor, name: str, done: str) -> None:
-    """Raise a TypeError unless the tensor's elements lie in its own memory, which is read as it is."""
+    """Raise a TypeError unless the tensor's values are the bytes in a memory of its own."""
     keys = unusual_keys(tensor)
     if keys and not tensor.is_cpu:  # dispatch keys implied by the device are fine
         keys -= unusual_keys(torch.empty(0, device=tensor.device))

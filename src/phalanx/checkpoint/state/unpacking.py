@@ -73,8 +73,8 @@ def unpack(node: Json, read: Read, like: Any = None, *, is_exact: bool = False) 
         node: Tree that `pack` returned.
         read: Function that takes a tensor's node and the tensor to fill, or None, and returns the tensor.
         like: Value of the same form, or None.
-        is_exact: Whether to refuse any loss: a tensor in `like` that can't hold every value, and a mapping whose class
-            only `like` could provide. Otherwise such a mapping becomes a dict.
+        is_exact: Whether to refuse any loss: a tensor in `like` that can't hold every value, and a mapping of a user's
+            class for which `like` has no mapping. Otherwise such a mapping becomes a dict.
 
     Raises:
         ValueError: `pack` did not make the tree, or with `is_exact`, something would be lost.
@@ -103,10 +103,10 @@ def unpack(node: Json, read: Read, like: Any = None, *, is_exact: bool = False) 
 
 
 def _check_fit(like: Tensor, node: Json) -> None:
-    """Check that a tensor can be filled with that of a node without losing a value.
+    """Check that a tensor can be filled with a node's tensor without losing a value.
 
     Raises:
-        ValueError: It would lose a value.
+        ValueError: The node describes no tensor of the same shape, or a value would be lost.
     """
     if not isinstance(node, dict) or "tensor" not in node:
         raise ValueError(
@@ -160,7 +160,7 @@ def _as_named(node: Json, items: list[Any], like: Any) -> Any:
 
 @functools.lru_cache
 def _class_of_named(name: str, fields: tuple[str, ...]) -> Any:
-    # Renamed are fields that were when the class was made: those of no valid name, as _1 for the second one.
+    # `rename` renames the fields that it renamed in the saved class: an invalid name becomes _1 for the second field.
     return collections.namedtuple(name, fields, rename=True)
 
 

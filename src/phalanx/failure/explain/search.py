@@ -16,10 +16,10 @@ from phalanx.failure.explain.entries import entries
 _PLACE = re.compile(r"<[^<>\n]+>")
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d]|['./-](?=\w))+")
 _LEAST_SHARE = 0.55
-"""Fraction of a message's weight that must be in the pasted text, or of the text's in the message."""
+"""For a sure match, least share of a message's weight that is in the pasted text, or of the text's in the message."""
 _NEAR_SHARE = 0.2
 _GENERAL = frozenset({"rank-exited", "rank-failed", "rank-error", "error"})
-"""Entries that say only that something has gone wrong; an entry that says what takes precedence."""
+"""Entries that say only that something has gone wrong; an entry that says what went wrong takes precedence."""
 
 
 _CODE = re.compile(r"(?:exit(?:ed)?|code|status|exitcode)[^\w-]+(?:with )?(-?\d+)\b|^\W*(-?\d+)\W*$")
@@ -29,7 +29,7 @@ _ABOUT_ENDS = frozenset({
     "kill", "killed", "pid", "process", "program", "python", "received", "returned", "script", "signal", "status",
     "task", "terminated", "the", "was", "with",
 })  # fmt: skip
-"""Words that may stand around a number which is an exit code or a signal."""
+"""Words that may stand around a number or a name if it is an exit code or a signal."""
 
 
 def find(text: str) -> tuple[str, list[str]]:
@@ -92,6 +92,6 @@ def _features(text: str) -> frozenset[object]:
 
 
 def _weights(patterns: Iterable[frozenset[object]]) -> dict[object, float]:
-    """Return the weight of each feature: the fewer messages have it, the more."""
+    """Return the weight of each feature: the fewer messages have it, the greater its weight."""
     counts = collections.Counter(feature for pattern in patterns for feature in pattern)
     return {feature: 1.0 / math.sqrt(count) for feature, count in counts.items()}
