@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _process_of(job: Job, number: int) -> int:
-    """Return the process of a living rank.
+    """Return the process of a running rank.
 
     Raises:
-        NoRank: There is none.
+        NoRank: The rank does not run here, or its job was not started by ``phalanx run``.
     """
     if job.launcher == NO_JOB and (why_not := off_limits(job.launcher_pid)):
         raise NoRank(f"process {job.launcher_pid} ({job.name}) {why_not}")
@@ -93,7 +93,7 @@ def _ask(job: Job, rank: int, pid: int) -> socket.socket:
     """Return a connection to the debugger of a rank.
 
     Raises:
-        NoRank: It can't have one now.
+        NoRank: The debugger can't be opened now.
     """
     who = f"rank {rank} (pid {pid})"
     if number_inside(pid) != pid:

@@ -71,6 +71,6 @@ def script_path(words: Sequence[str], pid: int) -> str:
 
 
 def _script_in(word: str) -> str | None:
-    """Return the script that a word names, also as pytest names a test of it (``test_job.py::test_it``)."""
+    """Return the script that a word names, alone or as part of pytest's name for a test (``test_job.py::test_it``)."""
     script = word.partition("::")[0]
     return script if script.endswith(".py") else None

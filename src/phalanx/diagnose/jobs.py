@@ -3,11 +3,11 @@
 Three sources are used, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black
 boxes that processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them. A launcher is
 recognised by its program, so ``vim torchrun`` is not one. A torchrun without ranks is a job that is starting. A process
-that is not a rank can be asked about, too: it counts as a job with one rank of number -1.
+that is not a rank can be asked about, too: it counts as a job with a single rank, number -1.
 
-The processes of a job in a container have other numbers in it than on its host, where the job can be seen. So process
-numbers in its launcher's notes and in boxes are translated by ``NSpid``; otherwise they would be taken for unrelated
-processes of the host.
+The host sees the processes of a container's job under other numbers than the container does. So the numbers in the
+launcher's notes and in boxes are translated by ``NSpid``; otherwise they would be taken for unrelated processes of the
+host.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from phalanx.record.run_folder import logs_beside
 from phalanx.rendezvous.launched import MEMORY_NAME, read_started
 
 NO_JOB = "no job"
-"""Launcher of a process that is no rank of a job."""
+"""Launcher name for a process that is not a rank of a job."""
 NO_RANK = -1
-"""Rank number of such a process."""
+"""Rank number of a process that is not a rank of a job."""
 
 _STARTING = "starting"
 _TABLE_WIDTH = 80
@@ -78,14 +78,14 @@ class Job:
     Attributes:
         name: Script or module that it runs, such as ``train.py``.
         launcher: ``phalanx run``, ``phalanx.spawn``, ``torchrun``, ``mpirun``, ``srun``, ``by hand``, or ``no job``
-            where it is a process that is no rank.
+            for a process that is not a rank.
         launcher_pid: Process of the launcher; 0: there is none, or the job has ended.
-        world_size: Number of ranks, also on other hosts; 0 if it is unknown.
+        world_size: Number of ranks on all hosts; 0 if it is unknown.
         ranks: The ranks of this host, lowest first.
         folder: Folder of the run's logs; empty if it is unknown.
         notes: Path of the launcher's notes, see `rendezvous.launched`; empty if it keeps none.
         state: Activity of the launcher while no rank runs here, such as ``starting``; empty if ranks run or have ended.
-        straggler: Words of the launcher about a rank that costs the others time; empty if nothing.
+        straggler: Words of the launcher about a rank that costs the others time; empty if there is none.
         script: Absolute path of its script; empty if that is unknown.
     """
 
@@ -231,7 +231,7 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
     for job in jobs:
         if pid in job.pids:
             return Matches((job,))
-    for job in jobs:  # a solo job has no descendants that count: it may be a notebook, which may start anything
+    for job in jobs:  # descendants of a one-rank job do not count: it may be a notebook, which may start anything
         if job.world_size != 1 and any(pid == helper.pid for rank in job.ranks for helper in rank.helpers):
             return Matches((job,))
     process = process_of(pid)
@@ -240,7 +240,7 @@ def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
     launcher, name = launcher_of(pid), script_name(command_of(pid)) or process.name
     if launcher != BY_HAND:  # also looks further down, because mpirun starts ranks through a daemon
         processes = processes_of(os.geteuid())
-        stand_ins = awaited_by(pid)  # the processes for which a warm start's client stands
+        stand_ins = awaited_by(pid)  # the processes that a warm start's client waits for
         for job in jobs:
             if job.launcher_pid in stand_ins or any(_is_below(one, {pid}, processes) for one in job.pids):
                 return Matches((job,))
@@ -307,7 +307,7 @@ def find_ranks(wanted: str, has_notes: bool = False) -> Job:
 
 
 def running_in(folder: str) -> Job | None:
-    """Return the newest job that runs in a run's folder, or below a script's; None if there is none."""
+    """Return the newest running job whose logs lie in `folder`, or beside it if it is a Trainer's; None if none do."""
     jobs = [job for job in find_jobs() if job.launcher_pid and _is_in_or_beside(job.folder, folder)]
     return jobs[-1] if jobs else None
 
@@ -394,7 +394,7 @@ def _placed(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job
             ranks = found.setdefault(_meeting(environ) or (place.world_size, place.scheduler), {})
             if not _is_below(
                 pid, {of for of, _ in ranks.values()}, processes
-            ):  # it is a child of a rank, and has inherited the environment
+            ):  # else it is a rank's child, which has inherited the environment
                 ranks[place.rank] = pid, place
     for ranks in found.values():
         parent = processes[next(iter(ranks.values()))[0]].parent

@@ -1,13 +1,13 @@
 """Python stacks of running and stopped processes, read from outside by py-spy, and the holder of the GIL.
 
-A process is not halted for it, and need not cooperate: py-spy reads its memory without ptrace (``--nonblocking``). That
-takes 20 ms, works on stopped processes and interrupts no system call of the job. If a stack changed while it was read,
-it is read again.
+The process is not halted and need not cooperate: py-spy reads its memory without ptrace (``--nonblocking``). That takes
+20 ms, works on stopped processes and interrupts no system call of the job. If a stack changed while it was read, it is
+read again.
 
-Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So they are read only of culprits
-that sleep in native code with the GIL, and only if every thread of the process is in a system call that the kernel
-restarts after a halt. Others (recv with a time limit, accept, epoll_wait, semop) would fail with EINTR; for such
-culprits, a line tells the user which command reads native frames.
+Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So they are read only for
+culprits that sleep in native code with the GIL, and only if every thread of the process is in a system call that the
+kernel restarts after a halt. Other system calls (recv with a time limit, accept, epoll_wait, semop) would fail with
+EINTR; for such culprits, a line tells the user which command reads native frames.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Frame:
 
     Attributes:
         function: Name of the function, qualified where Python knows that.
-        file: Path of its source, without the folder of its library, or of the process; of a native
-            frame, its library.
-        line: Line; 0 if it is unknown, as in most native frames.
+        file: Path of its source, relative to its library's folder or to the process's current folder; for a native
+            frame, the name of its library.
+        line: Line number; 0 if it is unknown, as in native frames.
         owner: Package that the file belongs to, ``Python`` or ``native``; empty for the user's own code.
     """
 

@@ -1,4 +1,4 @@
-"""Finds what a user asks about, from what was typed: a running job, or a run that has ended."""
+"""Finds the running job, or the ended run, that a user means by what was typed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def subject_of(wanted: str) -> Job | Run:
 
 
 def _beginning(run: Path, wanted: str) -> Job | None:
-    """Return the job of a run whose launcher has made its folder but not yet its notes; None: it has ended."""
+    """Return the job of a run whose launcher has made its folder but not yet its notes; None: the run has ended."""
     pid = run.name.rpartition("-")[2]
 
     def look() -> tuple[Job, ...] | None:
@@ -129,7 +129,7 @@ def ended_ago_s(folder: Path) -> float:
 def record_of(folder: Path) -> Path:
     """Return the folder of the run, or of the runs, that belong to a Trainer's folder; else `folder`.
 
-    The last start in the Trainer's metrics names the run. Without one, the script has the folder's name.
+    The last start in the Trainer's metrics names the run. Without one, the script is taken to have the folder's name.
 
     Raises:
         LookupError: The run is not here, because the job ran in another file system.

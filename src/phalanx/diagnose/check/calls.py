@@ -119,7 +119,7 @@ class Difference:
 
 
 def first_difference(record: Record, finished: Collection[int] = ()) -> Difference | None:
-    """Return where ranks of a group first differ, the earliest of all groups; None if they do not.
+    """Return the first difference between ranks of a group, the earliest of all groups; None if there is none.
 
     Args:
         finished: Ranks that make no further call, so a call that they lack is a difference, too.
@@ -127,7 +127,7 @@ def first_difference(record: Record, finished: Collection[int] = ()) -> Differen
     found: list[tuple[int, Difference]] = []
     for group, members in record.members.items():
         made = {rank: record.collectives(rank, group) for rank in members}
-        # A full box drops its oldest calls, on each rank others: begin where all ranks have calls.
+        # Full boxes drop their oldest calls, not the same ones on each rank: begin where all ranks have calls.
         first = 0 if record.is_whole else max(min(calls, default=0) for calls in made.values())
         for seq in sorted({seq for calls in made.values() for seq in calls if seq >= first}):
             by_key: dict[tuple[str, int] | None, list[int]] = {}

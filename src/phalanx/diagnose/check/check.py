@@ -155,4 +155,4 @@ def _tell(result: Result, printed: Sequence[str], of_what: str) -> None:
 def _leave(number: int, _: Any) -> NoReturn:
     for end in _ENDS:
         signal.signal(end, signal.SIG_IGN)  # a second signal would interrupt the cleanup
-    raise SystemExit(128 + number)  # on its way out, contexts end the job and remove the folder
+    raise SystemExit(128 + number)  # as it propagates, context managers end the job and remove the folder

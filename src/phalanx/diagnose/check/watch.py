@@ -34,7 +34,7 @@ from phalanx.wire.waiting import wait_until
 
 _LOOK_S = 0.25
 _BLOCKED_S = 2.0  # seconds without progress after which a job has stalled, if all its ranks wait
-_IDLE_SHARE = 0.1  # a rank that waits in no known call and uses less of a CPU counts as not computing
+_IDLE_SHARE = 0.1  # a rank in no known call that uses less than this share of a CPU is not computing
 
 
 class Watch:
@@ -67,7 +67,7 @@ class Watch:
         self._job.end()
 
     def run(self, deadline: float) -> tuple[Record, Stop]:
-        """Return the calls of the ranks, and why the trial stopped, at `deadline` at the latest."""
+        """Watch until the trial stops, at `deadline` at the latest; return the ranks' calls and the reason."""
         found = wait_until(lambda: self._look(deadline), math.inf, least_s=_LOOK_S, most_s=_LOOK_S)
         assert found is not None  # the last look is at the deadline
         return found

@@ -22,7 +22,7 @@ class Gpu:
     """A GPU that a process uses.
 
     Attributes:
-        busy_percent: Share of the time in which the GPU ran any kernel, of whatever process; None if it is not known.
+        busy_percent: Share of the time in which the GPU ran a kernel of any process; None if it is not known.
         used_bytes: Memory that the process has on it; None if it is not known.
     """
 
@@ -32,7 +32,7 @@ class Gpu:
 
 
 class Gpus:
-    """The last output of nvidia-smi; without it, no GPUs."""
+    """The GPUs of each process in the last output of nvidia-smi; none if that is not installed."""
 
     def __init__(self) -> None:
         self._program = shutil.which("nvidia-smi")

@@ -28,7 +28,7 @@ class RankView:
         note: Reason why its record can't be read; empty if it can, or if it has none.
         step: Number of its newest optimizer step.
         num_steps: Number of the last step of the training.
-        samples_per_s: Samples that all ranks together train on, as this rank counts them.
+        samples_per_s: Samples per second of all ranks together, as this rank counts them.
         step_times_s: Mean seconds of a step in each of the last intervals in which one ended, oldest first.
         cpu_percent: CPU time of its threads; 100 is one CPU.
         pss_bytes: Proportional memory, see `pss_of`; measured every ten seconds or less often.
@@ -74,7 +74,7 @@ class Seldom:
         return time.monotonic() >= self._next
 
     def hasten(self, after_s: float) -> None:
-        """Make it due after so many seconds at the latest."""
+        """Make it due in `after_s` seconds at the latest."""
         self._next = min(self._next, time.monotonic() + after_s)
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class WatchedRank:
         self._bar_s = bar_s
 
     def takes(self, rank: Rank) -> bool:
-        """Adopt new facts about this rank; return False if the rank is another one."""
+        """Adopt new facts about this rank; return False if they are about another process."""
         if rank.process is not None and rank.process.start_time != self._start_time:
             return False
         self._rank = rank
@@ -119,7 +119,7 @@ class WatchedRank:
     def look(self, gpus: tuple[Gpu, ...]) -> RankView:
         now, process = time.monotonic(), process_of(self._rank.pid)
         if process is not None and (process.state in _ENDED or process.start_time != self._start_time):
-            process = None  # another process has the pid now
+            process = None  # it has ended, and another process may have its pid
         self._look_at_record()
         rates = (None, None, None) if process is None else self._rates(now, process)
         activity = self._activity(process, rates[0])

@@ -1,8 +1,8 @@
 """Reads a rank's black box for `phalanx top`: its state, and its steps.
 
-A rank's state is the event that its main thread has begun and not ended in the box (the debugger, and the wait for it,
-are recorded as phases). If there is none, it is such an event of another thread; without a box, whether the process
-sleeps and uses no CPU. If the process is stopped, traced or gone, that takes precedence over all of this.
+A rank's state follows from the event in its box that the main thread has begun and not ended (the debugger, and the
+wait for it, are recorded as phases), or else from such an event of another thread. Without one, it follows from whether
+the process sleeps and uses no CPU. If the process is stopped, traced or gone, that takes precedence over all of this.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Recorded:
 
     Args:
         fd: Open file of the box; closed by `close`.
-        offset: Beginning of the box in it.
+        offset: Offset of the box in the file, in bytes.
         bar_s: Seconds that a bar of the step times stands for.
     """
 

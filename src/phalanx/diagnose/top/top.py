@@ -92,7 +92,7 @@ def _look_twice(watch: Watch) -> list[JobView]:
 
 
 def _show(watch: Watch, is_once: bool, interval_s: float, is_one_job: bool) -> int:
-    from rich.console import Console  # not for --json
+    from rich.console import Console  # not imported for --json
     from rich.text import Text
 
     from phalanx.diagnose.top.screen import draw

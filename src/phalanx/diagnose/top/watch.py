@@ -32,7 +32,7 @@ class JobView:
 
     Attributes:
         name: Script or module that it runs, such as ``train.py``.
-        world_size: Number of ranks, also on other hosts; 0 if it is not known.
+        world_size: Number of ranks on all hosts; 0 if it is not known.
         seconds: Time since the first of these ranks was started; None if all have ended.
         folder: Folder of its logs; empty if it is not known.
         state: Activity of its launcher while none of its ranks runs here; empty if they do, or have ended.
@@ -102,7 +102,7 @@ class Watch:
         self._jobs: list[Job] = []
         self._finding = Seldom(10.0, share=0.001)
         self._measuring_pss = Seldom(10.0, share=0.001)
-        self._stragglers: dict[tuple[int, ...], _Stragglers] = {}  # ledgers of jobs, by the pids of a job's ranks
+        self._stragglers: dict[tuple[int, ...], _Stragglers] = {}  # by the pids of a job's ranks
 
     def look(self, wait_s: float = 0.0) -> list[JobView]:
         """Return the jobs as they are now, newest last.

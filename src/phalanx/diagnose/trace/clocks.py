@@ -1,9 +1,10 @@
 """One clock for the ranks of several hosts, whose monotonic clocks begin at different times.
 
 Launchers that exchange heartbeats have measured the offsets of their clocks. Otherwise, or if a launcher's record is
-lost, clocks are related by the time of day, which is as good as the hosts keep it. Collectives bound its error: no rank
-leaves a collective, and the two after it, before all others have reached it. (Two, because each host records a
-collective of several hosts as one or two of its own, with the exchange between hosts before, between or after them.)
+lost, clocks are related by the time of day, which is as accurate as the hosts keep it. Collectives bound its error: no
+rank leaves the second collective after a given one before all ranks have reached the given one. (Not the given one
+itself, because each host records a collective of several hosts as one or two of its own, with the exchange between
+hosts before, between or after them.)
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Clock:
     Attributes:
         shift_ns: Nanoseconds to add to its times.
         within_ns: Largest error of its times; infinite if nothing bounds it.
-        by: Source of the shift: "heartbeats", "time of day", or "collectives" where these contradict the latter.
+        by: Source of the shift: "heartbeats", "time of day", or "collectives" where these contradict the time of day.
     """
 
     host: str
@@ -46,7 +47,7 @@ class Clock:
 
 
 def align(boxes: Sequence[Box], measured: Mapping[str, Ahead] = MappingProxyType({})) -> dict[str, Clock]:
-    """Return the clock of each host; the first box's is the one that all others follow.
+    """Return the clock of each host; the host of the first box has the clock that all others are related to.
 
     Args:
         measured: Clocks of other hosts, by the host whose launcher has measured them.
@@ -90,7 +91,7 @@ def _calls(boxes: Sequence[Box]) -> _Calls:
 
 
 def _pairs(early: _Calls, late: _Calls) -> list[tuple[tuple[str, int, int, int], int]]:
-    """Return each call of `early` with the time at which a rank of `late` left the collective two further on."""
+    """Return each call of `early` with the time at which a rank of `late` first left the second collective after it."""
     pairs = []
     for (group, seq), call in early.items():
         same, behind = late.get((group, seq)), late.get((group, seq + _FURTHER))

@@ -6,9 +6,9 @@ a collective of several hosts, each host records its own steps, in which the hos
 hosts only between steps that overlap and belong to the same call, and only if the later rank came later than all ranks
 of the other host by more than the error of the clocks.
 
-The documented JSON is written and not Perfetto's protobuf: browsers read it, tests check it, and 24,000 slices are half
-a megabyte when compressed. A trace of a running job begins with what its boxes still hold; if the job hangs, those are
-the events that matter.
+The documented JSON is written rather than Perfetto's protobuf: browsers read it, tests check it, and 24,000 slices are
+half a megabyte when compressed. A trace of a running job begins with what its boxes still hold; if the job hangs, those
+are the events that matter.
 
 Format: "Trace Event Format", the Chromium project; JSON Object Format with events X, M, i, s and f.
 """
@@ -188,7 +188,7 @@ def _flows(ranks: Sequence[_Rank], begin_ns: int, end_ns: int) -> Iterator[tuple
 
 
 def _last_of(lasts: Mapping[str, _Call], rank: _Rank) -> _Call:
-    """Return the last arrival on the rank's host, or one elsewhere, if even with the clocks' error it is later."""
+    """Return the last arrival on the rank's host, or one elsewhere that is later by more than the clocks' error."""
     here = lasts[rank.box.host]
     later = (call for call in lasts.values() if call.begun_ns - call.rank.within_ns - rank.within_ns > here.begun_ns)
     return max(later, key=lambda call: call.begun_ns, default=here)

@@ -180,8 +180,8 @@ def _newest_attempt(folder: Path) -> Path:
     """Return the folder with the boxes of a run's newest attempt.
 
     Args:
-        folder: Folder of one attempt, of a run, or of all runs of a script or of several; then the newest run with
-            boxes counts. If a newer one has none, a line on stderr says so.
+        folder: Folder of one attempt, of a run, or of all runs of one or several scripts. Of several runs, the newest
+            with boxes counts; if a newer one has none, a line on stderr says so.
 
     Raises:
         LookupError: There are none.

@@ -3,9 +3,9 @@
 - **For how long** a thread has slept follows from the time at which the scheduler last ran it (``se.exec_start``),
   which any user may read. A halt counts as a run, so this is a lower bound ("for at least") unless the rank's last
   operation ended just before. For a thread that polls or computes it is nearly zero; there, the end of the last
-  operation in the box tells more. That time is by the clock of one CPU. Such a clock stops while a hypervisor takes the
-  CPU away, so the clocks of two CPUs can be seconds apart: the asking thread moves for a moment to the CPU on which the
-  other last ran, and reads that CPU's clock.
+  operation in the box tells more. The scheduler's time is by the clock of one CPU, which stops while a hypervisor takes
+  that CPU away. So the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the CPU on
+  which the other thread last ran, to read that clock.
 - **Which thread** of a rank trains is known from its black box, or from the stacks if the main thread only waits for
   another thread's end.
 - **A thread that sleeps with the GIL** is recognised by py-spy's flag and the thread's state. Locks, ``input()`` and
@@ -48,11 +48,11 @@ class Call:
     """An operation in which a rank waits for others.
 
     Attributes:
-        op: Name, such as ``all_reduce``; ``backward`` where gradients are averaged in it, ``wait`` of a Work.
+        op: Name, such as ``all_reduce``; ``backward`` if the backward pass waits for averages, ``wait`` for a Work's.
         site: Line of the user's call.
         group: Name of the group; empty if it is unknown.
         seq: Number of the collective in its group; 0 if it is unknown, or a message.
-        peer: Rank of the group that the message is from or to; None: any, or it is a collective.
+        peer: Rank in the group of the message's sender or receiver; None: any rank, or it is a collective.
         since_s: Seconds since it began; None if that is unknown.
         since_is_least: Whether it may have begun earlier, because the kernel knows only the beginning of the last
             sleep.
@@ -112,7 +112,7 @@ class Activity:
 
     Attributes:
         call: Operation in which it waits for other ranks; None if it does not.
-        how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, in the ``disk``, at a
+        how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, waiting for the ``disk``, at a
             ``breakpoint``, waiting for its ``loader``, sleeping with the ``gil``, waiting for a GIL with which another
             thread sleeps (``starved``), waiting for a ``lock``, reading its ``input``, ``idle`` as a loader's worker
             without a batch to prepare, ``ended``, or ``unknown``. If it has ended and more is known: ``returned``,
@@ -206,7 +206,7 @@ def _may_be_longer(still_s: float | None, last: Call | None) -> bool:
 
 
 def _at_the_training(look: Look) -> Look:
-    """Return the look with the thread that trains as its first, if that is known."""
+    """Return the look with the training thread put first, if it is known which thread that is."""
     if len(look.stacks.threads) < 2:
         return look
     there = {thread.number: thread for thread in look.stacks.threads if thread.own_frames}
@@ -253,7 +253,7 @@ def _at_breakpoint(thread: Thread) -> Call | None:
 
 
 def _recorded(look: Look) -> Call | None:
-    """Return the operation in which a rank with a box waits; not one that runs in the background."""
+    """Return the operation in its box in which a rank waits; one that runs in the background does not count."""
     assert look.box is not None
     threads = {thread.number for thread in look.stacks.threads}
     for event in look.box.events:
@@ -309,7 +309,7 @@ def call_of(event: Event, now_ns: int) -> Call:
 
 
 def has_collectives(box: Box | None) -> bool:
-    """Whether a box has collectives, which other backends do not record."""
+    """Whether a box has collectives; those of NCCL, for example, are not recorded."""
     return box is not None and bool(_progress(box))
 
 

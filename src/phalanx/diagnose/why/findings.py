@@ -1,9 +1,10 @@
 """Finds, from the evidence, the ranks that the others wait for.
 
-The result is a `Finding`, of which `wording` makes a sentence. On phalanx, numbers tell which ranks are late: those
-whose last collective of the group in their box has a lower number. On other backends only stacks can be compared. If
-all ranks wait, in calls that do not match, the smaller set of ranks is named. For a run that has ended, the same
-findings are drawn from saved boxes and error files (`past`).
+The result is a `Finding`, which `wording` turns into a sentence. If boxes number the collectives (on phalanx, on Gloo
+from torch 2.14 on, and on NCCL by its Flight Recorder), the numbers tell which ranks are late: those whose last
+collective of the group has a lower number. Otherwise, only stacks can be compared. If all ranks wait, in calls that do
+not match, the smaller set of ranks is named. For a run that has ended, the same findings are drawn from saved boxes and
+error files (`past`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _by_cause(found: Finding, doings: Sequence[Activity]) -> Finding:
     if doings and all(doing.how == "returned" for doing in doings):
         return Finding("done", tuple(doing.rank for doing in doings), is_over=True)
     how = {(doing.how, doing.detail) for doing in doings}
-    if len(doings) > 1 and len(how) == 1 and doings[0].how == "killed":  # all at once: find what hung
+    if len(doings) > 1 and len(how) == 1 and doings[0].how == "killed":  # all were killed at once: find what hung
         hung = find([dataclasses.replace(doing, call=doing.was_in) for doing in doings])
         if hung.kind not in ("apart", "elsewhere", "together"):
             return dataclasses.replace(hung, is_over=True, hosts=found.hosts)
@@ -93,7 +94,7 @@ def find(activities: Sequence[Activity], world_size: int = 0) -> Finding:
     """Return the ranks for which the others wait.
 
     Args:
-        world_size: Number of ranks, also on other hosts; 0 if it is unknown.
+        world_size: Number of ranks on all hosts; 0 if it is unknown.
     """
     waiting = [doing for doing in activities if doing.call is not None and not doing.is_halted]
     if not waiting:

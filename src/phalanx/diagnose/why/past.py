@@ -88,7 +88,7 @@ def _evidence_in(folder: Path) -> Evidence:
 
 
 def _other_hosts(boxes: Path, seen: Sequence[RankSeen]) -> tuple[str, ...]:
-    """Return the hosts of an attempt, except those of the ranks seen: two launchers on one host share its name."""
+    """Return the other hosts of an attempt; a second launcher on the host of a seen rank has that host's name."""
     own = {one.look.box.host for one in seen if one.look.box}
     return tuple(sorted(printable(host) for host in load_clocks(boxes) if host not in own))
 
@@ -223,7 +223,7 @@ def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
 
 
 def _call(words: LastWords) -> Call:
-    """Return the operation that an exception ended, of a rank without records."""
+    """Return the operation that an exception ended, for a rank that recorded no operation."""
     frame = _frame(words.site)
     return Call(words.failure.op if words.failure else "a collective", frame.site if frame else "")
 

@@ -1,8 +1,8 @@
 """``phalanx why``: says in one sentence why a job does not continue, and shows the evidence.
 
 It works in three stages: evidence (`evidence`, `past`), a finding (`findings`), a sentence (`wording`). The exit code
-is 2 if there is no such job, and 1 if the job has no rank that can be examined. "It is starting" is an answer, so `why`
-and `top` exit with 0 for such a job.
+is 2 if there is no such job or run, and 0 otherwise: that a job is starting is an answer, too. With ``--brief``, it is
+1 if the answer says no more than a waiting rank knows.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _examine(wanted: str) -> tuple[Evidence, Finding]:
 
 
 def _tells_more(evidence: Evidence, finding: Finding) -> bool:
-    """Whether the answer says more than a rank that asks by itself knows already."""
+    """Whether the answer says more than a rank that asks about its own job already knows."""
     seen = any(one.look.stacks.threads for one in evidence.seen if one.doing.rank in finding.culprits)
     return seen or finding.kind in ("elsewhere", "starting") or evidence.job.has_ended
 
@@ -143,7 +143,7 @@ def lines_of(evidence: Evidence, finding: Finding, is_by_name: bool = False) -> 
         if ago and is_by_name:
             yield "A job that phalanx run has not started, such as one of torchrun, leaves no record when it ends."
     else:
-        if words := caution(finding):  # first, because then there is probably no trouble at all
+        if words := caution(finding):  # comes first: if there is one, there is probably no trouble at all
             yield words
         yield answer(evidence, finding)
         if job.is_elsewhere:
@@ -157,7 +157,7 @@ def lines_of(evidence: Evidence, finding: Finding, is_by_name: bool = False) -> 
 
 
 def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
-    """Yield what ranks with equal stacks do, with the stacks and the processes of the first of them."""
+    """Yield what ranks with equal stacks do, then the stacks and the child processes of the first of them."""
     first = group[0]
     pids = [one.doing.pid for one in group if one.doing.pid and not one.doing.host]
     named = ranks([one.doing.rank for one in group]) + f" ({plural(len(pids), 'pid')} {listed(pids, 6)})" * bool(pids)
@@ -180,14 +180,14 @@ def _group(group: Sequence[RankSeen], culprits: Sequence[int]) -> Iterator[str]:
 
 
 def _passed_over(one: RankSeen) -> Collection[str]:
-    """Return the owners of the innermost frames that say no more than the line above them."""
+    """Return the owners of innermost frames to leave out, because they say no more than the line above them."""
     if one.doing.how == "breakpoint":
         return {frame.owner for thread in one.look.stacks.threads for frame in thread.frames if frame.owner}
     return _PASSED_OVER if one.doing.call is not None else ()
 
 
 def _helpers(one: RankSeen) -> Iterator[str]:
-    """Yield what the processes below a rank do; those that have nothing to do together."""
+    """Yield a line for each process below a rank, with its stacks, and one line for all idle loader workers."""
     idle = []
     for helper in one.helpers:
         doing = activity_of(one.doing.rank, helper)
@@ -202,7 +202,7 @@ def _helpers(one: RankSeen) -> Iterator[str]:
 
 
 def cropped(lines: Sequence[str]) -> Sequence[str]:
-    """Return as many lines as the terminal has, so that the answer stays on the screen; all of them elsewhere."""
+    """Return only as many lines as fit the terminal, so that the answer stays on the screen; elsewhere, all of them."""
     rows = max(shutil.get_terminal_size().lines - 2, 2)
     if not is_terminal(sys.stdout) or len(lines) <= rows:
         return lines

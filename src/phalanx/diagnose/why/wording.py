@@ -233,10 +233,10 @@ def _may_run(finding: Finding) -> bool:
 def thread_lines(
     threads: Sequence[Thread], pid: int, most_frames: int, *, without: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield the threads of a process that are in the user's code, each with at most so many of its frames.
+    """Yield the threads of a process that are in the user's code, each with at most `most_frames` of its frames.
 
     Args:
-        without: Owners whose innermost frames are counted and not shown.
+        without: Owners whose frames are only counted, not shown, if they are the innermost.
     """
     for thread in threads:
         if thread.number != pid:
