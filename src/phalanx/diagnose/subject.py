@@ -105,7 +105,7 @@ def last_run_of(wanted: str) -> Path | None:
 
 
 def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
-    """Return the last run of a script in this folder, if jobs of its name run, but only in other folders; else None."""
+    """Return the last run of a script in this folder if jobs of that name run, but only in other folders; else None."""
     if not wanted or not jobs or not all(job.is_elsewhere for job in jobs):
         return None
     own = last_run_of(wanted)

@@ -1,6 +1,6 @@
 """How a rank ended: the one type for it, in memory, in files and between hosts.
 
-Every launcher describes the end of a rank by an `Ending`. The report, the notes for waiting ranks, the files of a run
+Every launcher describes the end of a rank with an `Ending`. The report, the notes for waiting ranks, the files of a run
 and the messages between nodes all contain it, so a death has the same facts and the same words everywhere. Other
 processes get the copy that `Ending.for_others` makes, with a short traceback.
 
@@ -146,7 +146,7 @@ class Ending:
         return f"{how} ({self.last_words.summary})" if self.raised and self.last_words.kind else how
 
     def for_others(self, num_rows: int = 0) -> Ending:
-        """Return a copy to tell other processes: plain data, short enough for a packet.
+        """Return a copy for other processes: plain data, short enough for a packet.
 
         Args:
             num_rows: Rows of the screen that the traceback may take; 0: no traceback.

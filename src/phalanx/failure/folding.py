@@ -55,7 +55,7 @@ def _without_others(lines: Sequence[str]) -> tuple[list[str], str]:
     last_other: list[str] = []
     num_own = num_cpp = 0
     paths = {found[2] for line in lines if (found := _FRAME.match(line))}
-    is_command = all(map(owner_of, paths))  # no frame lies in a file of the user's, so code of python -c is
+    is_command = all(map(owner_of, paths))  # if no file is the user's, code of python -c is
     depth = -1  # indent of the frame whose source follows
     is_own = has_carets = True
     for line in lines:

@@ -7,15 +7,15 @@ A process that is started again while it is cut off from its job can't know of t
 flags allow it. No vote can prevent that; the folder can. The Trainer's lock is built on this module, and
 `checkpoint.save` in other scripts claims its own folder if the job has several hosts.
 
-- **Epochs** grow by one with each attempt that is admitted, whichever job it belongs to. O_EXCL decides between claims
-  of one epoch, because not every file system locks across hosts. ``PHALANX_EPOCH`` tells ranks their job and attempt:
-  a newer attempt of the same job takes the folder at once, an older one never.
+- **Epochs** grow by one with each attempt that is admitted, whichever job it belongs to. O_EXCL, rather than a lock,
+  decides between claims of one epoch, because not every file system locks across hosts. ``PHALANX_EPOCH`` tells ranks
+  their job and attempt: a newer attempt of the same job takes the folder at once, an older one never.
 - **The lock of a process that died on this kernel is free at once**, so a job that starts again on the same host does
   not wait. A note that another host has not closed counts as abandoned after 4 s without a renewal. A renewal changes a
   counter, and the reader times it with its own monotonic clock: no wall clocks are compared.
-- **Publishing** checks the epoch last, just before the rename. A process that takes a folder first renames all drafts
-  away, so one that was stopped between its check and its rename has nothing left to rename. One gap remains: a rank
-  that is stopped between check and write can still append a line to metrics.jsonl.
+- **Publishing** checks the epoch last, just before the rename. A process that has taken a folder renames all drafts
+  away at once, so a rank that was stopped between its check and its rename has nothing left to rename. One gap remains:
+  a rank that is stopped between check and write can still append a line to metrics.jsonl.
 - **The younger job yields.** When the folder refuses it, or its agent meets the older job, it ends its ranks, and its
   agent re-executes itself with another id and without the right to begin a job. Ages are compared as durations, not
   by the keys of the jobs' views, because a job that fails often has larger keys.
@@ -235,7 +235,7 @@ class Claim:
         if not is_locked and not self.problem:
             return False
         if not note.is_open or (is_locked and note.boot in ("", _boot())):
-            return True  # the holder was on this host and has ended; otherwise it would have the lock
+            return True  # released, or held by a process of this host that has ended: it would have the lock
         return self._is_silent(note)
 
     def _is_silent(self, note: Note) -> bool:

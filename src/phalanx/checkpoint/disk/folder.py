@@ -4,7 +4,7 @@ step-00000100/rank_00000.safetensors ...   what each rank saved
 step-00000100/manifest.json                sizes and hashes of these files, written last
 latest                                     the name of the newest checkpoint
 .step-00000200-1f9c.part/                  a draft: being written, or left behind by a killed job
-.step-00000200-1f9c.part/writing           locked by each rank that is writing; if nothing locks it, it is left behind
+.step-00000200-1f9c.part/writing           locked by each rank that is writing; a draft without locks is left behind
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def say_missing(folder: str) -> str:
 
 
 def steps_under_way(folder: str) -> list[int]:
-    """Return the steps whose checkpoints a process on any host is writing there, smallest first.
+    """Return the steps whose checkpoints some process, on any host, is writing to `folder`, smallest first.
 
     If the folder has no checkpoints, its subfolder ``checkpoints`` is searched, too: it may be a run's folder.
     """

@@ -1,9 +1,9 @@
 """Saves of this process that are still being written, so that calls that read their folder can wait for them.
 
 Such a call waits for the saves of its own job. `load`, which every rank calls, waits for this rank's part, and then for
-the other ranks in a collective that it needs anyway. A call on one rank alone waits until no rank holds the lock on the
-draft's file ``writing``. A lock ends with its process, so the remains of a killed job do not count as a save in
-progress. A save of another job is only reported, because it may take long, or fail.
+the other ranks in a collective that it needs anyway. A call that one rank makes alone waits until no rank holds the
+lock on the draft's file ``writing``. A lock ends with its process, so the remains of a killed job do not count as a
+save in progress. A save of another job is only reported, because it may take long, or fail.
 """
 
 from __future__ import annotations

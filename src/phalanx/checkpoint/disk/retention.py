@@ -14,7 +14,7 @@ from phalanx.checkpoint.disk.pending import pending
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a folder stay; `prune` documents the fields.
+    """Rules for which checkpoints of a folder stay; `prune` documents the fields.
 
     Attributes:
         best_is_least: None counts as False, but is not recorded as a choice unless `keep_best` is set.

@@ -1,11 +1,11 @@
-"""Fetching the images, or parts of images, that a host's ranks need and only other hosts have, over the ranks' group.
+"""Fetches, over the ranks' group, the images or parts of images that a host's ranks need and only other hosts have.
 
 If all ranks have the same state, each host gets complete images, broadcast in pieces of 16 MiB. If each host has a part
 of the state, it first gets the headers. From these, each rank finds the ranges of bytes that it will read, in whole
-pages (`restoring.survey` does all that `restore` does, except to read and assign). A range that most hosts need is
-broadcast; any other goes from rank to rank. Such an image lies in its usual region, with holes, and is marked as
-complete only if everything has arrived. So only the ranks that are loading it now use it, and the next load fetches it
-anew.
+pages (`restoring.survey` does all that `restore` does, except reading and assigning). A range that most hosts need is
+broadcast; any other goes from rank to rank. An image of which only parts are fetched lies in its usual region, with
+holes, and is marked as complete only if everything has arrived. So only the ranks that are loading it now use it, and
+the next load fetches it anew.
 
 The first version sent complete images to all hosts: 26 MB instead of 0.4 MB in all when one rank of three fails (the
 page on checkpoints in docs/en/how_it_works), and memory for the whole job on each host, which users of FSDP2 do not

@@ -266,7 +266,7 @@ def _get(fd: int, offset: int, size: int) -> bytes | None:
 
 
 def announce_restart(fd: int, attempt: int) -> None:
-    """Tell the ranks of `attempt` that they are stopped only because another number of ranks will be started."""
+    """Tell the ranks of `attempt` that they are stopped only because a different number will be started."""
     os.pwrite(fd, _PLAN.pack(attempt + 1), _PLAN_OFFSET)
 
 

@@ -183,7 +183,7 @@ def read_over(memory: Any, other: Any) -> Any:
 
 def _read(memory: Any, begin: int, size: int, tensors: Any) -> Any:
     """Return the state of a manifest, with its tensors in the memory `tensors`."""
-    # `understand` would refuse larger numbers than `parse_json` allows; `pack` has limited those of a state already.
+    # Not by `understand`, which refuses numbers beyond 64 bits: a state may have larger ones, and `pack` limits them.
     manifest = read_value(json.loads(memory[begin : begin + size]), _Manifest)
     with torch.inference_mode(False):  # otherwise autograd could never record these tensors
         return unpack(manifest.tree, lambda node, _: _read_tensor(tensors, manifest.places, node))

@@ -5,7 +5,7 @@ publisher copies the state into a block that nobody reads, and makes it the newe
 So a reader sees either the whole new version or an older one, and no process waits for another: a reader that keeps an
 old version costs the publisher one more block, and nothing else.
 
-**Who reads what** is known from a lock of the kernel, which each reader's mapping holds (`Block.hold` of
+**Who reads what** is known from a kernel lock, which each reader's mapping holds (`Block.hold` of
 `phalanx.host.shared_blocks`). Before it writes, the publisher takes the same lock exclusively. So it never overwrites
 what a reader may look at, even if either of them was killed. Two alternatives were rejected: counters of readers in
 shared memory would stay wrong forever once a reader is killed; a socket on which the publisher hands out descriptors
@@ -18,9 +18,9 @@ block takes four times as long.
 
 **Without a copy.** `Publication.buffers` lends the next block as a state whose tensors are filled in place. Once the
 state is published, further writes to its tensors become private to the writer (`phalanx.host.loans`). After a fork, the
-child could still write to the block, so its content is copied to another one, and the block is not used again. It was
-considered to publish tensors of `allocate_tensor`, or of a model in training, in place, but the next optimizer step
-would overwrite what readers look at.
+child could still write to the block, so its content is copied to another one, and the block is not used again.
+Publishing tensors of `allocate_tensor`, or of a model in training, in place was rejected: the next optimizer step would
+overwrite what readers look at.
 
 **The interface.** The name alone identifies a publication, so ``publish(state, name)`` in a loop is all that a trainer
 needs; the object adds buffers and an orderly end. If trainer and readers were a group that calls collectives, each
@@ -53,7 +53,7 @@ from phalanx.host.shared_blocks import Block, holders_of
 
 _PURPOSE = "published"
 _FEWEST, _MOST = 2, 1000  # blocks of a publication
-_MANY = 3  # number of old versions held by readers from which a line on stderr says so
+_MANY = 3  # if readers hold this many old versions, a line on stderr says so
 _SPARE = 1  # unread blocks that are kept for the next version
 
 _ours: dict[tuple[int, str], Publication] = {}
@@ -96,7 +96,7 @@ class Publication:
         self._is_closed = False
         self._busy = threading.RLock()  # admits one call at a time; reentrant, see `_alone`
         self._is_busy = False
-        self._ends: bool | None = None  # whether the end that was asked for is orderly; None: none was
+        self._ends: bool | None = None  # whether the requested end is orderly; None: no end was requested
 
     @property
     def version(self) -> int:

@@ -125,7 +125,7 @@ def find(name: str) -> Record | None:
         except GarbledError:
             continue
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # any other file counts as missing
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # after any other error, the file counts as missing
                 raise PhalanxError(
                     f"{path} can't be opened: {error.strerror}; raise the limit (ulimit -n)", entry="open-files"
                 ) from error

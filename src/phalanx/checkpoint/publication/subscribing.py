@@ -31,7 +31,7 @@ from phalanx.wire.waiting import wait_until
 
 _PURPOSE = "subscribed"
 _LOOK_S = 0.005  # longest pause between two looks at the record
-_LATEST_S = 30.0  # longest time in which a live publisher may replace each version before it is mapped
+_LATEST_S = 30.0  # after this time, `latest` gives up if each version is replaced before it is mapped
 _GONE = (errno.ENOENT, errno.ESRCH, errno.ESTALE, errno.EINVAL, errno.ENXIO)
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -139,7 +139,7 @@ class Subscription:
         return self._live() is None
 
     def close(self) -> None:
-        """Drop the version that the subscription keeps. Tensors that are still used stay."""
+        """Drop the version that the subscription keeps. Tensors that are still in use stay valid."""
         self._last, self._is_closed = None, True
 
     def __enter__(self) -> Subscription:
@@ -170,7 +170,7 @@ class Subscription:
 
     def _look(self, known: int) -> Published | None:
         record = records.find(self.name)
-        is_other = record is not None and self._last_token not in ("", record.token)  # it may count anew
+        is_other = record is not None and self._last_token not in ("", record.token)  # it may count from 1 again
         if record is None or (record.version <= known and not is_other):
             return None
         return self._get(record)

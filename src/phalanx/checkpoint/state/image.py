@@ -120,7 +120,7 @@ class Image:
         memory: Writable buffer, which is not modified; the blocks are views of it.
 
     Raises:
-        ValueError: It holds no image. A header that no save wrote may raise other errors as well.
+        ValueError: The memory holds no image. A header that no save wrote may raise other errors as well.
     """
 
     def __init__(self, memory: Any) -> None:

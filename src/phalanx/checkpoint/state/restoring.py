@@ -1,8 +1,8 @@
 """Restores the user's state from a tree, or says why the tree does not fit; fills modules and tensors in place.
 
 What the user passes directly is restored exactly as it was saved, or refused. For this, the tree names the class of
-each container and, for a tensor that shared memory with another, that other tensor; and a tensor of the user's is
-filled only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact, because the
+each container; for each tensor that shared memory with an earlier one, it names the earlier one. A tensor of the user's
+is filled only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact, because the
 object itself decides: values are cast as torch does, and mappings become dicts.
 """
 

@@ -74,7 +74,7 @@ def unpack(node: Json, read: Read, like: Any = None, *, is_exact: bool = False) 
         read: Function that takes a tensor's node and the tensor to fill, or None, and returns the tensor.
         like: Value of the same form, or None.
         is_exact: Whether to refuse any loss: a tensor in `like` that can't hold every value, and a mapping of a user's
-            class for which `like` has no mapping. Otherwise such a mapping becomes a dict.
+            class where `like` has no mapping. Otherwise such a mapping becomes a dict.
 
     Raises:
         ValueError: `pack` did not make the tree, or with `is_exact`, something would be lost.

@@ -20,7 +20,7 @@ class Call:
     """A collective or a message of a rank.
 
     Attributes:
-        seq: Number in its group; of a message, the peer's rank in the group + 1.
+        seq: Number in its group; for a message, the peer's rank in the group + 1.
         num_elems: Number of elements that this rank passes or receives.
         began_ns: Time at which it began, by the host's monotonic clock.
         is_open: Whether it has not returned.
@@ -119,7 +119,7 @@ class Difference:
 
 
 def first_difference(record: Record, finished: Collection[int] = ()) -> Difference | None:
-    """Return the first difference between ranks of a group, the earliest of all groups; None if there is none.
+    """Return the earliest difference between ranks of any one group; None if there is none.
 
     Args:
         finished: Ranks that make no further call, so a call that they lack is a difference, too.

@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _nproc_in_front(argv: Sequence[str]) -> list[str]:
-    """Return the command line with a ``--nproc N`` that directly follows the script moved in front of it."""
+    """Return the command line; a ``--nproc N`` directly after the script is moved in front of the script."""
     words = list(argv)
     for at in range(1, len(words)):
         is_script = words[at - 1].endswith(".py") and not words[at - 1].startswith("-")

@@ -59,7 +59,7 @@ def _run(
     interrupt: Callable[[subprocess.Popen[bytes], int], None] | None = None,
     code: int = 0,
 ) -> None:
-    """Run the job to its end, interrupted after `step`.
+    """Run the job to its end, interrupting it after `step` if `interrupt` is given.
 
     Raises:
         Failed: It has ended with another code than `code`, or before it could be interrupted.

@@ -48,7 +48,7 @@ class Call:
     """An operation in which a rank waits for others.
 
     Attributes:
-        op: Name, such as ``all_reduce``; ``backward`` if the backward pass waits for averages, ``wait`` for a Work's.
+        op: Name, such as ``all_reduce``; ``backward`` if gradients are averaged in it, ``wait`` for ``Work.wait()``.
         site: Line of the user's call.
         group: Name of the group; empty if it is unknown.
         seq: Number of the collective in its group; 0 if it is unknown, or a message.
@@ -413,7 +413,7 @@ def _placed(doing: Activity, look: Look, helpers: Sequence[Look]) -> Activity:
 
 
 def _locked(doing: Activity, look: Look) -> Activity:
-    """Return the activity of a thread that waits for a lock, with another such thread in the user's code."""
+    """Return the activity of a thread that waits for a lock, naming another such thread in the user's code."""
     for thread in look.stacks.threads[1:]:
         if thread.own_frames and thread.frames[0] == thread.own_frames[0] and not thread.is_active:
             if stand_of(look.pid, thread.number).call != "futex":  # it waits for no lock, and may hold this one
@@ -424,7 +424,7 @@ def _locked(doing: Activity, look: Look) -> Activity:
 
 
 def _starved_by_loader(doing: Activity, helpers: Sequence[Look]) -> Activity:
-    """Return the activity of a rank that waits for its loader, with a worker that is halted or in the user's code."""
+    """Return the activity of a rank that waits for its loader, naming a worker that is halted or in the user's code."""
     of_loader = [look for look in helpers if workers.is_worker(look.stacks)]
     for worker in of_loader:
         theirs = activity_of(doing.rank, worker)

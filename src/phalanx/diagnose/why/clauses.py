@@ -40,7 +40,7 @@ NAMES = {"backward": "the backward pass", "wait": "the operation awaited"}
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first and how many more; ``process`` if it is no rank."""
+    """Return ``rank 3`` or ``ranks 0, 2 and 3``; of many, the first four and a count; ``process`` if no rank."""
     if tuple(numbers) == (NO_RANK,):
         return "process"
     shown = [str(number) for number in numbers]

@@ -70,7 +70,7 @@ class Evidence:
         has_all_hosts: Whether every other host of a running job has answered.
         asked: Answer of ``phalanx why`` that a waiting rank got before the job ended; empty if there is none.
         ended_by: Event that ended ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if it was a rank.
-        losses: Losses of ranks and hosts that the job was to survive, as far as its run has recorded them.
+        losses: Losses of ranks and hosts after which the job was to continue, as far as its run has recorded them.
     """
 
     job: Job
@@ -188,7 +188,7 @@ def _name(call: Call | None) -> object:
 
 
 def group_alike(seen: Iterable[RankSeen], first: Sequence[int]) -> list[list[RankSeen]]:
-    """Return ranks grouped by equal stacks of the user's code: `first` first, and the largest groups last."""
+    """Return ranks grouped by equal stacks of the user's code: groups of `first` come first, and large groups last."""
     groups: dict[object, list[RankSeen]] = {}
     for one in seen:
         doing = one.doing

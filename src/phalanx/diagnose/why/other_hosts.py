@@ -41,7 +41,7 @@ class RankEvidence:
 
 @dataclasses.dataclass(frozen=True)
 class HostEvidence:
-    """Evidence about the ranks of one host, as it sends it to another."""
+    """Evidence about the ranks of one host, as that host sends it to another."""
 
     host: str
     ranks: tuple[RankEvidence, ...]

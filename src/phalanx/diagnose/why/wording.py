@@ -209,7 +209,7 @@ _SENTENCES = {
 
 
 def words_of_loss(loss: Loss) -> str:
-    """Return a sentence on which rank or host a job has lost, when, and how it went on."""
+    """Return a sentence on which rank or host a job has lost, when, and how it continued."""
     at = time.strftime("%H:%M:%S UTC", time.gmtime(loss.at_s))
     return f"Lost before, at {at}: {who_of(loss)}, {sign_of(loss)}; {words_of(loss, 'went on')}"
 

@@ -108,7 +108,7 @@ def _list(language: str) -> list[str]:
 
 def _show(entry: Entry) -> None:
     """Print an entry: formatted on a terminal, plain elsewhere."""
-    from rich.console import Console  # here, because starting a job must not import rich
+    from rich.console import Console  # imported here, because starting a job must not import rich
     from rich.markdown import Markdown
 
     shows = is_terminal(sys.stdout)

@@ -16,7 +16,7 @@ from phalanx.failure.explain.entries import entries
 _PLACE = re.compile(r"<[^<>\n]+>")
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d]|['./-](?=\w))+")
 _LEAST_SHARE = 0.55
-"""For a sure match, least share of a message's weight that is in the pasted text, or of the text's in the message."""
+"""Least share of a message's weight in the pasted text, or of the text's weight in the message, for a sure match."""
 _NEAR_SHARE = 0.2
 _GENERAL = frozenset({"rank-exited", "rank-failed", "rank-error", "error"})
 """Entries that say only that something has gone wrong; an entry that says what went wrong takes precedence."""
