@@ -13,9 +13,9 @@ flags allow it. No vote can prevent that; the folder can. The Trainer's lock is 
 - **The lock of a process that died on this kernel is free at once**, so a job that starts again on the same host does
   not wait. A note that another host has not closed counts as abandoned after 4 s without a renewal. A renewal changes a
   counter, and the reader times it with its own monotonic clock: no wall clocks are compared.
-- **Publishing** checks the epoch last, just before the rename. A process that has taken a folder renames all drafts
-  away at once, so a rank that was stopped between its check and its rename has nothing left to rename. One gap remains:
-  a rank that is stopped between check and write can still append a line to metrics.jsonl.
+- **Publishing** checks the epoch last, just before the rename. Before it saves, a process that has taken a folder
+  renames all drafts away, so a rank that was stopped between its check and its rename has nothing left to rename. One
+  gap remains: a rank that is stopped between check and write can still append a line to metrics.jsonl.
 - **The younger job yields.** When the folder refuses it, or its agent meets the older job, it ends its ranks, and its
   agent re-executes itself with another id and without the right to begin a job. Ages are compared as durations, not
   by the keys of the jobs' views, because a job that fails often has larger keys.
