@@ -198,8 +198,7 @@ class Receiver:
         return min(found)[1]
 
     def _free_old(self, safe: tuple[int, int]) -> None:
-        """Free all regions with images of other hosts that are incomplete or from before the safe snapshot's
-        attempt."""
+        """Free the regions of other hosts' images that are incomplete or from attempts before the safe snapshot's."""
         for offset in [*layout.used_regions(self._fd)]:
             if not layout.is_of_others(offset) or layout.is_fetched(offset) or offset in self._receiving:
                 continue

@@ -168,8 +168,7 @@ class Replicator:
             self._channel.send({"say": "replicas of this host's snapshots: they are kept again"})
 
     def _spent_s(self) -> float:
-        """Return the processor time spent on sending and receiving snapshots; time spent on strangers is not
-        counted."""
+        """Return the processor time spent on sending and receiving snapshots, without the time spent on strangers."""
         return time.thread_time() + self._receiver.spent_s
 
     def _note_failure(self, holder: Mapping[str, Any], error: str) -> None:
