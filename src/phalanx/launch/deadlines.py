@@ -1,7 +1,7 @@
 """Limits on how long the launcher waits for a rank, another node or the kernel, any of which may never respond.
 
-A wait ends as soon as it succeeds. `LATE_S`, `IMPORT_S` and `NODES_S` are no limits: a message appears after that time.
-Times that the user sets, such as ``--shutdown-timeout``, are in `command.flags`.
+A wait ends as soon as it succeeds. `LATE_S`, `IMPORT_S` and `NODES_S` are not limits but delays before a message. Times
+that the user sets, such as ``--shutdown-timeout``, are in `command.flags`.
 """
 
 from __future__ import annotations
@@ -87,4 +87,4 @@ WARM_STAY_S: Final = 600.0
 """Time for which a warm process waits for the next job, unless the last job set --warm-for."""
 
 ASK_AGAIN_S: Final = 3600.0
-"""Longest single poll of a wait without a limit, which polls repeatedly: poll(2) takes a timeout of at most 24 days."""
+"""Timeout of one poll(2) in a wait without a limit. The wait repeats it, because poll(2) takes at most 24 days."""

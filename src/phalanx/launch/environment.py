@@ -28,7 +28,7 @@ _BIND_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "KMP_HW_SUBSET
 
 
 def binds_threads(environ: Mapping[str, str]) -> bool:
-    """Return whether OpenMP would bind threads when the forker loads it: all ranks would then share those CPUs."""
+    """Return whether OpenMP would bind threads to CPUs when the forker loads it; all ranks would share those CPUs."""
     if environ.get("OMP_PROC_BIND", "").lower() == "false" or environ.get("OMP_PLACES", "").startswith("{"):
         return False  # no binding, or CPUs by number, which mean the same in every process
     return any(map(environ.get, _BIND_VARIABLES))

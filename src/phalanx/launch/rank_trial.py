@@ -24,7 +24,7 @@ from phalanx.wire.files import read_json, write_whole
 from phalanx.wire.messages import read_value, understand
 
 WARM_UP_STEPS = 3
-"""Number of steps that a rank makes before it first reports: they allocate memory and choose kernels."""
+"""Number of steps that a rank makes before its first report; these steps allocate memory and choose kernels."""
 COMPILE = "compile"
 """Name of the change that compiles the model; it is no setting of a Trainer."""
 _PAUSE_S = 0.01
@@ -131,7 +131,7 @@ class Trial:
         self._given = {**given}
         if self._changes.pop(COMPILE, False):
             model.compile()
-        self._hook.remove()  # a Trainer may step the optimizer in several parts, and calls `on_step` after all
+        self._hook.remove()  # a Trainer may step the optimizer in several parts, and calls `on_step` after the last
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
         uncompared = {"compare_every": 0}  # ranks change threads at different steps, so results may differ
@@ -167,7 +167,7 @@ class Trial:
         loader_class.__init__ = make_with_workers
 
     def count(self, batch: Any, loading_s: float) -> None:
-        """Count the samples of a batch, as the first dimension of its first tensor."""
+        """Count the samples of a batch: the first dimension of its first tensor."""
         from phalanx._torch.nested import tensors_in
 
         first = next(tensors_in(batch), None)
@@ -207,7 +207,7 @@ class Trial:
         """Raise if another process of this rank already takes part: both would answer the same requests.
 
         Raises:
-            RuntimeError: There is one, and `multiprocess_file` now says so.
+            RuntimeError: Another process takes part, and `multiprocess_file` now says so.
         """
         try:
             with open(os.path.join(self._folder, f"rank_{self._rank}"), "x"):

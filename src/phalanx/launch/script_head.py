@@ -44,7 +44,7 @@ _OPAQUE_MODULES = """
 """
 """Modules of the standard library that run code that the script's source does not show, or change the environment."""
 _OPAQUE_FUNCTIONS = ("exec", "eval", "__import__", "__builtins__")
-_SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # their harmless parts
+_SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # harmless parts of importlib
 _BEHIND_ENVIRON = ("environb", "putenv", "unsetenv")
 _COPYING = ("dict", "len", "list", "print", "set", "sorted")
 _READING = ("get", "copy", "items", "keys", "values")
@@ -103,7 +103,7 @@ class _Reader:
         self._environ_names = {"environ"}
         self._opaque_names = set(_BEHIND_ENVIRON)
         self._changes_path = False
-        self._is_certain = True  # whether the next statement is certain to be executed, and before torch is imported
+        self._is_certain = True  # whether the next statement is certain to run before torch is imported
         self.settings: dict[str, str] = {}
         self.doubt: str = ""
 
@@ -204,7 +204,7 @@ class _Reader:
         return is_folder and package not in sys.stdlib_module_names and not _is_installed(package)
 
     def _note_names(self, statement: ast.Import | ast.ImportFrom) -> None:
-        """Note which names this import binds to the environment, and which to things that may change it unseen."""
+        """Note which names this import binds to the environment, and which to objects that may change it unseen."""
         is_from = isinstance(statement, ast.ImportFrom)
         module = f"{statement.module}." if isinstance(statement, ast.ImportFrom) and not statement.level else ""
         for alias in statement.names:

@@ -2,7 +2,7 @@
 
 The agent is a process of its own with one thread and without torch, so its heartbeats continue even while the
 supervisor is busy. It dies with the supervisor. Agents meet at ``--master-port``; ranks meet on a port that the node of
-rank 0 reserves for each attempt. Questions of ``phalanx why`` travel over the same connections (`questions`).
+rank 0 reserves for each attempt. Questions of ``phalanx why`` travel over the connections between agents (`questions`).
 
 TORCHELASTIC_RESTART_COUNT counts every attempt, as on one node. Failures and lost nodes count against
 ``--max-restarts``; new nodes do not. A node that joins waits for the next snapshot; otherwise the other nodes would
@@ -46,7 +46,7 @@ _BEATS = 4  # heartbeats sent during the time of silence after which a node coun
 _LAST_CALL_S = 3.0
 _SILENCE_S = 2.0
 _NAME_PAUSE_S = 1.0
-_TOLD_AFTER_S = 2.0  # time of waiting after which a line says what for
+_TOLD_AFTER_S = 2.0  # time of waiting after which a line says what this node waits for
 _PEER_AGAIN_S = 0.5
 _ASK_S = 1.0
 _TURN_S = 5.0  # time to wait for each earlier host in the list of meeting places before leading

@@ -20,16 +20,16 @@ If the network is cut in two, the two sides never train at the same time, becaus
 starts only after all its members have accepted it. (2) If a port refuses connections, the kernel of that host thereby
 confirms that the node is dead. (The end of a connection confirms nothing: firewalls reset connections.) The first
 living node in the order of the view may then count the dead node's vote; otherwise two hosts could not survive the loss
-of one. (3) Half of the votes are enough if the view's leader is among the voters. A node that is not in a new view, but
-can be reached, has to know the view before it starts. Otherwise, if the members of the new view died, that node could
-count their votes in the old view.
+of one. (3) Half of the votes are enough if the view's leader is among the voters. Before a new view starts, every node
+that can be reached has to know it, even a node that is not in it. Otherwise, if the members of the new view died, such
+a node could count their votes in the old view.
 
 **Two nodes.** If the leader of two nodes loses power, the other node can't continue, not even when the leader's host
 comes back with a new process. With its half of the votes, the leader may have continued alone, admitted a third node
 and died, and neither of the two nodes could know. A shared disk could prove that this did not happen, but the launcher
 knows of none. So both wait, and say that a person has to decide. A process that is restarted at the meeting place and
-reaches no other node can't know that there are any, and begins a job of its own. `checkpoint.disk.claim` keeps the two
-jobs from writing into one folder; when they meet, the younger one gives way.
+reaches no other node can't know whether there are any, and begins a job of its own. `checkpoint.disk.claim` keeps the
+two jobs from writing into one folder; when they meet, the younger one gives way.
 
 **Verification.** A model checker explores every order of events in ``model/agreement.pml`` within its bounds
 (model/README.md). It found a bug, since fixed: answers counted as fresh from the moment at which the link was made. If
@@ -277,7 +277,7 @@ class Agreement:
 
     @property
     def is_next_to_leave(self) -> bool:
-        """Whether this node may leave now: no earlier node of the view is about to.
+        """Whether this node may leave now: no earlier node of the view is about to leave.
 
         Nodes leave one at a time, with an attempt in between, because one node may hold the replica of another's part.
         """
@@ -342,7 +342,7 @@ class Agreement:
             return (Group(self.me.id, (self.me.id,)),)
         if self._has_started:
             return (self.view.group,)
-        is_ours = self.view.leader == self.me.id  # only a view's leader starts it, so this node knows that it has not
+        is_ours = self.view.leader == self.me.id  # only its leader starts a view: then this one has not started
         return self.view.bases if is_ours else tuple(dict.fromkeys((*self.view.bases, self.view.group)))
 
     def _is_in_office(self) -> bool:

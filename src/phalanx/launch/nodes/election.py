@@ -2,9 +2,9 @@
 
 - A leader needs the votes of more than half of a group of nodes, or of half of them including the group's leader. A
   node gives one vote in a term.
-- A vote expires when the voter's answers are no longer fresh, which is before the other nodes consider the voter lost.
-  Over a new link, only an answer to a heartbeat over that link counts as fresh, so the first heartbeat is answered at
-  once.
+- A vote expires when the voter's answers are no longer fresh: before the voter can consider this node lost and vote for
+  another. Over a new link, only an answer to a heartbeat over that link counts as fresh, so the first heartbeat is
+  answered at once.
 - A node is dead when its kernel refuses connections to its port. The first living node in the order of the group may
   then count the dead node's vote, but only if the dead node's last answer was younger than 0.9 of the silence limit:
   later, the dead node may have voted for another.
@@ -18,7 +18,7 @@ import math
 from phalanx.launch.nodes.views import NO_VIEW, Group, Key, Node, State, View
 
 SETTLE_S = 1.0
-"""Time for linked nodes to vote, between a candidate's terms, and to let the other of two nodes connect first."""
+"""Time for linked nodes to vote, for a candidate to wait between terms, and for another node to connect first."""
 _FRESH = 0.9  # an answer is fresh for this fraction of the silence after which a node counts as lost
 
 

@@ -28,8 +28,8 @@ and adopts the copy if the next view has that number. The failure of a victim ch
   stays until it hears of the job's end: an early exit would count as a loss, and would stop ranks that are still
   saving.
 - **Ctrl-C on one node** ends the job on all. The launcher tells its agent at once, and stays until it hears of the
-  job's end. Ctrl-C takes precedence over all other causes but preemption. The leader waits until that node's ranks have
-  ended, since they may be saving.
+  job's end. Ctrl-C takes precedence over all other causes but preemption. The leader waits until the ranks of the
+  interrupted node have ended, since they may be saving.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Cause:
     Attributes:
         ending: Ending of the rank that was the cause. If a node was the cause, this is an ending with the node's host
             and first rank, which describes the event as an exception.
-        num_ranks: Number of ranks that the node of that rank has in the next attempt; -1: as many as before.
+        num_ranks: Number of ranks that the failed rank's node has in the next attempt; -1: as many as before.
         is_free: Whether this failure costs no restart.
     """
 

@@ -2,7 +2,7 @@
 
 Strangers can reach the port. So a message must be complete within 20 s, a sender that is refused is disconnected, and
 if descriptors run out, the listener pauses between two tries. Other nodes may know this node's id before the receiver
-does; they wait until it does.
+does; their offers wait until then.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _SAID_FAILURES = 2  # failures in a row until a line says so; one alone may be t
 _MOST_FAILURES = 3  # failures of each holder after which a snapshot is left with fewer replicas
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
-_REST, _SLOW_REST = 1.0, 4.0  # rest after a piece, in durations of it; the second if even the smallest takes too long
+_REST, _SLOW_REST = 1.0, 4.0  # rest after a piece, in multiples of its duration; the second if the link is slow
 _SHARE_OF_CPUS = 0.01  # fraction of the CPUs for copying and receiving; training loses about three times as much
 
 

@@ -1,4 +1,4 @@
-"""Attempts on one node, one after another: the port of each, what ends it, and whether another follows.
+"""Attempts on one node, one after another: the port of each attempt, what ends it, and whether another follows.
 
 **Ports.** The supervisor binds rank 0's port without listening, and holds it as long as the attempt lasts. Rank 0 can
 listen on it (both sides set SO_REUSEADDR), and the kernel gives it to nobody else. Each attempt has a new store, on a

@@ -31,7 +31,7 @@ from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
 
 _PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # pauses between two reads, at first and later
 _SOON_S = 60.0  # time after the start for which the shorter pause applies
-_RAISED_S = 0.5  # time for an error that may have ended the step to be recorded, or to end its rank
+_RAISED_S = 0.5  # time within which an error that ended the step is recorded, or ends its rank
 
 
 class Recovery:

@@ -92,7 +92,7 @@ class Shutdown:
         running = [rank for rank in self._ranks if rank.is_running]
         if culprit.is_victim:
             awaited = bool(running)
-        else:  # this rank gave no reason, but another one has printed one and is dying
+        else:  # wait if this rank gave no reason, but another has printed one and is dying
             silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.said_why for rank in running)
         give_up_s = self._first_failure_s + CAUSE_S
@@ -173,7 +173,7 @@ class Shutdown:
             why = f"no collective or snapshot within {STOP_S:g} s, so {they} started anew"
             self._say(f"{named('rank', late)} can't be kept: {why} (phalanx explain rank-not-kept)")
             self.end(signal.SIGTERM, running)
-        elif self._stopping:  # all that were asked to stop have; the others get their grace period
+        elif self._stopping:  # those asked to stop have stopped; the others get their grace period
             self._stopping, self._events.deadline = [], time.monotonic() + self._job.grace_s
         elif self.by == signal.SIGKILL:
             self._forkers.kill()

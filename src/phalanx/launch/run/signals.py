@@ -7,11 +7,11 @@ before the forker reports it, the outcome is decided: a later signal only preven
 supervisor blocks all signals until it exits; handlers would not be enough, since Python removes them while the
 interpreter shuts down. SIGUSR1 and SIGUSR2 are forwarded to the ranks; torchrun dies of them.
 
-**Ctrl-Z.** The launcher stops the process groups of its ranks with SIGSTOP, and then itself as its shell expects. On
-SIGCONT (``fg``, ``bg``, ``kill -CONT``) all continue, and the launcher's deadlines move by the time for which it was
-stopped. With a warm start the shell stops the client. On several nodes Ctrl-Z only prints that it does nothing, since
-the others would consider the node lost. Waits of collectives within a host do not count the stopped time; torch's
-store, waits across hosts and `monitored_barrier` do.
+**Ctrl-Z.** The launcher stops the process groups of its ranks with SIGSTOP, and then stops itself, as its shell
+expects. On SIGCONT (``fg``, ``bg``, ``kill -CONT``) all continue, and the launcher's deadlines move by the time for
+which it was stopped. With a warm start the shell stops the client. On several nodes Ctrl-Z only prints that it does
+nothing, since the others would consider the node lost. Waits of collectives within a host do not count the stopped
+time; torch's store, waits across hosts and `monitored_barrier` do.
 """
 
 from __future__ import annotations

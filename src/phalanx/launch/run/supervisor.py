@@ -1,7 +1,7 @@
 """Starts the ranks and watches them; `console` shows their output, `signals` obeys signals, `shutdown` ends the ranks.
 
 ``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. The supervisor forks the forker at once. While the
-forker imports torch, the supervisor is already ready for output and signals, after 0.1 s. Its loop (see
+forker imports torch, the supervisor is already prepared for output and signals (within 0.1 s). Its loop (see
 `screen.events`) wakes for output, for a signal, for a message of the forker about a rank, or at the end of a grace
 period.
 
@@ -61,7 +61,7 @@ class Supervisor:
         self._job = job
         self._folder = folder
         self._spare = spare
-        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # what the shell started
+        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # process that the shell started
         self.memory = job.memory  # the next attempt's treatment of freed memory
         self.events = EventLoop(self._say_log_problem)
         self._console = Console(
@@ -197,7 +197,7 @@ class Supervisor:
             environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
             environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if may_keep else ""
             if not all(output.has_room(_env.environment().get("COLUMNS", "")) for output in rank.outputs):
-                environ["COLUMNS"] = ""  # ours is the width of the screen, but the prefix takes up a part
+                environ["COLUMNS"] = ""  # the inherited width is the screen's, of which the prefix takes a part
             if rank in kept:
                 self._notes.note_start(rank.rank, rank.pid)
                 self._survivors.place(rank.pid, environ)

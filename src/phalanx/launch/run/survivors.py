@@ -1,10 +1,10 @@
 """Processes that survive the failure of another rank: they are told to stop, awaited, and given a new rank.
 
 A rank that asks to be kept (`phalanx.resilient`, or a Trainer) connects to the supervisor. When an attempt is over, the
-supervisor tells it to stop, and one of its threads aborts every process group. Its current or next collective raises,
-the stack unwinds, all groups are destroyed, and the rank reports that it is waiting; to the supervisor, that is an
-ending with `LastWords` like any other. For the next attempt, the supervisor sends it a new environment, and forks the
-other ranks. On several nodes, the agent's "stop" has the same effect; other nodes need not know which processes are
+supervisor tells it to stop, and one of the rank's threads aborts every process group. Its current or next collective
+raises, the stack unwinds, all groups are destroyed, and the rank reports that it is waiting; to the supervisor, that is
+an ending with `LastWords` like any other. For the next attempt, the supervisor sends it a new environment, and forks
+the other ranks. On several nodes, the agent's "stop" has the same effect; other nodes need not know which processes are
 kept. The rank's side is `phalanx.session.survival`.
 
 - **A rank that has not stopped** after 2 s, because it reached no collective, is ended and forked again. No signal

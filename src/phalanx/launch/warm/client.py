@@ -7,8 +7,8 @@ before anything else, so the module itself imports next to nothing.
 The warm process greets first, and only then does the client send its request. The child that is to become the job
 answers "go", the client sends the open files, and the child answers "began". The files are sent so late because
 descriptors in the queue of a stopped process would keep pipes open for good. If anything fails before "began", the
-client starts the job cold; from then on, nothing depends on the warm process. "began" brings a pidfd of the supervisor,
-which the client keeps, so that ``phalanx why PID`` finds the job by the pid of its client.
+client starts the job cold; after it, nothing depends on the warm process. Together with "began" comes a pidfd of the
+supervisor, which the client keeps, so that ``phalanx why PID`` finds the job by the pid of its client.
 
 The job has the terminal's descriptors but is in another session, so the kernel would let it read what is typed for the
 shell. Therefore the supervisor checks in ``/proc``, before it reads, that the client is in the foreground.
@@ -157,7 +157,8 @@ def _request(kind: str, words: Sequence[str], is_trial: bool) -> dict[str, Any]:
         "command_line": command_line,
         "umask": old_umask,
         "blocked": [int(sig) for sig in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-        "fds": [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_passed_on(fd)],  # `host` is slow to import
+        # Not with `host.processes.open_files`: `host` is slow to import.
+        "fds": [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_passed_on(fd)],
         "is_trial": is_trial,
     }
 

@@ -1,4 +1,4 @@
-"""The parent of a warm job's supervisor: tells the client how the supervisor ends, and ends the job with the client.
+"""The parent of a warm job's supervisor: tells the client how the supervisor ends, and ends the job if the client ends.
 
 Guards are children of the warm process, in sessions of their own; a running job does not depend on the warm process.
 The guard is the supervisor's parent, so it learns the wait status even of a supervisor that was killed. It is not the

@@ -1,4 +1,4 @@
-"""The warm process: Python stopped in its site hook with torch imported, which forks a job for each client that asks.
+"""The warm process: Python waits in its site hook, with torch imported, and forks a job for each client that asks.
 
 It has no threads, and keeps nothing of a job. It ends when nobody has needed it for a while, when a file that it has
 imported has changed, or when it is told to end; running jobs continue.

@@ -123,7 +123,7 @@ def _locked() -> Iterator[None]:
 
 
 def start(environ: Mapping[str, str], settings: Mapping[str, str]) -> str:
-    """Start a warm process and return its socket; clients that connect wait until it has imported torch.
+    """Start a warm process and return its socket; clients that connect wait until the process has imported torch.
 
     Raises:
         OSError: There is no place for its socket.
@@ -175,8 +175,7 @@ def _execute(
 
 
 def describe(path: str) -> dict[str, Any] | None:
-    """Return a warm process's description of itself, its pid and "state" if it is silent, or None if there is no
-    process."""
+    """Return a warm process's description of itself; its pid and "state" if it is silent; None if there is none."""
     return _ask(path, "list")
 
 
