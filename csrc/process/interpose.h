@@ -4,8 +4,8 @@
 // two functions allocate and free every CPU tensor, so no pointer of the pool reaches another allocator; smaller
 // blocks, and the blocks of other libraries, stay with glibc. Nothing of torch is linked, and if its library is not
 // laid out as expected, nothing is changed. The dynamic loader (dl_iterate_phdr) finds the library, so neither /proc
-// nor an environment variable is needed. All this works the same way in a forked rank, in a rank that executes the command
-// (at the end of import torch), under phalanx.spawn, and in a process that calls phalanx.tune_process().
+// nor an environment variable is needed. All this works the same way in a forked rank, in a rank that executes the
+// command (at the end of import torch), under phalanx.spawn, and in a process that calls phalanx.tune_process().
 #pragma once
 
 #include <span>
