@@ -27,9 +27,9 @@ struct Reduction {
 
 /// Message sizes at which the algorithms change.
 struct Tuning {
-  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: up to this, every rank reads all messages; at most kStageBytes
+  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: up to this, all ranks read all messages; at most kStageBytes
   std::size_t chunk_bytes = kSlotBytes;      // pipelined chunks, at most kSlotBytes
-  std::size_t direct_bytes = 32 * 1024;      // from this size on, peers' blocks are read in place, if the system permits
+  std::size_t direct_bytes = 32 * 1024;      // from this size on, peers' blocks are read in place, where permitted
 };
 
 /// The number of elements in each rank's block; empty if all blocks have the same size.

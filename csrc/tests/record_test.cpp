@@ -1,4 +1,4 @@
-// The black box: events that threads write at the same time are never torn, and its clock agrees with the kernel's.
+// The black box: events that threads write at the same time are never torn, and the clock agrees with the kernel's.
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -15,7 +15,7 @@
 namespace phalanx::tests {
 namespace {
 
-/// Memory for one box, read as another process would.
+/// Memory for one box. The test reads it as another process would.
 class Memory {
  public:
   Memory() : fd_(memfd_create("box", MFD_CLOEXEC)) { CHECK_EQ(ftruncate(fd_, static_cast<off_t>(kBoxBytes)), 0); }
