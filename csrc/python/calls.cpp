@@ -277,7 +277,7 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
             nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);
   group.def("average_plain", &average_plain);
-  // The next four functions serve windows. A window's counters lie at addresses that Python keeps mapped during the call.
+  // The next four functions serve windows. Python keeps the addresses of a window's counters mapped during the call.
   group.def("require_peer", [](Group& g, int peer, bool is_put) {
     WithoutGil thread;
     PythonHooks hooks(thread);
