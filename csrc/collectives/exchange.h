@@ -17,9 +17,9 @@
 // collectives, and all_reduce of two ranks, share one loop of "stage, wait, consume". Large blocks that only move are
 // not staged at all (move.cpp).
 //
-// The same bits on every rank and in every run: each element is reduced in rank order, in one pass over all inputs,
-// whatever the algorithm. Halves accumulate in float32. The kernels are built without fused multiply-add, so the bits
-// do not depend on the processor either.
+// Results have the same bits on every rank and in every run: each element is reduced in rank order, in one pass over
+// all inputs, whatever the algorithm. Halves accumulate in float32. The kernels are built without fused multiply-add,
+// so the bits do not depend on the processor either.
 //
 // Blocks may differ in size between ranks (all_gather and reduce_scatter with lists; NCCL's _v forms). Then every rank
 // first puts all sizes into its stage, so that the error for ranks that disagree can name the size that differs. The

@@ -18,7 +18,7 @@
 namespace phalanx {
 namespace {
 
-/// Whether a rank could read its peers' memory. It tells them in the payload of its line.
+/// Whether a rank could read its peers' memory. The rank tells its peers in the payload of its line.
 enum class Reading : std::uint8_t { kDone, kFaulted, kDenied };
 
 /// Copies from another process. Returns 0 or an errno. Source: process_vm_readv(2), Linux 3.2.

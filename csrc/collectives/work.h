@@ -60,7 +60,7 @@ class Work {
     std::function<void()> then;
     Listener* next;
   };
-  static inline Listener over_{};  // marks the operation as done: stands where the list of listeners was
+  static inline Listener over_{};  // if `listeners_` points here, the operation is done
 
   std::exception_ptr error_;
   std::atomic<Listener*> listeners_{nullptr};

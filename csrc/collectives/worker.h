@@ -45,9 +45,9 @@ class Worker {
   explicit Worker(ControlBlock& control) : control_(control) {}
   ~Worker() { stop(); }
 
-  /// Run `body`, and return when it is done. If no operation called before it is pending, it runs in the calling
-  /// thread; otherwise it waits for its turn in the queue. `timeout_s`: how long to wait for another thread's
-  /// collective to end (0: the group's timeout).
+  /// Run `body`, and return when it is done. If no earlier operation is pending, it runs in the calling thread;
+  /// otherwise it waits in the queue for its turn. `timeout_s`: how long to wait for another thread's collective to end
+  /// (0: the group's timeout).
   template <class Body>
   void run(Op op, double timeout_s, Hooks& hooks, Body&& body) {
     control_.require_usable(op);
@@ -65,8 +65,8 @@ class Worker {
   bool wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, double timeout_s);
   /// True if no operation is queued or running.
   bool idle() const { return num_pending_.load(std::memory_order_acquire) == 0; }
-  /// True if this thread is inside a collective or waits for one. In a signal handler, this is what the signal
-  /// interrupted.
+  /// True if this thread is inside a collective or waits for one. A signal handler calls this to learn whether it
+  /// interrupted one.
   bool interrupted() const;
   /// The failure to throw in a signal handler that calls or awaits `op` while its thread is inside a collective.
   Failure inside_another(FailureKind kind, Op op, std::string site) const;

@@ -194,7 +194,7 @@ class ControlBlock {
   static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
 
  private:
-  // Checks before the first pause and look at the clock, which cost as much as a small message.
+  // Number of checks before the first pause and look at the clock, which cost as much as a small message.
   static constexpr int kEagerLooks = 50;
 
   using DoneFn = std::function<bool()>;

@@ -64,7 +64,7 @@ struct Awaited {
 /// kDeparted: left normally; kFell: left because of an error, which `Member::why` holds.
 enum class MemberState : std::uint32_t { kAbsent = 0, kJoined, kDeparted, kFell };
 
-/// A rank's identity and state. The identity is written once, before `state` is released.
+/// A rank's identity and state. The identity is written once, before the RELEASE store of `state`.
 struct alignas(kCacheLine) Member {
   std::atomic<MemberState> state;
   std::int32_t pid;
@@ -75,7 +75,7 @@ struct alignas(kCacheLine) Member {
   std::uint64_t cpu_mask[kMaxRanks / 64];
   std::atomic<std::uint32_t> site_seq;  // the collective for which `site` was last written
   std::atomic<std::uint32_t> awaits;    // a packed Awaited, set while this rank waits for its only message in flight
-  SharedText site;                      // "all_reduce #42 (float32, 1024) at train.py:31"
+  SharedText site;                      // "all_reduce #42 of group 'world' at train.py:31"
   SharedText why;                       // the error with which it left; not in `site`, which peers may still read
 };
 
@@ -110,7 +110,7 @@ struct GroupHeader {
   std::uint64_t region_bytes;
   alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset; 0: not made yet, kNoMemory: no memory for it
   std::atomic<std::uint32_t> attached;                     // ranks that map the region; the last to leave frees it
-  alignas(kCacheLine) std::atomic<std::uint64_t> group_failure;  // 0, or why the group ended: see control_block.cpp
+  alignas(kCacheLine) std::atomic<std::uint64_t> group_failure;  // 0, or a packed GroupFailure: see failure.h
   alignas(kCacheLine) Bell bell;                           // all ranks sleep here in collectives
 };
 inline constexpr std::uint64_t kNoMemory = ~std::uint64_t{0};

@@ -152,7 +152,8 @@ Ending from_wait_status(int status) {
   return ending;
 }
 
-// From 2 * kCheap watches on, only one call of dead() in num_watches / kCheap reads /proc, but at least one in kSeldom.
+// From 2 * kCheap watches on, only one in num_watches / kCheap calls of dead() reads /proc, but at least one in
+// kSeldom.
 constexpr unsigned kCheap = 4, kSeldom = 8;
 
 using Watches = std::map<std::pair<int, std::uint64_t>, std::weak_ptr<const PeerWatch>>;

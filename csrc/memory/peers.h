@@ -11,8 +11,8 @@
 // flags, so a new group can form while the kernel still frees the memory.
 //
 // The exit status of a process is read from /proc until its parent has collected it, and from the pidfd after that
-// (Linux 6.15 and newer). On older kernels, a rank is reported as dead without a status once its parent has collected
-// it.
+// (Linux 6.15 and newer). On older kernels, the status is lost once the parent has collected it, and the rank is
+// reported as dead without a status.
 #pragma once
 
 #include <atomic>
@@ -36,7 +36,7 @@ struct Ending {
 /// Fill in the identity and the CPUs of the calling process.
 void describe_self(Member& member);
 
-/// Identity of a process. A field that /proc did not tell is zero.
+/// Identity of a process. A field is zero if /proc does not tell it.
 struct Identity {
   int pid = 0;
   std::uint64_t start_time = 0;     // clock ticks since boot; reveals that a pid was reused

@@ -20,7 +20,7 @@ class TickClock {
     std::uint64_t ticks, ns;
   };
   /// Return the time now, in nanoseconds. `asked`: the moment at which the calling thread last asked the kernel. Each
-  /// thread keeps its own; the first one is {}.
+  /// thread keeps its own, which is {} at first.
   std::uint64_t now_ns(Instant& asked) noexcept;
 
  private:

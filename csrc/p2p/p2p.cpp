@@ -108,7 +108,7 @@ void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
 
 void PointToPoint::complete(const std::shared_ptr<Request>& request, std::exception_ptr error) {
   request->finish(error);
-  Bell& own = control_.p2p_bell(control_.rank());  // the caller may sleep while the background thread does this
+  Bell& own = control_.p2p_bell(control_.rank());  // the caller may be asleep: the background thread runs this, too
   if (has_sleepers(own)) ring(own);
 }
 

@@ -113,7 +113,7 @@ inline std::span<const void* const> inputs(const Addresses& a) { return {reinter
 inline std::span<void* const> outputs(const Addresses& a) { return {reinterpret_cast<void* const*>(a.data()), a.size()}; }
 
 /// Limits a time to a value that the core's clocks can count. 64 bits of nanoseconds overflow after 292 years; the
-/// default of `most` is 30 years. NaN and negative times become 0.
+/// default of `most` is about 30 years. NaN and negative times become 0.
 inline double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
 
 /// The line at which an asynchronous call was made; none for a blocking call.

@@ -95,7 +95,7 @@ nb::dict facts_of(const Failure& failure) {
 /// The Python exception for a failure of the core. The caller holds the GIL.
 nb::object to_python(const Failure& failure) { return (*g_make_error)(facts_of(failure)); }
 
-/// Lets Python print the missing ranks. A native thread that asked for the GIL of an ending interpreter would never
+/// Makes Python print the missing ranks. A native thread that asked for the GIL of an ending interpreter would never
 /// return. So close(), which is called before the interpreter ends, waits for a report in progress and lets no other
 /// report begin. Only native threads take the lock: a Python thread must not hold it, because it may handle signals
 /// while it prints.
