@@ -1,4 +1,4 @@
-// Operations on the native thread of a group, and their order.
+// Tests of operations on the native thread of a group, and of their order.
 #include <atomic>
 #include <condition_variable>
 #include <mutex>

@@ -146,8 +146,8 @@ void run_sizes(const std::vector<std::size_t>& sizes, const Options& options) {
         options);
 }
 
-// Some thresholds count one block, others the blocks for all ranks. With teams of 1, 2, 3 and 5, the sizes below are at,
-// just under and just above each of them.
+// Some thresholds apply to one block, others to the blocks for all ranks together. In groups of 1, 2, 3 and 5 ranks,
+// the sizes below are at, just under and just above each threshold.
 CASE(collectives_are_right_around_the_sizes_of_a_line_and_a_stage) {
   const std::size_t one_shot = Tuning{}.one_shot_bytes;
   std::set<std::size_t> sizes{0, 1, 9, 10, 16, 17, 24, 25, 48, 49, 1001, one_shot, one_shot + 1};

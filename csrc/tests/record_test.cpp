@@ -146,7 +146,8 @@ CASE(the_clock_is_the_kernels_to_some_microseconds) {
     if (now + 20'000 < before || now > after + 20'000) ++num_apart;
   }
   CHECK(num_looks > 100);
-  // A thread interrupted between the two readings in TickClock is wrong until it next asks the kernel, a millisecond later.
+  // If a thread is interrupted between the two readings in TickClock, its time is wrong until it next asks the kernel, a
+  // millisecond later.
   CHECK(num_apart * 50 <= num_looks);
 }
 
