@@ -1,13 +1,14 @@
-/* Which nodes train together: agreement.py, election.py and attempt_watch.py of src/phalanx/launch, rule by rule and with
- * their names.
+/* Which nodes train together: agreement.py, election.py and attempt_watch.py of src/phalanx/launch/nodes, rule by rule
+ * and under the same names.
  *
- * MEMBERS nodes train in view 0, which node 0 leads. From then on anything may happen in any order: what a node says
- * arrives or does not, answers grow old, silent nodes are lost and come back, DEATHS nodes die. NODES - MEMBERS more
- * come once one has died: a node that is started again has a new number. A node decides after each event, as in the
- * code; a timer of it has run out exactly in `tick`.
+ * MEMBERS nodes train in view 0, which node 0 leads. From then on, anything may happen in any order: messages of a node
+ * arrive or get lost, answers grow old, silent nodes are lost and come back, DEATHS nodes die. For each death, one of
+ * NODES - MEMBERS further nodes may be started: a node that is started again has a new number. A node decides after
+ * each event, as in the code. `is_late` says that the event is a timer of the node that has run out.
  *
- * No clock: `fresh` says that an answer is young enough to count. It may cease to be at any moment, and has ceased when
- * the other loses this node: 0.9 of the time of silence is over before the whole is.
+ * There is no clock. `fresh` says that an answer is recent enough to count. An answer may grow old at any moment. It
+ * has grown old by the time at which the node that gave it considers this node lost: 0.9 of the silence limit is over
+ * before the whole limit is.
  */
 #ifndef MEMBERS
 #define MEMBERS 2
@@ -19,7 +20,7 @@
 #define DEATHS 1
 #endif
 #ifndef TERMS
-#define TERMS 3   /* terms above this, and views, are not gone into */
+#define TERMS 3   /* terms above this, and views, are not explored */
 #endif
 #ifndef VIEWS
 #define VIEWS 3
@@ -47,7 +48,7 @@ typedef Node {
 View views[VIEWS];
 Node node[NODES];
 byte num_views = 1, num_deaths, num_came;
-#ifdef CUTS  /* answers grow old over cables that are cut, and no others */
+#ifdef CUTS  /* answers grow old only over cables that are cut */
 byte num_cuts, from, to;
 bit is_both;
 #define IS_CUT(one, other) ((HAS(from, one) && HAS(to, other)) || (is_both && HAS(from, other) && HAS(to, one)))
@@ -91,7 +92,7 @@ inline has_quorum() {
     if :: HAS(views[v].members, j) && FOLLOWS(j) -> votes = votes | BIT(j) :: else fi;
     if :: PEER.dead -> set = set | BIT(j) :: else fi
   }
-  /* those before us in the succession: the view's leader, then by number */
+  /* whether all before us in the succession (the view's leader, then by number) have voted or died */
   if
   :: views[v].leader == i -> skip
   :: else ->
@@ -173,7 +174,7 @@ inline vote(other) {
   fi
 }
 
-/* Election._holder() -> holder, holder_term; and the newest term of those who follow others -> newest */
+/* Election._holder() -> holder, holder_term. Also, the newest term of nodes that follow another leader -> newest */
 inline look_around() {
   holder = NOBODY; holder_term = 0; newest = 0;
   for (j : 0 .. NODES - 1) {
@@ -268,7 +269,7 @@ inline propose() {
     views[v].members = set;
     find_bases();
     views[v].bases = set; views[v].leader = i; views[v].term = node[i].term; views[v].number = VIEW.number + 1;
-    for (k : 0 .. VIEWS - 1) {  /* a key names one view */
+    for (k : 0 .. VIEWS - 1) {  /* no two views have the same key */
       assert(k >= v || views[k].term != views[v].term || views[k].number != views[v].number)
     }
     take_view(v, false)
@@ -331,7 +332,7 @@ inline lead() {
   fi
 }
 
-/* Agreement._run(), with what must hold */
+/* Agreement._run(), with the assertion that must hold */
 inline run_ranks() {
   j = node[i].leader;
   if
@@ -366,7 +367,7 @@ inline decide() {
   skip
 }
 
-/* What node `other` says arrives at i. */
+/* A message of node `other` arrives at node i. */
 inline hear(other) {
   swap = i; i = other; check_office(); check_settled(); i = swap;
   j = other;
@@ -406,7 +407,7 @@ inline begin() {
   }
 }
 
-/* The process has ended, and nobody knows yet. */
+/* The process of node i has ended, and nobody knows yet. */
 inline die() {
   node[i].alive = false; num_deaths++;
   node[i].started = false; node[i].running = false; node[i].has_left = false; node[i].term = 0; node[i].ranks = IDLE;
@@ -436,7 +437,7 @@ inline die() {
 #define IS_FRESH_IF_NEW false
 #endif
 
-/* What may happen to node i by itself. */
+/* Events of node i alone. */
 proctype Live(byte i) {
 end:
   do
@@ -456,7 +457,7 @@ end:
 #define CAN_TALK (!IS_CUT(i, other) && !IS_CUT(other, i))
 #define HEARS (node[i].alive && node[other].alive && node[i].peer[other].linked && node[other].peer[i].linked && !IS_CUT(other, i))
 
-/* What may happen between node i and another. */
+/* Events between node i and another node. */
 proctype Link(byte i, other) {
 end:
   do
@@ -478,7 +479,7 @@ end:
 }
 
 #ifdef CUTS
-/* What one node says to another, or to all, or they to each other, vanishes for a while. */
+/* A cut, for a while: messages from one node to some of the others vanish, in one direction or in both. */
 proctype Cable() {
   byte one, some;
 end:

@@ -1,5 +1,6 @@
 /* Collectives::Pipeline: stage chunk c + 1, reduce c, collect c - 1, with SLOTS slots of each kind.
- * Two all_reduces follow each other, with the arrival between them, so that the second begins in mid-ring. */
+ * Two all_reduces follow each other, with the arrival between them, so that the second begins in the middle of the
+ * ring. */
 #ifndef SLOTS
 #define SLOTS 3
 #endif

@@ -1,4 +1,4 @@
-/* Collectives one after the other whose data fits a line or a stage: staged before the arrival, read after it. */
+/* A sequence of collectives whose data fits a line or a stage: it is staged before the arrival and read after it. */
 #define DATA (LINES * N)
 #include "memory.pml"
 

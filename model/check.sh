@@ -1,6 +1,6 @@
 #!/bin/sh
 # Check the flag protocol and the agreement of nodes with SPIN: model/check.sh [--short]
-# Every line names a model, its settings, and what must come out: ok, or the error that a broken variant must show.
+# Each line names a model, its settings and the expected result: ok, or the error that a broken variant must show.
 set -eu
 models=$(cd "$(dirname "$0")" && pwd)
 short=${1:-}
@@ -32,7 +32,7 @@ check() {  # check NAME EXPECTED [-DSETTING...]
   num_run=$((num_run + 1))
 }
 
-# As built.
+# As the code is.
 check arrival ok -DN=2 -DROUNDS=4
 check arrival ok -DN=3
 check all_reduce ok -DN=2
@@ -46,7 +46,7 @@ check all_reduce ok -DN=2 -DWEAK
 for flow in 0 1 2; do
   check exchange ok -DN=2 -DFLOW=$flow -DWEAK
 done
-# Nodes that lose each other at any moment, or one of which dies.
+# Nodes that lose each other at any moment, and of which one dies.
 check agreement ok -DMEMBERS=2
 check agreement ok -DMEMBERS=3 -DCUTS=0
 if [ "$short" != --short ]; then
@@ -64,9 +64,9 @@ if [ "$short" != --short ]; then
   done
 fi
 
-# Broken on purpose: the models can fail.
-check arrival deadlock -DN=2 -DNO_FENCE            # a look at the sleepers that passes the store loses a wake-up
-check all_reduce deadlock -DN=2 -DNO_FENCE        # (in the exchange a later wake-up makes up for each that is lost)
+# Broken on purpose, to show that the models can fail.
+check arrival deadlock -DN=2 -DNO_FENCE            # if the look at the sleepers overtakes the store, a wake-up is lost
+check all_reduce deadlock -DN=2 -DNO_FENCE        # (in the exchange, a later wake-up makes up for each lost one)
 for model in arrival all_reduce exchange; do
   check $model deadlock -DN=3 -DNO_LAST           # rank 0 alone rings, last or not
 done
@@ -75,7 +75,7 @@ check all_reduce overwritten -DN=2 -DSLOTS=2      # two slots instead of three
 check all_reduce overwritten -DN=3 -DSPINNING -DSLOTS=2
 check exchange overwritten -DN=2 -DFLOW=1 -DLAG=7 # waits for the readers of one chunk too far back
 for model in arrival all_reduce exchange; do
-  check $model overwritten -DN=2 -DWEAK -DNO_RELEASE  # a flag overtakes the data that it tells of
+  check $model overwritten -DN=2 -DWEAK -DNO_RELEASE  # a flag overtakes the data that it announces
 done
 for rule in SILENT_ARE_DEAD NO_VOTES HALF_IS_ENOUGH OLD_VOTES LONG_VOTES NOT_SHOWN NEW_LINKS_ARE_FRESH; do
   check agreement "two sides" -DMEMBERS=2 -D$rule

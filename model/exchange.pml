@@ -1,10 +1,11 @@
-/* Collectives::exchange_chunks(): every rank stages chunks in a ring of RING slots, one ahead of what it consumes.
- * FLOW tells whose data a rank needs: 0 everybody's, 1 the root's (rank 0), 2 everybody's, on the root alone. */
+/* Collectives::exchange_chunks(): every rank stages chunks in a ring of RING slots, one ahead of the chunk that it
+ * consumes. FLOW says who needs whose data: 0: all ranks need everybody's; 1: all need the root's (rank 0); 2: only the
+ * root needs everybody's. */
 #ifndef RING
 #define RING 6  /* 2 * kSlots */
 #endif
 #ifndef LAG
-#define LAG RING  /* a slot is written when the chunk this far back has been consumed by all */
+#define LAG RING  /* a slot is written once all have consumed the chunk this far back */
 #endif
 #ifndef CHUNKS
 #define CHUNKS 8

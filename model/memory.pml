@@ -1,13 +1,14 @@
-/* What the models share: flags that reach memory late, the bell that sleepers sleep on, and the arrival.
+/* Shared by the models of the flag protocol: flags that reach memory late, the bell that wakes sleepers, the arrival.
  *
- * SPIN interleaves as if memory were sequentially consistent. What the protocol must survive is that a flag is stored,
- * something else is loaded, and the store becomes visible only then. So a rank's flag store lies in a buffer of one
- * entry until `memory` writes it out, at any moment; the rank itself sees it at once. Data is written directly: it may
- * become visible before a flag that was stored earlier, but never after one that is stored later (RELEASE).
+ * SPIN interleaves steps as if memory were sequentially consistent. But a processor may store a flag, load something
+ * else, and make the store visible only after that load. The protocol must survive this. So a rank's flag store lies in
+ * a buffer of one entry until `memory` writes it out, at any later moment; the rank itself sees its store at once. Data
+ * is written directly: it may become visible before a flag that was stored earlier, but never after a flag that is
+ * stored later (RELEASE).
  *
- * With WEAK, data too reaches memory late and out of order, as on ARM: it passes flags that were stored earlier and is
- * passed by later loads and stores. What holds it back is RELEASE alone, and the fences. x86 keeps stores in order by
- * itself, so a RELEASE that is missing (NO_RELEASE) would do no harm there.
+ * With WEAK, data also reaches memory late and out of order, as on ARM: it may overtake flags that were stored earlier,
+ * and later loads and stores may overtake it. Only RELEASE and the fences enforce an order. x86 itself keeps stores in
+ * order, so a missing RELEASE (NO_RELEASE) would do no harm there.
  */
 #ifndef N
 #define N 2      /* ranks */
@@ -25,11 +26,11 @@ byte flag[(LINES + 2) * N];
 byte buffered_at[N];  /* flag + 1, 0: nothing is buffered */
 byte buffered[N];
 byte rings, sleepers;
-byte data[DATA];  /* slots of all ranks; a model says how many */
+byte data[DATA];  /* slots of all ranks; each model defines how many */
 #ifdef WEAK
-byte late_at[N];    /* slot + 1 of the data store that is under way, 0: there is none */
+byte late_at[N];    /* slot + 1 of the data store that is under way, 0: none is */
 byte late[N];
-bool must_lead[N];  /* that store came before the buffered flag */
+bool must_lead[N];  /* whether that store came before the buffered flag */
 #endif
 
 #if defined(WEAK) && !defined(NO_RELEASE)
@@ -89,19 +90,19 @@ end:
 #endif
 
 #ifdef SPINNING
-/* Nobody sleeps: a smaller model, for the slots alone. */
+/* Nobody sleeps: a smaller model, which checks only the slots. */
 #define PUBLISH(index, value, all)  STORE_FLAG(index, value)
 #define AWAIT(all)  (all)
 #else
 #ifdef NO_LAST
-#define RINGS(all)  (me == 0)  /* broken: one and the same rank wakes the others */
+#define RINGS(all)  (me == 0)  /* broken: always the same rank wakes the others */
 #else
 #define RINGS(all)  (all)
 #endif
 
-/* Collectives::publish(): store the flag, then look for sleepers. `all` is true if the
- * rank finds that everybody has published as much as it did. A condition that has come true stays true, so reading the
- * flags one by one, as the code does, sees what reading them in the one step of the last read sees. */
+/* Collectives::publish(): store the flag, then look for sleepers. `all` is true if the rank finds that everybody has
+ * published as much as it has. The code reads the flags one by one; the model reads them in one step, at the moment of
+ * the code's last read. Both get the same answer, because a condition that has become true stays true. */
 #define RING_SLEEPERS(all) \
   if \
   :: sleepers != 0 -> \
@@ -116,7 +117,7 @@ end:
   FENCE; \
   RING_SLEEPERS(all)
 
-/* ControlBlock::await() with sleep_on(), whose sleep ends by the bell alone: a wake-up that is lost is a deadlock here. */
+/* ControlBlock::await() with sleep_on(). Here only the bell ends a sleep, so a lost wake-up is a deadlock. */
 #define AWAIT(all) \
   do \
   :: all -> break \
@@ -131,8 +132,8 @@ end:
   od
 #endif
 
-/* Collectives::arrive(): like PUBLISH, with a look at the others between the store and the fence. Who finds all here in
- * that look rings if there are sleepers, and waits for nobody. */
+/* Collectives::arrive(): like PUBLISH, with a look at the others between the store and the fence. A rank that finds all
+ * others here in that look rings if there are sleepers, and waits for nobody. */
 #define HERE(r)  (seen(LINE(r, seq)) == seq)
 #ifdef SPINNING
 #define ARRIVE \

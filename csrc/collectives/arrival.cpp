@@ -1,5 +1,6 @@
 // How the ranks of a collective meet: each publishes its call and waits for everyone else's. Ranks then compare the
-// calls, and know that the previous collective is over everywhere. The mailboxes and counters of chunks are here, too.
+// calls, and know that the previous collective is over everywhere. The mailboxes and the chunk counters are in this
+// file, too.
 #include <algorithm>
 #include <chrono>
 #include <new>
@@ -36,8 +37,8 @@ void Collectives::arrive(Wait& wait) {
     return num_here == control_.size();
   };
   // The first all_here() comes before the fence in has_sleepers(). The fence waits until the peers can see this rank's
-  // store, and the last rank to arrive uses that time to fetch their lines. Only a rank that finds everybody here wakes
-  // the sleepers, and the fence guarantees that at least one rank does.
+  // store; the last rank to arrive uses that time to fetch the lines of its peers. Only a rank that finds everybody
+  // here wakes the sleepers, and the fence guarantees that at least one rank does.
   const bool is_last = all_here();
   if (has_sleepers(control_.header().bell) && all_here()) ring(control_.header().bell);
   arrival_wait_s_ = 0;
@@ -67,8 +68,8 @@ void Collectives::compare_counts(Wait& wait, std::size_t num_counts) {
   }
 }
 
-/// Checks that each rank sends what its peer expects. Every rank has staged two tables, of what it sends and of what it
-/// expects. Returns the number of elements of the largest block that one rank sends to another.
+/// Checks that each rank sends what its peer expects. Every rank has staged two tables: the counts that it sends, and
+/// the counts that it expects. Returns the number of elements of the largest block that one rank sends to another.
 std::size_t Collectives::compare_splits(Wait& wait) {
   std::uint64_t most = 0;
   for (int from = 0; from < control_.size(); ++from) {

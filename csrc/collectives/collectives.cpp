@@ -1,4 +1,4 @@
-// All collectives except all_reduce: what each stages for its peers, and what it does with theirs.
+// All collectives except all_reduce: what each one stages for its peers, and what it does with the peers' data.
 #include "collectives/collectives.h"
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 namespace phalanx {
 namespace {
 
-/// A call without a count: the counts of its blocks are compared one by one, so that the error says which differs.
+/// Returns the call without a count. The counts of its blocks are compared one by one, so that the error can name the
+/// one that differs.
 Call with_counts(Call call) {
   call.count = 0;
   call.flags = 1;
@@ -137,7 +138,7 @@ void Collectives::all_to_all_split(const Context& context, std::span<const void*
     take(r, outs[r], out_counts[r] * item);
   }
   Wait wait = begin(context, with_counts(make_call(Op::kAllToAll, items)));
-  // Each rank shows what it sends to and expects from every peer, so that all ranks can check all pairs.
+  // Each rank shows how much it sends to and expects from every peer, so that all ranks can check all pairs.
   std::copy(in_counts.begin(), in_counts.end(), table(me));
   std::copy(out_counts.begin(), out_counts.end(), table(me) + n);
   offer();

@@ -21,15 +21,15 @@ struct Context {
 };
 
 struct Reduction {
-  std::uint8_t code;  // ReduceOp + 1, or a code of its own (PREMUL_SUM) that peers must agree on
+  std::uint8_t code;  // ReduceOp + 1, or a separate code (PREMUL_SUM); all ranks must agree on it
   ReduceFn apply;
 };
 
 /// Message sizes at which the algorithms change.
 struct Tuning {
-  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: up to here every rank reads all messages; at most kStageBytes
+  std::size_t one_shot_bytes = kStageBytes;  // all_reduce: up to this, all ranks read all messages; at most kStageBytes
   std::size_t chunk_bytes = kSlotBytes;      // pipelined chunks, at most kSlotBytes
-  std::size_t direct_bytes = 32 * 1024;      // blocks from here on are read where they lie, if the system permits it
+  std::size_t direct_bytes = 32 * 1024;      // from this size on, peers' blocks are read in place, where permitted
 };
 
 /// The number of elements in each rank's block; empty if all blocks have the same size.
@@ -53,17 +53,17 @@ class Collectives {
     const Piece piece{in, out, items.count};
     all_reduce(context, {&piece, 1}, items, reduction);
   }
-  /// `items` counts the elements of all pieces together. With `squares`, returns the sum of squares of the result: the
-  /// same bits on all ranks that cut the message into the same pieces.
+  /// `items` counts the elements of all pieces together. With `squares`, returns the sum of squares of the result. It
+  /// has the same bits on all ranks that cut the message into the same pieces.
   double all_reduce(const Context& context, std::span<const Piece> pieces, Items items, Reduction reduction,
                     SquaresFn squares = nullptr);
   void reduce(const Context& context, const void* in, void* out, Items items, Reduction reduction, int root);
-  /// `ins[j]` is this rank's input for the block that rank j receives: `items`, or `counts[j]` elements of that dtype.
-  /// All ranks must pass the same counts.
+  /// `ins[j]` is this rank's input for the block that rank j receives; it has `items`, or `counts[j]` elements of that
+  /// dtype. All ranks must pass the same counts.
   void reduce_scatter(const Context& context, std::span<const void* const> ins, void* out, Items items,
                       Reduction reduction, Counts counts = {});
-  /// The block of rank j goes to `outs[j]`: `items`, or `counts[j]` elements of that dtype. All ranks must pass the same
-  /// counts.
+  /// The block of rank j goes to `outs[j]`; it has `items`, or `counts[j]` elements of that dtype. All ranks must pass
+  /// the same counts.
   void all_gather(const Context& context, const void* in, std::span<void* const> outs, Items items,
                   Counts counts = {});
   /// As all_gather, but only the root receives.
@@ -77,10 +77,10 @@ class Collectives {
  private:
   class Pipeline;
 
-  /// Who needs whose data: every rank everyone's, every rank the root's, or only the root everyone's.
+  /// Who needs whose data: all ranks need everyone's, all ranks need the root's, or only the root needs everyone's.
   enum class Flow { kEverybody, kFromRoot, kToRoot };
 
-  /// What every rank stages for its peers: `num` blocks of `bytes`, with elements of `item_bytes`.
+  /// The blocks that every rank stages for its peers: `num` blocks of `bytes`, with elements of `item_bytes`.
   struct Blocks {
     std::size_t num, bytes, item_bytes;
     std::size_t total() const { return num * bytes; }
@@ -128,7 +128,7 @@ class Collectives {
   std::vector<std::span<const std::byte>> gives_;
   std::vector<std::span<std::byte>> takes_;
   bool has_offered_ = false;
-  bool reads_peers_ = false;  // whether large blocks are read where they lie; the same on every rank
+  bool reads_peers_ = false;  // whether large blocks are read from peers' memory; the same on every rank
 };
 
 }  // namespace phalanx

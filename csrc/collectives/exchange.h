@@ -1,9 +1,9 @@
 // The algorithm that the collectives share: every rank stages its blocks for its peers, meets them, and consumes theirs.
 //
-// 1. Each rank writes what it calls (operation, dtype, count, root, reduce operation) into its line of the control
-//    block, waits for everybody's line, and compares the lines to detect a mismatch. That costs nothing, since the call
-//    is in the cache line that the rank waits for anyway. Then every rank is known to have left the previous collective.
-//    See arrival.cpp.
+// 1. Each rank writes its call (operation, dtype, count, root, reduce operation) into its line of the control block,
+//    waits for everybody's line, and compares the lines to detect a mismatch. The comparison costs nothing, because the
+//    call is in the cache line that the rank waits for anyway. From then on, the rank knows that every rank has left
+//    the previous collective. See arrival.cpp.
 // 2. By size:
 //     inline    up to 48 bytes: the data travels in the line that peers wait for;
 //     one-shot  up to kStageBytes: data is staged before the ranks meet and read right after, one synchronisation in all;
@@ -17,14 +17,14 @@
 // collectives, and all_reduce of two ranks, share one loop of "stage, wait, consume". Large blocks that only move are
 // not staged at all (move.cpp).
 //
-// The same bits on every rank and in every run: each element is reduced in rank order, in one pass over all inputs,
-// whatever the algorithm. Halves accumulate in float32. The kernels are built without fused multiply-add, so the bits
-// do not depend on the processor either.
+// Results have the same bits on every rank and in every run: each element is reduced in rank order, in one pass over
+// all inputs, whatever the algorithm. Halves accumulate in float32. The kernels are built without fused multiply-add,
+// so the bits do not depend on the processor either.
 //
-// If blocks differ in size between ranks (all_gather and reduce_scatter with lists; NCCL's _v forms), every rank first
-// puts all sizes into its stage, so that the error for ranks that disagree says which size differs. Then the blocks flow
-// in as many chunks as the largest needs. A message may lie in several pieces (average_coalesced): chunks are filled
-// from the pieces and reduced into them.
+// Blocks may differ in size between ranks (all_gather and reduce_scatter with lists; NCCL's _v forms). Then every rank
+// first puts all sizes into its stage, so that the error for ranks that disagree can name the size that differs. The
+// blocks then flow in as many chunks as the largest block needs. A message may also consist of several pieces
+// (average_coalesced): chunks are filled from the pieces and reduced into them.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +52,7 @@ inline Dtype dtype_of(const Items& items) { return static_cast<Dtype>(items.dtyp
 /// Index of the block for rank `to` in the area of rank `from`. A rank stages no block for itself.
 inline std::size_t index_of(int from, int to) { return static_cast<std::size_t>(to < from ? to : to - 1); }
 
-/// How many of the bytes [lo, lo + len) lie within a block of `bytes`.
+/// Number of the bytes [lo, lo + len) that lie within a block of `bytes`.
 inline std::size_t clip(std::size_t bytes, std::size_t lo, std::size_t len) {
   return lo >= bytes ? 0 : std::min(len, bytes - lo);
 }

@@ -33,8 +33,8 @@ class Group {
   Collectives& collectives() { return collectives_; }
   Worker& worker() { return worker_; }
 
-  /// Count a collective when it is called: an asynchronous one may begin later, and then on each rank at another time.
-  /// With the GIL.
+  /// Count a collective when it is called, because an asynchronous one may begin later, and at another time on each
+  /// rank. The caller holds the GIL.
   void note_issued() { ++issued_; }
   std::uint64_t issued() const { return issued_; }
 
@@ -43,8 +43,9 @@ class Group {
     if (!control_.forked()) control_.abort(why);
   }
 
-  /// Leave the group: finish what is queued (briefly), say goodbye, stop the threads. Idempotent.
-  /// With `why`, the error that is the reason, queued operations are not finished, and the peers are told the error.
+  /// Leave the group: finish what is queued (briefly), tell the peers, stop the threads. Idempotent. `why`: the error
+  /// because of which this rank leaves. With an error, queued operations are not finished, and the peers learn of the
+  /// error.
   void leave(const std::string& why = "") {
     if (control_.forked()) return;  // the parent is the rank, and has the threads
     if (left_.exchange(true, std::memory_order_acq_rel)) return;  // this thread or another has left already

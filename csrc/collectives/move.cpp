@@ -1,11 +1,12 @@
-// Collectives that only move data (broadcast, all_gather, gather, scatter, all_to_all). Each is described by what a rank
-// gives to each rank and takes from each. Small blocks go through the stages.
+// Collectives that only move data (broadcast, all_gather, gather, scatter, all_to_all). Each is described by what a
+// rank gives to each rank and takes from each rank. Small blocks go through the stages.
 //
-// Blocks of 32 KiB and more are read where they lie: once copied instead of twice. Before the ranks meet, each publishes
-// the addresses of its blocks; its peers copy from there with process_vm_readv. Nobody returns before all have read. If
-// one rank could not read (another pid namespace, a seccomp filter, Yama's ptrace_scope, memory of a device, a call in
-// place), all learn so at that point, and the blocks go in chunks instead. A peer that is interrupted publishes the
-// group's failure before it touches its memory again, so a rank checks for a failure after it has read.
+// Blocks of 32 KiB and more are read straight from the memory of the rank that gives them, so they are copied once
+// instead of twice. Before the ranks meet, each rank publishes the addresses of its blocks; its peers copy from there
+// with process_vm_readv. No rank returns before all have read. If one rank could not read (another pid namespace, a
+// seccomp filter, Yama's ptrace_scope, memory of a device, a call in place), all ranks learn so at that point, and the
+// blocks go in chunks instead. A rank that is interrupted publishes the group's failure before it touches its memory
+// again. So after reading, each rank checks for a failure.
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@
 namespace phalanx {
 namespace {
 
-/// Whether a rank could read its peers' memory. It tells them in the payload of its line.
+/// Whether a rank could read its peers' memory. The rank tells its peers in the payload of its line.
 enum class Reading : std::uint8_t { kDone, kFaulted, kDenied };
 
 /// Copies from another process. Returns 0 or an errno. Source: process_vm_readv(2), Linux 3.2.
@@ -71,7 +72,7 @@ bool Collectives::is_direct(Blocks blocks) const {
 }
 
 /// Writes the address of each peer's block into this rank's stage, after the counts (up to two for each rank). A rank
-/// that works in place offers nothing: it could overwrite a block before the peer has read it.
+/// that works in place makes no offer: it could overwrite a block before the peer has read it.
 void Collectives::offer() {
   static_assert(3 * kMaxRanks * sizeof(std::uint64_t) <= kStageBytes);
   const int n = control_.size(), me = control_.rank();
@@ -82,8 +83,8 @@ void Collectives::offer() {
   }
 }
 
-/// Copies each block straight from the memory of the rank that gives it. Returns false on all ranks if one of them could
-/// not; the blocks that they give are unchanged then.
+/// Copies each block straight from the memory of the rank that gives it. Returns false on all ranks if one of them
+/// could not; the blocks that the ranks give are then still unchanged.
 bool Collectives::read_peers(Wait& wait) {
   const int n = control_.size(), me = control_.rank();
   Reading own = has_offered_ ? Reading::kDone : Reading::kFaulted;
@@ -95,7 +96,7 @@ bool Collectives::read_peers(Wait& wait) {
   publish(&Progress::consumed, ++chunks_, true);  // publishes the payload
   take_own();
   await_all(wait, &Progress::consumed, chunks_);
-  control_.require_in_order(wait);  // a peer that left in mid-operation may have changed its block before it was read
+  control_.require_in_order(wait);  // a peer that left meanwhile may have changed its block before it was read
   bool are_done = true;
   for (int r = 0; r < n; ++r) {
     const auto theirs = static_cast<Reading>(control_.line(r, seq_).payload[0]);
@@ -110,7 +111,7 @@ int Collectives::read_peer(Wait& wait, int r) {
   const std::span<std::byte> to = takes_[r];
   if (to.empty()) return 0;
   const int error = read_memory(control_.member(r).pid, table(r)[2 * control_.size() + control_.rank()], to);
-  if (error == ESRCH) control_.await(wait, [&](int peer) { return peer == r; });  // it is dead: throws that it is
+  if (error == ESRCH) control_.await(wait, [&](int peer) { return peer == r; });  // the peer is dead: this wait throws
   return error;
 }
 

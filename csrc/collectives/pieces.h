@@ -1,4 +1,4 @@
-// A message whose elements lie in several places, as the gradients of an average_coalesced do.
+// A message whose elements lie in several places, such as the gradients of an average_coalesced.
 #pragma once
 
 #include <algorithm>

@@ -30,14 +30,14 @@ namespace {
 enum class Level { kBaseline, kV3, kV4 };
 
 #if defined(PHALANX_X86_VARIANTS)
-/// The x86-64 level that the processor offers and the system saves when it switches tasks.
-/// __builtin_cpu_supports() does not serve: it reads a table that zig's runtime library leaves empty. Source: Intel's
-/// manual, CPUID and XGETBV; the x86-64 psABI, section 3.1.1.
+/// Returns the highest x86-64 level that the processor offers and whose registers the system saves when it switches
+/// tasks. __builtin_cpu_supports() is of no use here: it reads a table that zig's runtime library leaves empty. Source:
+/// Intel's manual, CPUID and XGETBV; the x86-64 psABI, section 3.1.1.
 Level detect() {
   constexpr unsigned kV3Leaf1 = bit_FMA | bit_MOVBE | bit_OSXSAVE | bit_AVX | bit_F16C;
   constexpr unsigned kV3Leaf7 = bit_BMI | bit_AVX2 | bit_BMI2;
   constexpr unsigned kV4Leaf7 = bit_AVX512F | bit_AVX512DQ | bit_AVX512CD | bit_AVX512BW | bit_AVX512VL;
-  constexpr unsigned kSavesAvx = 0x6, kSavesAvx512 = 0xe6;  // in XCR0: the system saves halves, masks and upper banks
+  constexpr unsigned kSavesAvx = 0x6, kSavesAvx512 = 0xe6;  // bits of XCR0; AVX-512 adds masks and upper registers
   unsigned eax, ebx, ecx, edx, leaf7;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & kV3Leaf1) != kV3Leaf1) return Level::kBaseline;
   if (!__get_cpuid_count(7, 0, &eax, &leaf7, &ecx, &edx) || (leaf7 & kV3Leaf7) != kV3Leaf7) return Level::kBaseline;

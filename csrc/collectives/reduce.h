@@ -7,7 +7,7 @@
 
 namespace phalanx {
 
-/// Codes shared with the Python side. From `kCopyOnly` on there is no arithmetic; such elements are only moved.
+/// Codes shared with the Python side. From `kCopyOnly` on, there is no arithmetic: such elements are only moved.
 enum class Dtype : std::uint8_t {
   kFloat32 = 0, kFloat64, kFloat16, kBfloat16, kInt8, kInt16, kInt32, kInt64,
   kUint8, kUint16, kUint32, kUint64, kBool, kComplex64, kComplex128, kCopyOnly,
@@ -28,8 +28,8 @@ using SquaresFn = double (*)(const void* data, std::size_t count);
 /// The kernel for this processor, or nullptr for integers.
 SquaresFn find_squares(Dtype dtype);
 
-/// These two call a kernel for elements at any address. Kernels need aligned ones, and torch can make tensors whose
-/// elements are not (torch.frombuffer with an offset).
+/// These two functions call a kernel for elements at any address. Kernels need aligned elements, but torch can make
+/// tensors of unaligned ones (torch.frombuffer with an offset).
 void reduce_anywhere(ReduceFn reduce, Dtype dtype, void* dst, const void* const* srcs, int num_srcs, std::size_t count);
 double squares_anywhere(SquaresFn squares, Dtype dtype, const void* data, std::size_t count);
 

@@ -1,16 +1,17 @@
 // Compiled once per instruction set (see CMakeLists.txt), into the namespace that PHALANX_SIMD names. Only reductions
-// and digests have variants (x86-64, v3, v4), of which one is chosen at run time by the processor; all other code may
-// use the baseline alone.
+// and digests have variants (x86-64, v3, v4); at run time, the one that fits the processor is chosen. All other code
+// may use the baseline only.
 //
-// Everything lives in an unnamed namespace and uses only builtin types. An inline function of a standard header would
-// be merged with its copies in other objects by the linker, which might keep the one with the newest instructions.
+// Everything lives in an unnamed namespace and uses only builtin types. If this file used an inline function of a
+// standard header, the linker would merge it with its copies in other objects, and might keep the copy with the newest
+// instructions.
 #include "collectives/reduce.h"
 
 #if defined(__F16C__) && defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-// An output that is one of the inputs overlaps it exactly, element on element: no iteration depends on another.
+// An output that is one of the inputs overlaps it exactly, element for element, so no iteration depends on another.
 #if defined(__clang__)
 #define PHALANX_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -68,7 +69,7 @@ inline void narrow(float x, f16& out) {
 
 template <class T> struct Complex { T re, im; };
 
-/// Accumulator of a storage type: float for halves, a wider integer where an average must not overflow.
+/// Accumulator of a storage type: float for the 16-bit floats, otherwise the type itself.
 template <class T> struct Wide { using type = T; };
 template <> struct Wide<bf16> { using type = float; };
 template <> struct Wide<f16> { using type = float; };
@@ -122,7 +123,7 @@ struct Sum {
 struct Product {
   template <class T> static T apply(T a, T b) {
     if constexpr (is_integer<T>) {
-      // u64: a product of two u16 would be promoted to int and might overflow.
+      // u64: two u16 would be promoted to int, and their product might overflow it.
       return static_cast<T>(static_cast<u64>(a) * static_cast<u64>(b));
     } else {
       return a * b;
@@ -181,7 +182,7 @@ inline void store_block(T* dst, const Wide* acc, std::size_t m, const Finish& fi
 }
 
 #if defined(__F16C__) && defined(__AVX2__)
-// The hardware's conversion is faster than what GCC makes of the bit tricks above.
+// The hardware's conversion is faster than the code that GCC makes of the bit tricks above.
 inline void load_block(float* acc, const f16* src, std::size_t m) {
   std::size_t i = 0;
   for (; i + 8 <= m; i += 8)
@@ -256,7 +257,7 @@ void average_complex(void* dst, const void* const* srcs, int n, std::size_t coun
 }
 template <bool Signed> struct Widest { using type = std::int64_t; using twice = __int128; };
 template <> struct Widest<false> { using type = u64; using twice = unsigned __int128; };
-/// The exact average, truncated towards zero: integers are summed in 64 bits, or in 128 if the sum may need them.
+/// The exact average, truncated towards zero. Integers are summed in 64 bits, and again in 128 bits if that overflows.
 template <class T>
 void average_integer(void* dst_raw, const void* const* srcs, int n, std::size_t count) {
   T* dst = static_cast<T*>(dst_raw);

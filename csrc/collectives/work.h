@@ -10,7 +10,7 @@
 
 namespace phalanx {
 
-/// Uses no lock: if another thread forked while it was held, the child could never take it.
+/// Uses no lock: if another thread held the lock during a fork, the child could never take it.
 class Work {
  public:
   Work(ControlBlock& control, Op op) : control_(control), op_(op) {}
@@ -25,16 +25,17 @@ class Work {
   std::exception_ptr error() const { return error_; }  // valid once done
   Op op() const { return op_; }
 
-  /// Throw if the operation is not done and this thread can never see it done, as in a forked child. To be called before
-  /// any lock is taken.
+  /// Throw if the operation is not done and this thread can never see it done, as in a forked child. Call this before
+  /// taking any lock.
   virtual void require_reachable() const {
     if (!done()) control_.require_own_process(op_);
   }
 
-  /// Call `then` in the thread that finishes the operation; if it is done already, here and now.
+  /// Call `then` in the thread that finishes the operation; if the operation is already done, call it now in this
+  /// thread.
   void notify(std::function<void()> then) {
     auto* own = new Listener{std::move(then), listeners_.load(std::memory_order_acquire)};
-    // RELEASE publishes the listener; ACQUIRE shows the result if it is done meanwhile.
+    // RELEASE publishes the listener; ACQUIRE shows the result if the operation finishes meanwhile.
     while (own->next != &over_)
       if (listeners_.compare_exchange_weak(own->next, own, std::memory_order_acq_rel)) return;
     own->then();
@@ -59,7 +60,7 @@ class Work {
     std::function<void()> then;
     Listener* next;
   };
-  static inline Listener over_{};  // marks the operation as done: stands where the list of listeners was
+  static inline Listener over_{};  // if `listeners_` points here, the operation is done
 
   std::exception_ptr error_;
   std::atomic<Listener*> listeners_{nullptr};

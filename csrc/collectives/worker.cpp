@@ -74,7 +74,7 @@ void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::funct
     wait(work, hooks, 0);
   } catch (...) {
     control_.abort("a signal interrupted it");
-    Hooks no_hooks;  // the operation refers to this frame, which must therefore outlast it
+    Hooks no_hooks;  // the operation refers to this frame, so wait until it is done
     await(*work, no_hooks, 0);
     throw;
   }
@@ -108,7 +108,8 @@ void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
   }
 }
 
-/// An operation that waited while the group ended fails with the group's failure: its caller made no mistake.
+/// Runs an operation that has waited. If the group ended meanwhile, the operation fails with the group's failure,
+/// because its caller made no mistake.
 void Worker::run_queued(const std::function<void(Hooks&)>& body, Hooks& hooks) {
   try {
     body(hooks);
@@ -138,7 +139,7 @@ bool Worker::wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, dou
   if (work->done()) return true;
   work->require_reachable();
   // The native thread is probably still waking up, which takes longer than most operations, so this thread runs the
-  // operation. A wait with a timeout leaves it to the native thread: what this thread begins, it has to finish.
+  // operation. If the wait has a timeout, the native thread runs it, because a thread has to finish what it begins.
   if (timeout_s <= 0 && run_if_next(work, hooks)) return true;
   if (control_.spins() &&
       spin(Clock::now() + from_seconds(control_.config().spin_us * 1e-6), [&] { return work->done(); }, [] { return false; }))
@@ -214,7 +215,8 @@ void Worker::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-/// Takes the next operation from the queue; null if there is none, or if it is not `wanted` (null: any is).
+/// Takes the next operation from the queue. Returns null if there is none, or if it is not `wanted` (null: any will
+/// do).
 std::shared_ptr<CollectiveWork> Worker::take_next(const CollectiveWork* wanted) {
   std::lock_guard lock(mutex_);
   if (queue_.empty() || (wanted != nullptr && queue_.front().get() != wanted)) return nullptr;
@@ -232,7 +234,7 @@ void Worker::run() {
       queued_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
     }
-    // A group that has ended may never give this thread its turn, for example if a signal handler destroyed it.
+    // If the group has ended, this thread may never get its turn, for example if a signal handler destroyed the group.
     const auto futile = [&] { return num_queued_.load(std::memory_order_relaxed) == 0; };
     bool has_turn = false;
     while (!has_turn && !futile() && !control_.ended()) has_turn = turn_.take_within(kLook, futile);

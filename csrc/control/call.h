@@ -19,13 +19,13 @@ inline const char* op_name(Op op) {
   return kNames[static_cast<std::size_t>(op)];
 }
 
-/// What all ranks of a collective must agree on; travels in the Line that peers wait for.
+/// The facts on which all ranks of a collective must agree. They travel in the Line that peers wait for.
 struct Call {
   Op op = Op::kNone;
   std::uint8_t dtype = 0;      // index into Python's list of names
   std::uint8_t reduce_op = 0;  // 0: none, else ReduceOp + 1
   std::uint8_t flags = 0;      // bit 0: each rank passed split sizes
-  std::uint64_t count = 0;     // elements per rank (in a block)
+  std::uint64_t count = 0;     // elements in each rank's block
   std::int32_t root = -1;      // rank in the group, -1: none
 
   static constexpr int kCountBits = 48;  // detail() holds the count in its low 48 bits and root + 1 above them

@@ -1,4 +1,4 @@
-// Lays out a group's control block; a rank's way into the group and out of it; the end of the group.
+// Lays out a group's control block. Here a rank joins the group and leaves it, and here the group is aborted.
 #include "control/control_block.h"
 
 #include <pthread.h>
@@ -28,19 +28,20 @@ Offsets offsets_of(std::size_t n) {
   return o;
 }
 
-// The control blocks of all groups of this process. A rank that waits in one group says so in all of them, so that a peer
-// that waits for it in another group can tell its user why. Leaked: native threads still run while the process destroys
-// its statics.
+// The control blocks of all groups of this process. A rank that waits in one group says so in all of them, so that a
+// peer that waits for it in another group can show its user why. Leaked, because native threads still run while the
+// process destroys its statics.
 struct ControlBlocks {
   std::mutex mutex;
   std::set<ControlBlock*> all;
 };
 ControlBlocks& g_control_blocks = *new ControlBlocks;
 
-// Each forked child adds one, by which a group knows whether it is in the process that made it. Cheaper than getpid().
+// Number of forks that led to this process. A group compares it with the number at its creation to learn whether it was
+// forked since, which is cheaper than getpid().
 std::atomic<int> g_forks{0};
 const int g_fork_handler = pthread_atfork(
-    [] { g_control_blocks.mutex.lock(); },  // or the child might find the list half changed by another thread
+    [] { g_control_blocks.mutex.lock(); },  // otherwise the child might find the list half changed by another thread
     [] { g_control_blocks.mutex.unlock(); },
     [] {
       g_forks.fetch_add(1, std::memory_order_relaxed);
@@ -112,7 +113,7 @@ ControlBlock::~ControlBlock() {
 
 bool ControlBlock::forked() const { return g_forks.load(std::memory_order_relaxed) != made_after_forks_; }
 
-/// The watch of rank `r`; null if it has not joined yet, and for this rank itself.
+/// Returns the watch of rank `r`; null if the rank has not joined yet, and for this rank itself.
 const PeerWatch* ControlBlock::watch_of(int r) {
   // ACQUIRE makes the identity readable; pairs with the constructor's store.
   const Member& member = members_[r];
@@ -156,7 +157,7 @@ void ControlBlock::say_here(const std::string& text) {
   members_[rank()].site.write(text);
 }
 
-/// Write into the control blocks of all groups of this process where this rank waits.
+/// Writes `text`, which tells where this rank waits, into the control blocks of all groups in this segment.
 void ControlBlock::say_everywhere(const std::string& text) {
   std::lock_guard lock(g_control_blocks.mutex);
   for (ControlBlock* control : g_control_blocks.all)
@@ -197,7 +198,7 @@ void ControlBlock::abort(const std::string& why) {
 
 void ControlBlock::depart(const std::string& why) {
   {
-    std::lock_guard lock(ended_mutex_);  // after what ended the group, if anything did
+    std::lock_guard lock(ended_mutex_);  // end() checks and sets `ended_` under this lock, too
     ended_.store(true, std::memory_order_release);
   }
   if (members_[rank()].state.load(std::memory_order_relaxed) == MemberState::kFell) return;  // the peers know already

@@ -1,14 +1,15 @@
 // A group's control block in shared memory: membership, arrival, liveness, and the wait that watches them all.
 //
-// Every wait ends: by its condition, by a peer's death (its pidfd, looked at every 2 to 50 ms), by a mismatch, by the
-// failure that a peer has published here, by Ctrl-C, or by the deadline. The first rank that knows publishes
-// the failure: its kind, the rank at fault (the culprit) and the rank that reports it. So all survivors name the same
-// culprit, although ranks that it took down die as well. Each rank adds what it sees itself. After a group has ended,
-// every later call fails and says so.
+// Every wait ends: when its condition holds, when a peer dies (checked every 2 to 50 ms), on a mismatch, when a peer
+// has published a failure here, on Ctrl-C, or at the deadline. The first rank that knows of a failure publishes it: its
+// kind, the rank at fault (the culprit) and the rank that reports it. So all survivors name the same culprit, although
+// other ranks may die as a consequence. Each rank adds what it sees itself. After a group has ended, every later call
+// fails and says so.
 //
-// After 10 s (PHALANX_STALL_S) a waiting rank prints who is missing and where each rank stands, again after 30 s, then
-// every 60 s. Only the lowest waiting rank prints, since many reports would scroll the answer off the screen. Native
-// threads print through Python, too, and stop before the interpreter ends, because they would never get its lock then.
+// After 10 s (PHALANX_STALL_S), a waiting rank prints who is missing and where each rank stands. In the default group,
+// only the lowest waiting rank prints this again, 30 s later and then every 60 s, because many reports would scroll the
+// answer off the screen. Native threads print through Python, too. They stop before the interpreter ends, because from
+// then on they would never get the GIL.
 #pragma once
 
 #include <sched.h>
@@ -36,11 +37,12 @@ struct GroupConfig {
   int rank = 0;
   int size = 1;
   std::string name;               // as the user knows it
-  std::vector<int> global_ranks;  // messages name ranks by their numbers in the world
+  std::vector<int> global_ranks;  // each rank's number in the world, which messages show
   double timeout_s = 1800;
   double stall_s = 10;
   double spin_us = 50;
-  /// Called in the waiting thread to report a long wait: what is missing, and for how long. An exception ends the wait.
+  /// Called in the waiting thread to report a long wait: which ranks are missing, and how long it has waited. An
+  /// exception ends the wait.
   std::function<void(const Failure& missing, double waited_s)> on_stall;
 };
 
@@ -50,20 +52,20 @@ struct Wait {
   std::uint32_t seq = 0;  // 0: point-to-point
   Hooks* hooks = nullptr;
   Bell* bell = nullptr;
-  bool arriving = false;  // before everybody has arrived, no rank can have finished: any death is fatal
+  bool arriving = false;  // until all ranks have arrived, none can have finished: any death is fatal
   bool quiet = false;     // no stall report
-  const std::atomic<bool>* spares_departed = nullptr;  // true: ranks that have left in order end the wait of nobody
+  const std::atomic<bool>* spares_departed = nullptr;  // if true, a rank that left normally does not end this wait
   bool has_reported = false;
   double timeout_s = 0;
-  std::chrono::nanoseconds patience{0};  // before it sleeps: spinning, or yielding where a peer may need this CPU
+  std::chrono::nanoseconds patience{0};  // time to spin (or yield, where a peer may need this CPU) before sleeping
   Clock::time_point start{}, next_look{}, next_report{};
-  Clock::duration left_out{};      // time that does not count: in debuggers, and while this process was stopped
-  Clock::time_point held_until{};  // the last look that found a rank in a debugger
+  Clock::duration left_out{};      // time that does not count: in signal handlers and debuggers, and while stopped
+  Clock::time_point held_until{};  // the last check that found a rank in a debugger
   bool told_of_debugger = false;   // the stall report has named the debugger: once is enough
   bool announced = false;
   std::vector<Waiter> circle;        // ranks waiting for each other, this one included, just before the group ended
   Recorded recorded;                 // the operation's event in this rank's black box
-  std::function<Awaited()> awaited;  // the message that this rank waits for, if it can do nothing else meanwhile
+  std::function<Awaited()> awaited;  // the message that this rank waits for, if it is the only one in flight
 };
 
 class ControlBlock {
@@ -88,11 +90,11 @@ class ControlBlock {
   std::atomic<std::uint64_t>& channel(int src, int dst) { return channels_[src * config_.size + dst]; }
   std::byte* stage(int r, std::uint32_t seq) { return stages_ + (2 * r + (seq & 1)) * kStageBytes; }
 
-  /// Start to watch the peers, and decide whether to spin. To be called after the first collective, when every rank's
+  /// Start to watch the peers, and decide whether to spin. Call this after the first collective, when every rank's
   /// identity is known.
   void watch_peers();
   bool spins() const { return spins_; }
-  /// True if all ranks live in one pid namespace, so that the pid of each means the same to all.
+  /// True if all ranks live in one pid namespace, so that a pid names the same process for all of them.
   bool shares_pids() const;
 
   /// Begin an event in the black box; it ends when the returned object is destroyed.
@@ -139,40 +141,40 @@ class ControlBlock {
     return false;
   }
 
-  /// Tell the peers, in all groups of this process, where this rank waits when that is outside of any group; an empty
-  /// `text` takes it back.
+  /// Tell the peers in all groups of this process where this rank waits, if it waits outside of any group. An empty
+  /// `text` takes that back.
   static void say_on_all(const std::string& text);
 
-  /// Tell the peers, in all groups of this process, that a debugger holds it, and where; an empty `text` takes it back.
-  /// Until then, deadlines of waiting peers do not run.
+  /// Tell the peers in all groups of this process that a debugger holds it, and where; an empty `text` takes that back.
+  /// In between, the deadlines of waiting peers do not run.
   static void hold_on_all(const std::string& text);
 
   /// End the group because of `failure`, for this process and for the peers. Returns the failure to throw.
   Failure end(Failure failure);
   /// End the group from another thread: every wait in it, here and at the peers, ends.
   void abort(const std::string& why);
-  /// Leave the group, telling the peers so, and the error if `why` names one. Later operations of this rank fail.
+  /// Leave the group and tell the peers, along with the error if `why` names one. Later operations of this rank fail.
   void depart(const std::string& why);
-  /// True in a child forked after the group was made: it must touch nothing.
+  /// True in a child that was forked after the group was made. Such a child must touch nothing of the group.
   bool forked() const;
   bool ended() const { return ended_.load(std::memory_order_acquire); }
-  /// As ended(), but also true if a peer has ended the group and no operation of this rank has run into that yet.
+  /// Like ended(), but also true if a peer has ended the group and no operation of this rank has noticed yet.
   bool told() const { return ended() || header_->group_failure.load(std::memory_order_acquire) != 0; }
   void require_usable(Op op);
   /// Throw if a peer has ended the group since this operation began.
   void require_in_order(Wait& wait) {
     if (header_->group_failure.load(std::memory_order_acquire) != 0) come_late(wait);
   }
-  /// Throw if the group has ended, or rank `r` has ended or left it; then the group ends.
+  /// Throw if the group has ended. If rank `r` has ended or left the group, end the group and throw.
   void require_peer(const Call& call, int r, Hooks& hooks);
-  /// Throw in a forked child. To be called before any lock is taken: in the child, a lock may stay held for ever by a
-  /// thread that exists only in the parent.
+  /// Throw in a forked child. Call this before taking any lock: in the child, a thread that exists only in the parent
+  /// may hold a lock for ever.
   void require_own_process(Op op) const;
-  /// The failure that ended the group, with which queued operations fail; null if the group was left in order.
+  /// The failure that ended the group, with which queued operations fail; null if no failure ended it.
   std::shared_ptr<const Failure> ended_by();
 
   /// Throw the failure that shows what each rank called and, if the calls are alike, which sizes contradict each other.
-  /// Waits a moment for ranks that have not called yet.
+  /// First waits a moment for ranks that have not called yet.
   [[noreturn]] void mismatch(Wait& wait, std::optional<SizeDispute> sizes = {});
   /// True if call number `seq` of rank `r` differs from this rank's.
   bool call_differs(int r, std::uint32_t seq) {
@@ -181,17 +183,19 @@ class ControlBlock {
            (theirs.what != mine.what || theirs.detail != mine.detail);
   }
   int global(int r) const { return config_.global_ranks[r]; }
-  /// The collective that waits, as "all_reduce #42 of group 'world' at train.py:31". Only its own thread may call this.
+  /// The collective in progress, as "all_reduce #42 of group 'world' at train.py:31". Only the thread that runs it may
+  /// call this.
   const std::string& collective() const { return collective_; }
-  /// A failure that this rank has met. This rank is at fault unless the failure names others.
+  /// Make a failure that this rank has met. It names this rank as the one at fault, unless the caller sets others.
   Failure failure(FailureKind kind, Op op, std::string site) const;
   Failure failure(FailureKind kind, const Wait& wait) const;
 
-  /// The number of a collective as people see it. The first in a group is the join, which does not count.
+  /// The number of a collective as messages show it. The join, the first collective of a group, does not count.
   static std::uint32_t number(std::uint32_t seq) { return seq == 0 ? 0 : seq - 1; }
 
  private:
-  static constexpr int kEagerLooks = 50;  // before it reads the clock and pauses, which costs as much as a small message
+  // Number of checks before the first pause and look at the clock, which cost as much as a small message.
+  static constexpr int kEagerLooks = 50;
 
   using DoneFn = std::function<bool()>;
   using MissingFn = std::function<bool(int)>;

@@ -1,4 +1,4 @@
-// The wait for peers: asleep, with regular checks of signals, peers and the clock.
+// Waits for peers: sleeps, and regularly checks signals, peers and the clock.
 #include "control/control_block.h"
 
 #include <algorithm>
@@ -9,11 +9,12 @@ namespace phalanx {
 namespace {
 
 using namespace std::chrono_literals;
-// How often a sleeping rank checks peers, signals and the clock. Ranks of a training wait for milliseconds and check
-// often; the longer they have waited, the later they may notice a death. A check costs some 50 us, and 16 us for each peer;
-// ranks of a larger group, which may share the CPUs with those that compute, check less often.
+// How often a sleeping rank checks peers, signals and the clock. In training, ranks wait for milliseconds, so they
+// check often at first. The longer they have waited, the less often they check, and the later they may notice a death.
+// A check costs some 50 us, and 16 us for each peer. Ranks of a larger group check less often, because they may share
+// the CPUs with ranks that compute.
 constexpr auto kLook = 50ms, kFirstLook = 10ms, kLeastLook = 2ms;
-constexpr auto kSlice = 25ms;  // the longest sleep without a look at whether this process was stopped meanwhile
+constexpr auto kSlice = 25ms;  // the longest sleep without a check whether this process was stopped
 
 Clock::duration until_next_look(Clock::duration waited, int num_ranks) {
   return std::clamp<Clock::duration>(waited * num_ranks / 64, kLeastLook, kLook);
@@ -35,7 +36,7 @@ Wait ControlBlock::begin(const Call& call, std::uint32_t seq, Hooks& hooks, doub
   wait.hooks = &hooks;
   wait.bell = &bell;
   wait.timeout_s = timeout_s > 0 ? timeout_s : timeout_s_.load(std::memory_order_relaxed);
-  // Ranks that yield pass the CPU around, so a rank's condition may take a turn of every other rank to come true.
+  // Ranks that yield take turns on the CPU, so every other rank may need a turn before this rank's condition holds.
   const double patience_us = spins_ ? config_.spin_us : config_.spin_us * config_.size;
   wait.patience = std::chrono::nanoseconds(static_cast<std::int64_t>(patience_us * 1e3));
   require_in_order(wait);
@@ -54,7 +55,7 @@ Recorded ControlBlock::recorded(EventKind kind, const Call& call, std::uint64_t 
 
 /// Called when a peer has ended the group: throws, even if all data of this call has arrived.
 void ControlBlock::come_late(Wait& wait) {
-  // After a mismatch the call continues to its own comparison, which adds this rank's row to the table.
+  // After a mismatch, the call continues to its own comparison, which adds this rank's row to the table.
   const FailureKind kind = GroupFailure::unpack(header_->group_failure.load(std::memory_order_acquire)).kind;
   if ((kind == FailureKind::kCallsDiffer || kind == FailureKind::kSizesDiffer) && wait.seq != 0) return;
   throw end(*find_group_failure(wait, [](int) { return false; }));
@@ -76,10 +77,10 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
     wait.next_report += stopped;
     if (Clock::now() < wait.next_look) continue;
     std::optional<Failure> failure = look_up(wait, missing);
-    if (done()) break;  // a peer may finish its part and leave while we look
+    if (done()) break;  // a peer may finish its part and leave during look_up()
     if (failure) throw end(std::move(*failure));
     wait.next_look = Clock::now() + until_next_look(Clock::now() - wait.start, config_.size);
-    watch.begin();  // look() itself accounts for the time that it takes
+    watch.begin();  // look_up() itself accounts for the time that it takes
   }
   if (!wait.announced) return;
   wait.announced = false;
@@ -100,20 +101,20 @@ void ControlBlock::handle_signals(const Wait& wait, Body&& body) {
 }
 
 std::optional<Failure> ControlBlock::look_up(Wait& wait, const MissingFn& missing) {
-  if (!wait.announced) announce(wait);  // before the signals: the error of a handler names what it interrupted
+  if (!wait.announced) announce(wait);  // before signals are handled: a handler's error names what it interrupted
   const auto before = Clock::now();
   handle_signals(wait, [&] { wait.hooks->tick(); });
-  wait.left_out += Clock::now() - before;  // a handler may open a debugger, and a person takes long
+  wait.left_out += Clock::now() - before;  // a handler may open a debugger, in which a person spends a long time
   if (wait.awaited) {
     // RELEASE publishes `site`, which circle() reads after its ACQUIRE load.
     members_[rank()].awaits.store(wait.awaited().pack(), std::memory_order_release);
-    if (!told()) wait.circle = circle();  // later, ranks that follow the failure no longer say what they waited for
+    if (!told()) wait.circle = circle();  // after a failure, ranks no longer say what they waited for
   }
   if (wait.arriving)
     for (int r = 0; r < config_.size; ++r)
       if (call_differs(r, wait.seq)) mismatch(wait);
-  // The first failure that any rank saw explains the deaths that follow from it. A rank publishes a failure before it dies
-  // of it, so if a rank is found dead, look for a published failure once more.
+  // The first failure that any rank saw explains the deaths that follow from it. A rank publishes a failure before it
+  // dies of that failure. So if a rank is found dead, look for a published failure once more.
   if (auto told = find_group_failure(wait, missing)) return told;
   if (auto dead = find_dead(wait, missing)) {
     if (auto told = find_group_failure(wait, missing)) return told;
@@ -126,8 +127,8 @@ std::optional<Failure> ControlBlock::look_up(Wait& wait, const MissingFn& missin
   return std::nullopt;
 }
 
-/// Takes the time in which a debugger holds any rank out of the deadline. The rank need not be in this group: a peer may
-/// wait for it in another group, and this rank for the peer.
+/// Excludes from the deadline the time in which a debugger holds any rank. That rank need not be in this group: a peer
+/// may wait for it in another group while this rank waits for the peer.
 void ControlBlock::stop_clock(Wait& wait) {
   if (!segment_->is_held()) {
     wait.held_until = {};
@@ -143,9 +144,9 @@ void ControlBlock::stop_clock(Wait& wait) {
   wait.held_until = now;
 }
 
-/// Reports the missing ranks: soon, then less and less often, because earlier reports stay on the screen.
+/// Reports the missing ranks; later reports come at longer intervals, because earlier ones stay on the screen.
 void ControlBlock::report_stall(Wait& wait, const MissingFn& missing) {
-  wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));  // like report_due_s() in wording.py
+  wait.next_report = Clock::now() + from_seconds(config_.stall_s * (wait.has_reported ? 6 : 3));  // as report_due_s() in wording.py
   wait.has_reported = true;
   const Failure late = timed_out(wait, missing);
   if (config_.on_stall && !late.ranks.empty())
@@ -157,7 +158,7 @@ void ControlBlock::announce(Wait& wait) {
   std::string text = op_name(wait.call.op);
   if (wait.seq != 0) text += " #" + std::to_string(number(wait.seq));
   text += " of group '" + config_.name + "'";
-  if (wait.seq != 0) collective_ = text;  // before site(), which runs Python, where a signal handler may read it
+  if (wait.seq != 0) collective_ = text;  // before site(), which runs Python: a signal handler may read it there
   const std::string site = wait.hooks->site();
   if (!site.empty()) text += " at " + site;
   if (wait.seq != 0) collective_ = text;

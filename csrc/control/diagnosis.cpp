@@ -1,10 +1,9 @@
-// The diagnosis of a wait that does not end: who is dead, who is late, who called something else, what a peer says.
+// Diagnoses a wait that does not end: who is dead, who is late, who called something else, and what a peer reports.
 //
-// Deadlock: a rank with one message in flight, and no thread that could start another, publishes the peer of that
-// message. A waiting rank follows these records from rank to rank. A circle, a cycle of waiting ranks, counts only if
-// no message in it is on its way, because the record of a stopped rank may be old. A rank that waits in a collective is
-// never part of a circle.
-// A rank that waits alone to make a group says so in the control blocks of its other groups.
+// Deadlock: a rank that waits for its only message in flight publishes the peer of that message. A waiting rank follows
+// these records from rank to rank. A circle (a cycle of waiting ranks) counts only if none of its messages is on its
+// way, because the record of a stopped rank may be out of date. A rank that waits in a collective is never part of a
+// circle. A rank that waits alone to make a group says so in the control blocks of its other groups.
 #include "control/control_block.h"
 
 #include <chrono>
@@ -17,7 +16,7 @@ namespace phalanx {
 namespace {
 
 using namespace std::chrono_literals;
-constexpr auto kMismatchGrace = 300ms;  // how long a mismatch waits for the other ranks' rows of its table
+constexpr auto kMismatchGrace = 300ms;  // how long mismatch() waits for the other ranks' rows of the table
 
 }  // namespace
 
@@ -86,12 +85,12 @@ void ControlBlock::require_peer(const Call& call, int r, Hooks& hooks) {
   if (r == rank()) return;
   auto dead = is_dead(r, wait);
   if (!dead) return;
-  // What the first rank saw explains this death, as in look_up().
+  // The failure that the first rank saw explains this death, as in look_up().
   auto told = find_group_failure(wait, [](int) { return false; });
   throw end(std::move(told ? *told : *dead));
 }
 
-/// The failure that a peer has published, as a failure of this rank's operation; none if no peer has.
+/// Returns the failure that a peer has published, as a failure of this rank's operation; no value if there is none.
 std::optional<Failure> ControlBlock::find_group_failure(const Wait& wait, const MissingFn& missing) {
   const std::uint64_t packed = header_->group_failure.load(std::memory_order_acquire);
   if (packed == 0) return std::nullopt;
@@ -134,9 +133,9 @@ Failure ControlBlock::timed_out(const Wait& wait, const MissingFn& missing) {
   return late;
 }
 
-/// The cycle of ranks through this one in which each waits for a message of the next, and can do nothing else; empty
-/// if there is none. A rank's record may be old, for example if it is stopped, so an edge does not count if its message
-/// is on its way.
+/// Returns the cycle of waiting ranks that this rank is part of; empty if there is none. Each rank of the cycle waits
+/// for its only message in flight, which it exchanges with the next rank. The record of a rank may be out of date, for
+/// example if the rank is stopped, so a wait does not count if its message is on its way.
 std::vector<Waiter> ControlBlock::circle() {
   std::vector<Waiter> found;
   for (int r = rank(); static_cast<int>(found.size()) < config_.size;) {
@@ -161,7 +160,7 @@ bool ControlBlock::is_on_its_way(int src, int dst) {
     const Mapping mapping = segment_->map(at, align_up(sizeof(Channel), kPage));
     const auto* channel = reinterpret_cast<const Channel*>(mapping.data());
     const std::uint64_t num_taken = channel->num_taken.load(std::memory_order_acquire);
-    // ACQUIRE, as the receiver's load is, though only the number is read here.
+    // ACQUIRE, like the receiver's load, though only the number is read here.
     return channel->records[num_taken % Channel::kRecords].number.load(std::memory_order_acquire) == num_taken + 1;
   } catch (const std::exception&) {  // no address space left: the channel can't be looked at
     return true;
@@ -188,7 +187,7 @@ void ControlBlock::mismatch(Wait& wait, std::optional<SizeDispute> sizes) {
   throw end(std::move(found));
 }
 
-/// Call number `seq` of each rank and where it was made; a rank that has not called yet has kNone.
+/// Returns call number `seq` of each rank, and where it was made; kNone for a rank that has not called yet.
 std::vector<MadeCall> ControlBlock::calls_made(std::uint32_t seq) {
   std::vector<MadeCall> calls;
   for (int r = 0; r < config_.size; ++r) {
@@ -209,7 +208,7 @@ Failure ControlBlock::end(Failure failure) {
     if (!ended()) ended_by_ = std::make_shared<const Failure>(failure);
     ended_.store(true, std::memory_order_release);
   }
-  // Peers that follow name the same culprit; without one, they name this rank.
+  // Peers that learn of this failure name the same culprit. If it has none, they name this rank.
   int subject = rank();
   switch (failure.kind) {
     case FailureKind::kRankEnded:

@@ -22,19 +22,19 @@ enum class FailureKind : std::uint32_t {
   kMessageDiffers,  // a receive does not fit what was sent
   kRankEnded,       // the culprit's process has ended
   kRankReplaced,    // it runs another program now (exec)
-  kRankLeft,        // it left the group in order
+  kRankLeft,        // it left the group normally
   kRankFell,        // it left the group because of an error, which `detail` names
-  kRankFailed,      // a peer reports a failure, and no more is known
+  kRankFailed,      // a peer reports that the culprit failed, and no more is known
   kRankMissing,     // the deadline passed
   kCameLate,        // a peer's deadline passed before this rank called
   kNoTurn,          // the deadline passed while another thread of this rank was inside a collective
   kAborted,         // abort(), for the reason in `detail`
   kInterrupted,     // a signal ended an operation
   kDestroyed,       // this rank left the group meanwhile
-  kUnusable,        // the group had ended before this call, because of `cause`; without one, it was destroyed here
+  kUnusable,        // the group had ended before this call, because of `cause`; without a cause, this rank had left it
   kForked,          // the call was made in a forked child of the process that has the group
   kNested,          // called by a signal handler that interrupted what `detail` names
-  kNestedWait,      // a signal handler waited for an operation inside what `detail` names
+  kNestedWait,      // a signal handler that interrupted what `detail` names waited for an operation
   kNoMemory,        // the segment cannot grow by `size_bytes`
   kSystem,          // the system denied a rank what it needs, such as a thread or a mapping
 };
@@ -66,7 +66,7 @@ inline const char* kind_name(FailureKind kind) {
   return kNames[static_cast<std::size_t>(kind)];
 }
 
-/// The state of a rank that others wait for. Failures name ranks by their numbers in the world.
+/// The state of a rank that others wait for. A failure names ranks by their numbers in the world.
 struct Standing {
   int rank = -1;
   int pid = 0;
@@ -82,7 +82,7 @@ struct Waiter {
   std::string where;  // "recv of group 'default' at train.py:31"
 };
 
-/// What a rank called: one row of the table that a mismatch shows.
+/// The call of one rank: a row of the table that a mismatch shows.
 struct MadeCall {
   int rank = -1;
   Call call{};  // kNone: it has not called yet
@@ -92,7 +92,8 @@ struct MadeCall {
   std::optional<std::uint64_t> size_bytes;  // where the bytes are known and the count is not
 };
 
-/// Two sizes that contradict each other: what `rank` sends to `other`, or what their lists say about the block of `of`.
+/// Two sizes that contradict each other: `rank` sends `count` elements and `other` expects `other_count`, or the lists
+/// of these two ranks differ about the block of rank `of`.
 struct SizeDispute {
   int rank = -1;
   std::uint64_t count = 0;
@@ -116,13 +117,13 @@ class Failure : public std::exception {
   int by = -1;             // the rank that ended the group, if it was not this one
   int pid = 0;             // pid of the dead rank
   int exit_code = -1;      // exit code of the dead rank, -1 when unknown
-  int signal = 0;          // that killed it, 0 when none or unknown
+  int signal = 0;          // signal that killed the dead rank, 0 when none or unknown
   std::vector<Standing> standings;
   std::vector<Waiter> circle;  // this rank first; empty: the ranks do not wait for each other in a circle
   std::vector<MadeCall> calls;
   std::optional<SizeDispute> sizes;
   double timeout_s = 0;
-  std::uint64_t size_bytes = 0;  // size of the memory that was missing
+  std::uint64_t size_bytes = 0;  // size of the memory that could not be allocated
   int error = 0;                 // errno
   std::string detail;            // free text: the system's message, the reason given to abort()
   std::shared_ptr<const Failure> cause;

@@ -1,8 +1,10 @@
-// The lock under which a group runs one collective at a time, in whatever thread called it.
+// The lock that lets a group run one collective at a time, whichever thread calls it.
 //
-// Waiting for the lock, the "turn", is a wait like any other: it looks at signals, the deadline and the group's end. A
-// signal handler that has interrupted a collective could never get the turn, since that collective continues only when
-// the handler returns; and each rank might interrupt another collective. So its call fails with GroupUnusable at once.
+// A thread waits for the lock (the "turn") as it does for anything else: it checks for signals, the deadline and the
+// end of the group. A signal handler that has interrupted a collective could never get the turn, because that
+// collective continues only when the handler returns. It can't run its collective without the turn either, because on
+// each rank the signal may interrupt a different collective. So a collective that the handler calls fails with
+// GroupUnusable at once.
 #pragma once
 
 #include <pthread.h>
@@ -14,8 +16,9 @@
 
 namespace phalanx {
 
-/// Differs from a mutex in two ways. It knows its owner, so a signal handler can tell that its own thread has the turn;
-/// and a wait for it ends after a while, so that the waiter can look at signals, at the group and at the clock.
+/// A lock that differs from a mutex in two ways. It knows its owner, so a signal handler can tell that its own thread
+/// has the turn. And a wait for it ends after a while, so that the waiter can check for signals, the end of the group
+/// and the deadline.
 class Turn {
  public:
   bool mine() const { return owner_.load(std::memory_order_relaxed) == pthread_self(); }

@@ -37,7 +37,7 @@ auto* find_digest() {
 std::vector<Digest> digests(std::span<const Bytes> pieces, int num_threads) {
   auto* const digest = find_digest();
   std::vector<Digest> found(pieces.size());
-  // RELAXED: it only deals out the pieces; joining the threads publishes what they have written.
+  // RELAXED: the counter only deals out the pieces; joining the threads publishes what they have written.
   std::atomic<std::size_t> next{0};
   const auto work = [&] {
     for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces.size();)
@@ -46,7 +46,7 @@ std::vector<Digest> digests(std::span<const Bytes> pieces, int num_threads) {
   std::vector<std::thread> helpers;
   try {
     for (int i = 1; i < num_threads && static_cast<std::size_t>(i) < pieces.size(); ++i) helpers.emplace_back(work);
-  } catch (const std::system_error&) {  // no further thread can be started: the present ones do all the work
+  } catch (const std::system_error&) {  // no more threads can be started: those that run do all the work
   }
   work();
   for (std::thread& helper : helpers) helper.join();

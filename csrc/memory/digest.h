@@ -1,4 +1,4 @@
-// 128-bit digests at the speed of memory. Ranks compare them to see whether they hold the same bytes.
+// 128-bit digests, computed at memory speed. Ranks compare digests to check that they hold the same bytes.
 #pragma once
 
 #include <array>
@@ -14,11 +14,12 @@ using Digest = std::array<std::uint64_t, 2>;
 
 using Bytes = std::span<const std::byte>;
 
-/// The shortest message that can be hashed here; XXH3 hashes shorter ones in other ways.
+/// Size of the shortest piece that digests() accepts. XXH3 hashes shorter messages with other algorithms, which this
+/// code lacks.
 constexpr std::size_t kLeastDigestBytes = 241;
 
-/// The digest of each piece. A piece must have at least `kLeastDigestBytes`. Up to `num_threads` threads work, this one
-/// included.
+/// Return the digest of each piece. Each piece must have at least `kLeastDigestBytes`. Uses at most `num_threads`
+/// threads, the calling thread included.
 std::vector<Digest> digests(std::span<const Bytes> pieces, int num_threads);
 
 }  // namespace phalanx

@@ -1,4 +1,4 @@
-// The shared segment: what lies where, who writes it, and in which order it becomes visible.
+// The shared segment: what lies where, who writes it, and in which order writes become visible.
 //
 // LAYOUT (all offsets from the start of the segment)
 //   0                   SegmentHeader, one page
@@ -8,9 +8,10 @@
 //
 // MEMORY ORDERING
 //   A rank writes only its own Member, Lines, Progress, stage and mailbox; peers only read them.
-//   Data is published by a RELEASE store of a sequence number (Line::seq, Progress::staged/consumed, Record::number, Channel::num_taken)
-//   and read after an ACQUIRE load of that number shows it. Sleepers and ringers are ordered by sequentially consistent
-//   fences (see wait.h). Nothing else orders anything: there is no lock between processes that a killed rank could hold.
+//   Data is published by a RELEASE store of a sequence number (Line::seq, Progress::staged/consumed, Record::number,
+//   Channel::num_taken). A reader reads the data only after its ACQUIRE load has returned that number. Sequentially
+//   consistent fences order sleepers and ringers (see wait.h). Nothing else orders accesses. In particular, processes
+//   share no lock, because a killed rank could hold it.
 #pragma once
 
 #include <atomic>
@@ -43,14 +44,15 @@ constexpr std::size_t align_up(std::size_t bytes, std::size_t to) { return (byte
 /// A short text that peers may read while its owner rewrites it: a reader notices a change and reads again.
 struct SharedText {
   static constexpr std::size_t kWords = 30;
-  void write(const std::string& value);  // one thread at a time may write; what does not fit is cut off
+  void write(const std::string& value);  // one thread at a time; a text that is too long is cut off
   std::string read() const;
 
   std::atomic<std::uint64_t> version;  // odd while being written
   std::atomic<std::uint64_t> words[kWords];
 };
 
-/// The message for which a rank waits: its peer, as a rank of the group, and its direction. Packed, 0 stands for none.
+/// The message that a rank waits for: the peer's rank in the group, and the direction. The packed value 0 stands for no
+/// message.
 struct Awaited {
   int peer = -1;
   bool is_send = false;
@@ -59,26 +61,27 @@ struct Awaited {
   static Awaited unpack(std::uint32_t packed) { return {static_cast<int>(packed >> 1) - 1, (packed & 1) != 0}; }
 };
 
-/// kDeparted: left in order; kFell: left because of an error, which `Member::why` holds.
+/// kDeparted: left normally; kFell: left because of an error, which `Member::why` holds.
 enum class MemberState : std::uint32_t { kAbsent = 0, kJoined, kDeparted, kFell };
 
-/// A rank's identity and state. The identity is written once, before `state` is released.
+/// A rank's identity and state. The identity is written once, before the RELEASE store of `state`.
 struct alignas(kCacheLine) Member {
   std::atomic<MemberState> state;
   std::int32_t pid;
-  std::uint64_t start_time;     // start of the process in clock ticks since boot, by which a reused pid is noticed
-  std::uint64_t pid_namespace;  // inode; peers in another one cannot watch this pid
+  std::uint64_t start_time;     // start of the process in clock ticks since boot; reveals that a pid was reused
+  std::uint64_t pid_namespace;  // inode; peers in another namespace cannot watch this pid
   std::uint32_t usable_cpus;    // CPUs that the cgroup's quota allows, at least 1
   std::uint32_t cpu_words;
   std::uint64_t cpu_mask[kMaxRanks / 64];
   std::atomic<std::uint32_t> site_seq;  // the collective for which `site` was last written
-  std::atomic<std::uint32_t> awaits;    // a packed Awaited, set while this rank can send and receive nothing else
-  SharedText site;                      // "all_reduce #42 (float32, 1024) at train.py:31"
-  SharedText why;                       // the error with which it left; apart from `site`, which peers still read then
+  std::atomic<std::uint32_t> awaits;    // a packed Awaited, set while this rank waits for its only message in flight
+  SharedText site;                      // "all_reduce #42 of group 'world' at train.py:31"
+  SharedText why;                       // the error with which it left; not in `site`, which peers may still read
 };
 
-/// Arrival of one rank at one collective: what it called, and up to 48 bytes of data. Two lines alternate by parity of
-/// the sequence number, so a rank that is one collective ahead does not overwrite what peers still read.
+/// Arrival of one rank at one collective: what it called, and up to 48 bytes of data. A rank alternates between two
+/// lines by the parity of the sequence number, so a rank that is one collective ahead does not overwrite a line that
+/// peers still read.
 struct alignas(kCacheLine) Line {
   std::atomic<std::uint32_t> seq;  // stored last, with RELEASE, by the owner; loaded first, with ACQUIRE, by peers
   std::uint32_t what;              // operation, dtype, reduce op, flags
@@ -90,11 +93,11 @@ static_assert(sizeof(Line) == kCacheLine);
 /// A rank's progress in chunked collectives, as counters that grow over the life of the group, and the CPU it runs on.
 struct Progress {
   alignas(kCacheLine) std::atomic<std::uint64_t> staged;    // chunks published in the mailbox
-  alignas(kCacheLine) std::atomic<std::uint64_t> consumed;  // chunks read from every peer (all_reduce: reduced)
-  alignas(kCacheLine) std::atomic<std::uint32_t> cpu;       // last seen CPU + 1; on its CPU, peers must not spin
+  alignas(kCacheLine) std::atomic<std::uint64_t> consumed;  // chunks read from every peer (in all_reduce: reduced)
+  alignas(kCacheLine) std::atomic<std::uint32_t> cpu;       // last seen CPU + 1, 0: unknown; peers must not spin there
 };
 
-/// What a waiting thread sleeps on: a futex word, and the number of threads that sleep or are about to.
+/// A futex word that waiting threads sleep on, and the number of threads that sleep or are about to.
 struct alignas(kCacheLine) Bell {
   std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> sleepers;
@@ -105,10 +108,10 @@ struct GroupHeader {
   std::uint32_t num_ranks;
   std::uint32_t node;  // NUMA node whose memory the region was allocated from
   std::uint64_t region_bytes;
-  alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset; 0: not made yet, kNoMemory: there is no memory for it
+  alignas(kCacheLine) std::atomic<std::uint64_t> mailbox;  // offset; 0: not made yet, kNoMemory: no memory for it
   std::atomic<std::uint32_t> attached;                     // ranks that map the region; the last to leave frees it
-  alignas(kCacheLine) std::atomic<std::uint64_t> group_failure;  // 0, or why the group ended: see control_block.cpp
-  alignas(kCacheLine) Bell bell;                           // collectives sleep here, all ranks
+  alignas(kCacheLine) std::atomic<std::uint64_t> group_failure;  // 0, or a packed GroupFailure: see failure.h
+  alignas(kCacheLine) Bell bell;                           // all ranks sleep here in collectives
 };
 inline constexpr std::uint64_t kNoMemory = ~std::uint64_t{0};
 
@@ -131,11 +134,12 @@ struct alignas(kCacheLine) Record {
 static_assert(sizeof(Record) == kCacheLine);
 
 /// Two rings from one rank to another: records, and the bytes of fragments too large for a record. Record numbers and
-/// byte positions only grow. The sender keeps its own privately and reads the receiver's, below, when a ring seems full.
+/// byte positions only grow. The sender keeps its own positions in private memory, and reads the receiver's (below)
+/// only when a ring seems full.
 struct Channel {
   static constexpr std::size_t kRecords = 128;
-  alignas(kCacheLine) std::atomic<std::uint64_t> num_taken;  // records; RELEASE by the receiver after it copied them out
-  std::atomic<std::uint64_t> bytes_taken;                    // position in the ring of bytes; likewise
+  alignas(kCacheLine) std::atomic<std::uint64_t> num_taken;  // records copied out; the receiver stores it with RELEASE
+  std::atomic<std::uint64_t> bytes_taken;                    // position in the byte ring; stored likewise
   Record records[kRecords];
   alignas(kCacheLine) std::byte ring[kChannelBytes];
 };

@@ -40,23 +40,23 @@ constexpr std::uint64_t kPidfdInfoExit = 1u << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 constexpr unsigned long kExiting = 4;  // PF_EXITING in the kernel's include/linux/sched.h
 
-/// What /proc/<pid>/stat says of a process, or of a thread.
+/// Fields of /proc/<pid>/stat, of a process or of a thread.
 struct ProcStat {
-  bool is_exiting = false;  // this thread runs no code of its program any more
+  bool is_exiting = false;  // the thread no longer runs code of its program
   int num_threads = 0;
   std::uint64_t start_time = 0;
-  std::uint64_t stack = 0;  // address where its stack begins; 0 for a zombie, and if /proc hides it
+  std::uint64_t stack = 0;  // address where the stack begins; 0 for a zombie, and if /proc hides it
   int exit_code = 0;
 };
 
-/// None if the process is gone, or if it can't be looked at: no /proc, no descriptor left, hidden from this user.
+/// Returns no value if the process is gone or can't be examined: no /proc, no descriptor left, hidden from this user.
 std::optional<ProcStat> read_stat(const std::string& folder) {
   const std::string text = read_text(folder + "/stat");
-  const std::size_t end_of_name = text.rfind(')');  // the name may hold blanks and parentheses
+  const std::size_t end_of_name = text.rfind(')');  // the name may contain blanks and parentheses
   if (end_of_name == std::string::npos) return std::nullopt;
   ProcStat stat;
   std::size_t at = end_of_name + 1;
-  for (int number = 3; (at = text.find_first_not_of(" \n", at)) != std::string::npos; ++number) {  // field of proc(5)
+  for (int number = 3; (at = text.find_first_not_of(" \n", at)) != std::string::npos; ++number) {  // field in proc(5)
     const char* const field = text.c_str() + at;
     if (number == 3) stat.is_exiting = *field == 'Z' || *field == 'X';
     if (number == 9) stat.is_exiting |= (std::strtoul(field, nullptr, 10) & kExiting) != 0;
@@ -73,14 +73,15 @@ std::string folder_of(int pid) { return "/proc/" + std::to_string(pid); }
 
 std::optional<ProcStat> read_stat(int pid) { return read_stat(folder_of(pid)); }
 
-/// Whether a process's exit code reads as 0, whatever it is: whoever has changed its user may not see that of others.
+/// True if /proc shows the exit code of a process as 0 whatever its value. It does so if this process may not inspect
+/// the other one, for example because this process has changed its user.
 bool hides_exit_code(int pid) {
   char link;
   return readlink((folder_of(pid) + "/exe").c_str(), &link, 1) < 0 && errno == EACCES;
 }
 
-/// Whether no thread of a process runs any more, though the kernel may still be freeing its memory. `first` is of its
-/// first thread, which alone may end before the others.
+/// True if no thread of a process runs any more, though the kernel may still be freeing its memory. `first` describes
+/// the first thread of the process, which may end before the others.
 bool has_stopped(int pid, const ProcStat& first) {
   if (!first.is_exiting) return false;
   if (first.num_threads <= 1) return true;
@@ -95,7 +96,7 @@ bool has_stopped(int pid, const ProcStat& first) {
     num_exiting += stat.has_value();
   }
   const std::optional<ProcStat> now = read_stat(pid);
-  return now && num_exiting >= now->num_threads;  // else a thread has begun meanwhile, which was not listed
+  return now && num_exiting >= now->num_threads;  // otherwise a thread has started that was not listed
 }
 
 std::uint64_t own_pid_namespace() {
@@ -103,8 +104,8 @@ std::uint64_t own_pid_namespace() {
   return stat("/proc/self/ns/pid", &info) == 0 ? info.st_ino : 0;
 }
 
-/// The least quota, in CPUs, of the cgroup `path` and its ancestors up to `root`. `read(folder, quota, period)` reads
-/// one level.
+/// Return the least quota, in CPUs, of the cgroup `path` and its ancestors up to `root`. `read(folder, quota, period)`
+/// reads the quota of one level.
 template <class Read>
 double least_quota(const std::string& root, std::string path, Read&& read) {
   double least = 1e9;
@@ -115,10 +116,11 @@ double least_quota(const std::string& root, std::string path, Read&& read) {
   }
 }
 
-/// CPUs that the cgroup's quota (v2, else v1) pays for, rounded down; a large number without a quota.
+/// Return the number of CPUs that the cgroup quotas (v1 and v2) allow, rounded down, but at least 1; a large number if
+/// there is no quota.
 std::uint32_t quota_cpus() {
   auto read_v2 = [](const std::string& folder, double& quota, double& period) {
-    return std::sscanf(read_text(folder + "/cpu.max").c_str(), "%lf %lf", &quota, &period) == 2;  // "max" is no number
+    return std::sscanf(read_text(folder + "/cpu.max").c_str(), "%lf %lf", &quota, &period) == 2;  // or "max"
   };
   auto read_v1 = [](const std::string& folder, double& quota, double& period) {
     return std::sscanf(read_text(folder + "/cpu.cfs_quota_us").c_str(), "%lf", &quota) == 1 &&
@@ -133,8 +135,8 @@ std::uint32_t quota_cpus() {
     std::string controllers(1, ',');
     controllers.append(line, first + 1, second - first - 1).push_back(',');
     const std::string path = line.substr(second + 1);
-    // In a container, `path` may be the host's while our cgroup is mounted as the root: folders that are missing count
-    // as without a quota, and the walk ends at the root.
+    // In a container, `path` may be a path on the host, although our own cgroup is mounted as the root. So a missing
+    // folder counts as one without a quota, and the walk ends at the root.
     if (controllers == ",,") least = std::min(least, least_quota("/sys/fs/cgroup", path, read_v2));
     if (controllers.find(",cpu,") != std::string::npos)
       for (const char* root : {"/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"})
@@ -150,13 +152,15 @@ Ending from_wait_status(int status) {
   return ending;
 }
 
-constexpr unsigned kCheap = 4, kSeldom = 8;  // how many watches of a process are cheap to look up; how seldom others are
+// From 2 * kCheap watches on, only one in num_watches / kCheap calls of dead() reads /proc, but at least one in
+// kSeldom.
+constexpr unsigned kCheap = 4, kSeldom = 8;
 
 using Watches = std::map<std::pair<int, std::uint64_t>, std::weak_ptr<const PeerWatch>>;
 std::mutex g_watches_mutex;
-std::atomic<unsigned> g_num_watches{0};  // RELAXED: it only tells how often to look
-// One watch for each watched process, whatever the number of groups, because descriptors are few. Leaked, because native
-// threads still run while the process destroys its statics.
+std::atomic<unsigned> g_num_watches{0};  // RELAXED: it only determines how often to look
+// One watch for each watched process, whatever the number of groups, because descriptors are scarce. Leaked, because
+// native threads still run while the process destroys its statics.
 Watches& g_watches = *new Watches;
 // A forked child must find the mutex unlocked.
 const int g_fork_handler = pthread_atfork([] { g_watches_mutex.lock(); }, [] { g_watches_mutex.unlock(); },
@@ -206,8 +210,8 @@ std::shared_ptr<const PeerWatch> PeerWatch::of(const Identity& peer) {
 
 PeerWatch::PeerWatch(const Identity& peer, Fd pidfd, int error) : peer_(peer), pidfd_(std::move(pidfd)), error_(error) {
   g_num_watches.fetch_add(1, std::memory_order_relaxed);
-  // The pidfd was opened after the peer had published its identity. If the pid now belongs to another process, the peer
-  // has died in between.
+  // The pidfd was opened after the peer had published its identity. If the peer died in between, the pid, and with it
+  // the pidfd, may belong to another process.
   if (pidfd_ && look_into_proc() == Life::kEnded) {
     pidfd_ = Fd();
     error_ = ESRCH;
@@ -236,13 +240,14 @@ bool PeerWatch::dead(bool told) const {
   if (pidfd_) {
     pollfd entry{pidfd_.get(), POLLIN, 0};
     is_readable = poll(&entry, 1, 0) > 0 && (entry.revents & POLLIN) != 0;
-    // With many peers, only some of them are looked up in /proc each time: it costs more than a poll.
+    // With many peers, only some calls read /proc, because that costs more than a poll.
     const unsigned num_watches = g_num_watches.load(std::memory_order_relaxed);
     const unsigned every = std::clamp(num_watches / kCheap, 1u, kSeldom);
     if (!is_readable && !told && num_looks_.fetch_add(1, std::memory_order_relaxed) % every != 0)
       return is_replaced_.load(std::memory_order_relaxed);
   }
-  // Asked even if the pidfd reports a death: a script may have closed our descriptor, and its number may be another's.
+  // Read /proc even if the pidfd reports a death: a script may have closed our descriptor, and its number may now
+  // belong to another file.
   const Life life = look_into_proc();
   return life == Life::kUnknown ? is_readable : life != Life::kAlive;
 }
@@ -253,7 +258,8 @@ Ending PeerWatch::ending() const {
     ending.is_replaced = true;
     return ending;
   }
-  // /proc shows the exit status until the parent has collected it; after that, new kernels still tell it by the pidfd.
+  // /proc shows the exit status until the parent has collected it. After that, newer kernels still provide it through
+  // the pidfd.
   const std::optional<ProcStat> stat = read_stat(peer_.pid);
   if (stat && stat->is_exiting && (peer_.start_time == 0 || stat->start_time == peer_.start_time) &&
       (stat->exit_code != 0 || !hides_exit_code(peer_.pid)))

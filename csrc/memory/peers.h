@@ -1,16 +1,18 @@
 // Liveness of the processes of a job, and the CPUs that they may use.
 //
-// Each process watches another by one pidfd for all groups that they share, because descriptors are few. Where a
-// sandbox or an old kernel gives no pidfd, /proc tells (state and start time), and the rank says so once. What can't
-// be learned, because /proc is unreadable or descriptors have run out, is not taken for a death. On one host, a rank
-// that calls exec keeps its pid and its pidfd; its peers notice by the place of its stack in /proc, which is new.
+// A process uses one pidfd for each process that it watches, whatever the number of groups that the two share, because
+// descriptors are scarce. Where a sandbox or an old kernel refuses pidfds, it reads the state and the start time from
+// /proc instead, and says so once. If the state of a process can't be learned, because /proc is unreadable or no
+// descriptors are left, the process counts as alive. A rank that calls exec keeps its pid and its pidfd. Its peers
+// notice the call by the address of its stack in /proc, which is new.
 //
-// A pidfd tells of a death once the kernel has freed the memory of the process, for which it takes 10 to 60 ms in a
-// training. But its threads have run their last instruction before, as their flags in /proc show, and that is what peers
-// wait for: a group is formed anew while the kernel still tidies up.
+// A pidfd reports a death only after the kernel has freed the memory of the process, which takes 10 to 60 ms for a
+// training process. The threads of the process stop earlier, and their flags in /proc show it. Peers act on those
+// flags, so a new group can form while the kernel still frees the memory.
 //
-// How a process ended is read from /proc until its parent has collected the status, and from its pidfd afterwards (Linux
-// 6.15 and newer). On older kernels, a rank is then reported as dead without a status.
+// The exit status of a process is read from /proc until its parent has collected it, and from the pidfd after that
+// (Linux 6.15 and newer). On older kernels, the status is lost once the parent has collected it, and the rank is
+// reported as dead without a status.
 #pragma once
 
 #include <atomic>
@@ -24,41 +26,42 @@
 
 namespace phalanx {
 
-/// How a process ended, as far as the kernel tells those who are not its parent.
+/// How a process ended, as far as the kernel tells processes other than its parent.
 struct Ending {
   int exit_code = -1;  // -1: unknown
   int signal = 0;
-  bool is_replaced = false;  // the process lives, and runs another program
+  bool is_replaced = false;  // the process is alive, but runs another program (exec)
 };
 
 /// Fill in the identity and the CPUs of the calling process.
 void describe_self(Member& member);
 
-/// Who a process is. A zero stands for what /proc did not tell.
+/// Identity of a process. A field is zero if /proc does not tell it.
 struct Identity {
   int pid = 0;
-  std::uint64_t start_time = 0;     // clock ticks since boot, by which a reused pid is noticed
+  std::uint64_t start_time = 0;     // clock ticks since boot; reveals that a pid was reused
   std::uint64_t pid_namespace = 0;  // inode; a process in another namespace can't be watched
   static Identity own();
 };
 
-/// Watches one peer, for all groups of this process: by a pidfd, which a reused pid can't confuse, or through /proc where
-/// the kernel or a sandbox gives no pidfd. A peer of which nothing can be learned counts as alive. A peer that calls
-/// exec() counts as dead: it has a new stack, at a random address.
+/// Watches one peer, on behalf of all groups of this process. Uses a pidfd, which a reused pid can't confuse, or /proc
+/// where the kernel or a sandbox refuses pidfds. A peer about which nothing can be learned counts as alive. A peer that
+/// calls exec() counts as dead; its new stack, at a random address, gives it away.
 class PeerWatch {
  public:
-  /// Begins to watch the process, or shares an existing watch. Null if `peer` is this process.
-  /// Throws std::system_error if no descriptor can be opened.
+  /// Start to watch the process, or return the existing watch. Returns null if `peer` is this process. Throws
+  /// std::system_error if no descriptor can be opened.
   static std::shared_ptr<const PeerWatch> of(const Identity& peer);
 
   PeerWatch(const Identity& peer, Fd pidfd, int error);
   ~PeerWatch();
-  /// `told`: whether another rank has seen it dead, so that /proc is worth a look however many peers there are.
+  /// True if the peer is dead. With many peers, only some calls read /proc. `told`: another rank has seen the peer
+  /// dead, so /proc is read in any case.
   bool dead(bool told = false) const;
   int pid() const { return peer_.pid; }
-  /// How it ended; only meaningful once dead() is true.
+  /// How the peer ended; only meaningful once dead() is true.
   Ending ending() const;
-  /// Why its death may be noticed late or not at all; empty if the kernel tells it at once.
+  /// Why the peer's death may be noticed late or not at all; empty if the kernel reports it at once.
   std::string weakness() const;
 
  private:
@@ -67,16 +70,16 @@ class PeerWatch {
 
   Identity peer_;
   std::uint64_t stack_ = 0;  // address of the peer's stack; 0: this process may not see it
-  // Both RELAXED: threads share a watch, and it does not matter which of them counts or sets the flag.
+  // Both RELAXED: threads share a watch, and it does not matter which of them increments the count or sets the flag.
   mutable std::atomic<unsigned> num_looks_{0};
   mutable std::atomic<bool> is_replaced_{false};
   Fd pidfd_;
-  int error_;  // errno of pidfd_open, ESRCH: ended before the watch began; 0: there is a pidfd, or, without one, the peer
-               // lives in another pid namespace and can't be watched
+  int error_;  // errno of pidfd_open; ESRCH: the peer had ended before the watch began; 0: pidfd_ is open or, if not,
+               // the peer lives in another pid namespace and can't be watched
 };
 
-/// True if every rank can have a CPU of its own, so that spinning does not steal one from a peer: by affinity (ranks
-/// whose CPUs lie within another's compete with it) and by cgroup quota.
+/// True if every rank can have a CPU of its own, so that a spinning rank takes none from a peer. Considers affinity (a
+/// rank competes with another if the other may use all of its CPUs) and the cgroup quota.
 bool cpus_suffice(const Member* members, std::size_t num_ranks);
 
 }  // namespace phalanx

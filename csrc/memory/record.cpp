@@ -28,7 +28,7 @@ struct Thread {
 };
 constinit thread_local Thread t_thread{};  // one struct: in a shared library, each access to a thread_local is a call
 
-/// In a forked child: stops recording, because its parent goes on writing into this box.
+/// Makes forked children stop recording, because the parent goes on writing into this box.
 void forget_in_children() {
   static const int installed = pthread_atfork(nullptr, nullptr, [] {
     g_recorder.store(nullptr, std::memory_order_release);
@@ -88,11 +88,12 @@ std::uint64_t Recorder::begin(EventKind kind, std::uint16_t code, std::uint32_t 
                               std::uint64_t seq, std::uint64_t value) noexcept {
   const std::uint64_t number = header_->num_events.fetch_add(1, std::memory_order_relaxed) + 1;
   Event& event = events_[(number - 1) % kEvents];
-  // ACQUIRE pairs with the RELEASE below of the slot's last writer. Two threads meet in a slot only if one was stopped
-  // while the others wrote kEvents events. A thread that finds a newer event in its slot, or one being written, gives up.
+  // ACQUIRE pairs with the RELEASE store below, by the slot's last writer. Two threads meet in a slot only if one was
+  // stopped while the others wrote kEvents events. A thread that finds a newer event in its slot, or one being written,
+  // gives up.
   std::uint64_t before = event.number.load(std::memory_order_relaxed);
   if (before > number || !event.number.compare_exchange_strong(before, kBeingWritten, std::memory_order_acquire)) return 0;
-  std::atomic_thread_fence(std::memory_order_release);  // a reader that sees what follows sees kBeingWritten, too
+  std::atomic_thread_fence(std::memory_order_release);  // a reader that sees a store below also sees kBeingWritten
   Thread& self = t_thread;
   if (self.number == 0) self.number = static_cast<std::uint32_t>(syscall(SYS_gettid));
   event.begun_ns.store(clock_.now_ns(self.asked), std::memory_order_relaxed);
@@ -110,8 +111,8 @@ void Recorder::end(std::uint64_t number) noexcept {
   if (number == 0) return;
   Event& event = events_[(number - 1) % kEvents];
   const std::uint64_t now = clock_.now_ns(t_thread.asked);
-  // ACQUIRE, so that `number` is loaded afterwards. If another event takes the slot just after that, `ended` lies before
-  // the beginning of that event, and readers ignore it.
+  // ACQUIRE, so that `event.number` is loaded afterwards. If another event takes the slot just after that load, `ended`
+  // is earlier than the beginning of that event, and readers ignore it.
   const std::uint64_t begun = event.begun_ns.load(std::memory_order_acquire);
   const std::uint64_t ended = now > begun ? now : begun + 1;
   if (event.number.load(std::memory_order_relaxed) == number) event.ended_ns.store(ended, std::memory_order_release);

@@ -1,16 +1,17 @@
-// The black box of a rank: what it did last, in memory that outlives it.
+// The black box of a rank: its latest events, in memory that outlives the rank.
 //
 // A box is a range of a file that only its rank writes: a header, a ring of events, and the texts to which events refer
-// by number. Any process that may open the file can read it while the rank runs, after `kill -9`, and on another day.
+// by number. Any process that may open the file can read it while the rank runs, after `kill -9`, and days later.
 //     BoxHeader, one page | Event[kEvents] | texts: records of a 4-byte length and UTF-8 bytes, kTextBytes in all
 // src/phalanx/record/box.py reads it.
 //
-// No event is read half written. A writer marks the slot (kBeingWritten), writes, and publishes the event by a RELEASE
-// store of its number; a reader of a running rank accepts an event if two reads agree. A thread that was stopped while
-// the others filled the whole ring finds a newer event in its slot and drops its own. If it was stopped before it wrote
-// the end of an event, that end lies before the beginning of the event now in the slot, and readers ignore it. The mark is
-// set by compare-and-exchange, so that a thread stopped just before can't mark a newer event; that costs 0.5 to 1.5 of the
-// 21 ns of an event. Texts are only added: their count is released after their bytes.
+// Readers never take a half-written event for a whole one. A writer marks the slot (kBeingWritten), writes the event,
+// and publishes it by a RELEASE store of its number. A reader of a running rank accepts an event only if two reads of
+// it agree. If a thread was stopped while the others filled the whole ring, it finds a newer event in its slot and
+// drops its own. If it was stopped just before it wrote the end of an event, that end is earlier than the beginning of
+// the event that is now in the slot, and readers ignore it. The mark is set by compare-and-exchange, so that a thread
+// that was stopped just before setting it can't mark a newer event; that costs 0.5 to 1.5 ns of the 21 ns of an event.
+// Texts are only added: their total size is stored with RELEASE after their bytes.
 #pragma once
 
 #include <atomic>
@@ -35,23 +36,24 @@ inline constexpr std::size_t kTextBytes = 124 * 1024;
 inline constexpr std::size_t kTextsOfGroups = 24 * 1024;
 inline constexpr std::uint64_t kBeingWritten = ~std::uint64_t{0};
 
-/// What an event tells. The numbers are part of the format: new ones may be added, none may change.
+/// Kinds of events. The numbers are part of the file format: kinds may be added, but no number may change.
 enum class EventKind : std::uint16_t {
   kNone = 0,
-  kCollective,  // from call to departure. code: Op, and dtype << 8; text: group; seq: its number; value: elements
-  kMessage,     // a send or receive that had to wait. code, text, value: as above; seq: peer's rank in the group + 1, 0: any
+  kCollective,  // from call to return. code: Op | dtype << 8; text: the group; seq: the call's number; value: elements
+  kMessage,     // a send, receive or signal that was waited for. code, text, value: as above; seq: the peer's rank in
+                // the group + 1, 0: any
   kStep,        // an optimizer step. seq: its number; value: samples
   kPhase,       // a part of a step, or work between steps. text: its name; seq: the step's number
-  kNote,        // a remark. text: its words
-  kCall,        // the call of a collective whose end is not recorded. Fields as of kCollective
+  kNote,        // a remark. text: its wording
+  kCall,        // the call of a collective whose end is not recorded; fields as for kCollective
 };
 
 struct alignas(kCacheLine) Event {
   std::atomic<std::uint64_t> number;  // counts from 1; the slot is (number - 1) % kEvents
   std::atomic<std::uint64_t> begun_ns;  // CLOCK_MONOTONIC
   std::atomic<std::uint64_t> ended_ns;  // if not greater than begun_ns, the event has not ended
-  std::atomic<std::uint64_t> what;    // kind, 16 bits; code, 16 bits; text
-  std::atomic<std::uint64_t> where;   // low half: site, the number of a text, 0: unknown; high half: kernel's thread id
+  std::atomic<std::uint64_t> what;    // from the lowest bit: kind, 16 bits; code, 16 bits; text, 32 bits
+  std::atomic<std::uint64_t> where;   // low half: number of the site's text, 0: unknown; high half: kernel's thread id
   std::atomic<std::uint64_t> seq;
   std::atomic<std::uint64_t> value;
 };
@@ -65,7 +67,7 @@ struct BoxHeader {
   std::int32_t pid;
   std::int32_t rank;
   std::int32_t world_size;
-  std::uint64_t start_time;    // start of the process in clock ticks since boot, by which a reused pid is noticed
+  std::uint64_t start_time;    // start of the process in clock ticks since boot; reveals that a pid was reused
   std::int64_t realtime_less_monotonic_ns;
   std::atomic<std::uint64_t> num_events;  // begun since the box was made
   std::atomic<std::uint64_t> num_text_bytes;
@@ -78,21 +80,21 @@ static_assert(kBoxBytes % kPage == 0);
 /// Writes this process's box. Any thread may write; a forked child does not.
 class Recorder {
  public:
-  /// Write to the file `fd` from `offset` on, which must be page-aligned; the file must be long enough.
+  /// Write into the file `fd` at `offset`, which must be page-aligned. The file must be long enough.
   Recorder(int fd, std::uint64_t offset, int rank, int world_size);
   ~Recorder();
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  /// The number of a text, which is added if it is new. 0 for the empty text, and if adding it would leave less than
-  /// `spare` bytes of room.
+  /// Return the number of a text, and add the text if it is new. Returns 0 for the empty text, and if adding the text
+  /// would leave less than `spare` bytes free.
   std::uint32_t text(std::string_view words, std::size_t spare = kTextsOfGroups);
 
-  /// The number of a group's name. It may use the room that text() spares.
+  /// Return the number of a group's name. Names of groups may use the space that text() leaves free.
   std::uint32_t name(std::string_view group) { return text(group, 0); }
 
-  /// Write that something has begun. Returns its number, for end(); 0 if the slot already holds a newer event, so that
-  /// this one is left out.
+  /// Record that something has begun. Returns the event's number, for end(). Returns 0, and records nothing, if the
+  /// slot already holds a newer event or is being written.
   std::uint64_t begin(EventKind kind, std::uint16_t code, std::uint32_t text, std::uint32_t site, std::uint64_t seq,
                       std::uint64_t value) noexcept;
   void end(std::uint64_t number) noexcept;
@@ -113,10 +115,10 @@ class Recorder {
 /// The recorder of this process; null if nothing is recorded. Leaked on purpose: threads may write while the process ends.
 extern std::atomic<Recorder*> g_recorder;
 
-/// The site of the call that this thread is in, as a text of the recorder.
+/// Site of the call that this thread is in, as the number of a text of the recorder.
 inline thread_local std::uint32_t t_site = 0;
 
-/// While it lives, this thread's events get the given site.
+/// Gives this thread's events a site for as long as the object lives.
 class AtSite {
  public:
   explicit AtSite(std::uint32_t site) noexcept : before_(std::exchange(t_site, site)) {}
@@ -138,7 +140,7 @@ class Recorded {
  public:
   Recorded() = default;
   Recorded(EventKind kind, std::uint16_t code, std::uint32_t text, std::uint64_t seq, std::uint64_t value) noexcept
-      // ACQUIRE: pairs with the release by which the recorder was installed.
+      // ACQUIRE: pairs with the RELEASE store that installed the recorder.
       : recorder_(g_recorder.load(std::memory_order_acquire)) {
     if (recorder_ != nullptr) number_ = recorder_->begin(kind, code, text, t_site, seq, value);
   }
@@ -149,7 +151,7 @@ class Recorded {
     return *this;
   }
   ~Recorded() {
-    // RELAXED: a child that was forked meanwhile has itself stored null.
+    // RELAXED: if this is a child that was forked meanwhile, it has itself stored null.
     if (recorder_ != nullptr && g_recorder.load(std::memory_order_relaxed) == recorder_) recorder_->end(number_);
   }
 

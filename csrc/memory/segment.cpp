@@ -87,7 +87,7 @@ bool send_fd(int socket, int fd) {
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   if (sendmsg(socket, &message, MSG_NOSIGNAL) == 1) return true;
-  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // these two: the peer has gone
+  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // these two: the peer is gone
   return false;
 }
 
@@ -103,7 +103,7 @@ Fd receive_fd(int socket) {
   const ssize_t received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   if (received < 0 && errno != ECONNRESET) fail("receiving the shared segment");
   if (received != 1) return Fd();
-  // The kernel drops a received descriptor, and sets this flag, if the process has no number left for it.
+  // The kernel drops a received descriptor, and sets this flag, if the process has reached its limit of descriptors.
   if ((message.msg_flags & MSG_CTRUNC) != 0) fail_as(EMFILE, "receiving the shared segment");
   const cmsghdr* header = CMSG_FIRSTHDR(&message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return Fd();
@@ -112,7 +112,7 @@ Fd receive_fd(int socket) {
   return Fd(fd);
 }
 
-/// A lock over a range with one byte for each possible rank.
+/// Return a lock on the range that has one byte for each possible rank.
 struct flock whole_world() {
   struct flock lock{};
   lock.l_type = F_WRLCK;
@@ -187,14 +187,14 @@ std::shared_ptr<Segment> Segment::create() {
   Fd fd(memfd_create("phalanx", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) fail("memfd_create");
   reserve(fd.get(), 0, kPage);
-  // Peers map what lies below the current size: it must never shrink under them. Growing stays allowed.
+  // Peers map ranges below the current size, so the file must never shrink under them. It may still grow.
   if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0) fail("F_ADD_SEALS");
   Mapping page(fd.get(), 0, kPage);
   auto* header = reinterpret_cast<SegmentHeader*>(page.data());
   header->magic = kMagic;
   header->version = kLayoutVersion;
   if (getrandom(header->nonce, sizeof header->nonce, 0) != sizeof header->nonce) fail("getrandom");
-  header->next_free.store(kPage, std::memory_order_relaxed);  // the hand-over by a socket publishes it
+  header->next_free.store(kPage, std::memory_order_relaxed);  // handing the descriptor over by a socket publishes it
   std::string nonce = nonce_text(*header);
   return std::shared_ptr<Segment>(new Segment(std::move(fd), std::move(page), std::move(nonce)));
 }
@@ -219,14 +219,14 @@ std::shared_ptr<Segment> Segment::attach(const std::string& name, const std::str
   const auto* header = reinterpret_cast<const SegmentHeader*>(page.data());
   if (header->magic != kMagic || header->version != kLayoutVersion)
     throw std::runtime_error("the ranks of this job run different versions of phalanx");
-  // Reading the nonce through the mapping is the proof that both ranks see the same memory.
+  // Reading the nonce through the mapping proves that both ranks see the same memory.
   if (nonce_text(*header) != nonce) throw std::runtime_error("the shared segment is not the one that was announced");
   return std::shared_ptr<Segment>(new Segment(std::move(fd), std::move(page), nonce));
 }
 
 std::uint64_t Segment::allocate(std::size_t bytes) {
   const std::size_t size = align_up(bytes, kPage);
-  // RELAXED: the counter hands out disjoint ranges; contents are published by whoever announces the offset.
+  // RELAXED: the counter only hands out disjoint ranges. The rank that announces the offset publishes the contents.
   const std::uint64_t offset = header().next_free.fetch_add(size, std::memory_order_relaxed);
   reserve(fd_.get(), offset, size);
   return offset;
@@ -244,11 +244,11 @@ void Segment::free(std::uint64_t offset, std::size_t bytes) noexcept {
 }
 
 void Segment::hold(int rank) {
-  // Opens the file anew: these locks conflict between open files, and the one that was handed over is shared by all ranks.
-  // The kernel drops the lock when the process ends, so a killed rank holds nobody up.
+  // Open the file again: these locks (F_OFD_SETLK) belong to an open file description, and all ranks share the one that
+  // was handed over. The kernel drops the lock when the process ends, so a killed rank holds nobody up.
   hold_ = Fd(open(("/proc/self/fd/" + std::to_string(fd_.get())).c_str(), O_RDWR | O_CLOEXEC));
   struct flock lock = whole_world();
-  lock.l_type = F_RDLCK;  // a rank and its data loader's workers may hold it at once
+  lock.l_type = F_RDLCK;  // a rank and its data-loader workers may hold the lock at once
   lock.l_start = rank;
   lock.l_len = 1;
   if (hold_) fcntl(hold_.get(), F_OFD_SETLK, &lock);
@@ -256,7 +256,7 @@ void Segment::hold(int rank) {
 
 void Segment::let_go() {
   struct flock all = whole_world();
-  all.l_type = F_UNLCK;  // closing is not enough: a child that was forked meanwhile has the same open file
+  all.l_type = F_UNLCK;  // closing is not enough: a child forked meanwhile shares the open file description
   if (hold_) fcntl(hold_.get(), F_OFD_SETLK, &all);
   hold_ = Fd();
 }

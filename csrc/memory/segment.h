@@ -1,18 +1,18 @@
 // The shared memory of a job's ranks on one host: a memfd, how it is created, handed over and mapped.
 //
-// Groups made later live in the segment that their members share. Nothing has a name, so nothing is left after SIGKILL
-// of all ranks, and the size of /dev/shm does not matter. Pages are allocated before they are used, so a shortage raises
-// OutOfSharedMemory instead of SIGBUS. A group of n ranks uses
+// Groups made later live in the segment that their members share. The memfd has no name in a file system, so nothing is
+// left after a SIGKILL of all ranks, and the size of /dev/shm does not matter. Pages are allocated before they are
+// used, so a shortage raises OutOfSharedMemory instead of SIGBUS. A group of n ranks uses
 //
 //     control    always                                           about 1 KiB x n + 8 x n^2
 //     stages     always                                           128 KiB x n
 //     mailboxes  after the first message above 64 KiB             384 KiB x n
 //     channel    after the first message from one rank to another 264 KiB per pair and direction
 //
-// and releases all of it when its last rank leaves: 1.0 MiB for two ranks without channels. Memory is allocated and freed
-// in whole regions (fallocate, without and with PUNCH_HOLE); offsets are never reused. fallocate takes pages of the
-// caller's NUMA node, so a rank on another node replaces those of its own stages and mailbox before it uses them. A
-// channel is allocated by its sender.
+// and releases all of it when its last rank leaves. For two ranks without channels, that is 1.0 MiB. Memory is
+// allocated and freed in whole regions (fallocate, without and with PUNCH_HOLE); offsets are never reused. fallocate
+// takes pages from the caller's NUMA node, so a rank on another node replaces the pages of its own stages and mailbox
+// before it uses them. A channel is allocated by its sender.
 #pragma once
 
 #include <atomic>
@@ -65,11 +65,12 @@ class Mapping {
   std::size_t bytes_ = 0;
 };
 
-/// The NUMA node on which this thread runs, and from which it gets memory; 0 if the system does not tell.
+/// Return the NUMA node that this thread runs on and gets memory from; 0 if the system does not tell.
 std::uint32_t current_node() noexcept;
 
-/// The segment. It is sealed against shrinking; it is allocated before use, so a shortage is std::bad_alloc and never a
-/// SIGBUS; it has no name, so the kernel frees it with its last descriptor, whatever killed the ranks.
+/// The shared segment. It is sealed against shrinking. Its memory is allocated before use, so a shortage throws
+/// std::bad_alloc and never raises SIGBUS. It has no name, so the kernel frees it with its last descriptor, however the
+/// ranks end.
 class Segment {
  public:
   /// Create an empty segment with a fresh nonce.
@@ -83,10 +84,10 @@ class Segment {
 
   /// Reserve `bytes` of zeroed memory and return their offset. Callable from every process that maps the segment.
   std::uint64_t allocate(std::size_t bytes);
-  /// Replace the pages of a range that nobody has used yet, and which lie on NUMA node `node`, by pages of this thread's
-  /// node, if that is another. Throws std::bad_alloc if it has none left.
+  /// Move a range that nobody has used yet to this thread's NUMA node, by replacing its pages. `node` is the node on
+  /// which the pages lie; if that is this thread's node, nothing happens. Throws std::bad_alloc if no memory is left.
   void bring_near(std::uint64_t offset, std::size_t bytes, std::uint32_t node);
-  /// Give the memory behind a range back to the system; its offsets are not used again.
+  /// Return the memory behind a range to the system. Its offsets are not used again.
   void free(std::uint64_t offset, std::size_t bytes) noexcept;
   Mapping map(std::uint64_t offset, std::size_t bytes) const { return Mapping(fd_.get(), offset, bytes); }
 

@@ -1,4 +1,4 @@
-// Reads small files of the kernel (/proc, /sys, cgroups) whole, and finds numbers in them.
+// Reads small kernel files (/proc, /sys, cgroups) in full, and finds numbers in them.
 #pragma once
 
 #include <fcntl.h>
@@ -12,10 +12,10 @@
 
 namespace phalanx {
 
-/// The content of a file; empty if it can't be read.
+/// Return the content of a file; empty if it can't be read.
 ///
-/// It uses no stream: in a process with two libstdc++, the core's own and torch's, a stream may get a facet of the wrong
-/// kind from the other's locale and crash in it.
+/// Uses no stream. In a process with two copies of libstdc++, the core's own and torch's, a stream of one copy may get
+/// a facet of the other from the locale, and crash in it.
 inline std::string read_text(const std::string& path) {
   std::string text;
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -26,7 +26,8 @@ inline std::string read_text(const std::string& path) {
   return text;
 }
 
-/// The number behind `name` in the line that begins with it; with an empty name, the first number. Nothing if missing.
+/// Return the number after `name` in the first line that begins with `name`; with an empty name, the number at the
+/// beginning of the text. Returns no value if no line begins with `name`.
 inline std::optional<std::uint64_t> number_in(const std::string& text, std::string_view name = {}) {
   if (text.empty()) return {};
   std::size_t at = 0;

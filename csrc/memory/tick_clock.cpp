@@ -15,9 +15,9 @@
 namespace phalanx {
 namespace {
 
-constexpr std::uint64_t kLearn_ns = 10'000'000;  // time to measure the rate: errors of 0.1 us are then 10 ppm of it
+constexpr std::uint64_t kLearn_ns = 10'000'000;  // time to measure the rate: an error of 0.1 us is 10 ppm of it
 constexpr std::uint64_t kTrust_ns = 1'000'000;
-constexpr std::uint64_t kMostTicks = std::uint64_t{1} << 20;  // times any rate below 4 us a tick, it fits 64 bits
+constexpr std::uint64_t kMostTicks = std::uint64_t{1} << 20;  // times any rate below 4 us per tick, fits 64 bits
 constexpr std::uint64_t kApart_ns = 2'000;  // if two reads of the counter are further apart, the thread was interrupted
 
 #if defined(__x86_64__)
@@ -54,7 +54,8 @@ std::uint64_t ns_of(std::uint64_t ticks, std::uint64_t rate) noexcept { return t
 
 }  // namespace
 
-/// Both clocks at one moment: the best of a few tries, since a thread may be interrupted between the two reads.
+/// Returns the readings of both clocks at one moment: the best of a few tries, because a thread may be interrupted
+/// between the two reads.
 TickClock::Instant TickClock::instant() noexcept {
   Instant best{};
   std::uint64_t least = ~std::uint64_t{0};
@@ -71,7 +72,7 @@ TickClock::TickClock() noexcept : counts_(kernel_counts_ticks()), began_(instant
 
 std::uint64_t TickClock::now_ns(Instant& asked) noexcept {
   if (!counts_) return kernels_ns();
-  // RELAXED: it publishes nothing else.
+  // RELAXED: the rate publishes nothing else.
   const std::uint64_t rate = rate_.load(std::memory_order_relaxed);
   if (rate == 0) return ask_kernel();
   const std::uint64_t before = ticks();
@@ -83,12 +84,12 @@ std::uint64_t TickClock::now_ns(Instant& asked) noexcept {
   return ns;
 }
 
-/// The time as the kernel tells it. Learns the counter's rate when kLearn_ns have passed since the first reading.
+/// Returns the kernel's time. Learns the counter's rate once kLearn_ns have passed since the first reading.
 std::uint64_t TickClock::ask_kernel() noexcept {
   const std::uint64_t ns = kernels_ns();
   if (ns - began_.ns < kLearn_ns) return ns;
   const Instant now = instant();
-  // Shifted by 32 bits, up to 4 s of nanoseconds fit into 64; after a longer time, measure anew.
+  // Up to 4 s in nanoseconds fit into 64 bits after the shift by 32. If more time has passed, start to measure anew.
   if (now.ns - began_.ns < std::uint64_t{1} << 32 && now.ticks > began_.ticks)
     rate_.store(((now.ns - began_.ns) << 32) / (now.ticks - began_.ticks), std::memory_order_relaxed);
   else

@@ -1,7 +1,8 @@
-// CLOCK_MONOTONIC computed from the processor's counter, for the two times of every event in the black box.
+// CLOCK_MONOTONIC, computed from the processor's counter. The black box takes two such times for every event.
 //
-// Reading the clock is a large part of the cost of an event: clock_gettime takes 23 ns at best, the counter 10. The
-// counter's rate is learnt in the first 10 ms. Times are converted to nanoseconds here, so readers convert nothing.
+// Reading the clock is a large part of the cost of an event: clock_gettime takes 23 ns at best, reading the counter 10
+// ns. The rate of the counter is learned in the first 10 ms. Times are converted to nanoseconds here, so readers
+// convert nothing.
 #pragma once
 
 #include <atomic>
@@ -9,17 +10,17 @@
 
 namespace phalanx {
 
-/// Each thread asks the kernel once a millisecond and counts the processor's ticks in between. So no time is wrong by more
-/// than about a microsecond if the learnt rate is inexact, the clock is being adjusted or the machine was suspended.
-/// If the kernel itself does not use the counter, every time is the kernel's.
+/// Each thread asks the kernel for the time once a millisecond, and counts the processor's ticks in between. So no time
+/// is wrong by more than about a microsecond, even if the learned rate is inexact, the clock is being adjusted or the
+/// machine was suspended. If the kernel does not use the counter itself, every time comes from the kernel.
 class TickClock {
  public:
   TickClock() noexcept;
   struct Instant {
     std::uint64_t ticks, ns;
   };
-  /// The time now, in nanoseconds. `asked`: when the calling thread last asked the kernel; each thread has its own, at
-  /// first {}.
+  /// Return the time now, in nanoseconds. `asked`: the moment at which the calling thread last asked the kernel. Each
+  /// thread keeps its own, which is {} at first.
   std::uint64_t now_ns(Instant& asked) noexcept;
 
  private:

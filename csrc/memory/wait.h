@@ -1,9 +1,9 @@
 // How a thread waits: it spins or yields for about as long as a futex wake-up costs, then sleeps in short slices.
 //
-// Where ranks share CPUs, they yield for at most 50 us (PHALANX_SPIN_US) per rank of the group, because every rank must
-// have its turn, and then sleep. Going to sleep at once was tried first: with four ranks on two cores, a futex sleep
-// costs 39 us per collective, sched_yield 4 us. Ranks also yield when two of them were last seen on one CPU although
-// there are more CPUs: the scheduler leaves them there for seconds, and spinning cost 57 us per collective.
+// Ranks that share CPUs yield for at most 50 us (PHALANX_SPIN_US) per rank of the group, so that every rank gets its
+// turn, and then sleep. An earlier version slept at once: with four ranks on two cores, a futex sleep costs 39 us per
+// collective, and sched_yield 4 us. Ranks also yield when two of them were last seen on one CPU although there are
+// enough CPUs. The scheduler leaves them there for seconds, and spinning cost 57 us per collective.
 //
 // Only the last rank to arrive wakes the sleepers. When every arrival woke everybody, eight ranks on two cores spent
 // their time in wake-ups.
@@ -22,7 +22,7 @@ namespace phalanx {
 
 using Clock = std::chrono::steady_clock;
 
-/// Wake all who sleep on `bell`, if any. Call after the RELEASE store that they wait for.
+/// Wake all threads that sleep on `bell`. Call it after the RELEASE store that they wait for.
 void ring(Bell& bell) noexcept;
 
 /// True if a thread may be asleep on `bell`.
@@ -33,7 +33,7 @@ inline bool has_sleepers(const Bell& bell) noexcept {
   return bell.sleepers.load(std::memory_order_relaxed) != 0;
 }
 
-/// What a waiting thread calls to handle signals and to find its call site.
+/// Callbacks with which a waiting thread handles signals and finds its call site.
 class Hooks {
  public:
   virtual ~Hooks() = default;
@@ -43,12 +43,13 @@ class Hooks {
   virtual std::string site() { return {}; }
 };
 
-/// Measures, for a thread that sleeps for milliseconds at a time, how long its process was stopped, as by Ctrl-Z. The
-/// processes that it waits for were stopped with it, so that time must not count towards a deadline.
+/// Measures how long this process was stopped, for example by Ctrl-Z. It serves threads that sleep for milliseconds at
+/// a time, so a gap of a second or more is a stop. The processes that such a thread waits for were stopped with it, so
+/// the time of the stop must not count towards a deadline.
 class StopWatch {
  public:
   void begin() { since_ = Clock::now(); }
-  /// How long this process was stopped since the last call of this or of begin().
+  /// Return how long this process was stopped since the last call of stopped() or begin().
   Clock::duration stopped() {
     const Clock::duration passed = Clock::now() - since_;
     begin();
@@ -80,8 +81,9 @@ bool spin(Clock::time_point end, Done&& done, Futile&& futile) {
   return false;
 }
 
-/// Yield the CPU until `done()` is true or `end` has come; returns `done()`. Between ranks on one CPU a yield takes about
-/// 1.5 us, a tenth of going to sleep and being woken. If another program runs there, the first yield takes all the time.
+/// Yield the CPU until `done()` is true or `end` has come; returns `done()`. Between ranks on one CPU, a yield takes
+/// about 1.5 us, a tenth of the time to go to sleep and be woken. If another program runs on that CPU, the first yield
+/// takes all the time.
 template <class Done>
 bool yield(Clock::time_point end, Done&& done) {
   while (Clock::now() < end) {

@@ -1,4 +1,4 @@
-// The life of a message: how it is posted, waited for and failed, and the thread that moves messages nobody waits for.
+// The life of a message: how it is posted, how threads wait for it, how it fails; and the background thread.
 #include "p2p/p2p.h"
 
 #include <pthread.h>
@@ -11,9 +11,9 @@ namespace phalanx {
 namespace {
 
 using namespace std::chrono_literals;
-/// How long the background thread leaves a new request to a caller who is about to wait for it.
+/// How long the background thread leaves a new request alone, because its caller may be about to wait for it.
 constexpr auto kLeaveToCaller = 500us;
-/// How often the background thread checks for work while callers wait; they make the progress themselves.
+/// How often the background thread checks for work while callers wait; the callers make the progress themselves.
 constexpr auto kCallerWaits = 50ms;
 /// After this many checks without a request, the background thread sleeps until it is woken.
 constexpr int kVainLooks = 100;
@@ -67,7 +67,8 @@ int PointToPoint::run(Op op, void* data, Items items, int peer, std::int64_t tag
     }
     wait(request, hooks, 0);
   } catch (const Failure& failure) {
-    // The thread that found a message of the wrong size or dtype may be another one, which does not know this call's line.
+    // Another thread may have found that the message has the wrong size or dtype. It does not know the line of this
+    // call.
     if (failure.kind != FailureKind::kMessageDiffers || !failure.site.empty()) throw;
     Failure located = failure;
     located.site = hooks.site();
@@ -107,7 +108,7 @@ void PointToPoint::post_recv(const std::shared_ptr<Request>& request) {
 
 void PointToPoint::complete(const std::shared_ptr<Request>& request, std::exception_ptr error) {
   request->finish(error);
-  Bell& own = control_.p2p_bell(control_.rank());  // the caller may sleep while the background thread finishes its request
+  Bell& own = control_.p2p_bell(control_.rank());  // the caller may be asleep: the background thread runs this, too
   if (has_sleepers(own)) ring(own);
 }
 
@@ -180,7 +181,7 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
   constexpr auto kTick = 50ms;
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   auto done = [&] { return request->done(); };
-  // The background thread makes the progress, as if nobody waited, and rings.
+  // The background thread makes the progress, as if no caller waited, and rings the bell.
   for (auto now = Clock::now(); !done() && now < end; now = Clock::now()) {
     if (!sleep_on(control_.p2p_bell(control_.rank()), std::min<std::chrono::nanoseconds>(end - now, kTick), done)) hooks.tick();
   }
@@ -188,13 +189,13 @@ bool PointToPoint::wait_briefly(const std::shared_ptr<Request>& request, Hooks& 
   return done();
 }
 
-/// Makes progress until `done()` is true. Meanwhile the request's peer counts as missing, or every peer if it may come
-/// from any.
+/// Makes progress until `done()` is true. Meanwhile the request's peer counts as missing; if the message may come from
+/// any peer, all of them do.
 template <class Done>
 void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done) {
   const int peer = request.peer_;
-  // A receive from any source does not wait for peers that have left in order, unless all have. As long as its message
-  // may also come from beyond the group, that they have left is no failure.
+  // A receive from any source does not count peers that left normally as missing, unless all have left: then it fails.
+  // While its message may also come from outside the group, peers that left are no failure.
   wait.spares_departed = &request.may_come_from_beyond_;
   auto gone = [&](int r) {
     return r == control_.rank() || control_.member(r).state.load(std::memory_order_acquire) == MemberState::kDeparted;
@@ -205,7 +206,7 @@ void PointToPoint::await_request(Wait& wait, const Request& request, Done&& done
     return true;
   };
   if (!wait.quiet && peer >= 0)
-    wait.awaited = [this, &request] {  // two words: kept without an allocation
+    wait.awaited = [this, &request] {  // captures two words: std::function does not allocate
       std::lock_guard lock(mutex_);
       const bool is_all = num_pending() == 1 && !request.done();
       return is_all ? Awaited{request.peer_, request.op_ == Op::kSend} : Awaited{};
@@ -229,7 +230,8 @@ void PointToPoint::run_background() {
   int num_vain_looks = 0;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    // While there is traffic, look at intervals: waking this thread for each message would take CPU time from the ranks.
+    // While there is traffic, check at intervals: waking this thread for each message would take CPU time from the
+    // ranks.
     if (num_waiters_ > 0) {
       changed_.wait_for(lock, kCallerWaits, [&] { return stopping_ || num_waiters_ == 0; });
     } else if (num_vain_looks < kVainLooks) {
@@ -244,7 +246,7 @@ void PointToPoint::run_background() {
     num_vain_looks = pending() ? 0 : num_vain_looks + 1;
     if (stopping_ || num_waiters_ > 0 || num_vain_looks > 0) continue;
     try {
-      // One request stands for all: the death of its peer or its deadline ends the wait.
+      // Wait for one request on behalf of all: the death of its peer, or its deadline, ends the wait.
       std::shared_ptr<Request> oldest = posted_.empty() ? nullptr : posted_.begin()->second;
       for (const Outgoing& out : outgoing_)
         if (!out.queue.empty()) oldest = out.queue.front();

@@ -1,5 +1,5 @@
-// Point-to-point messages. They travel in rings between each pair of ranks, are matched by source and tag, and are moved
-// by the thread that waits for one, or by a background thread if none does.
+// Point-to-point messages. They travel in rings between each pair of ranks and are matched by source and tag. A thread
+// that waits for a message moves messages meanwhile; if no thread waits, a background thread moves them.
 #pragma once
 
 #include <atomic>
@@ -21,16 +21,17 @@
 
 namespace phalanx {
 
-/// The peer of a receive whose message may come from any rank of this group, or from elsewhere: then it is cancelled.
+/// The peer of a receive whose message may come from any rank of this group or from outside the group; if it comes from
+/// outside, the receive is cancelled.
 constexpr int kAnyOrBeyond = -2;
 
 /// A send or receive in flight. Shared between the caller, who waits, and the thread that moves its data.
 class Request : public Work {
  public:
   using Work::Work;
-  /// Rank of the group that sent; valid once a receive is done.
+  /// The sender's rank in the group; valid once a receive is done.
   int source() const { return peer_; }
-  /// Of a receive from `kAnyOrBeyond`: from now on, only a rank of this group may send its message.
+  /// For a receive from `kAnyOrBeyond`: from now on, its message may only come from a rank of this group.
   void expect_nobody_beyond() { may_come_from_beyond_ = false; }
 
  private:
@@ -50,22 +51,24 @@ class PointToPoint {
   explicit PointToPoint(ControlBlock& control);
   ~PointToPoint();
 
-  /// Start a message (`op` is kSend or kRecv; a receive from `peer` -1 takes any source). `data` must live until the
-  /// request is done. `site`: the line of the call, needed only for a receive, whose errors show it.
+  /// Start a message: `op` is kSend or kRecv. A receive from `peer` -1 takes any source. `data` must live until the
+  /// request is done. `site`: the line of the call; only a receive needs it, because its errors show the line.
   std::shared_ptr<Request> post(Op op, void* data, Items items, int peer, std::int64_t tag, std::string site);
   /// Send or receive a message, and return when it is done. Returns the peer's rank.
   int run(Op op, void* data, Items items, int peer, std::int64_t tag, Hooks& hooks);
   /// Wait for the request, making progress meanwhile; throws the request's failure.
   void wait(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
-  /// Wait for `timeout_s` at most. Returns whether the request is done; if not, it goes on. Throws the request's failure.
+  /// Wait for `timeout_s` at most. Returns whether the request is done; if it is not, it continues. Throws the
+  /// request's failure.
   bool wait_briefly(const std::shared_ptr<Request>& request, Hooks& hooks, double timeout_s);
-  /// Take back a receive; it then fails and is done. Returns false, and does nothing, if it is matched already.
+  /// Cancel a receive, which is then done and has failed. Returns false, and does nothing, if it already has a message.
   bool cancel(const std::shared_ptr<Request>& request);
   /// Stop the background thread. Unfinished requests fail.
   void stop();
 
  private:
-  /// A message that came before its receive was posted: it was taken to reach a later one that was wanted.
+  /// A message that came before its receive was posted. It was taken out of the ring to reach a later message that was
+  /// wanted.
   struct Unexpected {
     Fragment head;
     std::vector<std::byte> data;
@@ -115,7 +118,7 @@ class PointToPoint {
   std::vector<Outgoing> outgoing_;  // by destination
   std::vector<Incoming> incoming_;  // by source
   std::map<std::uint64_t, std::shared_ptr<Request>> posted_;            // receives, in order
-  std::set<std::tuple<int, std::int64_t, std::uint64_t>> by_source_tag_;  // those of `posted_`: source, tag, number
+  std::set<std::tuple<int, std::int64_t, std::uint64_t>> by_source_tag_;  // index of `posted_`: source, tag, number
   std::uint64_t num_posted_ = 0;
   std::map<std::uint64_t, Mapping> mapped_;     // channels by offset
   int next_source_ = 0;

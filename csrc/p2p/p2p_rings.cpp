@@ -1,5 +1,5 @@
-// The transport of messages: cuts them into fragments, passes these through the rings of each pair of ranks, and matches
-// them to receives.
+// The transport of messages: cuts messages into fragments, passes the fragments through the rings of each pair of
+// ranks, and matches messages to receives.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -28,7 +28,7 @@ void from_ring(const Channel& channel, std::uint64_t position, std::byte* to, st
   if (bytes > first) std::memcpy(to + first, channel.ring, bytes - first);
 }
 
-/// The bytes of the byte ring that a fragment takes; 0 if it is small enough for its record.
+/// Number of bytes that a fragment takes in the byte ring; 0 if it fits into its record.
 std::uint64_t stride_of(std::size_t bytes) { return bytes <= Record::kInline ? 0 : align_up(bytes, kCacheLine); }
 
 }  // namespace
@@ -43,7 +43,7 @@ Channel* PointToPoint::open(int src, int dst, bool create) {
     } catch (const std::bad_alloc&) {
       Failure failure = control_.failure(FailureKind::kNoMemory, Op::kSend, "");
       failure.size_bytes = sizeof(Channel);
-      throw control_.end(std::move(failure));  // ends the group, because the receiver may already wait
+      throw control_.end(std::move(failure));  // ends the group, because the receiver may be waiting already
     }
     cell.store(offset, std::memory_order_release);  // pairs with the load above; only the sender writes this cell
   }
@@ -81,7 +81,7 @@ bool PointToPoint::has_room(Outgoing& out, std::size_t bytes) {
     return out.num_sent - out.num_taken < Channel::kRecords && end - out.bytes_taken <= kChannelBytes;
   };
   if (fits()) return true;
-  // ACQUIRE: the receiver has copied out what lies below; pairs with its RELEASE in pull().
+  // ACQUIRE: the receiver has copied out everything before these positions; pairs with its RELEASE in pull().
   out.num_taken = out.channel->num_taken.load(std::memory_order_acquire);
   out.bytes_taken = out.channel->bytes_taken.load(std::memory_order_acquire);
   return fits();
@@ -120,7 +120,7 @@ bool PointToPoint::push(int dst) {
   return moved;
 }
 
-/// Takes fragments that came from `src`, as long as a receive wants one.
+/// Takes fragments from `src` as long as a receive wants one.
 bool PointToPoint::pull(int src) {
   Incoming& in = incoming_[src];
   if (in.channel == nullptr) in.channel = open(src, control_.rank(), false);
@@ -170,7 +170,7 @@ void PointToPoint::check_fits(Request& request, int src, const Fragment& head) {
   throw control_.end(std::move(failure));
 }
 
-/// Decides where the message goes whose first fragment is `head`.
+/// Decides where to put the message that begins with fragment `head`.
 void PointToPoint::begin_message(Incoming& in, int src, const Fragment& head) {
   if ((in.into = match(src, head))) {
     check_fits(*in.into, src, head);

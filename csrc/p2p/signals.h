@@ -1,9 +1,10 @@
-// Signals of a window: counters in memory that all ranks of a host map, one for each sender and receiver.
+// Signals of a window: counters in memory that all ranks of a host map, one for each pair of sender and receiver.
 //
-// A sender adds one; a receiver waits until the counter has reached the number of the signal that it expects. So signals
-// are never lost, a sender never waits, and what it wrote before (a put) is visible to the receiver afterwards. The
-// receiver waits as for a message, asleep on the same bell, and so notices deaths, aborts, Ctrl-C and its deadline.
-// Messages of no bytes were the alternative: a ring has 128 records, so the 129th signal would wait for the receiver.
+// A sender adds one to the counter; a receiver waits until the counter has reached the number of the signal that it
+// expects. So signals are never lost, and a sender never waits. After the wait, the receiver sees what the sender wrote
+// before the signal (a put). The receiver waits as it does for a message, asleep on the same bell, so it notices
+// deaths, aborts, Ctrl-C and its deadline. Empty messages were the alternative, but a ring has 128 records, so the
+// 129th signal would have to wait for the receiver.
 #pragma once
 
 #include <atomic>
@@ -16,8 +17,9 @@ namespace phalanx {
 
 using SignalCounter = std::atomic<std::uint64_t>;
 
-/// Whether this thread has found the peer alive within the last millisecond. To ask the kernel takes ten times as long as
-/// the signal. A peer that has ended since then is found by the next call, or by the wait for its answer.
+/// True if this thread has checked within the last millisecond that the peer is alive; if not, the caller must check
+/// now. Asking the kernel takes ten times as long as the signal. If the peer has ended since, the next call notices it,
+/// or the wait for its answer.
 inline bool was_just_alive(const ControlBlock& control, int peer) {
   thread_local struct {
     const ControlBlock* control = nullptr;
@@ -30,7 +32,8 @@ inline bool was_just_alive(const ControlBlock& control, int peer) {
   return false;
 }
 
-/// Count one more signal to rank `peer`, and wake it. Throws if it has ended or left the group.
+/// Send one more signal to rank `peer`, and wake the rank. Throws if it has ended or left the group, or if the group
+/// has ended.
 inline void send_signal(ControlBlock& control, SignalCounter& counter, int peer, Hooks& hooks) {
   Call call;
   call.op = Op::kSignal;
@@ -43,7 +46,7 @@ inline void send_signal(ControlBlock& control, SignalCounter& counter, int peer,
   if (Bell& bell = control.p2p_bell(peer); has_sleepers(bell)) ring(bell);
 }
 
-/// Wait until rank `peer` has sent signal `number`, from 1.
+/// Wait until rank `peer` has sent signal `number`, counted from 1.
 inline void await_signal(ControlBlock& control, const SignalCounter& counter, std::uint64_t number, int peer, Hooks& hooks,
                          double timeout_s) {
   Call call;

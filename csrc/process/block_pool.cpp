@@ -22,23 +22,23 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr std::size_t kLeastBytes = 1 << 20;  // smaller blocks are left to glibc, which keeps freed ones anyway
+constexpr std::size_t kLeastBytes = 1 << 20;  // smaller blocks are left to glibc, which keeps freed blocks anyway
 constexpr milliseconds kWindow{10'000};       // longer than most training steps
 constexpr milliseconds kShortest{50}, kLongest{500};  // bounds of the pause between two checks
 constexpr std::uint64_t kFastest = 20ull << 30;       // bytes per second: more than all ranks of a host can fill
-constexpr std::uint64_t kInOneLook = 512 << 20;       // bytes that they can fill during the shortest pause
+constexpr std::uint64_t kInOneLook = 512 << 20;       // bytes that all ranks may fill between two checks
 const char* const kThread = "rank-memory";
 
 /// How much memory is left below a limit, in bytes.
 struct Headroom {
   std::uint64_t limit = 0, left = 0;
-  /// Whether so little is left that the `kept` bytes of the pool could make the process exceed the limit.
+  /// True if so little is left that the `kept` bytes of the pool could make the process exceed the limit.
   bool is_short(std::uint64_t kept) const { return left < std::max(limit / 8, std::min(kept, kInOneLook)); }
 };
 
 const char* const kHost = "/proc/meminfo";
 
-// Both return nothing where the kernel does not tell.
+// Both return no value if the kernel does not report the numbers.
 std::optional<Headroom> headroom_of(const Limit& limit) {
   const auto used = number_in(read_text(limit.used));
   if (!used) return {};
@@ -128,7 +128,7 @@ class BlockPool {
       return nullptr;
     };
     if (pthread_create(&thread, nullptr, run, this) == 0) {
-      pthread_setname_np(thread, kThread);  // not in the thread itself, so that it has its name when this call returns
+      pthread_setname_np(thread, kThread);  // here, so that the thread is named once this call returns
       pthread_detach(thread);
       has_thread_ = true;
     } else {
@@ -139,7 +139,7 @@ class BlockPool {
     window_began_ = Clock::now();
   }
 
-  /// The thread: watches the limits even while this process is idle, because other ranks may need the memory.
+  /// Body of the thread: watches the limits even while this process is idle, because other ranks may need the memory.
   void watch() {
     std::unique_lock lock(mutex_);
     while (keeps_) {

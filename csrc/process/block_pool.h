@@ -1,11 +1,11 @@
 // The block pool of a process: it keeps the large blocks that torch frees, as long as memory is plentiful.
 //
-// Each process compares usage with the limits of the host and of every cgroup above it (version 1 or 2). It does so
-// before its pool grows by more than an eighth of what was left last time, and in a thread, because an idle rank may keep
-// memory that another one needs. The thread starts with the first large block and wakes every 0.05 to 0.5 s, more often
-// the less is left. When less is left than an eighth of a limit, or less than the pool keeps (counted up to 512 MiB), the
-// pool gives everything back and leaves all further blocks to glibc. A limit or usage file that exists but can't be read
-// counts as a limit that is near. memory.high counts like memory.max.
+// Each process compares memory usage with the limits of the host and of every cgroup above it (version 1 or 2). It does
+// so before its pool grows by more than an eighth of what was left last time, and regularly in a thread, because an
+// idle rank may keep memory that another rank needs. The thread starts with the first large block and wakes every 0.05
+// to 0.5 s; the less memory is left, the more often. If less than an eighth of a limit is left, or less than the pool
+// keeps (of which at most 512 MiB count), the pool gives everything back and leaves all further blocks to glibc. A
+// limit or usage file that exists but can't be read counts as a limit that is near. memory.high counts like memory.max.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@
 
 namespace phalanx {
 
-/// A memory limit, and the files in which the kernel tells how much of it is used.
+/// A memory limit, and the files in which the kernel reports how much of it is used.
 struct Limit {
   std::uint64_t bytes = 0;
   std::string used;   // file with one number, the usage in bytes
-  std::string stat;   // file of lines, each a name and a number
+  std::string stat;   // file whose lines hold a name and a number each
   std::string cache;  // name of the line in `stat` that counts cache, which the kernel can drop
 };
 
@@ -28,10 +28,10 @@ struct BlockPoolState {
   std::uint64_t resident = 0, unused = 0;  // bytes: all of the pool, and those that no tensor uses
 };
 
-/// Take the large blocks of torch's CPU tensors from a pool, until a limit comes near.
+/// Serve the large blocks of torch's CPU tensors from a pool, until a memory limit is near.
 ///
-/// `reach`: bytes of addresses to reserve. Returns false if this torch allocates in an unknown way. After the first call
-/// that succeeds, further calls change nothing.
+/// `reach`: bytes of address space to reserve. Returns false if this torch allocates in an unknown way. After the first
+/// call that succeeds, further calls change nothing.
 bool start_block_pool(std::uint64_t reach, bool huge_pages, std::vector<Limit> limits);
 
 BlockPoolState block_pool();

@@ -43,7 +43,7 @@ std::size_t Blocks::growth(std::size_t bytes) const {
 
 void* Blocks::take(std::size_t bytes) {
   const std::size_t wanted = units(bytes);
-  const auto found = by_length_.lower_bound({wanted, 0});  // the best fit, and of those the first
+  const auto found = by_length_.lower_bound({wanted, 0});  // the best fit; of several, the first
   if (found == by_length_.end()) return nullptr;
   const auto [length, start] = *found;
   remove_free(free_.find(start));
@@ -100,13 +100,13 @@ std::size_t Blocks::num_untouched(std::size_t start, std::size_t length) const {
   return static_cast<std::size_t>(std::count(&touched_[start], &touched_[start] + length, 0));
 }
 
-/// By how many units the resident memory exceeds its bound.
+/// Number of units by which the resident memory exceeds its bound.
 std::size_t Blocks::num_excess() const {
   const std::size_t peak = std::max(peak_, last_peak_), most = peak + peak / 8;
   return resident_ > most ? resident_ - most : 0;
 }
 
-/// Gives back at least `bytes` of free pages, or all if there are fewer. The longest spans go first.
+/// Gives back at least `bytes` of free pages, or all of them if there are fewer. Begins with the longest spans.
 void Blocks::give_back(std::size_t bytes) {
   std::size_t missing = (bytes + kUnit - 1) / kUnit;
   for (auto span = by_length_.rbegin(); missing && span != by_length_.rend(); ++span) {

@@ -6,28 +6,28 @@
 // bench-step` measures the gain.
 //
 // The pool is one range of addresses, in huge pages where the kernel has them. A block is the best fit among the free
-// spans, in units of 64 KiB; free neighbours become one span. However the pool is fragmented, resident memory never
-// exceeds 9/8 of the most that tensors needed at once in this window of 10 s or the one before: if a block needs new
-// pages beyond that, free ones elsewhere are given back first. So what only a larger evaluation needed is gone after two
-// windows. With a tighter bound, a model whose blocks differ much in size, like the large CNN of the bench, would give
-// pages back and fault them in again in every step.
+// spans, in units of 64 KiB; adjacent free spans are merged. However fragmented the pool is, resident memory never
+// exceeds 9/8 of the most that tensors needed at once in this window of 10 s or the previous one: if a block needs new
+// pages beyond that, free pages elsewhere are given back first. So after two windows, the pool has returned memory that
+// only a large evaluation needed. With a tighter bound, a model whose blocks differ greatly in size, like the large CNN
+// of the bench, would give pages back and fault them in again in every step.
 //
 // Why not glibc's settings: with GLIBC_TUNABLES that forbid mmap and trimming, steps are as fast, but the heap grows
-// without a bound. Probably posix_memalign leaves a small rest beside each block, small objects move in, and the hole is
-// then too small for the next block of the same size. THP_MEM_ALLOC_ENABLE alone still faults in every huge page anew in
-// each step.
+// without a bound. The probable reason is that posix_memalign leaves a small remainder beside each block and small
+// objects move into it, so the hole is then too small for the next block of the same size. THP_MEM_ALLOC_ENABLE alone
+// still faults in every huge page again in each step.
 //
-// Why not another allocator: milliseconds per step on two shared cores, other libraries preloaded under plain python,
-// in turn with phalanx run (python -m bench.step --ranks 1 --only "MLP of 17 M,large CNN,small GPT" --allocators
-// PATH,...):
+// Why not another allocator: these are milliseconds per step on two shared cores. The other libraries were preloaded
+// under plain python, and their runs alternated with those of phalanx run:
+//     python -m bench.step --ranks 1 --only "MLP of 17 M,large CNN,small GPT" --allocators PATH,...
 //
 //                    jemalloc 5.3   mimalloc 2.0   tcmalloc 2.10   glibc   phalanx run
 //     MLP of 17 M             212            207             169     207           132
 //     large CNN               848            825             469     680           476
 //     small GPT               322            222             185     225           176
 //
-// Their peak memory is between 0.95 and 1.05 of ours. None is clearly faster, so none is advised. If a user preloads one,
-// Phalanx leaves it in place.
+// Their peak memory is between 0.95 and 1.05 of ours. None is clearly faster, so none is recommended. If a user
+// preloads one, Phalanx leaves it in place.
 #pragma once
 
 #include <cstddef>
@@ -45,8 +45,8 @@ constexpr std::size_t kUnit = 64 << 10;
 
 /// Allocates blocks in one range of addresses.
 ///
-/// BOUND. Resident memory never exceeds 9/8 of the most that was in use at once, in this window of time or the one before,
-/// however the pool is fragmented. Not thread-safe: its owner locks.
+/// BOUND. Resident memory never exceeds 9/8 of the most that was in use at once in this window of time or the previous
+/// one, however fragmented the pool is. Not thread-safe: its owner locks.
 class Blocks {
  public:
   /// Reserve `reach` bytes of addresses, none of which is resident yet.
@@ -58,12 +58,12 @@ class Blocks {
   bool has(const void* block) const noexcept {
     return static_cast<std::size_t>(static_cast<const std::byte*>(block) - base_) < reach_;
   }
-  /// By how many bytes a block of this size would increase the resident memory.
+  /// Number of bytes by which a block of this size would increase the resident memory.
   std::size_t growth(std::size_t bytes) const;
-  /// A block aligned to `kUnit`, its content undefined; null if the range is full.
+  /// Return a block that is aligned to `kUnit`, with undefined content; null if the range is full.
   void* take(std::size_t bytes);
   void put(void* block);
-  /// Begin another window of time, and give back what exceeds the bound then.
+  /// Begin a new window of time, and give back the memory that exceeds the new bound.
   void next_window();
   /// Give back every free page.
   void trim() { give_back(kept()); }
@@ -85,7 +85,7 @@ class Blocks {
   std::byte* base_;
   std::size_t live_ = 0, resident_ = 0;
   std::size_t top_ = 0;  // units from this one on have never been touched
-  std::size_t peak_ = 0, last_peak_ = 0;              // the maxima of live_ in this window and the one before
+  std::size_t peak_ = 0, last_peak_ = 0;              // the maxima of live_ in this window and the previous one
   std::unique_ptr<std::uint8_t[], void (*)(void*)> touched_;  // whether each unit is resident
   Spans free_;
   std::set<std::pair<std::size_t, std::size_t>> by_length_;   // the free spans again: (length, start)

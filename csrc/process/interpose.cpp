@@ -17,7 +17,7 @@
 namespace phalanx {
 namespace {
 
-/// A pointer through which the library calls, and the function to store there.
+/// A pointer through which the library makes a call, and the function to store there.
 using Slot = std::pair<void**, void*>;
 
 /// The parts of a library's dynamic section that matter here. Source: elf(5).
@@ -92,7 +92,8 @@ int search(dl_phdr_info* library, std::size_t, void* data) {
   return 1;
 }
 
-/// Makes the pages of these slots writable, which the dynamic loader may have protected; false if that is refused.
+/// Makes the pages of these slots writable, because the dynamic loader may have protected them; false if the system
+/// refuses.
 bool make_writable(std::span<const Slot> slots) {
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   for (const auto& [slot, function] : slots) {

@@ -29,7 +29,7 @@ void pass_on(int sig, siginfo_t* info, void* context) {
 
 void hear(int sig, siginfo_t* info, void* context) {
   const int errno_before = errno;
-  const bool has_sender = info->si_code <= 0;  // sent by a process; a terminal's Ctrl-C comes from the kernel
+  const bool has_sender = info->si_code <= 0;  // a process sent it; Ctrl-C at a terminal comes from the kernel
   const bool is_obeyed = has_sender && (info->si_pid == g_owner || info->si_pid == g_self);
   const bool is_on_its_own = getpid() != g_self || (kill(g_owner, 0) != 0 && errno == ESRCH);
   if (is_obeyed || is_on_its_own) pass_on(sig, info, context);

@@ -1,4 +1,5 @@
-// The core as a Python module. Takes addresses, counts and codes; keeps no Python object; waits without the GIL.
+// The core as a Python module. Its calls take addresses, counts and codes, or plain tensors. Operations keep no Python
+// object, and wait without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/function.h>
@@ -30,8 +31,8 @@ namespace phalanx {
 namespace {
 
 
-/// Hooks of a rank that joins a group: each tick also calls a Python function, which looks into the store for errors of
-/// other ranks.
+/// Hooks of a rank that joins a group: each tick also calls a Python function, which looks for errors of other ranks in
+/// the store.
 class JoinHooks : public PythonHooks {
  public:
   JoinHooks(WithoutGil& thread, nb::object& look) : PythonHooks(thread), look_(look) {}
@@ -55,7 +56,7 @@ nb::object error_object(std::exception_ptr error) {
   }
 }
 
-/// A queue of the numbers of finished operations whose futures wait to be fulfilled. Python threads read it.
+/// A queue of finished operations, by number, whose futures are yet to be fulfilled. Python threads read it.
 ///
 /// Held by shared_ptr, so that a native thread that drops the last reference needs no GIL.
 class Completions : public std::enable_shared_from_this<Completions> {
@@ -181,7 +182,7 @@ void bind_group(nb::module_& m) {
   });
   group.def("abort", &Group::abort, nb::arg("why"), nb::call_guard<nb::gil_scoped_release>());
   group.def("leave", &Group::leave, nb::arg("why") = "", nb::call_guard<nb::gil_scoped_release>());
-  // `look` is called at intervals while this rank waits; an exception of it ends the wait, and the group.
+  // `look` is called at intervals while this rank waits; if it raises an exception, the wait and the group end.
   group.def("join", [](Group& g, double timeout_s, nb::object look) {
     WithoutGil thread;
     JoinHooks hooks(thread, look);
@@ -215,7 +216,8 @@ void bind_group(nb::module_& m) {
 }
 
 void bind_memory(nb::module_& m) {
-  // For tests alone: a process uses the pool of start_block_pool(). Blocks are named by their addresses.
+  // Only for tests; outside of them, a process uses the pool of start_block_pool(). Blocks are identified by their
+  // addresses.
   nb::class_<Blocks>(m, "Blocks")
       .def(nb::init<std::size_t, bool>(), nb::arg("reach"), nb::arg("huge_pages"))
       .def("take", [](Blocks& self, std::size_t bytes) { return reinterpret_cast<Address>(self.take(bytes)); })
@@ -243,7 +245,7 @@ void bind_memory(nb::module_& m) {
 
 NB_MODULE(_core, m) {
   using namespace phalanx;
-  nb::set_leak_warnings(false);  // torch keeps groups until after the interpreter's end
+  nb::set_leak_warnings(false);  // torch keeps groups until after the interpreter has ended
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {
       std::rethrow_exception(error);

@@ -1,4 +1,5 @@
-// The collectives of a group as Python calls them: described once, started in one place.
+// The collectives and messages of a group as Python calls them. Collectives are described once and started in one
+// place.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/optional.h>
@@ -29,7 +30,7 @@ struct Collective {
   Op op = Op::kNone;
   Items items{};
   int kernel = 0;  // for a reduction, the ReduceOp to compute
-  int code = -1;   // for a reduction, what ranks must agree on; PREMUL_SUM has another code than SUM
+  int code = -1;   // for a reduction, the code that ranks must agree on; PREMUL_SUM has its own
   int root = -1;
   CountList in_counts{}, out_counts{};  // elements of each rank's block, where blocks differ
 
@@ -65,7 +66,7 @@ Op find_op(const std::string& name) {
 
 bool reduces(Op op) { return op == Op::kAllReduce || op == Op::kReduce || op == Op::kReduceScatter; }
 
-/// How many blocks a rank passes in, and how many it gets out.
+/// Number of blocks that a rank passes in, and number of blocks that it gets out.
 std::pair<std::size_t, std::size_t> num_blocks(Op op, std::size_t size, bool on_root) {
   switch (op) {
     case Op::kBarrier: return {0, 0};
@@ -127,8 +128,8 @@ bool are_apart(Side& ins, Side& outs, std::size_t rank) {
   return !overlap(outs.ranges, ins.ranges);
 }
 
-/// Runs a blocking collective of plain tensors. Returns false, having done nothing, if a tensor is not plain or the call
-/// is unusual; the caller then goes through the full checks in Python, which also explain mistakes.
+/// Runs a blocking collective of plain tensors. Returns false, and does nothing, if a tensor is not plain or the call
+/// is unusual. The caller then goes through the full checks in Python, which also explain mistakes.
 bool run_plain(Group& g, const Collective& kind, nb::handle inputs, nb::handle outputs, int root, int kernel, int code,
                Timeout timeout) {
   const Op op = kind.op;
@@ -171,7 +172,7 @@ Reduced reduce_pieces(Group& g, const Collective& call, std::span<const Piece> p
   return {squares, waited_s};
 }
 
-/// Reduces a message that lies in several pieces, where they lie.
+/// Reduces a message that lies in several pieces, without copying it together.
 Reduced all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins, const Addresses& outs,
                           const CountList& counts, std::size_t num_squared, Timeout timeout) {
   std::vector<Piece> pieces;
@@ -180,8 +181,8 @@ Reduced all_reduce_pieces(Group& g, const Collective& call, const Addresses& ins
   return reduce_pieces(g, call, pieces, num_squared > 0, timeout);
 }
 
-/// Averages `tensors` and `marks` where they lie; `with_squares` adds up the squares of `tensors`. Returns nothing, having
-/// done nothing, if one of them is not plain or their dtypes differ.
+/// Averages `tensors` and `marks` in place. `with_squares`: also add up the squares of `tensors`. Returns no value, and
+/// does nothing, if one of them is not plain or their dtypes differ.
 std::optional<Reduced> average_plain(Group& g, nb::handle tensors, nb::handle marks, bool with_squares, Timeout timeout) {
   std::array<std::byte, 4096> room;
   std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
@@ -201,8 +202,8 @@ std::optional<Reduced> average_plain(Group& g, nb::handle tensors, nb::handle ma
   return reduce_pieces(g, call, pieces, with_squares, timeout);
 }
 
-/// The memory of a plain tensor, or of the only one in a list, for a message with `peer`. Nothing if it is not plain or
-/// `peer` is no other rank of the group.
+/// Returns the memory of a plain tensor, or of the only one in a list, for a message with `peer`. Returns no value if
+/// the tensor is not plain, or `peer` is neither a rank of the group nor, for a receive, -1 (any source).
 std::optional<Memory> plain_message(Group& g, Op op, nb::handle tensor, int peer) {
   std::array<std::byte, 2 * sizeof(Memory)> room;
   std::pmr::monotonic_buffer_resource resource(room.data(), room.size());
@@ -276,7 +277,7 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
             nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);
   group.def("average_plain", &average_plain);
-  // Of a window, whose counters lie at addresses that Python keeps mapped during the call.
+  // The next four functions serve windows. Python keeps the addresses of a window's counters mapped during the call.
   group.def("require_peer", [](Group& g, int peer, bool is_put) {
     WithoutGil thread;
     PythonHooks hooks(thread);
@@ -304,19 +305,19 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
       const Items items{static_cast<std::uint8_t>(dtype), item, count};
       return post(g, op, Memory{static_cast<std::byte*>(pointer(data)), items, 1}, peer, tag, std::move(site));
     });
-    // The same for a plain tensor. Returns None, having done nothing, if it is not plain; the peer's rank if the message is
-    // already over; otherwise the request.
+    // The same for a plain tensor. Returns None, and does nothing, if the tensor is not plain. Returns the peer's rank
+    // if the message is already done; otherwise, the request.
     group.def(op == Op::kSend ? "send_plain" : "recv_plain",
               [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> nb::object {
       const auto memory = plain_message(g, op, tensor, peer);
       if (!memory) return nb::none();
-      // Only a receive needs its line: its error shows it if the message has another size or dtype.
+      // Only a receive needs its line, which its error shows if the message has another size or dtype.
       std::string site = op == Op::kRecv ? nb::cast<std::string>((*g_call_site)()) : "";
       const auto request = post(g, op, *memory, peer, tag, std::move(site));
       if (request->done() && !request->error()) return nb::int_(request->source());
       return nb::cast(request);
     }, nb::arg("tensor").none(), nb::arg("peer"), nb::arg("tag"));
-    // The same, but blocks until the message is over. Returns the peer's rank.
+    // The same, but blocks until the message is done. Returns the peer's rank.
     group.def(op == Op::kSend ? "send_now" : "recv_now",
               [op](Group& g, nb::handle tensor, int peer, std::int64_t tag) -> std::optional<int> {
       const auto memory = plain_message(g, op, tensor, peer);

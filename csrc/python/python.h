@@ -1,4 +1,4 @@
-// What every call from Python needs: signal handling, the GIL, and what an error of the system means to a group.
+// Shared by all calls from Python: signal handling, the GIL, and the effect of a system error on a group.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -28,16 +28,16 @@ inline nb::object* g_call_site = nullptr;
 // A Python function that returns the file of a code object as messages show it, "" if the file is not the user's.
 inline nb::object* g_shown_file = nullptr;
 
-/// While it lives, the thread, which came from Python, does not hold the GIL.
+/// Releases the GIL of a thread that came from Python, for as long as the object lives.
 class WithoutGil {
  public:
   WithoutGil() : thread_(PyEval_SaveThread()) {}
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
-  ~WithoutGil() { PyEval_RestoreThread(thread_); }  // never returns in an interpreter that ends, see parking.h
+  ~WithoutGil() { PyEval_RestoreThread(thread_); }  // never returns if the interpreter ends, see parking.h
 
-  /// Run `body` with the GIL, taken with the thread's own state. nb::gil_scoped_acquire would search for that state, and
-  /// read freed memory if the interpreter is gone but the process has not ended yet.
+  /// Run `body` with the GIL, which is taken with this thread's own state. nb::gil_scoped_acquire would search for that
+  /// state, and read freed memory if the interpreter is gone but the process has not ended yet.
   template <class Body>
   decltype(auto) with_gil(Body&& body) {
     PyEval_RestoreThread(thread_);
@@ -68,14 +68,14 @@ class PythonHooks : public Hooks {
       try {
         return nb::cast<std::string>((*g_call_site)());
       } catch (const nb::python_error& error) {
-        // Too deep a recursion leaves the message without a line. Any other exception was raised by a signal handler while
-        // Python looked for the line; it is the user's, and is thrown by raise().
+        // If the recursion is too deep, the message goes without a line. Any other exception was raised by a signal
+        // handler while Python looked for the line. It belongs to the user, and raise() throws it.
         if (!error.matches(PyExc_RecursionError)) raised_ = std::current_exception();
         return {};
       }
     });
   }
-  /// Throw what a signal handler raised during site(), unless that was done already.
+  /// Throw the exception that a signal handler raised during site(), unless it was thrown already.
   void raise() {
     if (raised_) std::rethrow_exception(std::exchange(raised_, nullptr));
   }
@@ -112,8 +112,8 @@ inline void* pointer(Address address) { return reinterpret_cast<void*>(address);
 inline std::span<const void* const> inputs(const Addresses& a) { return {reinterpret_cast<const void* const*>(a.data()), a.size()}; }
 inline std::span<void* const> outputs(const Addresses& a) { return {reinterpret_cast<void* const*>(a.data()), a.size()}; }
 
-/// Limits a time to what the core's clocks can count: 64 bits of nanoseconds overflow after 292 years, so `most` is 30.
-/// NaN and negative times become 0.
+/// Limits a time to a value that the core's clocks can count. 64 bits of nanoseconds overflow after 292 years; the
+/// default of `most` is about 30 years. NaN and negative times become 0.
 inline double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
 
 /// The line at which an asynchronous call was made; none for a blocking call.
@@ -122,8 +122,8 @@ using Site = std::optional<std::string>;
 /// torch's form of a timeout; zero or less stands for the group's timeout.
 using Timeout = std::chrono::duration<double>;
 
-/// Runs `body`. If the system refuses it something, such as a thread, the group ends on all ranks, which would otherwise
-/// wait for this one.
+/// Runs `body`. If the system refuses it a resource, such as a thread, the group ends on all ranks, because the others
+/// would wait for this one.
 template <class Body>
 decltype(auto) guarded(Group& group, Op op, Body&& body) {
   ControlBlock& control = group.control();
@@ -146,7 +146,8 @@ decltype(auto) guarded(Group& group, Op op, Body&& body) {
 template <class Body>
 std::shared_ptr<CollectiveWork> start(Group& group, Op op, const Site& site, double timeout_s, Body body) {
   group.note_issued();
-  // The group's own timeout as it is now: an asynchronous operation keeps it, though it may begin after a change.
+  // Read the group's timeout now: an asynchronous operation keeps it, even if the timeout changes before the operation
+  // begins.
   auto run = [&group, op, limit_s = timeout_s > 0 ? bounded(timeout_s) : group.control().timeout_s(),
               body = std::move(body)](Hooks& h) {
     guarded(group, op, [&] { body(group.collectives(), Context{&h, limit_s}); });

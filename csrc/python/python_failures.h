@@ -95,9 +95,10 @@ nb::dict facts_of(const Failure& failure) {
 /// The Python exception for a failure of the core. The caller holds the GIL.
 nb::object to_python(const Failure& failure) { return (*g_make_error)(facts_of(failure)); }
 
-/// Has Python print the missing ranks. A native thread that asked for the GIL of an ending interpreter would never return,
-/// so close(), which is called before the end, waits for a report in progress and lets no other begin. The lock serves
-/// only native threads. A Python thread must not hold it: it may handle signals while it prints.
+/// Makes Python print the missing ranks. A native thread that asked for the GIL of an ending interpreter would never
+/// return. So close(), which is called before the interpreter ends, waits for a report in progress and lets no other
+/// report begin. Only native threads take the lock: a Python thread must not hold it, because it may handle signals
+/// while it prints.
 class StallReports {
  public:
   void operator()(const Failure& missing, double waited_s) {
@@ -117,7 +118,7 @@ class StallReports {
   std::atomic<bool> closed_{false};
 };
 StallReports g_stall_reports;
-// In a forked child, the lock may stay held for ever by a thread that exists only in the parent.
+// In a forked child, a thread that exists only in the parent may hold the lock for ever, so make a new one.
 const int g_fork_handler = pthread_atfork(nullptr, nullptr, [] { new (&g_stall_reports) StallReports; });
 
 }  // namespace

@@ -1,8 +1,8 @@
 // The black box as Python sees it, and how the line of a call is found.
 //
-// Every event has a line, so that a rank that is killed while it computes shows the line of its last call. Finding it
-// means walking up Python's frames, of which 3 to 6 are torch's and ours; each becomes a Python object on the way. Two
-// small tables remember functions and instructions that were seen before. So a line costs up to 1 us. Reading the frames
+// Every event has a line, so that a rank that is killed while it computes shows the line of its last call. Finding the
+// line means walking up Python's frames. 3 to 6 of them belong to torch and to us, and each becomes a Python object on
+// the way. Two small tables remember recent functions and instructions, so a line costs up to 1 us. Reading the frames
 // in place would cost less, but their layout changes with each Python, and a mistake would kill a training run.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -26,17 +26,18 @@ std::string shown_file(PyObject* code) {
   try {
     return nb::cast<std::string>((*g_shown_file)(nb::handle(code)));
   } catch (const nb::python_error& error) {
-    // Too deep a recursion only costs the line. Any other exception was raised by a signal handler and is the user's.
+    // If the recursion is too deep, the event goes without a line. Any other exception was raised by a signal handler
+    // and belongs to the user.
     if (!error.matches(PyExc_RecursionError)) throw;
     return {};
   }
 }
 
-/// The files of code objects as messages show them; empty if the file is not the user's. The map holds a reference to
-/// each code object, so that no other can get its address.
+/// The files of code objects, as messages show them; empty if a file is not the user's. The map holds a reference to
+/// each code object, so that no other code object can get its address.
 using Files = std::unordered_map<PyObject*, std::string>;
 
-constexpr std::size_t kMostKnown = 4096;  // a script that runs exec() in a loop makes new ones without end
+constexpr std::size_t kMostKnown = 4096;  // a script that runs exec() in a loop makes new code objects without end
 
 struct RecentCode {
   PyObject* code;
@@ -76,7 +77,8 @@ const std::string& file_of(PyObject* code) {
   return found->second;
 }
 
-// The stable ABI lacks the two functions below, and so does Python before 3.11; reading attributes costs an object each.
+// The stable ABI lacks the two functions below, and so does Python before 3.11. Reading an attribute instead creates an
+// object each time.
 #if defined(Py_LIMITED_API) || PY_VERSION_HEX < 0x030b0000
 nb::object caller_of(PyFrameObject* frame) {
   static PyObject* const f_back = PyUnicode_InternFromString("f_back");
@@ -92,8 +94,8 @@ nb::object caller_of(PyFrameObject* frame) { return nb::steal(reinterpret_cast<P
 long instruction_of(PyFrameObject* frame) { return PyFrame_GetLasti(frame); }
 #endif
 
-/// The line that a frame of the user's executes, as the number of a text. To find it, Python decodes the line table of the
-/// function, so the results for recent instructions are kept.
+/// Returns the line that a frame of the user's code executes, as the number of a text. To find it, Python decodes the
+/// line table of the function, so the results for recent instructions are kept.
 std::uint32_t line_of(Recorder& writer, PyFrameObject* frame, PyObject* code, const std::string& file) {
   const long instruction = instruction_of(frame);
   const std::uintptr_t place = reinterpret_cast<std::uintptr_t>(code) / 64 + static_cast<std::uintptr_t>(instruction);
@@ -120,7 +122,7 @@ std::uint32_t recorded_site() {
     if (!file.empty()) return line_of(*writer, raw, code.ptr(), file);
     frame = caller_of(raw);
   }
-  PyErr_Clear();  // walking up failed, for lack of memory: the event does without a line
+  PyErr_Clear();  // walking up failed, for lack of memory: the event goes without a line
   return 0;
 }
 
@@ -128,7 +130,7 @@ void bind_recorder(nb::module_& m) {
   m.attr("BOX_BYTES") = kBoxBytes;
   m.def("record_to", [](int fd, std::uint64_t offset, int rank, int world_size) {
     try {
-      // RELEASE pairs with every load. A former recorder is leaked, since another thread may be using it.
+      // RELEASE pairs with every ACQUIRE load. A former recorder is leaked, because another thread may be using it.
       g_recorder.store(new Recorder(fd, offset, rank, world_size), std::memory_order_release);
     } catch (const std::system_error& error) {
       errno = error.code().value();

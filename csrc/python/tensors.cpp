@@ -110,15 +110,15 @@ std::size_t number(PyObject* object, PyObject* method) {
   return value;
 }
 
-/// The storage in which the elements at an address lie, and their offset in it in bytes. Remembered, because asking a
-/// tensor for both costs more than all other questions together. The reference is weak, so a storage that has been freed,
-/// whose memory may now be another's, is noticed.
+/// The storage that holds the elements at an address, and the offset of the address in it in bytes. It is remembered,
+/// because asking a tensor for both costs more than all other questions together. The reference is weak, so we notice
+/// if the storage has been freed, in which case its memory may belong to another storage.
 struct Location {
   const void* data;
   std::size_t offset;
   PyObject* storage;
 };
-std::array<Location, 256> locations;  // at a hash of the address; a later one replaces an earlier
+std::array<Location, 256> locations;  // by a hash of the address; a new entry replaces the old one in its slot
 
 std::array<PyObject*, 256> strided_at;  // addresses of objects that were strided tensors; only compared, never followed
 
@@ -128,7 +128,7 @@ std::size_t room_at(const Location& location, PyObject* storage) {
   return size - std::min(size, location.offset);
 }
 
-/// The room at an address, if `location` still describes it; otherwise 0.
+/// The number of bytes from an address to the end of its storage if `location` still describes them; otherwise 0.
 std::size_t known_room(const Location& location, const void* data) {
   if (location.storage == nullptr || location.data != data) return 0;
   PyObject* const storage = PyWeakref_GetObject(location.storage);
@@ -156,7 +156,8 @@ bool is_stored(PyObject* tensor, const void* data, const Items& items) {
 bool read_one(PyObject* tensor, Memories& memories) {
   if (std::find(tensor_types.begin(), tensor_types.end(), Py_TYPE(tensor)) == tensor_types.end()) return false;
   // The layout is checked first, because torch takes milliseconds to say that a sparse tensor has no address. If the
-  // object at this address was strided before, it almost certainly still is; if not, torch's answer merely comes late.
+  // object at this address was strided before, it almost certainly still is. If it is not, the only cost is that
+  // torch's answer comes late.
   PyObject*& known = strided_at[reinterpret_cast<std::uintptr_t>(tensor) / kCacheLine % strided_at.size()];
   if (known != tensor && Reference(PyObject_GetAttr(tensor, layout)).get() != strided_layout) return false;
   known = tensor;
@@ -228,7 +229,8 @@ bool overlap(std::pmr::vector<Range>& writes, const std::pmr::vector<Range>& rea
   for (std::size_t i = 1; i < writes.size(); ++i)
     if (writes[i].begin < writes[i - 1].end) return true;
   return std::any_of(reads.begin(), reads.end(), [&](const Range& read) {
-    // The first write that ends after the read begins. The writes are disjoint, so sorting sorts their ends, too.
+    // Find the first write that ends after the read begins. The writes are disjoint, so sorting them by their
+    // beginnings also sorts their ends.
     const auto next = std::upper_bound(writes.begin(), writes.end(), read.begin,
                                        [](const std::byte* begin, const Range& range) { return begin < range.end; });
     return !is_empty(read) && next != writes.end() && next->begin < read.end;

@@ -1,14 +1,15 @@
-// Finds where the elements of a tensor lie, through the C functions that torch offers to consumers of DLPack
-// (torch.Tensor.__dlpack_c_exchange_api__). No library of torch is linked, so one wheel serves many versions of torch.
-// All functions need the GIL.
+// Finds where the elements of a tensor lie in memory, through the C functions that torch offers to consumers of DLPack
+// (torch.Tensor.__dlpack_c_exchange_api__). No torch library is linked, so one wheel serves many versions of torch. All
+// functions need the GIL.
 //
-// The direct way into the core trusts addresses, so it first checks that a tensor is plain: its class is torch's own, its
-// layout strided, its device the CPU, its elements in one piece, its dtype one that the core computes with; it is neither
-// a negative nor a conjugate view; it has an address, which tensors wrapped by torch.func or functionalization lack; and
-// its storage, which may have been resized under it, holds all elements. That takes 0.45 us per tensor.
-// Calls that come another way check in Python that a tensor has the dispatch keys of a dense CPU tensor and no others.
-// Any other tensor goes to torch's dispatcher, which unwraps it and comes back with plain tensors, or refuses it. Before
-// torch 2.14 the dispatcher would lead to Gloo, so there such tensors are refused.
+// The direct path into the core trusts addresses, so it first checks that a tensor is plain: its class is torch's own,
+// its layout strided, its device the CPU, its elements in one piece, and its dtype one that the core computes with. It
+// is neither a negative nor a conjugate view. It has an address, which tensors wrapped by torch.func or
+// functionalization lack. And its storage, which may have been resized under it, holds all elements. These checks take
+// 0.45 us per tensor. Calls that take another path check in Python that a tensor has the dispatch keys of a dense CPU
+// tensor and no others. If it does not, the tensor goes to torch's dispatcher, which unwraps it and calls us again with
+// plain tensors, or refuses it. Before torch 2.14, the dispatcher would call Gloo instead, so Phalanx refuses such
+// tensors there.
 #pragma once
 
 #include <Python.h>
@@ -25,7 +26,7 @@ namespace phalanx {
 struct Memory {
   std::byte* data;
   Items items;
-  std::size_t rows;  // its first dimension, 1 without one
+  std::size_t rows;  // size of its first dimension, 1 if it has none
 
   std::byte* end() const { return data + items.bytes(); }
 };
@@ -44,7 +45,7 @@ struct Range {
   const std::byte* end;
 };
 
-/// True if two of `writes` overlap, or one of them and one of `reads`. Sorts `writes`.
+/// True if two of `writes` overlap, or one of `writes` overlaps one of `reads`. Sorts `writes`.
 bool overlap(std::pmr::vector<Range>& writes, const std::pmr::vector<Range>& reads);
 
 }  // namespace phalanx

@@ -1,4 +1,4 @@
-// Operations on the native thread of a group, and their order.
+// Tests of operations on the native thread of a group, and of their order.
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -29,7 +29,7 @@ class Gate {
   bool open_ = false;
 };
 
-/// The sum over the ranks of `count` values `first`, `first` + 1, ..., as an operation of its own.
+/// An asynchronous all_reduce that sums `count` values `first`, `first` + 1, ... over the ranks.
 struct SumWork {
   std::vector<std::int64_t> data;
   std::shared_ptr<CollectiveWork> work;
@@ -92,7 +92,7 @@ CASE(waiting_for_a_job_gives_up_at_its_limit) {
   run_ranks(2, [&](Rank& self) {
     if (self.rank == 0) {
       SumWork sum(self, 4, 0);
-      SumWork next(self, 4, 0);  // the second waits in the queue: nobody but the native thread may run it
+      SumWork next(self, 4, 0);  // waits in the queue behind `sum`: only the native thread may run it
       CHECK(!self.group->worker().wait(next.work, self.hooks, 0.05));
       late.open();
       CHECK(self.group->worker().wait(next.work, self.hooks, 0));
@@ -123,7 +123,7 @@ CASE(a_failed_job_keeps_its_failure_and_those_behind_it_fail_of_the_same) {
   });
 }
 
-/// Calls `handler` once, during a wait, as Python calls a signal handler.
+/// Calls `handler` once during a wait, as Python calls a signal handler.
 class Signalled : public Hooks {
  public:
   explicit Signalled(std::function<void()> handler) : handler_(std::move(handler)) {}

@@ -1,4 +1,4 @@
-// Runs every collective at sizes around every threshold, and compares with what each rank must receive.
+// Runs every collective at sizes around every threshold, and compares the results with what each rank must receive.
 #include <algorithm>
 #include <complex>
 #include <cstring>
@@ -34,7 +34,7 @@ struct Blocks {
       : Blocks(std::vector<Bytes>(static_cast<std::size_t>(num), Bytes(bytes, 0xee))) {}
 };
 
-/// What rank `from` sends to rank `to`: a step of its own for every pair.
+/// The step of patterned() with which a rank makes its block for rank `to`: a different one for each `to`.
 int pair_step(int step, int to) { return step + 1000 * (to + 1); }
 Blocks blocks_to_all(int from, int step, int size, std::size_t bytes) {
   std::vector<Bytes> blocks;
@@ -42,7 +42,7 @@ Blocks blocks_to_all(int from, int step, int size, std::size_t bytes) {
   return Blocks(std::move(blocks));
 }
 
-// The reference is private to its thread, so the thread sanitizer has nothing to find here and would only cost time.
+// The sum is private to its thread, so the thread sanitizer would find nothing here and only cost time.
 __attribute__((no_sanitize("thread"))) void add(std::uint8_t* sum, const std::uint8_t* to_add, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; ++i) sum[i] = static_cast<std::uint8_t>(sum[i] + to_add[i]);
 }
@@ -69,7 +69,7 @@ std::vector<Piece> cut_in_pieces(Bytes& in, Bytes& out) {
   return pieces;
 }
 
-/// All collectives once, with blocks of `bytes`, out of place and in place.
+/// Runs every collective once with blocks of `bytes`, out of place and in place.
 void run_all(Rank& self, std::size_t bytes, int step) {
   Collectives& c = self.collectives();
   const int n = self.size, me = self.rank, root = step % n;
@@ -146,8 +146,8 @@ void run_sizes(const std::vector<std::size_t>& sizes, const Options& options) {
         options);
 }
 
-// Some thresholds count one block, others the blocks for all ranks. With teams of 1, 2, 3 and 5, the sizes below are at,
-// just under and just above each of them.
+// Some thresholds apply to one block, others to the blocks for all ranks together. In groups of 1, 2, 3 and 5 ranks,
+// the sizes below are at, just under and just above each threshold.
 CASE(collectives_are_right_around_the_sizes_of_a_line_and_a_stage) {
   const std::size_t one_shot = Tuning{}.one_shot_bytes;
   std::set<std::size_t> sizes{0, 1, 9, 10, 16, 17, 24, 25, 48, 49, 1001, one_shot, one_shot + 1};
@@ -188,7 +188,7 @@ CASE(collectives_are_right_without_spinning) {
 }
 
 CASE(a_second_of_small_collectives_follows_hard_on_each_other) {
-  // Ranks run ahead of each other as far as the protocol lets them: both parities of lines and stages, over and over.
+  // Ranks run ahead of each other as far as the protocol allows, and use lines and stages of both parities many times.
   for (const int n : {2, 3})
     run_ranks(n, [&](Rank& self) {
       constexpr std::size_t kCounts[] = {5, 700, 6000, 1, 6000, 700};  // line, stage, stage, line, stage, stage
@@ -250,7 +250,7 @@ CASE(all_reduce_of_every_dtype_and_operation_is_exact_and_the_same_on_every_rank
     });
 }
 
-/// Elements that `from` sends to `to` in round `round`: nothing, few, or more than a stage holds.
+/// Number of elements that `from` sends to `to` in round `round`: none, a few, or more than a stage holds.
 std::size_t split_count(int round, int from, int to) {
   const std::size_t some[] = {0, 1, 37, 0, 20'011, 4096};
   return round == 0 ? 0 : some[static_cast<std::size_t>(round * 5 + from * 3 + to) % std::size(some)];

@@ -1,4 +1,4 @@
-// What ends a collective: disagreement, deadline, abort, a peer that leaves; and the segment's own promises.
+// Failures that end a collective: disagreement, deadline, abort, a peer that leaves. Also the segment's guarantees.
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -56,7 +56,7 @@ constexpr auto kInt = static_cast<std::uint8_t>(Dtype::kInt32);
 Reduction sum_floats() { return Reduction{1, find_reduce(Dtype::kFloat32, ReduceOp::kSum)}; }
 Reduction max_floats() { return Reduction{5, find_reduce(Dtype::kFloat32, ReduceOp::kMax)}; }
 
-/// Ranks 0 and 1 of three call `usual`, rank 2 calls `other`: every rank must see the table.
+/// Ranks 0 and 1 of three call `usual`, and rank 2 calls `other`. Every rank must see the table of calls.
 template <class Usual, class Other>
 void expect_mismatch(Usual usual, Other other, const Call& usual_call, const Call& other_call) {
   run_ranks(3, [&](Rank& self) {
@@ -151,7 +151,7 @@ CASE(a_timeout_names_the_missing_ranks_by_their_number_in_the_world) {
   options.timeout_s = 0.2;
   options.global_ranks = {10, 11, 12};
   Rendezvous done(3);
-  // The deadline is the operation's own: joining under a sanitizer may take longer.
+  // Only the operation has the short deadline: under a sanitizer, joining may take longer.
   Options patient = options;
   patient.timeout_s = 60;
   run_ranks(

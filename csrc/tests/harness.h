@@ -18,7 +18,7 @@ struct Register {
   Register(const char* name, void (*body)()) { cases().push_back({name, body}); }
 };
 
-/// A check that did not hold; ends the case, or the rank that made it.
+/// A check that failed. It ends the case, or the rank that made the check.
 class CheckFailed : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

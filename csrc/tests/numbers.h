@@ -1,4 +1,4 @@
-// A reference for every dtype and reduce operation, slow and plain, that shares no code with the kernels.
+// A slow and simple reference for every dtype and reduce operation. It shares no code with the kernels.
 #pragma once
 
 #include <algorithm>
@@ -135,7 +135,7 @@ T reference(ReduceOp op, const std::vector<std::vector<T>>& srcs, std::size_t i)
   }
 }
 
-/// Equal, where all NaN count as one.
+/// Whether two values are equal; all NaNs count as equal.
 template <class T>
 bool same_value(T a, T b) {
   if constexpr (is_short<T>) {
@@ -151,7 +151,7 @@ bool same_value(T a, T b) {
   }
 }
 
-/// Well mixed bits (Steele et al. 2014, splitmix64).
+/// Mixes the bits of a number well (Steele et al. 2014, splitmix64).
 inline std::uint64_t mix(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
@@ -159,8 +159,8 @@ inline std::uint64_t mix(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// A real number of any sign and many magnitudes; now and then a special one, but at each place on one rank only, because
-/// of two different NaN either may survive an addition.
+/// A real number of any sign and many magnitudes; now and then a special value. Only one rank gets a special value at
+/// any position, because if two different NaNs are added, either may survive.
 inline double real_value(std::uint64_t shared, std::uint64_t own, int rank, int num_ranks) {
   constexpr double kOdd[] = {0.0,  -0.0,  1e-40, 6e-8, 3e38, 65504, std::numeric_limits<double>::infinity(),
                              std::numeric_limits<double>::quiet_NaN()};
@@ -170,7 +170,7 @@ inline double real_value(std::uint64_t shared, std::uint64_t own, int rank, int 
   return own & 1024 ? -value : value;
 }
 
-/// Input of one rank: any bits for integers, see real_value() for the others.
+/// Input of one rank: any bits for integers; see real_value() for the other types.
 template <class T>
 std::vector<T> values(int rank, int num_ranks, int seed, std::size_t count) {
   std::vector<T> data(count);

@@ -1,6 +1,6 @@
-// Lets all ranks of a test share one mapping of each range of the segment. Each rank, a thread, would otherwise map it at
-// an address of its own, as processes do, and the sanitizers, which watch addresses, would not see that the memory is the
-// same. The linker sends the core's calls of mmap here (--wrap=mmap).
+// Lets all ranks of a test share one mapping of each range of the segment. The ranks are threads; otherwise each would
+// map the range at an address of its own, as processes do, and the sanitizers, which watch addresses, would not see
+// that the memory is the same. The linker sends the core's calls of mmap and munmap here (--wrap=mmap,--wrap=munmap).
 #include <sys/mman.h>
 #include <sys/stat.h>
 

@@ -43,7 +43,7 @@ CASE(tags_match_out_of_order) {
         sent.push_back(self.post(Op::kSend, data[static_cast<std::size_t>(tag)].data(), sizes[tag], 1, tag));
       for (const auto& request : sent) self.wait(request);
     } else {
-      for (int tag = 4; tag >= 0; --tag) {  // receives the last one first, so the others must be kept meanwhile
+      for (int tag = 4; tag >= 0; --tag) {  // receives the last message first, so the others must be kept
         Bytes got(sizes[tag], 0xee);
         self.recv(got.data(), got.size(), 0, tag);
         CHECK_EQ(got == data[static_cast<std::size_t>(tag)], true, "tag " + std::to_string(tag));

@@ -1,4 +1,4 @@
-// Ranks as threads of one process: each has a Group of its own, all over one Segment.
+// Ranks as threads of one process. Each rank has its own Group; all of them use one Segment.
 #pragma once
 
 #include <sys/stat.h>
@@ -17,7 +17,7 @@
 namespace phalanx::tests {
 
 struct Options {
-  double timeout_s = 60;  // ends a hang; long, because sanitizers make ranks slow
+  double timeout_s = 60;  // ends a rank that hangs; long, because sanitizers make ranks slow
   double spin_us = 50;
   std::vector<int> global_ranks;  // empty stands for 0, 1, ...
   Tuning tuning{};
@@ -35,7 +35,7 @@ inline std::shared_ptr<Group> make_group(const std::shared_ptr<Segment>& segment
     std::iota(config.global_ranks.begin(), config.global_ranks.end(), 0);
   }
   config.timeout_s = options.timeout_s;
-  config.stall_s = 1e6;  // no reports between the results
+  config.stall_s = 1e6;  // no stall reports between the results
   config.spin_us = options.spin_us;
   auto group = Group::make(segment, offset, config);
   group->collectives().tuning = options.tuning;
@@ -44,7 +44,7 @@ inline std::shared_ptr<Group> make_group(const std::shared_ptr<Segment>& segment
   return group;
 }
 
-/// One rank of a team, for the length of its body.
+/// One rank of a test, while its body runs.
 struct Rank {
   int rank, size;
   std::shared_ptr<Segment> segment;
@@ -75,7 +75,7 @@ inline long blocks_of(const Segment& segment) {
   return static_cast<long>(info.st_blocks);
 }
 
-/// Run `body(r)` in one thread per r; throws what the first thread failed with.
+/// Runs `body(r)` in one thread per r. If threads fail, throws the first failed check, or else the first error.
 template <class Body>
 void in_threads(int num_threads, Body&& body) {
   std::vector<std::exception_ptr> errors(static_cast<std::size_t>(num_threads));
@@ -89,7 +89,7 @@ void in_threads(int num_threads, Body&& body) {
       }
     });
   for (std::thread& thread : threads) thread.join();
-  for (const auto& error : errors) {  // a failed check first: the failures of its peers are consequences
+  for (const auto& error : errors) {  // failed checks first: the failures of the other ranks are consequences
     try {
       if (error) std::rethrow_exception(error);
     } catch (const CheckFailed&) {
@@ -119,7 +119,7 @@ void run_ranks(int size, Body&& body, const Options& options = {}) {
   CHECK_EQ(blocks_of(*segment), blocks);
 }
 
-/// The failure that `call` must end in.
+/// Returns the failure that `call` must throw.
 template <class Call>
 Failure failure_of(Call&& call) {
   try {
@@ -136,7 +136,7 @@ inline double seconds_of(const std::function<void()>& call) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-/// Bytes that differ by rank, step and place: a stretch of one pool of random bytes.
+/// Bytes that differ by rank, step and position: a range of one pool of random bytes.
 inline std::vector<std::uint8_t> patterned(int rank, int step, std::size_t bytes) {
   constexpr std::size_t kPool = std::size_t{2} << 20, kStarts = 65'521;
   static const std::vector<std::uint8_t> pool = [] {

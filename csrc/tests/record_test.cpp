@@ -1,4 +1,4 @@
-// The black box: events that threads write at the same time are never torn, and its clock agrees with the kernel's.
+// The black box: events that threads write at the same time are never torn, and the clock agrees with the kernel's.
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -15,7 +15,7 @@
 namespace phalanx::tests {
 namespace {
 
-/// Memory for one box, read as another process would.
+/// Memory for one box. The test reads it as another process would.
 class Memory {
  public:
   Memory() : fd_(memfd_create("box", MFD_CLOEXEC)) { CHECK_EQ(ftruncate(fd_, static_cast<off_t>(kBoxBytes)), 0); }
@@ -146,7 +146,8 @@ CASE(the_clock_is_the_kernels_to_some_microseconds) {
     if (now + 20'000 < before || now > after + 20'000) ++num_apart;
   }
   CHECK(num_looks > 100);
-  // A thread interrupted between the two readings in TickClock is wrong until it next asks the kernel, a millisecond later.
+  // If a thread is interrupted between the two readings in TickClock, its time is wrong until it next asks the kernel, a
+  // millisecond later.
   CHECK(num_apart * 50 <= num_looks);
 }
 

@@ -34,7 +34,7 @@ std::vector<Variant> variants() {
   return all;
 }
 
-// Around the width of a register, the block of the kernels (1024) and several blocks.
+// Lengths around the width of a register, around the kernels' block (1024), and of several blocks.
 constexpr std::size_t kCounts[] = {0, 1, 7, 8, 31, 1023, 1025, 4099};
 
 template <class T>
@@ -116,7 +116,7 @@ CASE(every_half_survives_the_detour_through_float32) {
 }
 
 CASE(halves_accumulate_in_float32) {
-  // A half can't hold 2048 + 1, but it can hold 2048 + 1 + 1, which comes out only if the first sum is not rounded.
+  // A half can't hold 2048 + 1, but it can hold 2048 + 1 + 1. That is the result only if the first sum is not rounded.
   const std::vector<std::vector<Half>> srcs{{round_to<Half>(2048)}, {round_to<Half>(1)}, {round_to<Half>(1)}};
   const void* pointers[] = {srcs[0].data(), srcs[1].data(), srcs[2].data()};
   for (const Variant& variant : variants()) {

@@ -1,7 +1,7 @@
-"""Time limits of a launcher's waits for what a rank, another node or the kernel may never do.
+"""Limits on how long the launcher waits for a rank, another node or the kernel, any of which may never respond.
 
-Each is an upper bound: a wait ends as soon as it succeeds. Times that the user sets, such as ``--shutdown-timeout``,
-are in `command.flags`.
+A wait ends as soon as it succeeds. `LATE_S`, `IMPORT_S` and `NODES_S` are not limits but delays before a message. Times
+that the user sets, such as ``--shutdown-timeout``, are in `command.flags`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Final
 
 CAUSE_S: Final = 3.0
-"""Time, after a rank has failed because of another, for that one's failure to appear: it may still be exiting."""
+"""Time, after a victim has failed, for the failure of the culprit to appear: the culprit may still be exiting."""
 
 SAME_S: Final = 0.5
-"""Time for other ranks to raise the same exception as one has, or to print the same warning."""
+"""Time for other ranks to raise the same exception, or to print the same warning, as the first rank."""
 
 AT_ONCE_S: Final = 10.0
-"""Time within which a failure means that a rank can't start; slow imports are allowed for."""
+"""Time after a start within which a failure means that the rank can't start; long enough for slow imports."""
 
 STOP_S: Final = 2.0
-"""Time for a rank to leave its groups after another's failure; a slower one is not kept, but started anew."""
+"""Time for a rank to leave its groups after another rank's failure; a slower rank gets a new process."""
 
 GRACE_S: Final = 5.0
 """Time from SIGTERM or Ctrl-C to SIGKILL for ranks of `phalanx.spawn`."""
@@ -27,46 +27,46 @@ STACKS_S: Final = 0.5
 """Time from SIGABRT to SIGKILL, in which a hanging rank writes the stacks of its threads."""
 
 CHILDREN_S: Final = 5.0
-"""Time for killed processes, and for what they have started, to end."""
+"""Time for killed processes and their descendants to end."""
 
 FORKER_S: Final = 6.0
-"""Time for a forker without a supervisor to end its ranks itself; longer than `CHILDREN_S` or an import of torch."""
+"""Time for a forker to end its ranks after its supervisor has ended; longer than `CHILDREN_S` or an import of torch."""
 
 KILL_S: Final = 10.0
-"""Time for a process to end after SIGKILL, which only the kernel can delay, or to end once its children have."""
+"""Time for a process to end after SIGKILL (only the kernel can delay that), or after its children have ended."""
 
 LATE_S: Final = 5.0
-"""Time before the launcher names the ranks that were told to end and have not."""
+"""Time before the launcher names the ranks that were told to end and have not ended."""
 
 IMPORT_S: Final = 20.0
 """Time before the launcher says that ranks can't start because torch is still being imported."""
 
 NODES_S: Final = 10.0
-"""Time before the launcher says that it waits for other nodes."""
+"""Time before the launcher says that it is waiting for other nodes."""
 
 NAME_S: Final = 900.0
-"""Time for the name of the nodes' meeting place to appear in DNS; the limit of torch's static rendezvous."""
+"""Time for the name of the nodes' meeting place to appear in DNS; torch's static rendezvous has the same limit."""
 
 JOIN_S: Final = 600.0
-"""Time for the minimum number of nodes to come together, also after a loss; the limit of torch's c10d rendezvous."""
+"""Time for the minimum number of nodes to meet, also after a loss; torch's c10d rendezvous has the same limit."""
 
 ANSWERS_S: Final = 10.0
-"""Time for a supervisor and its agent to answer each other. If one does not, it is stopped, and its node given up."""
+"""Time for a supervisor and its agent to answer each other; if either is silent for longer, its node is given up."""
 
 AGENT_S: Final = 5.0
-"""Time for an agent to ping its supervisor. If it does not, it is stopped, and other nodes may continue without it."""
+"""Longest silence of an agent before its supervisor kills the ranks: other nodes may be continuing without this one."""
 
 LEAVE_S: Final = 5.0
-"""Time for the agents of the other nodes to leave once all nodes are known to be done."""
+"""Time for which an agent waits, before it exits, until the other nodes know how the job has ended."""
 
 REPLICA_CONNECT_S: Final = 3.0
 """Time for connecting to another host's replicator."""
 
 REPLICA_HEARD_S: Final = 5.0
-"""Time for a replicator to confirm an offer. One that does not is stopped, or is being started again."""
+"""Time for a replicator to confirm an offer. A slower one has been stopped, or is being restarted."""
 
 REPLICA_SILENCE_S: Final = 20.0
-"""Time for the next bytes of a copy, and for the whole of a message."""
+"""Time for the next bytes of a copy, or for a whole message, to arrive."""
 
 REPLICA_NAMED_S: Final = 20.0
 """Time for a replicator to learn the id of its own node, which other nodes may know before it does."""
@@ -75,16 +75,16 @@ WARM_IMPORT_S: Final = 120.0
 """Time for a warm process to import torch."""
 
 WARM_START_S: Final = 60.0
-"""Time for the fork of a warm process to find out whether it can take the client's place."""
+"""Time for the child that a warm process forks to find out whether it can take the client's place."""
 
 WARM_REQUEST_S: Final = 1.0
-"""Time for a client that has connected to a warm process to say what it wants."""
+"""Time for a client that has connected to a warm process to send its request."""
 
 WARM_REPLY_S: Final = 0.5
-"""Time for a warm process to describe itself; one that still imports torch can't answer."""
+"""Time for a warm process to describe itself; one that is still importing torch can't answer."""
 
 WARM_STAY_S: Final = 600.0
-"""Time for which a warm process waits for the next job, unless the last one set --warm-for."""
+"""Time for which a warm process waits for the next job, unless the last job set --warm-for."""
 
 ASK_AGAIN_S: Final = 3600.0
-"""Longest single wait where there is no limit; it is repeated, because poll(2) takes at most 24 days."""
+"""Timeout of one poll(2) in a wait without a limit. The wait repeats it, because poll(2) takes at most 24 days."""

@@ -1,11 +1,11 @@
 """The environment of a rank: torchrun's contract, variable by variable.
 
-Ranks are crowded if together they have more threads than there are CPUs, or than a cgroup quota pays for. Only then are
-OpenMP threads made to sleep while they wait. libgomp, which comes with torch's wheels, lets them spin for 3 ms, and
-shortens that only if its own process has too many threads: it can't know of other ranks. With spinning, two ranks of
-two threads on two cores take 1.5 to 2 times as long. A rank that is alone on its cores is faster if its threads spin,
-so nothing is set for it. libgomp reads the policy when it is loaded, so it must be in the environment of the forker,
-and of the server of `phalanx.spawn`, where the first call decides.
+Ranks are crowded if together they have more threads than there are CPUs, or than a cgroup quota pays for. Only then
+does the launcher make OpenMP threads sleep while they wait. libgomp, which ships with torch's wheels, lets waiting
+threads spin for 3 ms. It shortens that only if its own process has too many threads: it can't know about other ranks.
+With spinning, two ranks of two threads on two cores take 1.5 to 2 times as long. A rank that is alone on its cores is
+faster if its threads spin, so nothing is set for it. libgomp reads the policy when it is loaded, so the policy must be
+in the environment of the forker, and in that of the server of `phalanx.spawn`, where the first call decides.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from phalanx.rendezvous.launched import Launch
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 # Variables by which users choose how OpenMP threads wait; GOMP_ is GCC's runtime, KMP_ LLVM's and Intel's.
 WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
-# Variables by which users bind OpenMP threads to CPUs, among those that the runtime finds when it is loaded.
+# Variables by which users bind OpenMP threads to CPUs. The runtime reads them when it is loaded.
 _BIND_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
 
 def binds_threads(environ: Mapping[str, str]) -> bool:
-    """Return whether OpenMP would bind threads to CPUs of the forker, which loads it; all ranks would share those."""
+    """Return whether OpenMP would bind threads to CPUs when the forker loads it; all ranks would share those CPUs."""
     if environ.get("OMP_PROC_BIND", "").lower() == "false" or environ.get("OMP_PLACES", "").startswith("{"):
-        return False  # it lists CPUs by number, which mean the same in every process
+        return False  # no binding, or CPUs by number, which mean the same in every process
     return any(map(environ.get, _BIND_VARIABLES))
 
 
 def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
-    """Return `inherited` with the size of thread pools, unless the user has set OMP_NUM_THREADS.
+    """Return `inherited` with OMP_NUM_THREADS, the size of thread pools, added unless the user has set it.
 
-    Where ranks are crowded, OpenMP threads sleep while they wait, unless the user has set how they wait.
+    If ranks are crowded, OpenMP threads are to sleep while they wait, unless the user has chosen how they wait.
     """
     threads = {THREADS_VARIABLE: str(share.num_threads)}
     if share.is_crowded and WAIT_VARIABLES.isdisjoint(inherited):
@@ -49,18 +49,18 @@ def shared_environment(inherited: Mapping[str, str], share: Share) -> dict[str, 
     """Return the environment that all ranks of a node share; variables that the user has set are kept.
 
     The number of threads comes from `share`, since every rank has the same. Ranks write into pipes, so their streams
-    are made unbuffered: the last words of a rank that dies are not lost. A crash in native code prints the stacks of
-    Python's threads.
+    are made unbuffered; otherwise the last words of a dying rank could be lost. A crash in native code prints the
+    stacks of Python's threads.
     """
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    # An outer launch may have set this one; this launch sets its own for each rank.
+    # An outer launch may have set this variable; this launch sets its own value for each rank.
     inherited = {name: value for name, value in inherited.items() if name != _env.ALLOCATION_VARIABLE}
     return {**defaults, **thread_environment(inherited, share)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of all ranks, with the facts that the ranks of one node are told.
+    """One start of all ranks, with the facts that the launcher tells the ranks of one node.
 
     Attributes:
         first_rank: Rank of this node's local rank 0.
@@ -83,7 +83,7 @@ class Attempt:
     epoch: Mapping[str, Any] | None = None
 
     def launch(self, launcher: str, notes: str, rank: int) -> dict[str, str]:
-        """Return the variable that tells a rank where this launch's notes are; "" if there are other nodes."""
+        """Return the variable that tells a rank where this launch's notes are; the value is "" on several nodes."""
         if self.num_nodes > 1:
             return {_env.LAUNCH_VARIABLE: ""}  # set, so that the value of an outer launch is not inherited
         launch = Launch(launcher, notes, rank, self.world_size, self.master_addr, self.master_port)

@@ -24,15 +24,15 @@ class Job:
     Attributes:
         command: Command of every rank: the interpreter with its script or module, or any program.
         typed: Command line of the launcher as the user typed it; empty: unknown.
-        remark: Line to print about that command line; empty: none.
+        remark: Line to print about `typed`; empty: none.
         preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
-        head: Settings that the script makes before it imports torch; the import ahead of the script applies them.
+        head: Variables that the script sets before it imports torch; the forker sets them before it imports torch.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
-        divide: Function that divides threads and CPUs among a number of local ranks.
+        divide: Function that divides threads and CPUs among the given number of local ranks.
         memory: Treatment of memory that ranks free.
         is_tuned: Whether ``phalanx tune`` chose ranks, threads and memory.
         num_local_ranks: Number of ranks on this node.
-        min_local_ranks: Smallest number of ranks to continue with when some can't be restarted.
+        min_local_ranks: Smallest number of ranks with which this node continues when some can't be restarted.
         regrow_after_s: Seconds of running with fewer ranks after which all are tried again; 0: never.
         min_nodes: Smallest number of nodes.
         max_nodes: Largest number of nodes.
@@ -52,12 +52,12 @@ class Job:
         keeps: Whether ranks that did not cause a failure may continue in the same process.
         spares: Number of nodes beyond `max_nodes` that wait to take the place of a lost one.
         drain_file: File whose appearance takes this node out of the job; empty: none.
-        drain_url: URL whose answer takes this node out of the job, see `notices`; empty: none.
+        drain_url: URL whose answer may take this node out of the job, see `notices`; empty: none.
         drains: Whether the first SIGTERM takes this node out of a job of several nodes, which continues without it.
         grace_s: Seconds between SIGTERM and SIGKILL.
         signals: Signals that are passed on to the ranks; SIGUSR1 and SIGUSR2 do not end the job.
         log_dir: Folder in which the run's folder is made; empty: ``logs/<name of the script>``.
-        redirects: Streams kept off the terminal, for each local rank; 1 is stdout, 2 is stderr, 3 both.
+        redirects: Streams kept off the terminal, for each local rank; 1 is stdout, 2 is stderr, 3 is both.
         tees: Streams shown although redirected, for each local rank.
         shown_ranks: Local ranks whose output is shown; None: all.
     """

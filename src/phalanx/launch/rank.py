@@ -1,13 +1,13 @@
-"""What every process that has become a rank sets up in torch, whatever has started it."""
+"""The hooks that every rank installs in torch, whichever launcher has started it."""
 
 from __future__ import annotations
 
 
 def watch_torch() -> None:
-    """Record groups of Gloo, shield data loaders, and postpone ``torch._dynamo``, in this process. Idempotent.
+    """Record Gloo groups, shield data loaders, and postpone ``torch._dynamo``'s import in this process. Idempotent.
 
-    torch must have been imported, or be at the end of its import. The imports below load the core; they are not at the
-    top, because a process that only forks ranks does without it.
+    torch must have been imported, or be at the end of its import. The imports below load the C++ core. They are not at
+    the top of the module, because a process that only forks ranks does not need it.
     """
     from phalanx._torch import shield
     from phalanx._torch.dynamo import postpone_import

@@ -2,8 +2,8 @@
 
 A trial compares several jobs. They live side by side and take turns, so that other load on the machine slows all of
 them alike. Requests and answers are files in a folder, because a script may have any process group, or none. Waiting
-ranks check 100 times a second whether the file of requests has changed. When each read the file 500 times a second,
-thirteen of them halved the speed of the job that was being measured.
+ranks check 100 times a second whether the file of requests has changed. In an earlier version, each read the file 500
+times a second, and thirteen waiting ranks halved the speed of the job that was being measured.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from phalanx.wire.files import read_json, write_whole
 from phalanx.wire.messages import read_value, understand
 
 WARM_UP_STEPS = 3
-"""Number of steps that a rank makes before it first reports: they allocate memory and choose kernels."""
+"""Number of steps that a rank makes before its first report; these steps allocate memory and choose kernels."""
 COMPILE = "compile"
-"""Name of the change that compiles the model, which is not a setting of a Trainer."""
+"""Name of the change that compiles the model; it is no setting of a Trainer."""
 _PAUSE_S = 0.01
-_WITH_FUSED_FORM = ("SGD", "Adam", "AdamW", "Adagrad")  # optimizers that have one on a CPU
+_WITH_FUSED_FORM = ("SGD", "Adam", "AdamW", "Adagrad")  # optimizers with a fused form on the CPU
 _ENDLESS = 10**9
 
 _current: Trial | None = None
@@ -41,8 +41,8 @@ class Turn:
     Attributes:
         serial: Number of the turn, from 1.
         steps: Number of steps to measure.
-        skip: Number of steps before those, which are not measured.
-        threads: Number of threads of an operation.
+        skip: Number of unmeasured steps before the measured ones.
+        threads: Number of threads per operation.
         fused: Whether the optimizer steps in its fused form.
     """
 
@@ -73,7 +73,8 @@ def variables(folder: str, changes: Mapping[str, Any], first_steps: int = WARM_U
 
     Args:
         folder: Folder for requests and reports.
-        changes: Settings of the Trainer to try. Without a Trainer, ``num_workers`` applies to every DataLoader without.
+        changes: Settings of the Trainer to try. Without a Trainer, ``num_workers`` applies to every DataLoader that has
+            no workers.
         first_steps: Number of steps that a rank makes before its first report and its first wait.
     """
     return {_env.TRIAL_VARIABLE: json.dumps({"folder": folder, "changes": {**changes}, "first_steps": first_steps})}
@@ -120,20 +121,20 @@ class Trial:
         self._num_steps = 0
         self._turn: Turn | None = None
         self._to_skip = 0
-        self._steps: list[tuple[float, int, float]] = []  # seconds, samples and seconds of loading of each step
+        self._steps: list[tuple[float, int, float]] = []  # of each step: seconds, samples, seconds of loading
         self._began_s = 0.0
         self._num_samples, self._loading_s = 0, 0.0
         self._warm_up_samples: list[int] = []  # samples of each warm-up step
 
     def settings_over(self, given: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return the settings to try. They let training go on for ever: the job is ended once it has been measured."""
+        """Return the settings to try. Training with them never ends by itself: the job is ended once it is measured."""
         self._given = {**given}
         if self._changes.pop(COMPILE, False):
             model.compile()
-        self._hook.remove()  # a Trainer may step in pieces, and calls `on_step` when all are done
+        self._hook.remove()  # a Trainer may step the optimizer in several parts, and calls `on_step` after the last
         endless = {"max_epochs": _ENDLESS, "max_steps": None, "patience": None, "resume": "never"}
         unsaved = {"save_every": _ENDLESS, "snapshot_every": 0}
-        uncompared = {"compare_every": 0}  # no comparison of ranks, which change threads at different steps
+        uncompared = {"compare_every": 0}  # ranks change threads at different steps, so results may differ
         return {**given, **endless, **unsaved, **uncompared, **self._changes}
 
     def watch(self) -> None:
@@ -153,7 +154,7 @@ class Trial:
             self._give_workers(DataLoader)
 
     def _give_workers(self, loader_class: Any) -> None:
-        """Give every loader that has no workers the number to try."""
+        """Give every loader without workers the number of workers to try."""
         make, num_workers = loader_class.__init__, self._changes["num_workers"]
         signature = inspect.signature(make)
 
@@ -166,7 +167,7 @@ class Trial:
         loader_class.__init__ = make_with_workers
 
     def count(self, batch: Any, loading_s: float) -> None:
-        """Count the samples of a batch, as the first dimension of its first tensor."""
+        """Count the samples of a batch: the first dimension of its first tensor."""
         from phalanx._torch.nested import tensors_in
 
         first = next(tensors_in(batch), None)
@@ -174,7 +175,7 @@ class Trial:
         self._loading_s += loading_s
 
     def on_step(self, trainer: Any) -> None:
-        """Take part as a callback of a Trainer."""
+        """Handle a finished step, as a callback of a Trainer."""
         self._after_step(trainer.optimizer)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -206,7 +207,7 @@ class Trial:
         """Raise if another process of this rank already takes part: both would answer the same requests.
 
         Raises:
-            RuntimeError: There is one, and `multiprocess_file` now says so.
+            RuntimeError: Another process takes part, and `multiprocess_file` now says so.
         """
         try:
             with open(os.path.join(self._folder, f"rank_{self._rank}"), "x"):
@@ -218,7 +219,7 @@ class Trial:
 
     @property
     def _rank(self) -> int:
-        return int(_env.environment().get("RANK", "0"))  # not at import, which may happen before the fork
+        return int(_env.environment().get("RANK", "0"))  # not read at import, which may happen before the fork
 
     def _tell(self, serial: int, what: Mapping[str, Any]) -> None:
         write_whole(told_file(self._folder, serial, self._rank), json.dumps(what))
@@ -235,7 +236,7 @@ class Trial:
             nonlocal last
             with contextlib.suppress(FileNotFoundError):
                 now = os.stat(asked)
-                if (now.st_ino, now.st_mtime_ns) != last:  # reads the file only then, to leave the CPUs to others
+                if (now.st_ino, now.st_mtime_ns) != last:  # only changed files are read, to leave the CPUs to others
                     last = now.st_ino, now.st_mtime_ns
                     turn = read_value(read_json(asked), Turn)
                     return turn if turn.serial == serial else None
@@ -289,7 +290,7 @@ class _Counted:
 
 
 def _can_fuse(optimizer: Any) -> bool:
-    """Return whether the script leaves the form of this optimizer open and torch has a fused one for its parameters."""
+    """Return whether the script leaves the optimizer's form to torch, and torch has a fused one for its parameters."""
     import torch
 
     kind = type(optimizer)

@@ -1,16 +1,17 @@
-"""Finds in a script's source what it sets in its environment before it imports torch.
+"""Finds, in a script's source, the environment variables that the script sets before it imports torch.
 
 torch reads variables when it is imported. If ranks are forked from a process that has imported torch, that process must
-have read the same values as each rank would. If the source does not tell them for certain, ranks import torch
-themselves, and the first line of the job says so. Nothing of the script is executed here.
+have read the values that each rank would read. If the source does not tell them for certain, ranks import torch
+themselves, and the first line of the job says so. No code of the script is executed here.
 
 The reader understands ``os.environ["NAME"] = "value"``, and ``setdefault`` and ``update`` with literals, each as a
-statement of its own, up to the first import of torch. Everything else that may change the environment is a doubt: other
-uses of it than reading, code that is not in the source (``exec``, ``importlib``), and packages that are not known here.
-So the reader lists what is harmless, and not what is dangerous: a false doubt costs seconds, but a missed one would
-make a wrong run.
+statement of its own, up to the first import of torch. Everything else that may change the environment counts as a
+doubt: any use of the environment other than reading, code that the source does not show (``exec``, ``importlib``), and
+packages that are not listed here. The reader lists what is harmless rather than what is dangerous, because a false
+doubt costs seconds, but a missed one would make a wrong run.
 
-Executing the rank anew at its import of torch would need no reader, but everything before the import would run twice.
+The alternative, to execute the rank again at its import of torch, would need no reader, but everything before the
+import would run twice.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from phalanx.launch.processes.ahead import READ_BY_TORCH
 _MOST_FILES = 100
 _TORCH = ("torch", "phalanx", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "timm")
 """Packages that import torch as soon as they are imported."""
-_ANYTHING = ""  # stands for a variable whose name the source does not tell
+_ANYTHING = ""  # stands for a variable of unknown name
 _KNOWN_PACKAGES = """
     PIL absl accelerate attr attrs click cv2 datasets einops evaluate fire h5py jsonargparse loguru matplotlib numpy
     omegaconf packaging pandas polars psutil pyarrow pydantic pytest regex requests rich safetensors scipy sentencepiece
@@ -41,9 +42,9 @@ _OPAQUE_MODULES = """
     bdb builtins cProfile code codeop ctypes doctest imp importlib nt pkgutil posix profile pydoc runpy timeit trace
     unittest
 """
-"""Modules of the standard library that run code which the source does not show, or change the environment."""
+"""Modules of the standard library that run code that the script's source does not show, or change the environment."""
 _OPAQUE_FUNCTIONS = ("exec", "eval", "__import__", "__builtins__")
-_SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # harmless parts of those
+_SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # harmless parts of importlib
 _BEHIND_ENVIRON = ("environb", "putenv", "unsetenv")
 _COPYING = ("dict", "len", "list", "print", "set", "sorted")
 _READING = ("get", "copy", "items", "keys", "values")
@@ -51,11 +52,12 @@ _READING = ("get", "copy", "items", "keys", "values")
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What a script does, before it imports torch, to variables that torch reads.
+    """The changes that a script makes, before it imports torch, to variables that torch reads.
 
     Attributes:
-        settings: Variables that the script sets in any case, and their values.
-        doubt: Phrase about a change that it may make, or whose value is not known; "" if there is none.
+        settings: Variables that the script is certain to set, and their values.
+        doubt: Name of a variable that the script may set, or sets to an unknown value, or a phrase if the name is
+            unknown; "" if there is no such variable.
     """
 
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -63,10 +65,10 @@ class Head:
 
 
 def read_head(command: Sequence[str], environ: Mapping[str, str]) -> Head:
-    """Return what the script of an interpreter's command does before it imports torch.
+    """Return the changes that the script of an interpreter's command makes before it imports torch.
 
     Args:
-        environ: Environment in which it will run.
+        environ: Environment in which the script will run.
     """
     is_module = command[1] == "-m"
     folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[1]))
@@ -83,12 +85,12 @@ def read_head(command: Sequence[str], environ: Mapping[str, str]) -> Head:
 class _Reader:
     """Walks through statements in the order in which they run, up to the first import of torch.
 
-    A name that anywhere stands for something, such as ``os``, is taken for that in all files, even if it is bound to
-    something else: that can only add doubts.
+    If any file binds a name to ``os``, for example, the reader takes that name for ``os`` in all files, even where it
+    is bound to something else. That adds doubts, and rarely a setting that the script does not make.
 
     Args:
         folder: Folder of the script, in which its modules lie.
-        environ: Environment in which it will run.
+        environ: Environment in which the script will run.
     """
 
     def __init__(self, folder: str, environ: Mapping[str, str]) -> None:
@@ -96,28 +98,28 @@ class _Reader:
         on_path = [path for path in sys.path if path not in ("", os.getcwd()) and not path.startswith(installed)]
         self._folders = [folder, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *on_path]
         self._environ = environ
-        self._imports_torch: dict[str, bool] = {}  # whether torch is imported by the end of a file, by file
+        self._imports_torch: dict[str, bool] = {}  # by file: whether torch is imported by its end
         self._os_names = {"os"}
         self._environ_names = {"environ"}
         self._opaque_names = set(_BEHIND_ENVIRON)
         self._changes_path = False
-        self._is_certain = True  # whether the next statement is certainly executed, and before torch is imported
+        self._is_certain = True  # whether the next statement is certain to run before torch is imported
         self.settings: dict[str, str] = {}
         self.doubt: str = ""
 
     def read_file(self, path: str, *, is_program: bool = False) -> bool:
-        """Return whether torch is imported by the end of this file for certain."""
+        """Read a file; return whether torch is certain to be imported by its end."""
         path = os.path.realpath(path)
         if path in self._imports_torch:
             return self._imports_torch[path]
         if len(self._imports_torch) >= _MOST_FILES:
             self._take_change(_ANYTHING)
             return False
-        self._imports_torch[path] = False  # set first, for modules that import each other
+        self._imports_torch[path] = False  # set before reading, because modules may import each other
         try:
             with open(path, "rb") as file:
                 tree = ast.parse(file.read())
-        except (OSError, SyntaxError, ValueError, RecursionError):  # it is no Python source, or will fail by itself
+        except (OSError, SyntaxError, ValueError, RecursionError):  # no Python source, or will fail anyway
             return False
         self._imports_torch[path] = self._walk(tree.body, path, is_program=is_program)
         return self._imports_torch[path]
@@ -134,7 +136,7 @@ class _Reader:
         return any(self._take(statement, path, is_program=is_program) for statement in body)
 
     def _maybe(self, bodies: Iterable[Iterable[ast.stmt]], path: str) -> None:
-        """Walk through blocks that may be executed or not."""
+        """Walk through blocks that may or may not be executed."""
         was_certain = self._is_certain
         imports_torch = False
         for body in bodies:
@@ -161,7 +163,7 @@ class _Reader:
         if isinstance(statement, ast.If) and (wanted := _known_test(statement.test, is_program)) is not None:
             return self._walk(statement.body if wanted else statement.orelse, path)
         if isinstance(statement, ast.Try) and self._take(statement.body[0], path, is_program=is_program):
-            return True  # if the import fails, there is no torch
+            return True  # if this import fails, torch is not installed
         was_certain = self._is_certain
         self._maybe(_blocks_of(statement), path)
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -186,23 +188,23 @@ class _Reader:
             elif package in _TORCH:
                 return True
             elif package not in sys.stdlib_module_names:
-                self._is_certain = False  # the call may import torch
+                self._is_certain = False  # the package may import torch
                 if self._changes_path and not _is_installed(package):
                     self._take_change(_ANYTHING)
         return False
 
     def _is_own(self, package: str) -> bool:
-        """Whether a package is found in the user's folders."""
+        """Return whether a package is found in the user's folders."""
         if package in _TORCH:
             return False
         paths = [os.path.join(folder, package) for folder in self._folders]
         if any(os.path.isfile(f"{path}.py") or os.path.isfile(os.path.join(path, "__init__.py")) for path in paths):
             return True
-        is_folder = any(map(os.path.isdir, paths))  # a folder counts only if no installed package has the name
+        is_folder = any(map(os.path.isdir, paths))  # a folder alone counts only if no installed package has its name
         return is_folder and package not in sys.stdlib_module_names and not _is_installed(package)
 
     def _note_names(self, statement: ast.Import | ast.ImportFrom) -> None:
-        """Note which names this import binds to the environment, and which to things that may change it unseen."""
+        """Note which names this import binds to the environment, and which to objects that may change it unseen."""
         is_from = isinstance(statement, ast.ImportFrom)
         module = f"{statement.module}." if isinstance(statement, ast.ImportFrom) and not statement.level else ""
         for alias in statement.names:
@@ -235,7 +237,7 @@ class _Reader:
             self.doubt = name or "what is not known"
 
     def _plain_changes(self, statement: ast.AST) -> list[tuple[str, str]]:
-        """Return the variables that a statement sets, and their values; none if it may do anything else."""
+        """Return the variables that a statement sets, and their values; empty if the statement may do anything else."""
         pairs: list[tuple[ast.expr | None, ast.expr]] = []
         match statement:
             case ast.Assign(targets, value):
@@ -304,7 +306,7 @@ class _Reader:
             yield _text_of(first) or _ANYTHING
 
     def _is_set(self, name: str | None) -> bool:
-        return name in self._environ or name in self.settings or name == THREADS_VARIABLE  # the launcher sets the last
+        return name in self._environ or name in self.settings or name == THREADS_VARIABLE  # the launcher sets this one
 
     def _is_environment(self, expression: ast.expr) -> bool:
         match expression:
@@ -316,7 +318,7 @@ class _Reader:
 
 
 def _files_of(name: str, folder: str, *, is_program: bool) -> Iterator[str]:
-    """Return the files that importing a module from that folder executes, in their order."""
+    """Return the files that an import of a module from that folder executes, in order."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         package = os.path.join(folder, *parts[:i], part)
@@ -329,7 +331,7 @@ def _files_of(name: str, folder: str, *, is_program: bool) -> Iterator[str]:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether Python finds a package by itself."""
+    """Return whether this interpreter finds a package on its own path."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -351,7 +353,7 @@ def _text_of(expression: ast.expr | None) -> str | None:
 
 
 def _blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """Return the blocks of a compound statement; each may be executed or not."""
+    """Return the blocks of a compound statement, each of which may or may not be executed."""
     for name in ("body", "orelse", "finalbody"):
         if block := getattr(statement, name, None):
             yield block

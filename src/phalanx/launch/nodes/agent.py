@@ -1,12 +1,12 @@
 """The agent of a node: it agrees with the agents of other nodes, and orders its supervisor to start and stop ranks.
 
-The agent is a process of its own with one thread and without torch, so its heartbeats continue whatever the supervisor
-does. It dies with the supervisor. Agents meet at ``--master-port``; ranks meet on a port that the node of rank 0
-reserves for each attempt. Questions of ``phalanx why`` take the same connections (`questions`).
+The agent is a process of its own with one thread and without torch, so its heartbeats continue even while the
+supervisor is busy. It dies with the supervisor. Agents meet at ``--master-port``; ranks meet on a port that the node of
+rank 0 reserves for each attempt. Questions of ``phalanx why`` travel over the connections between agents (`questions`).
 
 TORCHELASTIC_RESTART_COUNT counts every attempt, as on one node. Failures and lost nodes count against
-``--max-restarts``; new nodes do not. A node that joins waits for the next snapshot, since the others would lose steps
-otherwise.
+``--max-restarts``; new nodes do not. A node that joins waits for the next snapshot; otherwise the other nodes would
+lose steps.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _BEATS = 4  # heartbeats sent during the time of silence after which a node coun
 _LAST_CALL_S = 3.0
 _SILENCE_S = 2.0
 _NAME_PAUSE_S = 1.0
-_TOLD_AFTER_S = 2.0  # time of waiting before a line says for what
+_TOLD_AFTER_S = 2.0  # time of waiting after which a line says what this node waits for
 _PEER_AGAIN_S = 0.5
 _ASK_S = 1.0
-_TURN_S = 5.0  # time to wait, before leading, for each earlier host in the list of meeting places
+_TURN_S = 5.0  # time to wait for each earlier host in the list of meeting places before leading
 
 
-# Not with -m, which would let a json.py in the current folder shadow the standard library's.
+# Not started with -m, which would let a json.py in the current folder shadow the standard library's.
 RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.nodes.agent import main; main()"
 
 
@@ -61,7 +61,7 @@ class _Refused(Exception):
 
 
 class Agent:
-    """The connection between links, agreement and supervisor.
+    """The agent of this node: connects the links, the agreement and the supervisor.
 
     Args:
         channel: Channel to the supervisor.
@@ -90,10 +90,10 @@ class Agent:
         self._signs: dict[str, messages.LossSign] = {}  # how the loss of a node was noticed, by host
         self._num_ranks: dict[str, int] = {}  # ranks of each node in this node's latest attempt
         self._waits_for = ("", 0.0, False)
-        self._seen: dict[str, Node] = {}  # members of the job, seen while this node was not one of them
+        self._seen: dict[str, Node] = {}  # members of the job that were seen while this node was not one
         self._num_starts = job.num_starts
         self._is_running = self._is_leaving = False
-        self._is_next = True  # what the supervisor was last told: whether this node is the next to leave
+        self._is_next = True  # whether this node is the next to leave, as the supervisor was last told
         name = json.dumps([job.run_id, job.rdzv_endpoint, job.rdzv_backend])
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._is_root = False
@@ -123,7 +123,7 @@ class Agent:
         has_port = may_lead or not is_here or (self._turn is not None and not asked)
         may_lead = may_lead and not self._job.joins
         port = self._endpoint[1]
-        # If several nodes share a host, one gets the port. On any host, a restarted node is looked for at that port.
+        # If several nodes share a host, one gets the port. On every host, the others look for a restarted node there.
         try:
             listener = open_listener(port if has_port else 0)
             self._is_root = may_lead
@@ -154,7 +154,7 @@ class Agent:
         self._links.introduce(self._me, self._handshake.told)
 
     def _await_name(self) -> int | None:
-        """Wait until a meeting place's name resolves; return the index of the one on this host, None if none is.
+        """Wait until a meeting place's name resolves; return the index of the place on this host, None if none is here.
 
         Raises:
             TimeoutError: No name resolved within the limit.
@@ -162,7 +162,7 @@ class Agent:
         why = ""
 
         def look() -> dict[int, bool] | None:
-            """Return which of the names that resolve are of this host; None if none resolves."""
+            """Return, for each name that resolves, whether it is this host's; None if none resolves."""
             nonlocal why
             is_new, found = not why, {}
             for number, (host, _) in enumerate(self._meeting_places):
@@ -192,7 +192,7 @@ class Agent:
         Raises:
             OSError: The nodes did not meet.
         """
-        if self._job.drain_file or self._job.drain_url:  # asked before the nodes meet, which may take a while
+        if self._job.drain_file or self._job.drain_url:  # watched even before the nodes meet, which may take a while
             from phalanx.launch.nodes.notices import Notices
 
             left = "was there before this job: it is no notice until it is touched"
@@ -233,7 +233,7 @@ class Agent:
         self._leave(cause)
 
     def _begin_anew(self, why: str) -> None:
-        """Have the ranks stopped, and start over as an agent that joins the older of two sides of this job."""
+        """Have the ranks stopped, and start over as an agent that joins the older side of this job."""
         self._send(messages.Join(why))
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline and (self._agreement.others_stay or self._is_running):
@@ -244,10 +244,11 @@ class Agent:
         os.execv(sys.executable, [sys.executable, "-c", RUN_AGENT, sys.argv[1], json.dumps(as_facts(job))])
 
     def _leave(self, cause: Cause | None, *, waits: bool = True) -> None:
-        """Tell the supervisor that this node is done, and exit.
+        """Tell the supervisor that this node is done; return once the last messages have been sent.
 
         Args:
-            waits: Whether to wait first until the others know how the job has ended; not if they continue without us.
+            waits: Whether to wait until the other nodes know how the job has ended; False if they continue without this
+                one.
         """
         deadline = time.monotonic() + LEAVE_S
         self._beat(is_forced=True)
@@ -284,7 +285,7 @@ class Agent:
                     self._links.dial(place)
 
     def _beat(self, *, is_forced: bool = False) -> None:
-        """Send heartbeats to all nodes: when the state changes, and often enough not to count as silent."""
+        """Send heartbeats to all nodes: whenever the state changes, and often enough not to count as silent."""
         now_s, state = time.monotonic(), self._agreement.state
         is_due = now_s - self._told_s >= self._rules.silence_s / _BEATS
         if is_forced or is_due or state != self._told:
@@ -335,7 +336,7 @@ class Agent:
     def _ask_supervisor(self) -> None:
         """Ping the supervisor once a second; exit if it has not answered for `ANSWERS_S`.
 
-        Then it has been stopped (SIGSTOP), and the other nodes are to continue without this one.
+        A silent supervisor has been stopped (SIGSTOP), and the other nodes are to continue without this one.
         """
         now_s = time.monotonic()
         if now_s - self._asked_s >= _ASK_S:

@@ -1,4 +1,4 @@
-"""The supervisor's side of its node's agent, the process that decides when ranks start and stop."""
+"""The supervisor's handle for this node's agent, the process that decides when ranks start and stop."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from phalanx.launch.run.supervisor import Supervisor
 from phalanx.wire.messages import as_facts
 from phalanx.wire.packets import PacketSocket
 
-_OTHERS_S = 0.5  # time for other nodes to announce that they leave, too
+_OTHERS_S = 0.5  # time for other nodes to announce that they are leaving, too
 _LOOK_S = 1.0  # time between two checks that the agent has pinged
 
 
 class AgentClient:
-    """The agent's process, and the orders of it that have not been carried out yet.
+    """The agent's process, and those of its orders that have not been carried out yet.
 
     Attributes:
         may_restart: Whether a failure of the present attempt may be followed by another attempt.
@@ -92,7 +92,7 @@ class AgentClient:
             self._replicas.close()
 
     def replicate(self, told: dict[str, Any]) -> None:
-        """Have this node's snapshots copied to other nodes of a new attempt; `told` names them."""
+        """Have this node's snapshots copied to other nodes of a new attempt; `told` names those nodes."""
         if self._replicas is not None:
             self._replicas.follow(told)
 
@@ -135,14 +135,14 @@ class AgentClient:
     def _has_to_go(self) -> bool:
         """Whether this node leaves, now that its ranks have ended.
 
-        If they ended for another reason, it stays for one more attempt, because others may lack the state that it
-        holds.
+        If they ended for another reason than its leaving, it stays for one more attempt, because other nodes may lack
+        the state that it holds.
         """
         is_late = time.monotonic() > self._leaves_at_s
         return self._leaves_at_s > 0 and self._how != "succeeded" and (self._goes or not self._how or is_late)
 
     def _may_go(self, now_s: float) -> bool:
-        """Whether it is this node's turn to leave, and its ranks have shared the state that others may lack."""
+        """Whether it is this node's turn to leave, and its ranks have shared the state that other nodes may lack."""
         newest = newest_attempt(self._ranks.snapshots_fd, own=True)
         has_loaded = self._old_attempt <= 0 or newest > self._old_attempt
         return now_s >= self._leaves_from_s and self._is_next and has_loaded
@@ -150,7 +150,7 @@ class AgentClient:
     def report(self, number: int, culprit: Ending | None) -> None:
         """Tell the agent how this node's ranks of start `number` ended."""
         self._running = False
-        if culprit is not None and culprit.ended_for_restart:  # no failure: the other nodes know, or soon will
+        if culprit is not None and culprit.ended_for_restart:  # planned, no failure: the other nodes know, or soon will
             self._stopped, culprit = True, None
         self._how = "stopped" if self._stopped else "failed" if culprit else "succeeded"
         if self._ranks.signals.received == signal.SIGINT and not self._ranks.was_preempted:
@@ -167,7 +167,7 @@ class AgentClient:
     def await_end(self) -> None:
         """Wait until the agent says that the job has ended, at most for the grace period.
 
-        If this node exited before the others know, they would count it as lost.
+        If this node exited before the others knew, they would count it as lost.
         """
         deadline = time.monotonic() + self._job.grace_s
         while time.monotonic() < deadline and self._channel.alive and self._ranks.shutdown.by != signal.SIGKILL:
@@ -178,8 +178,8 @@ class AgentClient:
     def look(self) -> bool:
         """Do what is due while ranks run. The supervisor calls this regularly.
 
-        Kills the ranks if the agent has not pinged for `AGENT_S`. Asks for more ranks when it is time to. If a newer
-        snapshot is awaited, reports it once it is there, or at once if the ranks take none.
+        Kills the ranks if the agent has not pinged for `AGENT_S`. Asks for more ranks when it is time to grow. If a
+        newer snapshot is awaited, reports it once it is complete, or at once if the ranks take no snapshots.
 
         Returns:
             Whether to end the attempt on this node, because the node leaves the job.

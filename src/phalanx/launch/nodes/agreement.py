@@ -1,43 +1,45 @@
-"""How nodes agree on which of them train together: what one node knows of the others, and what it does next.
+"""The agreement on which nodes train together: what one node knows about the others, and what it does next.
 
-Nothing in this module waits, reads a clock or owns a socket, so ``tests/launch/simulated_nodes.py`` plays thousands of
-accidents in a second. `links` carries the messages between nodes, and `agent` carries out what this module decides.
+Nothing in this module waits, reads a clock or owns a socket, so ``tests/launch/simulated_nodes.py`` simulates thousands
+of accidents in a second. `links` carries the messages between nodes, and `agent` carries out what this module decides.
 
-Every node sends its `State` to every other, when it changes and twice a second. The latest counts, so nothing has to be
-resent or acknowledged. Nodes agree on a `View`: who takes part in one attempt, in which order and with how many ranks,
-and why the previous attempt failed. A view has a leader, which chooses the next view when the attempt has ended. No
-node is special: if the leader is lost, the first living node in the order of the view succeeds it.
+Every node sends its `State` to every other node, whenever it changes and at least twice a second. Only the latest state
+counts, so nothing has to be resent or acknowledged. Nodes agree on a `View`: which nodes take part in one attempt, in
+which order and with how many ranks, and why the previous attempt failed. A view has a leader, which chooses the next
+view when the attempt has ended. No node is special: if the leader is lost, the first living node in the order of the
+view succeeds it.
 
-Two sides of a cut network never both train, because
+If the network is cut in two, the two sides never train at the same time, because
 
 - a leader needs votes, and two nodes never have enough at the same time: see `election`;
-- a view starts once all its nodes have accepted it and have sent it to every node they can reach; until it is known to
-  have started, the views before it have to agree as well (joint consensus);
-- a node may train only as long as the answers of the others are fresh.
+- a view starts once all its nodes have accepted it and have sent it to every node that they can reach; until it is
+  known to have started, the groups of earlier views have to agree as well (joint consensus);
+- a node may train only as long as the answers of all other nodes of the view are fresh.
 
-**Raft with three differences.** (1) There is no log: the newest view is all the state there is, and only a leader's
-proposal that all its members have accepted starts. (2) If a port refuses connections, the kernel of that host confirms
-that the node is dead (the end of a connection does not: firewalls reset them). The first living node in the order of
-the view may then count its vote; otherwise two hosts could not survive the loss of one. (3) Half of the votes are
-enough with the view's leader among them. A node that is not in a new view but can be reached has to know of it before
-it starts; otherwise the death of its members could be counted against the old view.
+**Raft with three differences.** (1) There is no log: the newest view is the entire state. A view that a leader proposes
+starts only after all its members have accepted it. (2) If a port refuses connections, the kernel of that host thereby
+confirms that the node is dead. (The end of a connection confirms nothing: firewalls reset connections.) The first
+living node in the order of the view may then count the dead node's vote; otherwise two hosts could not survive the loss
+of one. (3) Half of the votes are enough if the view's leader is among the voters. Before a new view starts, every node
+that can be reached has to know it, even a node that is not in it. Otherwise, if the members of the new view died, such
+a node could count their votes in the old view.
 
-**Two nodes.** If the leader of two nodes loses power, the other can't continue, not even when the leader's host comes
-back as a new process: with its half of the votes, the leader may have continued alone, admitted a third node and died,
-and neither node could know. A shared disk could prove that this did not happen, but the launcher knows of none. So both
-wait, and say that a person has to decide. A process that is restarted at the meeting place and reaches no other node
-can't know that there are any, and begins a job of its own. `checkpoint.disk.claim` keeps the two jobs from writing into
-one folder; when they meet, the younger one gives way.
+**Two nodes.** If the leader of two nodes loses power, the other node can't continue, not even when the leader's host
+comes back with a new process. With its half of the votes, the leader may have continued alone, admitted a third node
+and died, and neither of the two nodes could know. A shared disk could prove that this did not happen, but the launcher
+knows of none. So both wait, and say that a person has to decide. A process that is restarted at the meeting place and
+reaches no other node can't know whether there are any, and begins a job of its own. `checkpoint.disk.claim` keeps the
+two jobs from writing into one folder; when they meet, the younger one gives way.
 
 **Verification.** A model checker explores every order of events in ``model/agreement.pml`` within its bounds
-(model/README.md). It found a bug: answers counted as fresh from the moment of the link, so a handshake longer than 0.1
-of the silence limit let a vote count after it had been given to another node. The simulation is also run with one rule
-left out, for each rule; two sides must then train at once within a thousand seeds, or the rule would be superfluous.
-Two rules have no such variant (one vote in a term; no start without acceptance): in the simulation, the others imply
-them.
+(model/README.md). It found a bug, since fixed: answers counted as fresh from the moment at which the link was made. If
+the handshake took longer than 0.1 of the silence limit, a vote still counted after the voter had given it to another
+node. The simulation also runs once for each rule with that rule left out. Both sides must then train at the same time
+within a thousand seeds; otherwise the rule would be superfluous. Two rules have no such run (one vote in a term; no
+start without acceptance), because in the simulation the other rules imply them.
 
-**Why not torch's agent.** A subclass of `SimpleElasticAgent` came first: the host of its store could not be lost, and
-a loss cost 14 to 48 s, since torch's agents wait for nodes that may still come.
+**Why not torch's agent.** The first version was a subclass of `SimpleElasticAgent`. It could not survive the loss of
+the host of its store, and a loss cost 14 to 48 s, since torch's agents wait for nodes that may still come.
 
 Source: D. Ongaro, J. Ousterhout, "In Search of an Understandable Consensus Algorithm", USENIX ATC 2014.
 """
@@ -65,13 +67,13 @@ _MAX_PLACES = 1000
 
 
 class Acts(Protocol):
-    """What an agreement has its agent do."""
+    """Actions that an agreement has its agent carry out."""
 
     def hand(self, peer: str, view: View, is_started: bool) -> None:
         """Send a view to a peer."""
 
     def start(self, view: View, port: int) -> None:
-        """Have this node's ranks started in a view, where they meet rank 0 on `port`."""
+        """Have this node's ranks started for a view; they meet rank 0 on `port`."""
 
     def signal(self, what: Literal["stop", "reserve", "watch"]) -> None:
         """Have the ranks stopped, have a port reserved for rank 0, or ask to be told of the ranks' next snapshot."""
@@ -84,8 +86,8 @@ class Agreement:
         me: This node.
         rules: Rules of the job, the same on all nodes.
         acts: Object that carries out the actions.
-        is_root: Whether this node is at the meeting place, so that it leads first.
-        now_s: Time on any clock that only grows.
+        is_root: Whether this node is at the meeting place and therefore leads first.
+        now_s: Time on any monotonic clock.
 
     Attributes:
         view: The newest view that this node knows.
@@ -157,7 +159,13 @@ class Agreement:
             self.result = Result(other_side(self._strangers[peer].node.host))
 
     def handed(self, view: View, *, is_started: bool, age_s: float = 0.0) -> None:
-        """Handle a view from another node, whose job has lasted for `age_s`."""
+        """Adopt a view if it is newer than this node's.
+
+        Args:
+            view: View that another node has sent, or that this node proposes.
+            is_started: Whether the view is known to have started.
+            age_s: Seconds for which the job of the view has lasted.
+        """
         if self.view is not None and view.job != self.view.job:
             return
         if self.view is None:
@@ -173,7 +181,7 @@ class Agreement:
         self._has_started |= is_started and view.key == self._key
 
     def _judge(self, cause: Cause | None) -> None:
-        """Leave the job if its attempt failed because of this node, which then has too few ranks left."""
+        """Leave the job if this node caused the failure of the attempt and now has too few ranks left."""
         failure = self._attempt.failure
         if failure is None or cause is None or failure.num_ranks != 0:
             return
@@ -189,7 +197,7 @@ class Agreement:
         self._ranks = "idle"
 
     def snapshot_is_whole(self) -> None:
-        """Handle a new snapshot of the ranks, after "watch"."""
+        """Handle a new snapshot of the ranks, for which a "watch" has asked."""
         self._attempt.has_snapshot = True
 
     def interrupt(self) -> None:
@@ -269,9 +277,9 @@ class Agreement:
 
     @property
     def is_next_to_leave(self) -> bool:
-        """Whether this node may leave now: no earlier node of the view is about to.
+        """Whether this node may leave now: no earlier node of the view is about to leave.
 
-        Nodes leave one at a time, with an attempt in between, because one may hold the replica of another's part.
+        Nodes leave one at a time, with an attempt in between, because one node may hold the replica of another's part.
         """
         before = self.view.ids[: self.view.ids.index(self.me.id)] if self.view is not None and self.is_member else ()
         return not any(self._attempt.known[node].is_leaving for node in before if node in self._attempt.known)
@@ -288,7 +296,7 @@ class Agreement:
     def wanted(self, now_s: float) -> set[Place]:
         """Return the places to which this node is to connect.
 
-        Of two nodes of a view, the later one connects; after a while, the earlier one does, too.
+        Within a view, each node connects to the nodes before it. After a while, it connects to those after it, too.
         """
         if self.view is None:
             return set()
@@ -334,7 +342,7 @@ class Agreement:
             return (Group(self.me.id, (self.me.id,)),)
         if self._has_started:
             return (self.view.group,)
-        is_ours = self.view.leader == self.me.id  # a leader knows that its view has not started, and won't
+        is_ours = self.view.leader == self.me.id  # only its leader starts a view: then this one has not started
         return self.view.bases if is_ours else tuple(dict.fromkeys((*self.view.bases, self.view.group)))
 
     def _is_in_office(self) -> bool:

@@ -79,7 +79,7 @@ class AttemptWatch:
         return cause_of_end(self._view, self._told, self.gone, self._election.why_lost)
 
     def is_to_end(self, now_s: float, *, is_idle: bool, has_newcomers: bool) -> bool:
-        """Return whether the leader should end the attempt: it can't go on, or could go on with more nodes or ranks.
+        """Return whether the leader should end the attempt: it can't continue, or it could with more nodes or ranks.
 
         Args:
             is_idle: Whether none of this node's ranks is running.
@@ -97,12 +97,12 @@ class AttemptWatch:
         return True
 
     def _patience_s(self, cause: Cause, *, is_idle: bool) -> float:
-        """Return how long the attempt goes on after a failure, so that its cause can appear, or ranks can save."""
+        """Return how long the attempt goes on after a failure, so that the cause can appear or ranks can save."""
         if cause.ending.preempted:
             ids, peers = self._view.ids if self._view is not None else (), self._election.peers
             are_idle = is_idle and all(peers[node].state.is_idle for node in ids if node in peers)
             return 0.0 if are_idle else self._rules.preempted_s
-        if is_interruption(cause):  # the ranks of that node may be saving, together with all others
+        if is_interruption(cause):  # the interrupted node's ranks may be saving, together with all others
             told = (
                 [is_idle]
                 if self.failure == cause
@@ -114,7 +114,7 @@ class AttemptWatch:
     def _may_grow(self, now_s: float, *, has_newcomers: bool) -> bool:
         """Return whether to end the attempt now, to continue with more nodes or with more ranks on one.
 
-        Ranks are restarted only after a snapshot. New nodes stop waiting for one after `Rules.join_s`.
+        Ranks are restarted only after a snapshot. After `Rules.join_s`, new nodes no longer wait for one.
         """
         members = self._view.members if self._view is not None else ()
         has_room = len(members) < self._rules.max_nodes and has_newcomers

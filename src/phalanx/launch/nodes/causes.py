@@ -1,4 +1,4 @@
-"""Causes of failed attempts, as nodes tell each other: the ending of a rank or the loss of a node."""
+"""Causes that end attempts, as nodes report them to each other: a rank's ending, the loss of a node, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def with_own_kind(cause: Cause | None) -> Cause | None:
 
 
 def other_side(host: str) -> Cause:
-    """Return the cause that ends this side of the job because an older side, with `host` in it, goes on."""
+    """Return the cause that ends this side of the job because an older side, which includes `host`, continues."""
     return _of_a_node(OTHER_SIDE, f"another side of this job is older, and {host} takes part in it", host)
 
 
@@ -66,7 +66,7 @@ def is_interruption(cause: Cause | None) -> bool:
 
 
 def _of_member(kind: str, view: View, node_rank: int, what: str, *, is_victim: bool = False) -> Cause:
-    """Return the cause for what has happened to a node of a view."""
+    """Return the cause for an event on a node of a view; `what` describes the event."""
     node, first = view.members[node_rank], view.first_rank(node_rank)
     ranks = named("rank", range(first, first + node.num_ranks))
     message = f"node {view.name_of(node_rank)} ({ranks}) {what}"
@@ -86,7 +86,7 @@ def cause_of_end(
     Args:
         known: Latest state of each node of the view.
         gone: Ids of the nodes that have left after announcing it.
-        why_lost: Function from the id of a node to how it was lost; "": it was not.
+        why_lost: Function that returns how the node with the given id was lost; "" if it was not.
     """
     causes = [state.failure for state in known.values() if state.failure is not None]
     for number, node in enumerate(view.members):
@@ -94,12 +94,12 @@ def cause_of_end(
             continue
         if how := why_lost(node.id):
             causes.append(loss_of(view, number, how))
-        elif known.get(node.id, State()).has_left:  # it lost sight of another node, which may be found as the cause
+        elif known.get(node.id, State()).has_left:  # it could not reach another node, which may be the cause
             causes.append(loss_of(view, number, "it could not reach the others for a while", is_victim=True))
-    if gone:  # ranks that failed as victims did so because these nodes left on purpose
+    if gone:  # victims failed only because these nodes left on purpose
         causes = [cause for cause in causes if not cause.ending.is_victim]
     preempted = next((cause for cause in causes if cause.ending.preempted), None)
-    if preempted is not None:  # somebody asked for a preemption, so what follows from it is no failure
+    if preempted is not None:  # a preemption was requested, so its consequences are no failure
         return preempted
     if (interruption := next(filter(is_interruption, causes), None)) is not None:
         return interruption

@@ -1,9 +1,9 @@
 """Offsets of other hosts' clocks, measured with the heartbeats.
 
-Each heartbeat says when the other side's last one was sent and when it arrived. That gives four times, two by each
-clock, as in NTP. The error is at most half the round trip, some 0.1 ms on a local network; from collectives, the offset
-would be known only to within two steps. An old measurement's error grows by 100 ppm of its age. The supervisor writes
-the offsets beside the black boxes of each attempt.
+Each heartbeat says when the other side's last heartbeat was sent and when it arrived. Together with the times of the
+heartbeat itself, that makes four times, two by each clock, as in NTP. The error is at most half the round trip, some
+0.1 ms on a local network; offsets derived from collectives would be known only to within two training steps. The error
+of a measurement grows by 100 ppm of its age. The supervisor writes the offsets beside the black boxes of each attempt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-_DRIFT = 1e-4  # seconds per second by which two clocks diverge at most
+_DRIFT = 1e-4  # most seconds per second by which two clocks diverge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Clocks:
         self._best: dict[str, _Measured] = {}
 
     def heard(self, host: str, sent_s: float, came_s: float, answered_s: float, now_s: float) -> None:
-        """Take a measurement from a heartbeat that answers one of ours.
+        """Take a measurement from a heartbeat that answers one of this host's.
 
         Args:
             sent_s: Time at which this host sent its heartbeat, by its own clock.
-            came_s: Time at which that arrived, by the other clock.
+            came_s: Time at which that heartbeat arrived, by the other clock.
             answered_s: Time at which the answer was sent, by the other clock.
             now_s: Time at which the answer arrived, by this host's clock.
         """
         within_s = ((now_s - sent_s) - (answered_s - came_s)) / 2
-        if not (0 <= within_s < math.inf):  # not real times: monotonic clocks do not go backwards
+        if not (0 <= within_s < math.inf):  # invalid times: monotonic clocks do not go backwards
             return
         measured = _Measured((came_s - sent_s + answered_s - now_s) / 2, within_s, now_s)
         best = self._best.get(host)
@@ -48,5 +48,5 @@ class Clocks:
             self._best[host] = measured
 
     def told(self, now_s: float) -> dict[str, tuple[float, float]]:
-        """Return, for each host, the seconds by which its clock is ahead, and the largest error of that."""
+        """Return, for each host, the seconds by which its clock is ahead, and the largest error of that number."""
         return {host: (best.ahead_s, best.error_s(now_s)) for host, best in self._best.items()}

@@ -1,13 +1,13 @@
 """Leader election as one node sees it: which nodes it reaches, which answers count, and which leader it follows.
 
-- A leader needs the votes of more than half of a group of nodes, or of half of them with the group's leader, and a
+- A leader needs the votes of more than half of a group of nodes, or of half of them including the group's leader. A
   node gives one vote in a term.
-- A vote expires when the voter's answers are no longer fresh, which is before the other nodes consider the voter lost.
-  Over a new link, only an answer to a heartbeat over that link counts as fresh, so the first heartbeat is answered at
-  once.
-- A node is dead when its kernel refuses connections to its port. The first living node in the order may then count the
-  dead node's vote, but only if the last answer is younger than 0.9 of the silence limit: later, the dead node may have
-  voted for another.
+- A vote expires when the voter's answers are no longer fresh: before the voter can consider this node lost and vote for
+  another. Over a new link, only an answer to a heartbeat over that link counts as fresh, so the first heartbeat is
+  answered at once.
+- A node is dead when its kernel refuses connections to its port. The first living node in the order of the group may
+  then count the dead node's vote, but only if the dead node's last answer was younger than 0.9 of the silence limit:
+  later, the dead node may have voted for another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 from phalanx.launch.nodes.views import NO_VIEW, Group, Key, Node, State, View
 
 SETTLE_S = 1.0
-"""Time for linked nodes to vote; pause between a candidate's terms; time in which the other node connects first."""
+"""Time for linked nodes to vote, for a candidate to wait between terms, and for another node to connect first."""
 _FRESH = 0.9  # an answer is fresh for this fraction of the silence after which a node counts as lost
 
 
@@ -43,8 +43,8 @@ class Election:
     Args:
         me: Id of this node.
         silence_s: Seconds of silence after which a node is lost.
-        is_root: Whether this node is at the meeting place, so that it leads first.
-        now_s: Time on any clock that only grows.
+        is_root: Whether this node is at the meeting place and therefore leads first.
+        now_s: Time on any monotonic clock.
 
     Attributes:
         peers: Linked nodes of this job by id, in the order in which they connected.
@@ -79,7 +79,7 @@ class Election:
             self.dead.add(peer)
 
     def is_dialed(self, now_s: float) -> bool:
-        """Whether this node should still wait, so that another node connects first."""
+        """Whether this node should still wait for other nodes to connect to it first."""
         return now_s - self._quiet_since_s < SETTLE_S
 
     @property
@@ -91,7 +91,7 @@ class Election:
         return now_s - peer.echo_s < _FRESH * self._silence_s
 
     def is_with_us(self, node: str) -> bool:
-        """Whether a node is this one or one whose answers are fresh."""
+        """Whether a node is this one, or its answers are fresh."""
         peer = self.peers.get(node)
         return node == self._me or (peer is not None and self._is_fresh(peer, self.now_s))
 
@@ -133,7 +133,7 @@ class Election:
         return 2 * len(votes) > len(group.ids) or (2 * len(votes) == len(group.ids) and group.leader in votes)
 
     def _holder(self, key: Key) -> Peer | None:
-        """Return the peer that claims to lead with enough votes; of several, the one with the newest term."""
+        """Return the peer that claims to lead with enough votes; if several do, the one with the newest term."""
         holders = [
             peer
             for peer in self.peers.values()
@@ -154,7 +154,7 @@ class Election:
         return ""
 
     def choose(self, view: View | None, *, is_root: bool, is_in_office: bool) -> bool:
-        """Lead, follow or continue as before; return whether a new leader has to choose a view afresh.
+        """Lead, follow or continue as before; return whether this node has cast a new vote, for itself or for another.
 
         Args:
             view: Newest view that this node knows.
@@ -162,7 +162,7 @@ class Election:
             is_in_office: Whether this node leads with enough votes.
         """
         others = [peer.state.term for peer in self.peers.values() if peer.state.leader != self._me]
-        newest = max(others, default=-1)  # who voted in this term can vote for this node only in a newer one
+        newest = max(others, default=-1)  # those who voted in this term can vote for this node only in a newer one
         holder = self._holder(view.key if view is not None else NO_VIEW)
         if is_in_office:
             if holder is not None and holder.state.term > self.term:

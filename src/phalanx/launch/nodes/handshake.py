@@ -1,8 +1,8 @@
-"""The handshake of two nodes: what each sends about its job, and whether both belong to the same one.
+"""The handshake of two nodes: what each sends about its job, and whether both belong to the same job.
 
 Each node connects to all meeting places of the list. A node on the host of a place may begin the job, but waits 5 s for
 each place before its own in the list. If two nodes begin anyway, there are two jobs, and the younger one gives way. A
-scheduler's list is cut to four places, because every node connects to every place.
+scheduler's list of hosts is cut to four places, because every node connects to every place.
 
 Scripts that differ between nodes are reported, not refused: somebody may edit a script in a shared folder while a job
 runs, and a host that comes back afterwards must be let in.
@@ -77,7 +77,7 @@ class Handshake:
         return ""
 
     def differences(self, handshake: Mapping[str, Any]) -> list[str]:
-        """Return how another node's script or versions differ, once per host. A difference may be intended."""
+        """Return how another node's script or --max-restarts differs, once per host. A difference may be intended."""
         node = handshake.get("node")
         host = str(node.get("host", ""))[:300] if isinstance(node, dict) else ""
         if host in self._differ:

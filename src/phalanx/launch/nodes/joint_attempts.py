@@ -4,31 +4,32 @@
 leader chooses the cause, so a node whose rank fails does not know yet whether its failure is the cause; the leader in
 turn knows neither the node's MIN nor its progress. So the report of a failure says what follows if it is the cause: the
 number of ranks, and whether it costs a restart. The node computes this on a copy of its `LocalSize` (see `SharedSize`),
-and adopts the copy if the next view has that number. A rank that failed as a victim changes no number.
+and adopts the copy if the next view has that number. The failure of a victim changes no number of ranks.
 
 - ``State.num_ranks`` is the number with which a node would continue: the number in its view, unless its supervisor asks
-  for more. It does so when ``--regrow-after`` is over and a snapshot has just been taken. The leader then waits for the
-  next snapshot, as for nodes that join, but without a limit. If another node's failure ends the attempt, all ranks
-  restart anyway, so a node that has made progress with fewer ranks asks for MAX before it reports that its ranks have
-  ended. If MAX ranks fail, that costs no restart either.
+  for more. The supervisor does so when ``--regrow-after`` is over and a snapshot has just been taken. The leader then
+  waits for the next snapshot, as it does for nodes that join, but without a limit. If another node's failure ends the
+  attempt, all ranks restart anyway, so a node that has made progress with fewer ranks asks for MAX before it reports
+  that its ranks have ended. If MAX ranks fail, that costs no restart either.
 - **A node below MIN** offers 0 ranks, and leaves once it knows that its failure was the cause: from the leader's
-  ``State.cause``, or from the next view, which is without it. It does not leave earlier: a script that catches every
-  error and exits, or a library that aborts when a peer has gone, looks like a cause, and the job would lose this node
-  for the failure of another node's rank.
+  ``State.cause``, or from the next view, to which it does not belong. It does not leave earlier: a script that catches
+  every error and exits, or a library that aborts when a peer has gone, looks like a cause, and the job would lose this
+  node for the failure of another node's rank.
 
 **Endings that are not failures.**
 
 - **A planned restart** is announced in the memory of one host. When ranks of a Trainer are told to end, they ask each
-  other whether one of them knows of such a restart; otherwise some would save and others would not. Such a rank leaves
-  a note in its log folder that its exit code 75 is not a failure, since it may end before its own launcher is told. It
-  ends with an exception (`PlannedRestart`) that a kept process survives like that of a failed peer, so the other hosts
-  start no new processes when a host leaves or joins.
+  other whether one of them knows of such a restart; otherwise some would save and others would not. A rank that ends
+  for a planned restart leaves a note in its log folder that its exit code 75 is not a failure, since it may end before
+  its own launcher is told. It raises `PlannedRestart`, which a kept process survives in the same way as the failure of
+  a peer. So when a host leaves or joins, the other hosts start no new processes.
 - **A preemption** of one node preempts the job on all nodes. It takes precedence over any other cause, and ends the job
   without a restart. The leader waits until all ranks have ended, for at most ``--shutdown-timeout``. The preempted node
-  stays until it hears of the end: its early exit would count as a loss, and would stop ranks that are still saving.
-- **Ctrl-C on one node** ends the job on all. The launcher tells its agent at once, and stays until it hears of the end.
-  This cause takes precedence over all others but preemption. The leader waits until that node's ranks have ended, since
-  they may be saving.
+  stays until it hears of the job's end: an early exit would count as a loss, and would stop ranks that are still
+  saving.
+- **Ctrl-C on one node** ends the job on all. The launcher tells its agent at once, and stays until it hears of the
+  job's end. Ctrl-C takes precedence over all other causes but preemption. The leader waits until the ranks of the
+  interrupted node have ended, since they may be saving.
 """
 
 from __future__ import annotations
@@ -173,13 +174,13 @@ def _place_of_this_node(attempt: Attempt, job: Job) -> str:
 
 
 def _changes(order: Start, num_before: int, why: str, failure: Cause | None, *, was_away: bool) -> list[str]:
-    """Return lines about the changes since the previous attempt: which nodes take part, and with how many ranks.
+    """Return lines about what has changed since the previous attempt: which nodes take part, and with how many ranks.
 
     Args:
         num_before: Number of nodes in the previous attempt; 0: this is the first attempt.
         why: Reason for this node's new number of ranks; empty: it is the same.
         failure: Cause of the previous attempt's failure; None: it did not fail.
-        was_away: Whether the others have made an attempt without this node.
+        was_away: Whether the other nodes have made an attempt without this one.
     """
     num_nodes, resized, lines = order.attempt.num_nodes, order.resized, []
     if num_before and was_away:

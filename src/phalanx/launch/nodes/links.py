@@ -23,13 +23,13 @@ from phalanx.wire.lines import as_line, read_line
 from phalanx.wire.messages import read_value
 
 _INTERACTIVE = 6  # SO_PRIORITY: ahead of bulk traffic
-_MOST_BYTES = 1 << 22  # most bytes of a line, and most that may wait to be sent
+_MOST_BYTES = 1 << 22  # most bytes of a line, and of the data that waits to be sent
 _MOST_STRANGERS = 64  # connections without a completed handshake
 _BUFFER_BYTES = 1 << 18
 
 
 class LinkOwner(Protocol):
-    """Receiver of what happens on the links."""
+    """Handler of the events on the links."""
 
     def linked(self, node: Node) -> None:
         """Handle a completed handshake with a new node."""
@@ -68,7 +68,7 @@ class _Peer:
     """A node that has completed the handshake, and the connection to it.
 
     Attributes:
-        link: Connection in use; None: it has ended, and another is being made.
+        link: Connection in use; None: the last one has ended, and another is being made.
     """
 
     def __init__(self, node: Node, link: _Link) -> None:
@@ -87,7 +87,7 @@ class Links:
     """All connections of one agent.
 
     Args:
-        selector: Selector of the agent's loop; others may register with it, too, with a function as data.
+        selector: Selector of the agent's loop. Other code may register descriptors, too, each with a function as data.
         silence_s: Seconds of silence after which a node is lost.
 
     Attributes:
@@ -105,7 +105,7 @@ class Links:
         self.own: set[Place] = set()
 
     def introduce(self, me: Node, handshake: Mapping[str, Any]) -> None:
-        """Set the handshake. Before this call, nothing is sent and nothing read."""
+        """Set the handshake. Before this call, nothing is sent or read."""
         self._me, self._handshake = me, {**handshake, "node": me}
         for link in [*self._links]:
             if not link.is_connecting:
@@ -146,7 +146,7 @@ class Links:
             self._queue(link, as_line(self._handshake))
 
     def dial(self, place: Place) -> str:
-        """Connect to an agent, unless a connection is under way. Returns what is wrong with the host's name, or ""."""
+        """Connect to an agent unless already connected; return what is wrong with the host's name, "" if nothing is."""
         if place in self.own or any(link.dialed == place for link in self._links):
             return ""
         address, why = self._names.find(place)
@@ -256,7 +256,7 @@ class Links:
             return
         if "refused" in message:
             self._close(link)
-            if link.dialed is not None:  # we dialed, and only the end that was dialed may refuse
+            if link.dialed is not None:  # only the end that was dialed may refuse
                 self._owner.refused(str(message["refused"])[:500])
             return
         assert self._me is not None
@@ -273,7 +273,7 @@ class Links:
             self._greeted(link, node)
 
     def _greeted(self, link: _Link, node: Node) -> None:
-        """Use a connection to a node. Of two, both ends keep the one that the node with the lower id dialed."""
+        """Use a connection to a node. If there are two, both ends keep the one dialed by the node with the lower id."""
         assert self._me is not None
         if link.dialed is not None:
             self._bury(link.dialed, but=node.id)
@@ -304,7 +304,7 @@ class Links:
                 self.redial()
 
     def _bury(self, place: Place | None, but: str = "") -> None:
-        """Report the nodes at a place as dead, because nothing listens there any more, or another agent does."""
+        """Report the nodes at a place as dead: nothing listens there any more, or another agent (`but`) does."""
         for peer in [peer for peer in self._peers.values() if peer.node.place == place and peer.node.id != but]:
             if peer.link is None:
                 del self._peers[peer.node.id]
@@ -324,7 +324,7 @@ class Links:
             timeout_s = min(timeout_s, _DIAL_AGAIN_S)
         for key, _ in self._selector.select(timeout_s):
             now = self._selector.get_map().get(key.fd)
-            if now is not None and now.data is key.data:  # an earlier callback of this round may have closed it
+            if now is not None and now.data is key.data:  # an earlier callback may have closed the connection
                 key.data()
 
     def lose_silent(self) -> None:
@@ -354,7 +354,7 @@ class _Names:
         self._asking: set[Place] = set()
 
     def find(self, place: Place) -> tuple[tuple[Any, Any] | None, str]:
-        """Return family and address of a place, or None while unknown, and what is wrong with its name."""
+        """Return family and address of a place, None while they are unknown, and what is wrong with its name."""
         asked_s, address, why = self._found.get(place, (-_RESOLVE_AGAIN_S, None, ""))
         if time.monotonic() - asked_s >= _RESOLVE_AGAIN_S and place not in self._asking:
             self._asking.add(place)

@@ -1,4 +1,4 @@
-"""Messages between agents, and between an agent and its supervisor: each is checked before it is believed.
+"""Messages between agents, and between an agent and its supervisor. Each message is validated when it is read.
 
 Agents send each other lines of JSON. A supervisor and its agent send packets ``{kind: facts}``; each kind is a
 dataclass of this module, and `read_packet` returns an object of it.
@@ -21,10 +21,10 @@ _OF_STATE = {field.name for field in dataclasses.fields(State)}
 
 
 def read_state(value: Any) -> State:
-    """Return the state of a node. Every field must be there, also those with a default.
+    """Return the state of a node. Every field must be present, even those with a default.
 
     Raises:
-        ValueError: It is not a state.
+        ValueError: `value` is not a state.
     """
     require(isinstance(value, dict) and value.keys() >= _OF_STATE, "the state of a node", value)
     state: State = read_value(value, State)
@@ -37,7 +37,8 @@ class Heartbeat:
 
     Attributes:
         at: Time of sending, by the sender's clock.
-        echo: Time at which the receiver sent its last heartbeat that the sender got, by the receiver's clock; 0: none.
+        echo: Time at which the receiver sent the last heartbeat that has reached the sender, by the receiver's clock;
+            0: none has.
         came: Time at which that heartbeat arrived, by the sender's clock.
         age: Seconds for which the sender's job has lasted.
     """
@@ -144,7 +145,7 @@ class AskFor:
 
 @dataclasses.dataclass(frozen=True)
 class Resized:
-    """A node that has another number of ranks than before."""
+    """A node whose number of ranks has changed."""
 
     host: str
     before: int
@@ -185,7 +186,7 @@ class Restart:
 
     Attributes:
         restarts: Failures of the job so far, this one included.
-        sign: Sign by which this node noticed the failure; None: it did not notice it.
+        sign: Sign by which this node noticed the failure; None: this node did not notice it.
     """
 
     cause: Cause
@@ -218,7 +219,7 @@ class GiveUp:
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """What this node waits for, and the seconds left; None: there is no limit."""
+    """A line about what this node is waiting for, and the seconds left; None: there is no limit."""
 
     what: str
     left_s: float | None = None
@@ -247,7 +248,7 @@ class Drain:
 
 @dataclasses.dataclass(frozen=True)
 class NextToLeave:
-    """Whether this node is the next of those that are about to leave."""
+    """Whether this node is the next to leave among those that are about to leave."""
 
     is_next: bool
 

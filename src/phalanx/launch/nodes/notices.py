@@ -1,12 +1,12 @@
 """Notices that this host is about to be preempted: a file that appears, or a provider's metadata service.
 
-One thread polls for each kind, since a name lookup or a file system may hang. Nothing depends on the wall clock.
+Each kind has its own polling thread, since a name lookup or a file system may hang. Nothing depends on the wall clock.
 
-**A file that was there at the start is no notice.** A drained host is started again by the same command, with the file
-of the last notice still in place; if that counted, the host would leave again at once. So only a change after the start
-is a notice, and a line names the leftover file. The provider's answer always counts, since it is about this very
-machine. If no other node stays, a notice becomes a SIGTERM to the ranks, so that they save to disk: snapshots in memory
-are lost with the last host.
+**A file that was there at the start is no notice.** When a drained host is started again with the same command, the
+file of the last notice may still be there. If that file counted, the host would leave again at once. So only a change
+after the start is a notice, and a line names the leftover file. The provider's answer always counts, since it is about
+this very machine. If no other node stays, a notice becomes a SIGTERM to the ranks, so that they save to disk: snapshots
+in memory are lost with the last host.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Notices:
         file: File whose appearance or change is a notice; empty: none.
         url: Address whose answer 200 is a notice, or a key of `SERVICES`; empty: none.
         tell: Function that a thread calls with the text of the notice.
-        tell_leftover: Function that a thread calls with the file if it was there before.
+        tell_leftover: Function that a thread calls with `file` if the file already existed at the start.
     """
 
     def __init__(self, file: str, url: str, tell: Callable[[str], None], tell_leftover: Callable[[str], None]) -> None:
@@ -82,11 +82,11 @@ class Notices:
         self._service = SERVICES.get(url) or (Service(url) if url else None)
         self._said = threading.Lock()
         self._has_looked = threading.Event()
-        # Two threads, so that a file system that hangs does not hold back the provider's warning.
+        # Two threads, so that a hanging file system does not hold back the provider's warning.
         for watch in filter(None, (self._watch_file if file else None, self._watch_service if url else None)):
             threading.Thread(target=watch, name="phalanx-notices", daemon=True).start()
         if file:
-            self._has_looked.wait(_LIMIT_S)  # a change from now on is a notice, unless the file system hangs
+            self._has_looked.wait(_LIMIT_S)  # afterwards every change is a notice, unless the file system hangs
 
     def _watch_file(self) -> None:
         first = _stamp_of(self._file)
@@ -104,7 +104,7 @@ class Notices:
         self._say(f"{self._service.url} says that this host is to go")
 
     def _say(self, notice: str) -> None:
-        if self._said.acquire(blocking=False):  # only the first of two notices is told
+        if self._said.acquire(blocking=False):  # only the first of two notices is reported
             self._tell(notice)
 
 

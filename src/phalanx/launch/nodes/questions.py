@@ -1,7 +1,7 @@
-"""Forwards the question of ``phalanx why`` to the other nodes, and answers questions that come from them.
+"""Forwards the question of ``phalanx why`` to the other nodes, and answers the questions of those nodes.
 
-The command connects to a socket of its host's agent, which asks the agents of the other nodes. Each of them starts a
-process that gathers evidence about its ranks, and forwards the output.
+The command connects to a socket of its host's agent, which asks the agents of the other nodes. Each agent that is asked
+starts a process that gathers evidence about the ranks of its node, and sends back the output.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Questions:
         look.process.wait()
 
     def look(self) -> None:
-        """Finish the questions that are answered completely, or that have taken too long."""
+        """Finish the questions that have been fully answered or have taken too long."""
         now_s = time.monotonic()
         for look in [look for look in self._looks if now_s > look.ends_s]:
             self._end(look)

@@ -1,4 +1,4 @@
-"""Views and states: who the nodes are, who takes part in an attempt, and how far each of them is."""
+"""Views and states: who the nodes are, which of them take part in an attempt, and what each reports of itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Node:
     """A node as the others know it. Nodes with the same id are the same node; the other facts may change.
 
     Attributes:
-        id: Identifier of this agent's process; a node that is started again has another.
+        id: Identifier of the agent's process; a node that is started again has a new one.
         host: Hostname, for people.
         address: Address at which the other nodes reach it.
         port: Port on which the agent listens.
@@ -81,12 +81,12 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why an attempt failed.
+    """The reason why an attempt failed.
 
     Attributes:
-        ending: Ending of the rank that was the cause. If a node was: its host and first rank, and what happened as the
-            exception.
-        num_ranks: Number of ranks that the node has in the next attempt; -1: as many as before.
+        ending: Ending of the rank that was the cause. If a node was the cause, this is an ending with the node's host
+            and first rank, which describes the event as an exception.
+        num_ranks: Number of ranks that the failed rank's node has in the next attempt; -1: as many as before.
         is_free: Whether this failure costs no restart.
     """
 
@@ -116,15 +116,15 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Who takes part in one attempt.
+    """The nodes of one attempt, and the facts on which they agree.
 
     Attributes:
         members: Nodes, in the order of their ranks.
         attempt: Number of earlier attempts, however they ended.
         restarts: Number of failures so far.
         cause: Failure of the previous attempt; None: it did not fail.
-        bases: Groups of nodes of the views that may have been the last to start; each has to agree to this view.
-        places: Addresses and ports of all nodes that have taken part, where a restarted node is looked for.
+        bases: Groups of nodes of the views that may have been the last to start; each group has to agree to this view.
+        places: Addresses and ports of all nodes that have taken part; a restarted node is looked for there.
         job: Id of the node that proposed the first view of this job.
     """
 
@@ -161,11 +161,11 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a node sends to all others, repeatedly; only its latest state counts.
+    """Facts that a node repeatedly sends to all others; only its latest state counts.
 
     Attributes:
         term: Term in which the node has voted.
-        leader: Id of the node that it follows; its own id: it is a candidate or the leader.
+        leader: Id of the node that it follows; its own id if it is a candidate or the leader.
         in_office: Whether it leads with enough votes.
         key: Key of the newest view that it has accepted.
         is_settled: Whether it is linked to all nodes of that view, and every linked voter knows the view.
@@ -174,12 +174,12 @@ class State:
         is_leaving: Whether it is about to leave the job on purpose.
         is_done: Whether its ranks have succeeded in this view.
         failure: Failure of one of its ranks in this view.
-        running: If this node leads: key of the view whose nodes are to train.
+        running: If the node leads: key of the view whose nodes are to train.
         port: Port that it holds for rank 0, if it is the first node of the view; 0: none yet.
         result: End of the job; None: the job has not ended.
         job: Id of the job of its view.
-        num_ranks: Number of its ranks in the next attempt; a failure of its own that is the cause can change it.
-        cause: If this node leads: reason for ending this view's attempt.
+        num_ranks: Number of its ranks in the next attempt, unless its `failure` is the cause and gives another number.
+        cause: If the node leads: reason for ending this view's attempt.
     """
 
     term: int = -1
@@ -206,7 +206,7 @@ class Rules:
 
     Attributes:
         silence_s: Seconds of silence after which a node is lost.
-        last_call_s: Seconds to wait for more nodes at the start of the job, once the minimum is there.
+        last_call_s: Seconds to wait for more nodes at the start of the job, once the minimum has come.
         join_s: Seconds that new nodes wait for the next snapshot; after that, all ranks restart without it.
         has_positions: Whether nodes have fixed numbers.
         spares: Number of nodes beyond the maximum that wait as spares.

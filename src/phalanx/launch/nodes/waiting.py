@@ -21,7 +21,7 @@ def why_not_in(view: View, rules: Rules, me: Node) -> str:
 
 
 def missing(nodes: Sequence[Node], rules: Rules) -> str:
-    """Return what is missing before `nodes` can start the job; "" if nothing is known to be."""
+    """Return what is missing before `nodes` can start the job; "" if nothing is known to be missing."""
     here = ", ".join(node.host for node in nodes)
     if rules.has_positions:
         positions = [node.position for node in nodes]
@@ -41,7 +41,7 @@ def why_no_majority(view: View, reached: Collection[str], here: Sequence[Node]) 
 
     Args:
         reached: Ids of the nodes of the view that this node can reach.
-        here: Linked nodes, and this one.
+        here: This node and those linked to it.
     """
     lost = [node.host for node in view.members if node.id not in reached]
     left = [node.host for node in view.members if node.id in reached]

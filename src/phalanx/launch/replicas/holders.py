@@ -1,11 +1,12 @@
 """Chooses the other nodes that keep each node's snapshots.
 
-The holder of a node's snapshots is a node of the next failure domain in the view's order (``--host-label``; without a
-label, each host is one): the one with the same number within its domain. If domains are equally large, each node holds
-for one other. A node that refuses, for lack of memory, is passed over. So is one that does not confirm an offer within
-5 s: a connection alone proves nothing, since the kernel accepts it also for a process that is stopped or not yet
-started again. A node that failed is asked again after pauses that double. A snapshot is left with fewer replicas once
-every holder has refused, or failed three times.
+A failure domain is the set of nodes with the same ``--host-label``; without a label, each host is a domain. A node's
+snapshots are held by a node of the next failure domain in the view's order: the one with the same number within its
+domain. If domains are equally large, each node holds the snapshots of one other node. A node that refuses, for lack of
+memory, is passed over. So is a node that does not confirm an offer within 5 s. A connection alone proves nothing: the
+kernel accepts it even for a process that has been stopped, or has not been restarted yet. A node that failed is asked
+again after pauses that double. A snapshot is left with fewer replicas once every holder has refused, or has failed
+three times.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 
 from phalanx.launch.nodes.views import Node
 
-_MORE = 4  # nodes to ask when the first ones refuse
+_MORE = 4  # further nodes to ask when the first ones refuse
 
 
 def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Node]:
     """Return the nodes to ask to keep a node's replicas, best first.
 
     Nodes of other failure domains come first, one of each domain before a second of any. If domains are equally large,
-    all nodes keep equally much.
+    all nodes keep equally many replicas.
 
     Args:
         members: Nodes of a view, in its order.
-        me: Node whose replicas they are.
+        me: Node whose snapshots are replicated.
     """
     domains: dict[str, list[Node]] = {}
     for node in members:
@@ -43,7 +44,7 @@ def holders_of(members: Sequence[Node], me: Node, num_replicas: int) -> list[Nod
 
 
 def told_of(members: Sequence[Node], me: Node, num_replicas: int) -> dict[str, Any]:
-    """Return what the replicator has to know of a view, as JSON."""
+    """Return what the replicator has to know about a view, as a table for JSON."""
     holders = holders_of(members, me, num_replicas)
     return {
         "me": me.id,

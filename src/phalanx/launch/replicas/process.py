@@ -1,4 +1,4 @@
-"""The supervisor's view of the process that copies a node's snapshots to other nodes, and keeps theirs.
+"""The supervisor's handle for the process that copies a node's snapshots to other nodes, and keeps theirs.
 
 It is a process of its own, so that neither the supervisor nor the agent ever waits for a large copy.
 """
@@ -18,7 +18,7 @@ from phalanx.launch.processes.descendants import start_helper
 from phalanx.launch.screen.events import EventLoop
 from phalanx.wire.packets import PacketSocket
 
-# Not started with -m, which would let a json.py in the current folder hide the standard library's.
+# Not started with -m, which would let a json.py in the current folder shadow the standard library's.
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.replicas.replicator import main; main()"
 _FIRST_PAUSE_S = 0.5  # pause before the first restart; each later one is twice as long
 _MOST_PAUSE_S = 60.0
@@ -34,8 +34,8 @@ class Replicas:
         events: Loop of the supervisor.
         say: Function that shows a line.
         snapshots_fd: Memory of the snapshots.
-        num_replicas: Number of other nodes that are to have each snapshot.
-        keep_list: Children of the supervisor that stay when ranks are ended; the replicator is added.
+        num_replicas: Number of other nodes that are to have a copy of each snapshot.
+        keep_list: Children of the supervisor that stay when ranks are ended; this class adds the replicator.
 
     Attributes:
         pid: Process id of the replicator.
@@ -56,7 +56,7 @@ class Replicas:
         self._view: Mapping[str, Any] | None = None
         self._pause_s = _FIRST_PAUSE_S
         want_replicas(snapshots_fd, num_replicas)
-        self._listener: socket.socket = bound_socket()  # kept open: other nodes know its port
+        self._listener: socket.socket = bound_socket()  # kept open, because other nodes know its port
         self.port: int = self._listener.getsockname()[1]
         self._start(0.0)
 

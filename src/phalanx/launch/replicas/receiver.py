@@ -1,8 +1,8 @@
 """The receiving side of a replicator, which keeps snapshots of other hosts: a thread for each host that sends.
 
 Strangers can reach the port. So a message must be complete within 20 s, a sender that is refused is disconnected, and
-if descriptors run out the listener pauses between two tries. Other nodes may know this node's id before it does; it
-lets them wait until then.
+if descriptors run out, the listener pauses between two tries. Other nodes may know this node's id before the receiver
+does; their offers wait until then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AGAIN_S = 0.2
 
 
 class _Offer(NamedTuple):
-    """Snapshot that another host asks us to keep."""
+    """A snapshot that another host asks this one to keep."""
 
     heads: tuple[Head, ...]
     numbers: tuple[int, ...]
@@ -44,11 +44,11 @@ class Receiver:
 
     Args:
         listener: Bound socket.
-        snapshots_fd: Memory in which they are kept.
+        snapshots_fd: Memory in which snapshots are kept.
         run_id: Name of the job.
 
     Attributes:
-        spent_s: Processor time spent on receiving snapshots; that for strangers is not counted.
+        spent_s: Processor time spent on receiving snapshots; time spent on strangers is not counted.
     """
 
     def __init__(self, listener: socket.socket, snapshots_fd: int, run_id: str) -> None:
@@ -57,7 +57,7 @@ class Receiver:
         self.spent_s: float = 0.0
         self._fd, self._run_id, self._listener = snapshots_fd, run_id, listener
         self._lock = threading.Lock()
-        self._receiving: dict[int, Wire] = {}  # connections that fill a region now, by its offset
+        self._receiving: dict[int, Wire] = {}  # connections that are filling a region, by its offset
         self._lengths: dict[int, int] = {}  # lengths of the regions that have memory, by offset
         listener.listen(16)
         listener.setblocking(True)
@@ -132,7 +132,7 @@ class Receiver:
             ValueError, TypeError, KeyError: It is not an offer of a node of this job.
             _Refusal: It is meant for another node.
         """
-        if not self._is_known.wait(REPLICA_NAMED_S):  # others may know this node's id before its own replicator does
+        if not self._is_known.wait(REPLICA_NAMED_S):  # other nodes may know this node's id before its replicator does
             raise ValueError("nobody knows this node")
         if told["run_id"] != self._run_id or told["holder"] != self.me:
             raise _Refusal("another node is there")
@@ -153,7 +153,7 @@ class Receiver:
     # ------------------------------------------------------------ memory
 
     def _has(self, offer: _Offer) -> bool:
-        """Return whether the whole snapshot is already here; then it is left alone, because ranks may be loading it."""
+        """Return whether the whole snapshot is already here. Then it is left alone, because ranks may be loading it."""
         return all(
             any(layout.head_at(self._fd, layout.region_of_others(number, slot)) == head for slot in range(FETCHED_SLOT))
             for number, head in zip(offer.numbers, offer.heads, strict=True)
@@ -187,7 +187,7 @@ class Receiver:
         return offsets
 
     def _choose(self, number: int, safe: tuple[int, int]) -> int:
-        """Return the region to overwrite with an image: of its two, the older, but never that of the safe snapshot."""
+        """Return the region to overwrite with an image: the older of its two, but never that of the safe snapshot."""
         found = []
         for slot in range(FETCHED_SLOT):
             offset = layout.region_of_others(number, slot)
@@ -198,7 +198,7 @@ class Receiver:
         return min(found)[1]
 
     def _free_old(self, safe: tuple[int, int]) -> None:
-        """Free the snapshots, of any host, from attempts before that of the safe snapshot."""
+        """Free the regions of other hosts' images that are incomplete or from attempts before the safe snapshot's."""
         for offset in [*layout.used_regions(self._fd)]:
             if not layout.is_of_others(offset) or layout.is_fetched(offset) or offset in self._receiving:
                 continue

@@ -1,26 +1,26 @@
-"""Copies this host's snapshots into other hosts' memory, and keeps theirs in this host's. Imports no torch.
+"""Copies this host's snapshots into other hosts' memory, and keeps theirs in this host's memory. Imports no torch.
 
 The supervisor starts one such process per host, at the lowest priority. It is a process of its own because the agent's
-heartbeats may not wait, and the ranks' group is busy with training. One thread sends; for each host that sends to us,
-one thread receives. Images are sent from the memfd of the snapshots with `sendfile`, and the other host's replicator
-receives them into its own memfd.
+heartbeats must not wait, and the ranks' group is busy with training. One thread sends; for each host that sends to this
+one, one thread receives. Images are sent from the memfd of the snapshots with `sendfile`, and the other host's
+replicator receives them into its own memfd.
 
-The protocol, over TCP: an **offer** (a line of JSON) says which images are to come, and which snapshot must not be
+The protocol runs over TCP. An **offer** (a line of JSON) says which images are to come, and which snapshot must not be
 overwritten for them. The holder confirms at once that it has heard the offer. When it has made room, it answers that
 the images may come, or why not. The images follow in pieces, each preceded by its length and answered by a byte.
-`sendfile` does not copy: if a rank writes into a page before it has been answered, the new bytes may be sent. So at the
-end the sender checks that no rank has written into the images, and only then has the holder mark them as whole.
+`sendfile` does not copy: if a rank writes into a page before its piece has been answered, the new bytes may be sent. So
+at the end the sender checks that no rank has written into the images, and only then has the holder mark them as whole.
 
 **Training goes first.** A piece has as many bytes as the link carries in 4 ms (8 KiB at least), and is answered before
-the next is sent, so a message of the ranks never waits behind more than one piece; between pieces, the link is left
-alone for as long again. A limit of the rate (SO_MAX_PACING_RATE) would need a number that nobody knows. Between copies
-the process rests until it has used 1 % of the processors' time; training loses some three times as much, because the
-kernel's work for the link and colder caches are not in that time.
+the next piece is sent. So a message of the ranks never waits behind more than one piece. After each piece, the link is
+left alone for as long as the piece took. A rate limit (SO_MAX_PACING_RATE) would need a number that nobody knows. After
+a copy, the process rests until copying has cost 1 % of the processors' time on average. Training loses some three times
+as much, because that time includes neither the kernel's work for the link nor the effect of colder caches.
 
-**Its death.** The supervisor starts it again after a pause that doubles; the new process itself makes the pause, so the
-supervisor needs no timer. The supervisor keeps the listener open, so the port that other nodes know stays the same.
-Meanwhile ranks still ask for replicas, so the safe snapshot stays until a newer one has been copied; if a host is lost
-in the pause, that is the one needed.
+**If the replicator dies,** the supervisor starts it again after a pause that doubles each time. The new process waits
+out the pause itself, so the supervisor needs no timer. The supervisor keeps the listener open, so the port that other
+nodes know stays the same. During the pause, ranks still ask for replicas, so the safe snapshot stays until a newer one
+has been copied. If a host is lost during the pause, the safe snapshot is the one that is needed.
 
 `phalanx.checkpoint.memory.slots` has the rules for which snapshot may be overwritten.
 """
@@ -46,11 +46,11 @@ from phalanx.wire.packets import PacketSocket
 
 _LOOK_S = 0.05
 _AGAIN_S, _MOST_AGAIN_S = 1.0, 60.0  # first and longest pause before a holder that failed is asked again
-_SAID_FAILURES = 2  # failures of a holder that are reported; one alone may be the end of a host, reported elsewhere
+_SAID_FAILURES = 2  # failures in a row until a line says so; one alone may be the loss of a host, reported elsewhere
 _MOST_FAILURES = 3  # failures of each holder after which a snapshot is left with fewer replicas
 _PIECE_S = 0.004
 _LEAST_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 10, 8 << 20
-_REST, _SLOW_REST = 1.0, 4.0  # rests, in durations of a piece; the second if even the smallest piece takes too long
+_REST, _SLOW_REST = 1.0, 4.0  # rest after a piece, in multiples of its duration; the second if the link is slow
 _SHARE_OF_CPUS = 0.01  # fraction of the CPUs for copying and receiving; training loses about three times as much
 
 
@@ -59,18 +59,18 @@ class Refused(Exception):
 
 
 class Changed(Exception):
-    """A rank has written over what was being copied, or the ranks now want another snapshot copied."""
+    """A rank has overwritten the snapshot that was being copied, or the ranks now want another snapshot copied."""
 
 
 class Replicator:
-    """Sends what the ranks want to have copied to the holders of this node.
+    """Sends the holders of this node the snapshots that its ranks want to have copied.
 
     Args:
         channel: Channel to the supervisor.
         listener: Socket to which other nodes connect.
         snapshots_fd: Memory of the snapshots.
         run_id: Name of the job.
-        num_replicas: Number of other nodes that are to have each snapshot.
+        num_replicas: Number of other nodes that are to have a copy of each snapshot.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Replicator:
         self._holders: list[dict[str, Any]] = []
         self._wires: dict[str, Wire] = {}
         self._num_failures: dict[str, int] = {}  # failures in a row, by holder
-        self._asked_again_s: dict[str, float] = {}  # when to ask a holder that has failed again
+        self._asked_again_s: dict[str, float] = {}  # when to ask again a holder that has failed
         self._done: Copy | None = None
         self._has: set[str] = set()  # holders that have the snapshot that is being copied
         self._copying: Copy | None = None
         self._piece_bytes = _LEAST_PIECE_BYTES
         self._rests_until_s = 0.0
-        self._cpu_s = 0.0  # processor time spent when the present rest began
+        self._cpu_s = 0.0  # processor time spent by the start of the current rest
         self._said: set[str] = set()
 
     def run(self) -> None:
@@ -168,7 +168,7 @@ class Replicator:
             self._channel.send({"say": "replicas of this host's snapshots: they are kept again"})
 
     def _spent_s(self) -> float:
-        """Return the processor time spent on sending and receiving snapshots; that for strangers is not counted."""
+        """Return the processor time spent on sending and receiving snapshots, without the time spent on strangers."""
         return time.thread_time() + self._receiver.spent_s
 
     def _note_failure(self, holder: Mapping[str, Any], error: str) -> None:

@@ -20,7 +20,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 class Wire:
-    """One end of such a connection.
+    """One end of a connection between two replicators.
 
     Args:
         end: Connected socket, owned from now on; None: there is none.
@@ -35,7 +35,7 @@ class Wire:
 
     @staticmethod
     def to(address: str, port: int) -> Wire:
-        """Connect.
+        """Connect to the replicator of another host.
 
         Raises:
             OSError: Nobody answers.
@@ -58,20 +58,20 @@ class Wire:
         """Return the next message.
 
         Args:
-            waits: Whether to wait for its first byte without a limit.
+            waits: Whether to wait for the first byte without a limit.
             within_s: Time limit for the whole message; default: `REPLICA_SILENCE_S`.
 
         Raises:
             OSError: The other end has gone, or takes too long.
-            ValueError: What came is not a message.
+            ValueError: The data received is not a message.
         """
         return receive_line(self._end, REPLICA_SILENCE_S if within_s is None else within_s, waits=waits)
 
     def ask(self, offer: Mapping[str, Any]) -> dict[str, Any]:
         """Make an offer and return the answer.
 
-        The other end acknowledges the offer before it makes room, which may take long. So an end that is stopped or
-        restarting is given up soon.
+        The other end acknowledges the offer before it makes room, which may take long. So this end soon gives up on one
+        that has been stopped or is restarting.
 
         Raises:
             OSError, ValueError: As in `hear`.
@@ -106,12 +106,12 @@ class Wire:
         self._end.sendall(data)
 
     def send_file(self, fd: int, at: int, length: int) -> None:
-        """Send bytes of a file. If they are overwritten before they have arrived, the new bytes may be sent instead."""
+        """Send bytes of a file. If they are overwritten before they have arrived, the new bytes may arrive instead."""
         end = at + length
         while at < end:
             try:
                 at += os.sendfile(self.fileno(), fd, at, end - at)
-            except BlockingIOError:  # the socket has a timeout, so in the kernel it does not block
+            except BlockingIOError:  # a socket with a timeout is non-blocking in the kernel
                 if not select.select([], [self.fileno()], [], REPLICA_SILENCE_S)[1]:
                     raise TimeoutError("the other end takes nothing") from None
 

@@ -1,14 +1,14 @@
-"""Attempts on one node, one after another: the port of each, what ends it, and whether another follows.
+"""Attempts on one node, one after another: the port of each attempt, what ends it, and whether another follows.
 
 **Ports.** The supervisor binds rank 0's port without listening, and holds it as long as the attempt lasts. Rank 0 can
 listen on it (both sides set SO_REUSEADDR), and the kernel gives it to nobody else. Each attempt has a new store, on a
-new port unless the user named one, so no rank can read an address of an earlier attempt.
+new port unless the user named one, so no rank can read an address from an earlier attempt.
 
-**A mistake in the script is not retried.** A failure counts as one if every rank raised the same exception at the same
-line within 10 s, with no snapshot and no sign of training. Once one rank has raised it, the others get half a second to
-do the same. Signs of training are a Trainer's step, a checkpoint, or more than 32 collectives in one group, which is
-more than comparing models and broadcasting their weights takes. Ranks note these signs in the launcher's memory when
-they save and when they leave a group.
+**A mistake in the script is not retried.** A failure counts as a mistake if every rank raised the same exception at the
+same line within 10 s, with no snapshot and no sign of training. Once one rank has raised an exception, the others get
+half a second to raise the same. Signs of training are a Trainer's step, a checkpoint, or more than 32 collectives in
+one group; comparing models and broadcasting their weights takes fewer. Ranks note these signs in the launcher's memory
+when they save and when they leave a group.
 
 TORCHELASTIC_RESTART_COUNT counts every restart, because ranks use it to tell the snapshots of one attempt from those of
 another.
@@ -91,7 +91,7 @@ def words_of_used_restarts(job: Job, num_restarts: int) -> str:
 
 
 def give_up_memory(ranks: Supervisor) -> None:
-    """After the kernel ran out of memory: have later attempts take no snapshots and keep no freed memory."""
+    """Have later attempts take no snapshots and keep no freed memory, because memory has run out."""
     ranks.dismiss_survivors()
     forbid(ranks.snapshots_fd)
     ranks.memory = MemoryPolicy(why="the kernel has killed a process because memory ran out")
@@ -106,7 +106,7 @@ class RestartPolicy:
 
     Attributes:
         size: Number of ranks of the current attempt.
-        is_regrowing: Whether the current attempt is being ended for no other reason than to start MAX ranks.
+        is_regrowing: Whether the current attempt is being ended only in order to start MAX ranks.
         is_over: Whether there is no further attempt.
     """
 
@@ -126,7 +126,7 @@ class RestartPolicy:
     def is_time_to_regrow(self, lived_s: float) -> bool:
         """Return whether to restart with MAX ranks now.
 
-        If so, this is announced to the ranks, which then need not ask the scheduler for another job.
+        If so, the restart is announced to the ranks, which then do not ask the scheduler for another job.
         """
         self.is_regrowing = self.size.is_time_to_regrow(lived_s)
         if self.is_regrowing:

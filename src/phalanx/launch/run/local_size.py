@@ -1,22 +1,22 @@
 """The number of ranks on a node in each attempt.
 
 With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't be restarted, and adds them again
-later. What decides is progress: a newer snapshot in the supervisor's memory, complete on every rank of the node.
+later. Progress decides: a newer snapshot in the supervisor's memory that is complete on every rank of the node.
 
 - **Shrinking.** After an attempt that fails within 10 s and without progress, the next one has one rank fewer. At MIN
   the job ends, because the same start would fail again.
 - **Growing.** After the failure of an attempt that made progress with fewer ranks, the next one has MAX. After
-  ``--regrow-after`` seconds the supervisor waits for the next complete snapshot, ends the ranks as at the end of a job
-  and starts MAX; at most the step under way is lost. A job without snapshots, or in which a rank has already finished,
-  keeps its size.
+  ``--regrow-after`` seconds the supervisor waits for the next complete snapshot, ends the ranks with SIGTERM and starts
+  MAX ranks; at most the step under way is lost. A job without snapshots keeps its size, and so does one in which a rank
+  has already finished.
 - **No cost.** The launcher itself decided to try MAX ranks, so neither that restart nor the one that goes back to fewer
-  counts against ``--max-restarts``. Each time that MAX ranks make no progress, the wait doubles.
-- **Threads** and CPUs are divided again. If the number of threads changes, the forker is replaced, because torch sizes
+  ranks counts against ``--max-restarts``. Each time that MAX ranks make no progress, the wait doubles.
+- **Threads** and CPUs are divided anew. If the number of threads changes, the forker is replaced, because torch sizes
   its pools at import: such a restart takes one more import of torch.
 
-On several nodes, each node applies these rules for itself, see `nodes.joint_attempts`. There, progress means a snapshot
-of a newer attempt than any before. A newer step is not enough: the copy of a snapshot to another node may be finished
-only in the next attempt, and would then count as progress of that one.
+On several nodes, each node applies these rules for itself, see `nodes.joint_attempts`. A snapshot counts as progress
+only if it is from a newer attempt than any before. A newer step is not enough: the copy of a snapshot to another node
+may be finished only in the next attempt, and would then count as progress of that attempt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LocalSize:
     """Chooses the number of ranks on this node for each attempt.
 
     Attributes:
-        num_ranks: Number of ranks of the current attempt; 0: no attempt follows, because MIN ranks failed, too.
+        num_ranks: Number of ranks of the current attempt; 0: no attempt follows, because even MIN ranks failed.
         num_ended: Number of attempts that have ended.
         is_trial: Whether the launcher tries MAX ranks in the current attempt, so that its failure costs no restart.
     """
@@ -46,11 +46,11 @@ class LocalSize:
         self._fd = snapshots_fd
         self.num_ranks: int = job.num_local_ranks
         self.num_ended: int = 0
-        self._proven = 0  # ranks that made progress before MAX was tried again; 0: no trial
+        self._proven = 0  # number of ranks that made progress before MAX was tried again; 0: it was not
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # attempt of this host's snapshots now, replicas included
-        self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check after the wait was over
+        self._attempt_before = newest_attempt(self._fd)  # newest with snapshots here, replicas included, at the start
+        self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check, once the wait is over
 
     @property
     def has_progress(self) -> bool:
@@ -118,7 +118,7 @@ class LocalSize:
         return f"{failed}: going on with {counted(self.num_ranks, 'rank')} of {self.bounds}"
 
     def go_on(self, num_ranks: int) -> None:
-        """Begin the next attempt with `num_ranks`, after one that ended for a reason outside this node.
+        """Begin the next attempt with `num_ranks`, after an attempt that ended for a reason outside this node.
 
         If MAX is being tried, the trial goes on, unless MAX ranks have already made progress.
         """
@@ -135,7 +135,7 @@ class LocalSize:
 
 
 class SharedSize:
-    """The number of ranks of one node among several: what it offers the others, and what they have agreed on.
+    """The number of ranks of one node among several: what the node offers, and what all nodes have agreed on.
 
     Only the node whose rank was the cause of a failure changes its number. Nodes agree on the cause only after each has
     reported its own failure, so the report says what the node will do if its failure is the cause.
@@ -146,17 +146,17 @@ class SharedSize:
         self._now = LocalSize(job, snapshots_fd)
         self._blamed: tuple[Ending, LocalSize, str] | None = None  # what follows if this node's failure is the cause
         self._has_begun = False
-        self._has_asked = False  # whether it has asked for MAX ranks
+        self._has_asked = False  # whether this node has asked for MAX ranks
 
     @property
     def is_trial(self) -> bool:
         return self._now.is_trial
 
     def after_failure(self, culprit: Ending, *, lived_s: float, may_leave: bool) -> dict[str, Any]:
-        """Return `Cause.num_ranks` and `Cause.is_free` for the report of a failure; {} for a victim of another.
+        """Return `Cause.num_ranks` and `Cause.is_free` for the report of a failure; {} if it changes neither.
 
         Args:
-            may_leave: Whether the job could go on without this node, if it is left with too few ranks.
+            may_leave: Whether the job could go on without this node if the node is left with too few ranks.
         """
         if culprit.is_victim or culprit.preempted:
             return {}
@@ -203,7 +203,7 @@ class SharedSize:
         return (culprit.rank, culprit.pid) == cause.of_process
 
     def is_to_be_asked_for(self, lived_s: float) -> int:
-        """Return MAX once, when the wait is over and a snapshot has just been taken; else 0."""
+        """Return MAX, once, when the wait is over and a snapshot has just been taken; otherwise 0."""
         if self._has_asked or not self._now.may_regrow or not self._now.is_time_to_regrow(lived_s):
             return 0
         self._has_asked = True
@@ -215,7 +215,7 @@ class SharedSize:
         All ranks restart anyway, so trying MAX costs nothing.
 
         Args:
-            culprit: Rank of this node that failed; None: none did.
+            culprit: Ending of the rank of this node that failed; None: none failed.
         """
         is_mine = culprit is not None and not culprit.is_victim
         return 0 if is_mine or self._now.num_ranks == self._most or not self._now.has_progress else self._most
@@ -232,7 +232,8 @@ def newest_steps(fd: int) -> dict[bytes, int]:
 def _heads_that_count(fd: int) -> list[Head]:
     """Return the heads of complete snapshots that count.
 
-    If hosts hold different parts of a snapshot and replicas are wanted, it counts only once this host's part has them.
+    If hosts hold different parts of a snapshot and replicas are wanted, the snapshot counts only once this host's part
+    has its replicas.
     """
     copied, wants_copies = last_copied(fd), wanted_replicas(fd)
     newest_copied = (copied.attempt, copied.step) if copied is not None else (-1, -1)

@@ -4,15 +4,15 @@ The line of a loss is also saved beside the black boxes.
 
 All times are by this host's clock: the first sign of the loss; the time when this launcher knew of it; the end of the
 last rank; the start of the next attempt; and, from the black box of the host's first rank, the beginning and end of
-``checkpoint.load`` and of the first step. One rank is enough, since a step needs all of them. Times of different hosts
+``checkpoint.load`` and of the first step. One rank is enough, since a step needs all ranks. Times of different hosts
 are never compared: each launcher reports its own. If a node was lost, the first sign is the end of its connection, or
 the last message from it.
 
-For this, ranks record one phase and one note in ``checkpoint.load``. The supervisor reads the box 20 times a second for
-a minute after a restart, then once a second, until the line is printed. The box of the previous attempt, which tells
-how many steps are repeated, is read only when a step has ended: before that, the starting ranks need the cores. If a
-rank records more than 8,192 events between two reads, its first step is lost, and the last phase is called ``first
-collective seen``.
+For this purpose, ``checkpoint.load`` records one phase and one note in the box of its rank. The supervisor reads the
+box 20 times a second for a minute after a restart, then once a second, until the line is printed. The box of the
+previous attempt, which tells how many steps are repeated, is read only when a step has ended: until then, the starting
+ranks need the cores. If a rank records more than 8,192 events between two reads, its first step may be lost, and the
+last phase is called ``first step seen`` or ``first collective seen``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from phalanx.record.beginning import Before, Beginning, is_numbered, num_repeate
 from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
 
 _PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # pauses between two reads, at first and later
-_SOON_S = 60.0  # time after the start during which the shorter pause applies
-_RAISED_S = 0.5  # time for an error, which may have ended the step, to be recorded or to end its rank
+_SOON_S = 60.0  # time after the start for which the shorter pause applies
+_RAISED_S = 0.5  # time within which an error that ended the step is recorded, or ends its rank
 
 
 class Recovery:
@@ -67,7 +67,7 @@ class Recovery:
         self._lost(Loss(ending=culprit), ends)
 
     def lost_node(self, lost: Ending, sign: LossSign | None, ends: Sequence[Ending]) -> None:
-        """Record the loss of a node, and how this node noticed it, if it did."""
+        """Record the loss of a node, and how this node noticed the loss, if it did."""
         loss = Loss(ending=lost, node_sign="left")
         if sign is None or sign.noticed_s < self._began_s:  # this node did not notice it in this attempt
             self._lost(loss, ends)
@@ -99,7 +99,7 @@ class Recovery:
         """Record that the ranks of the next attempt are about to be started.
 
         Args:
-            places: Open file and offset of each rank's box; the files stay the caller's.
+            places: Open file and offset of each rank's box; the caller still owns the files.
         """
         self._attempt += 1
         self._began_s, self._told_s = time.monotonic(), 0.0
@@ -112,7 +112,7 @@ class Recovery:
     # ------------------------------------------------------------ records of the ranks
 
     def within(self, timeout_s: float | None) -> float | None:
-        """Return `timeout_s`, the supervisor's, shortened to the time of the next read."""
+        """Return the supervisor's `timeout_s`, shortened to the time until the next read."""
         if self._tail is None:
             return timeout_s
         pause_s = max(0.0, self._next_s - time.monotonic())
@@ -166,7 +166,7 @@ class Recovery:
         self._loss = self._tail = None
 
     def _may_have_failed(self, first: Event, ends: Sequence[Ending] | None) -> bool:
-        """Return whether the first step or collective has, or may have, ended with an error: then it does not count."""
+        """Return whether an error ended, or may have ended, the first step or collective, which then does not count."""
         known = self._seen.has_failed(first)
         if known is not None:
             return known
@@ -182,7 +182,7 @@ class Recovery:
     # ------------------------------------------------------------ marks
 
     def _mark(self, phase: str, when_s: float) -> None:
-        """Record the end of a phase; it is at least the end of the previous phase."""
+        """Record the end of a phase, which is never earlier than the end of the previous phase."""
         self._marks[phase] = max(when_s, *self._marks.values())
 
     def _save(self) -> None:

@@ -3,19 +3,19 @@
 **Who gets the signal.** The supervisor signals the ranks, not the processes that they have started: torch treats the
 death of a loader's worker as a failure of the rank, which then saves nothing, and a logger's process is needed until
 the rank has ended. SIGKILL goes to whole process groups. With ``--no-python`` every signal does, because a wrapper may
-not forward it. `phalanx._torch.shield` explains how workers survive a signal that somebody sends to every process.
+not forward signals. `phalanx._torch.shield` explains how workers survive a signal that somebody sends to every process.
 
 **Preemption.** A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). The supervisor
 gives the others their grace period, restarts nothing, and exits with 75 itself.
 
 **A lost Ctrl-C.** If a KeyboardInterrupt is raised in a callback, for instance during an import, Python prints it and
 continues. The supervisor recognises the message on the rank's stderr, hides it, and sends SIGINT again. While the
-command itself is imported, SIGINT has its default action.
+launcher itself is being imported, SIGINT has its default action.
 
-**The reader of the output is gone.** If it ends (``phalanx run train.py | head``, a killed ``tee``), the job ends as
-after a signal: SIGTERM to the ranks, their grace period, exit code 141. To continue unseen would surprise the user who
-closed the output, and an immediate kill would lose what a Trainer can save. After Ctrl-C, which also ends the reader,
-the job is ending anyway.
+**The reader of the output is gone.** If the reader ends (``phalanx run train.py | head``, a killed ``tee``), the job
+ends as after a signal: SIGTERM to the ranks, their grace period, exit code 141. To continue unseen would surprise the
+user who closed the output, and an immediate kill would lose what a Trainer can save. After Ctrl-C, which also ends the
+reader, the job is ending anyway.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shutdown:
         on_end: Function to call before ranks are told to end.
 
     Attributes:
-        by: Signal with which ranks are being ended; None: they are not.
+        by: Signal with which ranks are being ended; None: they are not being ended.
         has_failure: Whether a rank of this attempt has failed.
     """
 
@@ -92,11 +92,11 @@ class Shutdown:
         running = [rank for rank in self._ranks if rank.is_running]
         if culprit.is_victim:
             awaited = bool(running)
-        else:  # this rank gave no reason, but another one has printed one and is dying
+        else:  # wait if this rank gave no reason, but another has printed one and is dying
             silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.said_why for rank in running)
         give_up_s = self._first_failure_s + CAUSE_S
-        if self._job.max_restarts and culprit.raised and not awaited:  # others may raise the same, see `attempts`
+        if self._job.max_restarts and culprit.raised and not awaited:  # others may raise it, too: see `attempts`
             awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
         if culprit.preempted or culprit.ended_for_restart:  # the other ranks end by themselves, too
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
@@ -129,7 +129,7 @@ class Shutdown:
             self.end(signal.SIGKILL)
 
     def end(self, sig: int, ranks: Sequence[Rank] | None = None) -> None:
-        """Signal ranks, by default all living ones; SIGKILL follows after the grace period."""
+        """Signal ranks, by default all that are alive; SIGKILL follows after the grace period."""
         self._on_end()
         living = [rank for rank in self._ranks if rank.end is None] if ranks is None else ranks
         for rank in living:
@@ -155,7 +155,7 @@ class Shutdown:
             self._forkers.end(signal.SIGTERM, [rank.pid])
 
     def postpone(self, stopped_s: float) -> None:
-        """Move all deadlines by the time for which the ranks were stopped."""
+        """Postpone all deadlines by the time for which the ranks were stopped."""
         if self._events.deadline is not None:
             self._events.deadline += stopped_s
         if self._late_at_s is not None:
@@ -173,7 +173,7 @@ class Shutdown:
             why = f"no collective or snapshot within {STOP_S:g} s, so {they} started anew"
             self._say(f"{named('rank', late)} can't be kept: {why} (phalanx explain rank-not-kept)")
             self.end(signal.SIGTERM, running)
-        elif self._stopping:  # the deadline was that of the ranks that were not asked to stop
+        elif self._stopping:  # those asked to stop have stopped; the others get their grace period
             self._stopping, self._events.deadline = [], time.monotonic() + self._job.grace_s
         elif self.by == signal.SIGKILL:
             self._forkers.kill()
@@ -189,7 +189,7 @@ class Shutdown:
         return left_s if timeout_s is None else min(timeout_s, left_s)
 
     def say_who_is_late(self) -> None:
-        """Report once which ranks have not ended after some time."""
+        """Report, once, which ranks have not ended `LATE_S` after they were told to."""
         if self._late_at_s is None or time.monotonic() < self._late_at_s:
             return
         self._late_at_s = None

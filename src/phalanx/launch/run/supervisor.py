@@ -1,8 +1,9 @@
 """Starts the ranks and watches them; `console` shows their output, `signals` obeys signals, `shutdown` ends the ranks.
 
-``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. The supervisor forks the forker at once and, while
-that imports torch, is ready for output and signals within 0.1 s. Its loop (see `screen.events`) wakes for output, for a
-signal, for a message of the forker about a rank, or at the end of a grace period.
+``phalanx run train.py`` -> flags -> plan -> `Job` -> supervisor. The supervisor forks the forker at once. While the
+forker imports torch, the supervisor is already prepared for output and signals (within 0.1 s). Its loop (see
+`screen.events`) wakes for output, for a signal, for a message of the forker about a rank, or at the end of a grace
+period.
 
 **Why supervisor and forker are two processes.** The supervisor handles signals, owns the terminal and imports nothing
 heavy. The forker has torch in memory but no handlers, threads or output, so its forks are as clean as new processes.
@@ -60,7 +61,7 @@ class Supervisor:
         self._job = job
         self._folder = folder
         self._spare = spare
-        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # the shell started it
+        self._terminal_pid = spare.client_pid if spare is not None else os.getpid()  # process that the shell started
         self.memory = job.memory  # the next attempt's treatment of freed memory
         self.events = EventLoop(self._say_log_problem)
         self._console = Console(
@@ -75,7 +76,7 @@ class Supervisor:
         self.recovery = Recovery(Path(folder.path), self.say, agrees=job.max_nodes > 1)
 
     def __enter__(self) -> Supervisor:
-        adopt_orphans()  # to end the children of a forker that is killed
+        adopt_orphans()  # in order to end the children of a forker that is killed
         self._descriptors = raise_descriptor_limit()
         self.events.catch((*self._job.signals, *HARMLESS))
         self.snapshots_fd = unnamed_file("phalanx-snapshots")  # keeps the ranks' snapshots for the next attempt
@@ -103,7 +104,7 @@ class Supervisor:
         return self
 
     def _shared_environment(self, num_ranks: int) -> dict[str, str]:
-        """Return the variables that all ranks share; torch is imported with their number of threads."""
+        """Return the variables that all ranks share; torch is imported with the number of threads in them."""
         environ = shared_environment(_env.environment(), self._job.divide(num_ranks).shares[0])
         environ[_env.COMMAND_VARIABLE] = self._job.typed
         environ[_env.RECORD_VARIABLE] = self._boxes.path
@@ -116,7 +117,7 @@ class Supervisor:
         self._notes.note_attempt("phalanx run", self._job.typed, os.path.abspath(self._folder.path), world_size)
 
     def note_state(self, state: str, left_s: float | None = None) -> None:
-        """Record, for ``phalanx why``, what the job does while no rank runs here, and for how long at most."""
+        """Record, for ``phalanx why``, what the job is doing while no rank runs here, and for how long at most."""
         self._notes.note_state(state, left_s)
 
     @property
@@ -196,13 +197,13 @@ class Supervisor:
             environ |= attempt.launch("phalanx run", self._notes.path, local_rank) | of_rank(self.memory)
             environ[_env.SURVIVORS_VARIABLE] = self._survivors.path if may_keep else ""
             if not all(output.has_room(_env.environment().get("COLUMNS", "")) for output in rank.outputs):
-                environ["COLUMNS"] = ""  # it was the width of our screen, of which the prefix takes a part
+                environ["COLUMNS"] = ""  # the inherited width is the screen's, of which the prefix takes a part
             if rank in kept:
                 self._notes.note_start(rank.rank, rank.pid)
                 self._survivors.place(rank.pid, environ)
             else:
                 self._start_rank(rank, local_rank, environ, shares[local_rank])
-            self.wait(0)  # reads the forker's reports of starts: hundreds of unread ones would block both processes
+            self.wait(0)  # reads the forker's reports of starts: hundreds of unread reports would block both processes
         return True
 
     def _await_forker(self) -> None:
@@ -241,7 +242,7 @@ class Supervisor:
             self._await_ends()
 
     def _await_ends(self) -> None:
-        """Wait until every process has ended that was told to end between two attempts."""
+        """Wait until every process that was told to end between two attempts has ended."""
         while any(rank.is_running for rank in self._ranks):
             self.wait()
             self.shutdown.keep_deadline()
@@ -254,7 +255,7 @@ class Supervisor:
 
     @property
     def has_progress(self) -> bool:
-        """Whether a rank of the last attempt has noted a sign of training, see `attempts`."""
+        """Whether a rank of the last attempt has noted a sign of training (see `attempts`)."""
         return self._notes.has_progress
 
     @property
@@ -268,7 +269,7 @@ class Supervisor:
         return self._notes.num_apart == len(self._ranks) > 1
 
     def _save_boxes(self) -> None:
-        """Save the black boxes of this attempt, and free them for the next."""
+        """Save the black boxes of this attempt, and free them for the next attempt."""
         folder = Path(self._folder.path, "blackbox", f"attempt_{self._num_attempts - 1}")
         ends = [dataclasses.replace(end, ended_by_us=self._has_obeyed(end)) for end in self.ends]
         try:
@@ -279,7 +280,7 @@ class Supervisor:
             self._say_log_problem(error.strerror or str(error))
 
     def _has_obeyed(self, end: Ending) -> bool:
-        """Return whether a rank ended because the supervisor told it to, and not by somebody else's SIGKILL."""
+        """Return whether a rank ended because the supervisor told it to, and not because of somebody else's SIGKILL."""
         by_another = end.exitcode == -signal.SIGKILL and self.shutdown.by != signal.SIGKILL
         return end.ended_by_us and (not by_another or self._forker_failure is not None)
 
@@ -377,7 +378,7 @@ class Supervisor:
         self.shutdown.refuse(rank)
 
     def _lose_ranks(self, serving: Serving) -> None:
-        """Handle the end of a forker, with which its ranks have ended."""
+        """Handle the end of a forker; all its ranks have ended with it."""
         is_current = self._forkers.is_current(serving)
         living = [
             rank
@@ -409,5 +410,5 @@ class Supervisor:
         self._console.say(text)
 
     def say_last(self, text: str) -> None:
-        """Write the final report of the job as it is."""
+        """Write the final report of the job, unchanged."""
         self._console.say_last(text)

@@ -1,20 +1,21 @@
-"""Ranks whose processes survive the failure of another rank: told to stop, awaited, and given a new rank.
+"""Processes that survive the failure of another rank: they are told to stop, awaited, and given a new rank.
 
 A rank that asks to be kept (`phalanx.resilient`, or a Trainer) connects to the supervisor. When an attempt is over, the
-supervisor tells it to stop, and one of its threads aborts every process group. Its current or next collective raises,
-the stack unwinds, all groups are destroyed, and the rank reports that it is waiting; for the supervisor, that is an end
-with `LastWords` like any other. For the next attempt, the supervisor sends it a new environment, and forks the other
-ranks. On several nodes the agent's "stop" has the same effect; other nodes need not know. The rank's side is
-`phalanx.session.survival`.
+supervisor tells it to stop, and one of the rank's threads aborts every process group. Its current or next collective
+raises, the stack unwinds, all groups are destroyed, and the rank reports that it is waiting; to the supervisor, that is
+an ending with `LastWords` like any other. For the next attempt, the supervisor sends it a new environment, and forks
+the other ranks. On several nodes, the agent's "stop" has the same effect; other nodes need not know which processes are
+kept. The rank's side is `phalanx.session.survival`.
 
 - **A rank that has not stopped** after 2 s, because it reached no collective, is ended and forked again. No signal
   interrupts it: an exception in the middle of a loader or of native code would leave an undefined state.
-- **Forkers.** A kept process is the child of the forker that forked it. The standby forks the others; the relieved
-  forker stays until its last rank has ended.
+- **Forkers.** A kept process is the child of the forker that forked it. The standby forks the other ranks. The forker
+  that it has relieved stays until its own last rank has ended.
 - **Boxes and logs.** The streams stay open, and continue in the folder of the new attempt. The box is saved, and its
   pages are freed rather than truncated, because a kept rank still maps them.
-- **When no process is kept,** which a line reports: if the number of local ranks changes, if the kernel killed a rank
-  for lack of memory, or if a process can't be kept.
+- **No process is kept** if the number of local ranks or of their threads changes, or if the kernel killed a rank for
+  lack of memory. If a single process can't be kept, its rank gets a new process, and a line gives the reason that the
+  old one reported.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Survivors:
     Args:
         is_on: Whether ranks may be kept.
         on_wait: Function to call with the pid of a process that has left its groups and is waiting.
-        on_refusal: Function to call with the pid of a process that can't be kept, and with the reason; empty: it has
-            disconnected.
+        on_refusal: Function to call with the pid of a process that can't be kept, and with the reason; an empty reason
+            means that the process has disconnected.
 
     Attributes:
-        path: Socket to which ranks connect; empty: none is kept, or no socket could be made.
+        path: Socket to which ranks connect; empty: no rank is kept, or no socket could be made.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Survivors:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         pid, user = peer_of(connection)
-        if pid in self._connections:  # a process may connect anew before the end of its old connection is noticed
+        if pid in self._connections:  # a process may reconnect before the end of its old connection is noticed
             self._hear(pid)
         if user != os.geteuid() or pid in self._connections:
             connection.close()

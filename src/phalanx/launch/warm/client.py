@@ -1,17 +1,17 @@
-"""The client of ``phalanx run --warm``: hands the job over, stands for it at the terminal, and ends as it ends.
+"""The client of ``phalanx run --warm``: hands the job over, stands in for it at the terminal, and ends as it ends.
 
 The job is forked elsewhere, but its streams, folder, umask, environment and open files (SCM_RIGHTS) are those of this
-process. The client passes signals on, and ends by the wait status that it is told. A command imports this module before
-anything else, so it imports next to nothing itself.
+process. The client passes signals on, and ends with the wait status that it is told. A command imports this module
+before anything else, so the module itself imports next to nothing.
 
-The warm process greets first, and only then does the client say what it wants. The fork that is to become the job
-answers "go"; then the client sends it the open files, and it answers "began". Files are sent so late because
+The warm process greets first, and only then does the client send its request. The child that is to become the job
+answers "go", the client sends the open files, and the child answers "began". The files are sent so late because
 descriptors in the queue of a stopped process would keep pipes open for good. If anything fails before "began", the
-client starts the job cold; after it, nothing depends on the warm process. With "began" comes a pidfd of the supervisor,
-which the client keeps: by it, ``phalanx why PID`` finds the job of a client.
+client starts the job cold; after it, nothing depends on the warm process. Together with "began" comes a pidfd of the
+supervisor, which the client keeps, so that ``phalanx why PID`` finds the job by the pid of its client.
 
 The job has the terminal's descriptors but is in another session, so the kernel would let it read what is typed for the
-shell. So before it reads, the supervisor checks in ``/proc`` that the client is in the foreground.
+shell. Therefore the supervisor checks in ``/proc``, before it reads, that the client is in the foreground.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from phalanx.wire.packets import MAX_FDS, PacketSocket
 from phalanx.wire.peer import peer_of
 
 HANDSHAKE = "ready"
-"""First packet of a warm process; any other first packet says why it can't serve."""
+"""First packet of a warm process; any other first packet says why the process can't serve."""
 _OURS = """
     SIGKILL SIGSTOP SIGCONT SIGCHLD SIGTTIN SIGTTOU SIGURG SIGSEGV SIGBUS SIGFPE SIGILL SIGTRAP SIGSYS SIGABRT SIGPIPE
 """
-# Signals that are not passed on, because they end this process, and so the job, or concern only this process.
+# Signals that are not passed on: they end this process, and thereby the job, or concern only this process.
 _NOT_PASSED_ON = {getattr(signal, name) for name in _OURS.split()}
 
 
@@ -48,13 +48,13 @@ def is_asked_for(argv: Sequence[str] = ()) -> bool:
 
 
 def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, is_trial: bool = False) -> list[str]:
-    """Have a warm process do this one's work, and end as it ends. If none does, return their reasons.
+    """Have a warm process do the work of this process, and end as that work ends. If none does, return their reasons.
 
     Args:
         kind: "run" for a job of ``phalanx run``, "server" for the fork server of ``phalanx.spawn``.
         words: Arguments of the command, or the program of a fork server.
         passes_signals: Whether signals to this process are passed on; otherwise they are blocked.
-        is_trial: Whether to ask without starting anything; the answers then include "go".
+        is_trial: Whether to ask without starting anything. A process that would do the work then answers "go".
     """
     answers = []
     for path in places.sockets():
@@ -70,15 +70,15 @@ def hand_over(kind: str, words: Sequence[str], *, passes_signals: bool = True, i
 
 
 def connect(path: str) -> PacketSocket | None:
-    """Return a connection to the warm process that listens there; None if there is none of this user."""
+    """Return a connection to the warm process that listens at `path`; None if this user has none there."""
     end = places.connect(path)
     return None if end is None else PacketSocket(end, marshals=True)
 
 
 def _greeted(channel: PacketSocket, path: str) -> str:
-    """Wait for the greeting of a warm process, which may still import torch; return what is wrong with it, or "".
+    """Wait for a warm process, which may still be importing torch, to greet; return what is wrong with it, or "".
 
-    If it does not answer in time, it is stopped or stuck, and its socket is removed.
+    A process that does not answer in time has been stopped or is stuck, and its socket is removed.
     """
     deadline = time.monotonic() + WARM_IMPORT_S
     while True:
@@ -99,8 +99,8 @@ def _greeted(channel: PacketSocket, path: str) -> str:
 def _offer(channel: PacketSocket, kind: str, words: Sequence[str], is_trial: bool) -> str:
     """Return "began", or "go" for a trial, or why the warm process refuses.
 
-    Open files are sent only after the process that becomes the job has answered: in the queue of a process that is
-    stuck, they would stay open. That process's pidfd is kept, by which `diagnose.jobs` finds it.
+    Open files are sent only after the process that becomes the job has answered: in the queue of a stuck process, they
+    would stay open. The pidfd that this process sends is kept, because `diagnose.jobs` finds the job by it.
     """
     try:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
@@ -157,18 +157,19 @@ def _request(kind: str, words: Sequence[str], is_trial: bool) -> dict[str, Any]:
         "command_line": command_line,
         "umask": old_umask,
         "blocked": [int(sig) for sig in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-        "fds": [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_passed_on(fd)],  # `host` is slow to import
+        # Not with `host.processes.open_files`: `host` is slow to import.
+        "fds": [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_passed_on(fd)],
         "is_trial": is_trial,
     }
 
 
 def interpreter_options() -> list[object]:
-    """Return those options of this interpreter that ranks would inherit."""
+    """Return the options of this interpreter that ranks would inherit."""
     return [list(sys.flags), sys.warnoptions, sorted(map(repr, sys._xoptions.items()))]
 
 
 def _is_passed_on(fd: int) -> bool:
-    with contextlib.suppress(OSError):  # fails for the descriptor with which the folder was listed
+    with contextlib.suppress(OSError):  # fails for the descriptor that listed the folder
         return os.get_inheritable(fd)
     return False
 
@@ -191,7 +192,7 @@ def _pass_signals_on(channel: PacketSocket) -> None:
         channel.send(sig)
         signal.signal(sig, signal.SIG_DFL)
         os.kill(os.getpid(), sig)
-        signal.signal(sig, stop)  # reached when somebody has sent SIGCONT
+        signal.signal(sig, stop)  # reached once somebody has sent SIGCONT
         channel.send(int(signal.SIGCONT))
 
     for sig in set(range(1, signal.NSIG)) - _NOT_PASSED_ON:

@@ -1,4 +1,4 @@
-"""Facts that a process inherits when it starts. A warm process serves only jobs that would have inherited the same."""
+"""Facts that a process inherits when it starts. A warm process serves only jobs that would inherit the same facts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _STATUS = re.compile(
 )
 _FILES = ("cgroup", "limits", "oom_score_adj", "attr/current", "coredump_filter")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "pid_for_children", "time_for_children", "user")
-_ENTERED = ("net", "uts")  # namespaces that a process may change for itself, and nothing that torch imports depends on
+_ENTERED = ("net", "uts")  # namespaces that a process may enter, and that no import of torch depends on
 _IOPRIO_GET = {"x86_64": 251, "aarch64": 31}.get(platform.machine())
 _IOPRIO_WHO_PROCESS, _IOPRIO_CLASS_SHIFT = 1, 13
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Variables that may differ: shells, terminals, sessions and test runners set them for each command, launchers per rank.
+# Variables that may differ: shells, terminals, sessions and test runners set them per command, launchers per rank.
 _OF_SESSIONS = """
     _ PWD OLDPWD SHLVL COLUMNS LINES TERM COLORTERM TERM_PROGRAM TERM_PROGRAM_VERSION TERM_SESSION_ID WINDOWID
     WINDOW STY TMUX TMUX_PANE SSH_TTY SSH_CLIENT SSH_CONNECTION SSH_AUTH_SOCK GPG_TTY DISPLAY XAUTHORITY
@@ -49,7 +49,7 @@ def facts_of(pid: int | str) -> dict[str, str]:
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/numa_maps") as file:
         facts["memory policy"] = file.readline().split()[1]  # what numactl sets
     root = os.stat(f"/proc/{pid}/root/")
-    number = os.getpid() if pid == "self" else int(pid)  # not 0: the kernel gives another answer for it
+    number = os.getpid() if pid == "self" else int(pid)  # not 0, for which the kernel answers differently
     facts["root folder"] = f"{root.st_dev} {root.st_ino}"
     facts["nice"] = str(os.getpriority(os.PRIO_PROCESS, number))
     facts["scheduling"] = f"{os.sched_getscheduler(number)} {os.sched_getparam(number).sched_priority}"
@@ -70,7 +70,7 @@ def difference(pid: int) -> str:
 
 
 def enter_namespaces(pid: int) -> None:
-    """Enter the network and the host name (UTS namespace) of process `pid`, where they are not this process's own.
+    """Enter the network and UTS (host name) namespaces of process `pid`, where they differ from this process's.
 
     Raises:
         OSError: Process `pid` has ended, or this process may not enter them.
@@ -127,7 +127,7 @@ class Watch:
         return next((path for path, before in self._namesakes.items() if self._namesakes_in(path) != before), "")
 
     def _namesakes_in(self, folder: str) -> set[str]:
-        """Return the names of imported modules, from anywhere, that are also names of entries of a folder."""
+        """Return the names of imported modules, wherever they lie, that are also names of entries of a folder."""
         with contextlib.suppress(OSError):
             return self._imported.intersection(name.partition(".")[0] for name in os.listdir(folder))
         return set()
@@ -136,7 +136,7 @@ class Watch:
 def _zip_of(entry: str) -> str:
     """Return the zip file that a path entry is, lies in or may become; "" for a folder.
 
-    It is watched because ``zipimport`` caches the directories of zip files.
+    The zip file is watched because ``zipimport`` caches the directories of zip files.
     """
     if os.path.isdir(entry):
         return ""

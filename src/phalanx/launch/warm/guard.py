@@ -1,9 +1,9 @@
-"""The parent of a warm job's supervisor: tells the client how the supervisor ends, and ends the job with the client.
+"""The parent of a warm job's supervisor: tells the client how the supervisor ends, and ends the job if the client ends.
 
 Guards are children of the warm process, in sessions of their own; a running job does not depend on the warm process.
-As its parent, the guard learns the supervisor's wait status even if the supervisor was killed. Client and guard are not
-parent and child, so the guard notices the client's end by the end of their connection. When the guard ends, the kernel
-kills the supervisor, and reaper and forker end the job as they always do.
+The guard is the supervisor's parent, so it learns the wait status even of a supervisor that was killed. It is not the
+client's parent, so it notices the client's end by the end of their connection. When the guard ends, the kernel kills
+the supervisor; reaper and forker then end the job as they always do.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def guard(
 def _watch(channel: PacketSocket, pid: int, begun: int) -> NoReturn:
     """Tell the client how process `pid` ends, and pass the client's signals on to that process."""
     child = os.pidfd_open(pid)
-    # Until the job begins, the client talks to that process, not to this one.
+    # Until the job begins, the client talks to process `pid`, not to this one.
     if not os.read(begun, 1):
         _, status = os.waitpid(pid, 0)
         # If the process has answered as well, the client uses whichever answer came first.
@@ -94,11 +94,11 @@ def _ending(status: int) -> str:
 
 
 class _Place:
-    """Makes this process look like the client: its folder, umask and environment; its open files once it sends them.
+    """Gives this process the client's folder, umask and environment, and, once the client sends them, its open files.
 
     Args:
         fds: Descriptors that came with the request: the client's current folder.
-        tell: Pipe `Loaded.tell`.
+        tell: The pipe `Loaded.tell`.
         beginning: Pipe through which the guard learns that the job begins.
     """
 
@@ -125,14 +125,14 @@ class _Place:
             os.close(null)
 
     def refuse(self, why: str) -> NoReturn:
-        """Tell the client to try another warm process, or none."""
+        """Tell the client why it has to try another warm process, or none, and exit."""
         self._channel.send(why)
         os._exit(0)
 
     def take_streams(self, stay_s: float) -> None:
-        """Tell the client that the job begins here, and take over its open files; exit if it only asks.
+        """Tell the client that the job begins here, and take over its open files; exit if the request is a trial.
 
-        The client runs the job itself unless it hears that the job began, so nothing may fail after that.
+        Once the client hears that the job has begun, it no longer runs the job itself, so nothing may fail after that.
 
         Args:
             stay_s: Seconds for which the warm process is to stay after this job.
@@ -146,7 +146,7 @@ class _Place:
             if not fds:  # the client is gone
                 os._exit(0)
             files += [_lifted(fd, self._above) for fd in fds]
-        own = os.pidfd_open(os.getpid())  # kept by the client, so that tools find this process by the client's
+        own = os.pidfd_open(os.getpid())  # kept by the client, so that tools find this process by the client's pid
         self._channel.send("began", [own])
         os.close(own)
         if not self._channel.is_open():
@@ -193,7 +193,7 @@ def _supervise(place: _Place, client_pid: int, loaded: Loaded) -> None:
 
 
 def _plan(request: Mapping[str, Any], loaded: Loaded) -> Plan | str:
-    """Return the plan of the job, or why this warm process, or any, can't run it."""
+    """Return the plan of the job, or why this warm process, or any warm process, can't run it."""
     try:
         plan = make_plan(request["words"], _env.environment())
     except UsageError:
@@ -220,7 +220,7 @@ def _be_fork_server(place: _Place, loaded: Loaded) -> NoReturn:
     if name:
         place.refuse(f"was started with another {name}")
     place.take_streams(WARM_STAY_S)
-    _env.withdraw([_env.WARM_VARIABLE])  # it is meant for this process only
+    _env.withdraw([_env.WARM_VARIABLE])  # the variable is meant for this process only
     forget_all_but(loaded.shared)
     sys.argv[:], sys.orig_argv[:] = ["-c"], request["words"]
     del sys.modules["sitecustomize"]  # ours, which is running; now the user's own is imported

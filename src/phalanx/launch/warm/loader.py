@@ -1,4 +1,4 @@
-"""The program that the site hook runs in a warm process: imports first what ranks share, then what serves clients."""
+"""The program that the site hook runs in a warm process: first imports what ranks share, then what serves clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.launch.processes.forker import SETTINGS_VARIABLE, import_shared
 
 
 def serve_warm(loaded_before: Collection[str]) -> None:
-    """Serve jobs; return in each rank of one, ready to go on into its script.
+    """Serve jobs; return only in their ranks, each of which then goes on into its script.
 
     Args:
         loaded_before: Modules that Python itself loads at start.
@@ -34,6 +34,6 @@ def serve_warm(loaded_before: Collection[str]) -> None:
         share_pages()
         gc.enable()
         server.serve()
-    except BaseException as error:  # Python's site module would ignore it, and go on to run a script
+    except BaseException as error:  # Python's site module would ignore the error and go on to run a script
         print(f"the warm process failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -1,13 +1,13 @@
-"""The warm process: Python stopped in its site hook with torch imported, which forks a job for each client that asks.
+"""The warm process: Python waits in its site hook, with torch imported, and forks a job for each client that asks.
 
 It has no threads, and keeps nothing of a job. It ends when nobody has needed it for a while, when a file that it has
-imported has changed, or when it is told to; running jobs continue.
+imported has changed, or when it is told to end; running jobs continue.
 
-The client that starts it makes its socket, before torch is imported. So if two jobs start at once, the second waits in
-the backlog and does not start another process. The mode of the socket file says whether torch has been imported, and so
-whether to wait two seconds or two minutes for the greeting. The process itself calls listen() once more, so that the
-kernel tells clients its pid, even while it imports or is stuck. The fork server of `phalanx.spawn` can be a fork of it,
-too.
+The client that starts the warm process makes the socket, before torch is imported. So if two jobs start at the same
+time, the second waits in the backlog and does not start another process. The mode of the socket file says whether torch
+has been imported, and thereby whether to wait two seconds or two minutes for the greeting. The warm process itself
+calls listen() once more, so that the kernel tells clients its pid, even while it is importing or stuck. The fork server
+of `phalanx.spawn` can be a fork of a warm process, too.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class WarmServer:
         place: Descriptor of the listening socket, descriptor of a pipe with the output of the imports, and path of the
             socket, as `starter.start` wrote them.
         environ: Environment with which this process has imported torch.
-        imports: Modules that it has imported.
+        imports: Record of the modules that this process has imported.
         before: Modules that Python itself had loaded at start.
-        shared: Modules that ranks find imported.
+        shared: Modules that ranks find already imported.
         trouble: Reason for which the imports failed; empty if they did not.
     """
 
@@ -103,7 +103,7 @@ class WarmServer:
         self._stay_s = stay_s
         self._num_jobs += 1
         with contextlib.suppress(OSError):
-            os.utime(self._path)  # clients try the most recently used process first
+            os.utime(self._path)  # because clients try the most recently used process first
 
     @property
     def _left_s(self) -> float:
@@ -111,7 +111,7 @@ class WarmServer:
 
     @property
     def _is_over(self) -> bool:
-        """Whether this process has been idle for long enough, or its socket is gone."""
+        """Whether no job is running, and this process has been idle for long enough or its socket is gone."""
         try:
             found = os.stat(self._path).st_ino == self._number
         except OSError:
@@ -197,7 +197,7 @@ class WarmServer:
         os._exit(0)
 
     def _end(self, trouble: str) -> NoReturn:
-        """Tell the clients in the backlog why there is no warm start, and end."""
+        """Tell the clients in the backlog why this process can't serve them, and end."""
         self._listener.settimeout(0)
         with contextlib.suppress(OSError):
             while (channel := self._accept()) is not None:

@@ -1,4 +1,4 @@
-"""Starts a warm process if none of those that run fits, and hands the job to it."""
+"""Starts a warm process if none of the running ones fits, and hands the job to it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def run_warm(
     *,
     passes_signals: bool = True,
 ) -> str:
-    """Have a warm process do this one's work, and end as it ends. Returns only if none does, with the reason.
+    """Have a warm process do the work of this process, and end as that work ends. If none does, return the reason.
 
     Args:
         kind: Argument of `client.hand_over`.
         words: Argument of `client.hand_over`.
         environ: Environment for a warm process, if one has to be started.
-        settings: Variables to set while it imports torch.
+        settings: Variables to set while the warm process imports torch.
         passes_signals: Argument of `client.hand_over`.
     """
     if problem := _problem(kind, words, environ):
@@ -61,21 +61,21 @@ def run_warm(
                 known |= set(places.sockets())
             answers = client.hand_over(kind, words, passes_signals=passes_signals)
             if new:
-                stop(new)  # it has refused this job, and would refuse the next such job, too
+                stop(new)  # it has refused this job, and would refuse similar ones, too
                 return f"{NOT_WARM}: the new process {answers[0] if answers else 'has ended'}"
     except OSError as error:
         return f"{NOT_WARM}: {_no_place(error)}"
 
 
 def stand_for_server() -> str:
-    """Have a warm process act as the fork server that multiprocessing has started. Returns only if none does: why."""
+    """Have a warm process act as the fork server that multiprocessing has started. If none does, return the reason."""
     os.setpgid(0, 0)  # out of the process group of the spawning process, which may be killed as a group
     die_with_parent(os.getppid())  # the server in turn ends with this process
     return run_warm("server", sys.orig_argv, _env.environment(), passes_signals=False)
 
 
 def start_in_words(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return a phrase that says whether a warm process would be used."""
+    """Return a phrase that says whether the job would have a warm start."""
     problem = _problem(kind, words, environ)
     if not problem:
         try:
@@ -123,7 +123,7 @@ def _locked() -> Iterator[None]:
 
 
 def start(environ: Mapping[str, str], settings: Mapping[str, str]) -> str:
-    """Start a warm process and return its socket; clients that connect wait until it has imported torch.
+    """Start a warm process and return its socket; clients that connect wait until the process has imported torch.
 
     Raises:
         OSError: There is no place for its socket.
@@ -161,28 +161,28 @@ def _execute(
         places.listen(listener)
         take_streams(output)
         for fd in open_files():
-            with contextlib.suppress(OSError):  # fails for the descriptor with which the folder was listed
+            with contextlib.suppress(OSError):  # fails for the descriptor that listed the folder
                 os.set_inheritable(fd, fd in (0, 1, 2, listener.fileno(), words))
         os.chdir("/")
         serves = {
             _env.WARM_SERVER_VARIABLE: f"{listener.fileno()}:{words}:{path}",
             SETTINGS_VARIABLE: json.dumps(dict(settings)),
         }
-        kept = {name: value for name, value in environ.items() if name != _env.TRIAL_VARIABLE}  # that is one job's own
+        kept = {name: value for name, value in environ.items() if name != _env.TRIAL_VARIABLE}  # it belongs to one job
         os.execve(sys.executable, [sys.executable, _NAME], {**with_hook(kept), **serves})
     finally:
         os._exit(1)
 
 
 def describe(path: str) -> dict[str, Any] | None:
-    """Return a warm process's description of itself, or its pid and "state" if it is silent; None if none is there."""
+    """Return a warm process's description of itself; its pid and "state" if it is silent; None if there is none."""
     return _ask(path, "list")
 
 
 def stop(path: str) -> int | None:
-    """End the warm process behind a socket; return its pid, 0 if that is unknown, None if there is no process.
+    """End the warm process behind a socket; return its pid, 0 if the pid is unknown, None if there is no process.
 
-    A process that does not answer, such as one that still imports torch, is killed.
+    A process that does not answer, such as one that is still importing torch, is killed.
     """
     found = _ask(path, "stop")
     if found is None:
