@@ -4,7 +4,7 @@ The disk holds one folder for each saved step. Memory holds snapshots, from whic
 publications, which other processes read. Works with any backend. Names are loaded on first use, because listing and
 verifying checkpoints need no torch.
 
-Read `saving` first, then `loading`: they tell what the ranks agree on, and in which order. Nothing here knows of a
+Start with `saving`, then `loading`: they tell what the ranks agree on, and in which order. Nothing here knows of a
 Trainer.
 """
 
