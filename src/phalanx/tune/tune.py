@@ -1,4 +1,4 @@
-"""``phalanx tune train.py``: finds the flags and settings with which this script is the fastest on this machine."""
+"""``phalanx tune train.py``: finds the flags and settings that make this script fastest on this machine."""
 
 from __future__ import annotations
 
