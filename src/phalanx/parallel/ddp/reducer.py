@@ -44,8 +44,8 @@ class _Pass:
 class Reducer:
     """Averages a model's gradients in the backward pass of each output that is passed to `expect_backward`.
 
-    Its hooks are removed from the parameters when nothing refers to it any longer. It is not a module, because setting
-    an attribute of a module takes a microsecond.
+    The reducer's hooks are removed from the parameters when nothing refers to the reducer any longer. The class is not
+    a module, because setting an attribute of a module takes a microsecond.
 
     Args:
         replica: Model whose gradients are averaged over the ranks that have a copy of it.
@@ -56,8 +56,8 @@ class Reducer:
 
     Attributes:
         loop: Recorder of the passes, for the black box.
-        averaged: Parameters whose gradients are averaged: those that require one, and newly frozen ones for one
-            averaged pass more, because this rank may have accumulated a gradient for them.
+        averaged: Parameters whose gradients are averaged: those that require one, and newly frozen ones for one more
+            averaged pass, because this rank may have accumulated a gradient for them.
 
     Raises:
         ValueError: A parameter has an optimizer that steps within backward.
@@ -83,7 +83,7 @@ class Reducer:
         self._averaging_s = self._waiting_s = 0.0
         self._division: Division | None = None
         self._buckets: list[Bucket] = []
-        self._may_hold: set[nn.Parameter] = set()  # parameters trained at any time since gradients were averaged
+        self._may_hold: set[nn.Parameter] = set()  # parameters trained at any time since gradients were last averaged
         self._must_build = False
         self._handles: dict[nn.Parameter, Any] = {}
         weakref.finalize(self, _remove_all, self._handles).atexit = False
@@ -304,7 +304,7 @@ class Reducer:
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
-            bucket.store()  # the means are needed if an optimizer takes part, too, such as ZeroRedundancyOptimizer
+            bucket.store()  # an optimizer that joins, too, such as ZeroRedundancyOptimizer, needs the means
         self._let_frozen_go()
 
     def divide(self, division: Division | None) -> None:
@@ -330,7 +330,7 @@ class Reducer:
         return taken
 
     def take_waiting_s(self) -> float:
-        """Return how many of those seconds were spent waiting for other ranks, since the last call."""
+        """Return the seconds of averaging that were spent waiting for other ranks since the last call."""
         taken, self._waiting_s = self._waiting_s, 0.0
         return taken
 

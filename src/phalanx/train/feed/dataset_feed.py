@@ -117,7 +117,7 @@ class DatasetFeed:
 
 
 class _FilledParts:
-    """A batch sampler that yields the non-empty parts; with the epoch beside each index if it seeds the samples."""
+    """A batch sampler that yields the non-empty parts; if samples are seeded, the epoch comes with each index."""
 
     def __init__(self, batches: GlobalBatches, *, with_epoch: bool) -> None:
         self._batches = batches

@@ -14,10 +14,10 @@ Collate = Callable[[list[Any]], Any]
 """Function that collates samples into a batch, as for torch's loaders."""
 
 Part = tuple[Any, int]
-"""Batch of one forward pass, and its number of samples; 0: it weighs nothing, and the rank only takes part."""
+"""Batch of one forward pass, and its number of samples; 0: it weighs nothing, and only keeps this rank in step."""
 
 Step = tuple[list[Part], int]
-"""This rank's parts of a step, and its number of samples over all ranks; 0: unknown."""
+"""This rank's parts of a step, and the step's number of samples over all ranks; 0: unknown."""
 
 
 class Feed(Protocol):
@@ -39,7 +39,7 @@ class Feed(Protocol):
     @property
     def is_at_end(self) -> bool: ...
     def steps(self) -> Iterator[Step]:
-        """Yield this rank's parts of each step, and its number of samples over all ranks; 0: unknown."""
+        """Yield this rank's parts of each step, and the step's number of samples over all ranks; 0: unknown."""
         ...
 
     def together(self, step: Step | None) -> Step | None:

@@ -122,7 +122,7 @@ def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
 def timeline(saved: SavedBoxes) -> tuple[str, str]:
     """Return a figure of the last moments of all ranks, and a note about it.
 
-    Each rank has a row with its phases and collectives as bars; a bar of one that did not end extends to the edge.
+    Each rank has a row with its phases and collectives as bars; the bar of one that did not end extends to the edge.
     """
     boxes = saved.boxes
     shown = [box for box in boxes if box.events][:_MOST_RANKS]

@@ -2,9 +2,9 @@
 
 metrics.jsonl is written first and remains the record of the run; a logger gets the same numbers, on rank 0 only. The
 random state is restored after a logger begins, because a run's bits must not depend on its loggers. After its first
-failure a logger is left out, since it may have waited long for a network and would again; the run says so once and
-trains on. A logger has 10 s to close, because a job that must end has little time. Steps that a resumption repeats are
-not sent to Weights & Biases a second time, because its run continues; TensorBoard is told to forget the first ones.
+failure a logger is left out, because it may have waited long for a network and would do so again; the run says so once
+and trains on. A logger has 10 s to close, because a job that must end has little time. Steps that a resumption repeats
+are not sent to Weights & Biases a second time, because its run continues; TensorBoard is told to forget the first ones.
 There is no logger for MLflow or CSV files: an object with two methods serves MLflow, and the run's folder has the CSV.
 """
 
