@@ -390,7 +390,7 @@ class CoalescedBucket(Bucket):
             for parameter, mean, used in zip(self.parameters, self._tensors, anywhere, strict=True):
                 if used and parameter.grad is None:
                     parameter.grad = shaped(mean, parameter)
-        self._tensors = []  # release them: autograd copies a gradient if something else refers to it
+        self._tensors = []  # released: if anything refers to a gradient, autograd copies the next one
 
     def norm(self) -> Tensor:
         if self._squares is not None:

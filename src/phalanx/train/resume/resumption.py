@@ -58,7 +58,7 @@ class Unforced:
 
 
 class ForcedFeed:
-    """Restores the position in the data, or the start of the epoch if the saved position is one in other data."""
+    """Restores the position in the data, or the start of the epoch if the saved position belongs to other data."""
 
     def __init__(self, feed: Any, identity: Identity) -> None:
         self._feed, self._identity = feed, identity
@@ -98,7 +98,7 @@ def words_of_resumption(
         step: Number of steps done.
         epoch: Number of the epoch.
         folder: Folder of the run.
-        why_over: Setting by which nothing is left to train; empty if something is.
+        why_over: Setting according to which nothing is left to train; empty if something is left.
         is_again: Whether this trainer has trained before: its `fit` continues its own run, whatever `resume` says.
     """
     if loaded is None and step == 0:

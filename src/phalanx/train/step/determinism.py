@@ -1,8 +1,8 @@
 """Gradients whose bits do not depend on the number of ranks: a fixed tree of additions over virtual shards.
 
 With ``deterministic="world"`` the batch is cut into V shards, a power of two. Each shard has its own backward pass and
-its own random numbers. Gradients are added pairwise in a binary tree, its upper levels over an all_gather of the
-ranks' sums, so the tree is the same for every number of ranks that is a power of two. More threads would add in another
+its own random numbers. Gradients are added pairwise in a binary tree. Its upper levels add the ranks' sums after an
+all_gather, so the tree is the same for every number of ranks that is a power of two. More threads would add in another
 order within a shard, so torch gets one thread. Models with running statistics are refused, because those depend on
 which rank sees which samples.
 """
