@@ -264,7 +264,7 @@ class Trials:
 
         Args:
             setups: Setups to measure.
-            limit_s: Limit for the first start; later ones are limited by how long it took.
+            limit_s: Limit for the first start; later starts are limited by the longest start so far.
             more_s: Additional seconds that these starts may take.
         """
         begin_s = time.monotonic()

@@ -24,7 +24,7 @@ from phalanx.train.wrapper import can_wrap
 
 
 class Relocation:
-    """A trainer's place in a process group, and whether it can take a place in another group; see the module."""
+    """A trainer's place in a process group, and whether it can take one in another group; see the module."""
 
     def __init__(self) -> None:
         self._why_not_met = session.why_not_met()

@@ -124,7 +124,7 @@ class Hyperparameters:
         ]
 
     def give_again(self, optimizer: torch.optim.Optimizer, *, keep_state: bool) -> None:
-        """Set the hyperparameters. Without `keep_state`, also clear the state, which is another class's."""
+        """Set the hyperparameters. Without `keep_state`, also clear the state, which belongs to another class."""
         for group, given in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()

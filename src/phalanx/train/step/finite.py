@@ -283,7 +283,7 @@ class FiniteGuard:
 
 
 class _State:
-    """Parameters under training and saved floating-point buffers of a module, without those that were bad at first.
+    """Trained parameters and saved floating-point buffers of a module, without those that were bad at the beginning.
 
     Attributes:
         not_finite: Names of the parameters under training that were not finite at the beginning.

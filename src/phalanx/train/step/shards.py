@@ -97,7 +97,7 @@ class Shards:
         )
 
     def step(self, step: Callable[[], object]) -> None:
-        """Step the optimizer by calling `step`, and bring the parameters of all ranks here. Every rank calls it."""
+        """Step the optimizer by calling `step`, then gather what the other ranks have stepped. Every rank calls it."""
         with _hooks_outside(self._optimizer):
             self._step(step)
 
@@ -201,7 +201,7 @@ class _Cut:
         return self._blocks
 
     def _has_state(self, values: dict[str, Any]) -> bool:
-        """Return whether the optimizer has all of the parameter's state, and the parameter its former layout."""
+        """Return whether the optimizer has all of the parameter's state, and the parameter's layout is unchanged."""
         return self.parameter.stride() == self._stride and self._state.keys() <= values.keys()
 
     def fits(self, state: dict[Any, Any]) -> bool:

@@ -86,7 +86,7 @@ class Stepper:
         return self._guard
 
     def sentinel(self, step: int) -> tuple[Sentinel, str]:
-        """Return the sentinel that compares the ranks' copies, and a line if it can't. Every rank calls it."""
+        """Return the sentinel that compares the ranks' copies, and a line to show if it can't. Every rank calls it."""
         group, kinds = getattr(self._model, "process_group", None), []
         if self._ranks.world_size == 1 or group is None or group.size() < self._ranks.world_size:
             group = None  # one rank, FSDP2, or ranks that train independently
