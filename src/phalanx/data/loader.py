@@ -34,7 +34,7 @@ _OF_ONE_PROCESS = (
 class DataLoader(torch_data.DataLoader[Any]):
     """torch's DataLoader, which loads this rank's part of the data. Arguments and defaults are torch's.
 
-    Where torch's does nothing by default, this one does what several ranks need:
+    Where torch's loader does nothing by default, this one does what a job of several ranks needs:
 
     - Without `sampler` and `batch_sampler`, a `DistributedSampler` divides the dataset among the ranks of the default
       group; `shuffle` and `drop_last` are passed to it. Without `drop_last` it pads when it shuffles, as torch's does,

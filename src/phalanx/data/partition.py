@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 
 class Partition(Subset[Any]):
-    """Part of a dataset, as a ``Subset`` of torch: ``partition[i]`` is ``data[indices[i]]``.
+    """Part of a dataset, a torch ``Subset``: ``partition[i]`` is ``data[indices[i]]``.
 
     Args:
         data: Whole dataset.

@@ -53,7 +53,7 @@ def have_own_parts(data: Any, ranks: RankGroup) -> bool:
 
 
 def _chosen(data: Any) -> tuple[list[Any], Any]:
-    """Return the indices of a subset (or of a subset of one) in the whole dataset, and that dataset."""
+    """Return the indices of a subset (or of a subset of a subset) in the whole dataset, and that dataset."""
     if not isinstance(data, Subset):
         return [], data
     inner, whole = _chosen(data.dataset)

@@ -1,4 +1,4 @@
-"""`DistributedSampler`: torch's, with epochs that advance, evaluation without padding and exact resumption.
+"""`DistributedSampler`: torch's sampler, with epochs that advance, evaluation without padding and exact resumption.
 
 The order is torch's: a permutation drawn from seed + epoch and dealt out in turns. So a script that changes one import
 trains on the same samples. One number, the place in that order, says how far the ranks have come, so any number of
@@ -24,9 +24,9 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
     """Divides a dataset among ranks, in the same order as torch's DistributedSampler.
 
     The order of an epoch is a pure function of seed, epoch and the dataset's length. Rank r of W takes the samples at
-    positions r, r + W, r + 2 W, ... of it, whatever W is. An iteration without a `set_epoch` before it begins the next
-    epoch, so a forgotten `set_epoch` does not repeat an order. Rank 0 then warns once, unless something else keeps
-    track of the epoch: the loader that made this sampler, or a script that saves and loads the sampler's state.
+    positions r, r + W, r + 2 W, ... of that order, whatever W is. An iteration without a `set_epoch` before it begins
+    the next epoch, so a forgotten `set_epoch` does not repeat an order. Rank 0 then warns once, unless something else
+    keeps track of the epoch: the loader that made this sampler, or a script that saves and loads the sampler's state.
 
     Args:
         dataset: Dataset with a length.

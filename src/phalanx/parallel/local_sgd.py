@@ -1,10 +1,10 @@
 """LocalSGD: hosts train separately and synchronize every few steps, over a link too slow for every gradient.
 
-A window is the steps between two synchronizations. `LocalSGD` keeps the flat parameters from the start of the window.
-At its end, each host's pseudo-gradient, the parameters at the window's start minus those at its end, is averaged over
-the hosts. Then every rank takes the same step of an outer optimizer along that average, from the common start, and the
-result is the start of the next window. So only the averaged pseudo-gradient crosses between hosts, ranks keep the same
-bits, and the bf16 residual of a rail's piece stays with that rail.
+A window consists of the steps between two synchronizations. `LocalSGD` keeps the flat parameters from the start of the
+window. At its end, each host's pseudo-gradient, the parameters at the window's start minus those at its end, is
+averaged over the hosts. Then every rank takes the same step of an outer optimizer along that average, from the common
+start, and the result is the start of the next window. So only the averaged pseudo-gradient crosses between hosts, ranks
+keep the same bits, and the bf16 residual of a rail's piece stays with that rail.
 
 Between synchronizations ranks differ, so `state_dict` then contains an entry whose name differs on each rank. That
 makes a checkpoint save each rank's state separately and completely.
@@ -42,8 +42,8 @@ class LocalSGD:
 
     Within a host, ranks train together in every step, as with DistributedDataParallel over the host's group. Every rank
     calls ``step()`` after ``optimizer.step()``. After a synchronization all ranks have the same parameters, bit for bit
-    if their processors are of one kind. Create it once the model has its initial weights: those of rank 0 are copied to
-    all ranks.
+    if their processors are of one kind. Create the object once the model has its initial weights: those of rank 0 are
+    copied to all ranks.
 
     It keeps a copy of the parameters, and the outer optimizer's state. A synchronization needs a second copy.
 

@@ -26,9 +26,9 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     """torch's ZeroRedundancyOptimizer: the optimizer's state is divided among the ranks, and each steps its shard.
 
     Use it with DistributedDataParallel, in place of ``optimizer_class(params, ...)``. After ``step()`` every rank has
-    all parameters. Their bits are those of the plain optimizer if that works element by element (SGD, Adam, AdamW and
-    most others) and runs one thread. For such optimizers parameters are cut, so that all shards have about the same
-    size; other optimizers get whole parameters.
+    all parameters. Their bits are those of the plain optimizer if that optimizer works element by element (SGD, Adam,
+    AdamW and most others) and runs in one thread. For such optimizers parameters are cut, so that all shards have about
+    the same size; other optimizers get whole parameters.
 
     Differences from torch's:
 

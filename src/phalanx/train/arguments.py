@@ -219,7 +219,7 @@ def refuse_reserved(names: Iterable[str]) -> None:
 
 
 def has_state(metric: Any) -> bool:
-    """Return whether a metric is an object that is updated by batches and computes its value at the end."""
+    """Return whether a metric is an object that is updated batch by batch and computes its value at the end."""
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 

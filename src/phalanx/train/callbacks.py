@@ -24,7 +24,7 @@ _MAX_NAMED = 3
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks with a method that would never be called, or with none that would.
+    """Refuse callbacks with a hook that would never be called, and callbacks without any method that would be called.
 
     Raises:
         TypeError: A callback has a method ``on_...`` that is no hook, or it has no hook.

@@ -273,7 +273,8 @@ class SignatureWithSettings:
 def mode_of(name: str) -> Literal["min", "max"] | None:
     """Return whether a lower or a higher value of that name is better, such as ``val_mae`` or ``top1_acc``.
 
-    The last word that tells decides, as in ``dice_loss``. None: no word tells, or another word may reverse the meaning.
+    The last word with a known direction decides, as in ``dice_loss``. None: there is no such word, or another word may
+    reverse the meaning.
     """
     words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     known = [_MODES[word] for word in words if word in _MODES]

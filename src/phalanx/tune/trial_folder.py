@@ -1,4 +1,4 @@
-"""The folder of a search, which removes it at its end; the next search removes the folder of a killed one.
+"""The folder of a search: removed when the search ends, or by the next search if the search was killed.
 
 A search holds a lock in its folder as long as it lives. The next search removes folders whose locks are free.
 """

@@ -1,8 +1,8 @@
 """Communication hooks for the link between hosts: `bridge_hook`, and bf16 with error feedback to use with it.
 
 `bridge_hook` first adds up a bucket on each host, then sends it over rails (see `phalanx.parallel.hosts`). The bucket
-is cut between gradients, because PowerSGD needs whole matrices. While one bucket crosses, backward makes the next. Two
-never cross at once: PowerSGD starts its rounds from callbacks, whose order would then differ between ranks.
+is cut between gradients, because PowerSGD needs whole matrices. While one bucket crosses, backward makes the next one.
+Two buckets never cross at once: PowerSGD starts its rounds from callbacks, whose order would then differ between ranks.
 """
 
 # No `from __future__ import annotations`: torch's DistributedDataParallel compares a hook's annotations with types.

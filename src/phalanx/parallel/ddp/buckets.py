@@ -18,7 +18,7 @@ rank had a gradient.
 gradients are reduce-scattered: each rank gets the means of its range, and keeps its own gradient elsewhere. That
 happens only in the trainer's own backward pass, and only if nothing on any rank looks at gradients (an optimizer's
 hook, a wrapper of its step, `grad_norm()`) or steps a whole parameter. Each rank says with the small gradients, which
-are averaged first, whether it needs all means; if one does, all ranks get all means.
+are averaged first, whether it needs all means; if any rank does, all ranks get all means.
 
 **No buckets in shared memory, no overlap on the thread that computes.** The first plan was to write gradients into
 buckets in the segment, and to reduce a bucket once all ranks have filled it. The costs below are fractions of a step
@@ -390,7 +390,7 @@ class CoalescedBucket(Bucket):
             for parameter, mean, used in zip(self.parameters, self._tensors, anywhere, strict=True):
                 if used and parameter.grad is None:
                     parameter.grad = shaped(mean, parameter)
-        self._tensors = []  # released: if anything refers to a gradient, autograd copies the next one
+        self._tensors = []  # autograd copies a gradient, rather than pass it on, if anything else refers to it
 
     def norm(self) -> Tensor:
         if self._squares is not None:

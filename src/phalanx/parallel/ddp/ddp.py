@@ -13,7 +13,7 @@ A missing gradient counts as zeros if another rank has one for that parameter; i
 is. The messages that average gradients also tell whether any rank has one. So the graph is not searched for unused
 parameters, and a missing gradient causes neither a hang nor an error.
 
-**Parameters added to a wrapped model** are not averaged, since ranks would have to agree about them; a warning names
+**Parameters added to a wrapped model** are not averaged, because the ranks would have to agree on them; a warning names
 them. torch's hooks on the registration of parameters and modules count additions to wrapped models, so a forward pass
 compares only two numbers.
 

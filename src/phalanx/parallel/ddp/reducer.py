@@ -52,7 +52,7 @@ class Reducer:
         bucket_cap_mb: MiB of gradients that are reduced together.
         as_view: Whether gradients become views of their buckets.
         comm_hook: Function that averages a bucket; None: the reducer does.
-        warns_of_unused: Whether to warn of each parameter that no gradient reached, the first time.
+        warns_of_unused: Whether to warn once about each parameter that no gradient reaches.
 
     Attributes:
         loop: Recorder of the passes, for the black box.
@@ -137,7 +137,7 @@ class Reducer:
         _remove_all(self._handles)
 
     def name_newcomers(self) -> None:
-        """Warn once of each trained parameter that was added to the model after it was wrapped."""
+        """Warn once about each trained parameter that was added to the model after it was wrapped."""
         names = self._replica.newcomers()
         if names and self._replica.group.size() > 1:
             some = listed([repr(name) for name in names], 8)
@@ -279,7 +279,7 @@ class Reducer:
         return unused
 
     def _warn_of_unused(self, parameters: list[nn.Parameter]) -> None:
-        """Warn of those parameters that no earlier warning has named."""
+        """Warn about the parameters that no earlier warning has named."""
         fresh = [p for p in parameters if p not in self._named]
         if not fresh:
             return
@@ -304,7 +304,7 @@ class Reducer:
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
-            bucket.store()  # an optimizer that joins, too, such as ZeroRedundancyOptimizer, needs the means
+            bucket.store()  # an optimizer within join(), such as ZeroRedundancyOptimizer, needs the means
         self._let_frozen_go()
 
     def divide(self, division: Division | None) -> None:

@@ -38,7 +38,7 @@ _SHARED_BY_NAME: dict[str, type[Exception]] = {kind.__name__: kind for kind in _
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first tensor that is not the same on all ranks, and how.
+    """The first tensor that is not the same on all ranks, and how it differs.
 
     Attributes:
         tensors: Names of all tensors that differ, in the model's order.
@@ -69,7 +69,8 @@ def check_replicas(
         group: Ranks that hold a copy each; by default all.
 
     Raises:
-        ReplicaMismatch: A tensor differs; the error names the first, the ranks that differ from the majority, and how.
+        ReplicaMismatch: A tensor differs; the error names the first such tensor, the ranks that differ from the
+            majority, and how they differ.
         ValueError: There is no process group yet, this rank is not in it, or a parameter of any rank is a DTensor, of
             which each rank has a part.
         TypeError: The model or the optimizer of any rank has the wrong type.

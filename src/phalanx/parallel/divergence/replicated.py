@@ -93,7 +93,10 @@ def _fetcher(
 
 
 def _tensors_of(key: Any, value: Any) -> dict[str, Tensor]:
-    """Return a number, a tensor or the tensors in a container, such as L-BFGS's ``old_dirs[0]``, by their places."""
+    """Return the tensors in a value of an optimizer's state, by path; a number becomes a tensor.
+
+    For example, L-BFGS has a tensor at ``old_dirs[0]``.
+    """
     number = _as_tensor(value)
     return dict(tensors_in(value if number is None else number, str(key)))
 

@@ -8,9 +8,9 @@ other tensors: the tensor that is named is the one that was corrupted.
 
 - A cycle, in which every tensor is compared once, takes at most ``compare_every`` steps, even if the number of steps
   between two messages (the gap) changes. The length of a slice is proportional to the last gap, and a slice may
-  continue into the next cycle. A cycle is planned shorter than ``compare_every``, by one gap or by a quarter of it,
-  whichever is more. The message also carries the time that the slice took, and every rank gets the time of the slowest
-  rank. So all ranks choose slices of the same length, such that comparing takes 0.5 % of the time.
+  continue into the next cycle. A cycle is planned shorter than ``compare_every``, by one gap or by a quarter of
+  ``compare_every``, whichever is more. The message also carries the time that the slice took, and every rank gets the
+  time of the slowest rank. So all ranks choose slices of the same length, such that comparing takes 0.5 % of the time.
 - Two kinds of state are left out: the optimizer's state of a divided step, because there is only one copy of it; and
   buffers, because each forward pass sets them to those of rank 0. Nothing is compared if ranks have different
   instruction sets or numbers of threads, because their elementwise kernels round differently.
@@ -151,10 +151,10 @@ class Sentinel:
         )  # fmt: skip
 
     def adapt(self, step: int, step_s: float) -> None:
-        """Adapt `every`, alike on every rank, if it is "auto".
+        """Adapt `every`, in the same way on every rank, if it was given as "auto".
 
         Part of a look's cost does not depend on the size of its slice, so the right number of steps can't be computed.
-        Instead, it changes until looks take `_SHARE` of the time.
+        Instead, `every` changes until looks take `_SHARE` of the time.
 
         Args:
             step: Number of steps done.
@@ -191,7 +191,7 @@ class Sentinel:
         self._at = self._offset = 0
 
     def _fingerprint(self, share: Fraction) -> int:
-        """Return a digest of 62 bits of the next slice, which continues into the next cycle."""
+        """Return a digest of 62 bits of the next slice, which may continue into the next cycle."""
         if self._at >= len(self._cycle):
             self._begin_cycle()
         forms, pieces = [], []

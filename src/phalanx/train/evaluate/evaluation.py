@@ -1,9 +1,9 @@
 """Evaluates a model on data that is divided among the ranks; each sample counts once.
 
-Metrics with a state combine the states of all ranks themselves, as torchmetrics do in ``compute``. If a metric's values
-differ between ranks, it does not combine them, and is refused. If ``stop`` or ``max_steps`` ends training in the middle
-of an epoch, the random state is restored after the evaluation, because an uninterrupted run would not have evaluated
-there.
+Metrics with a state combine the states of all ranks themselves, as those of torchmetrics do in ``compute``. A metric
+whose values differ between ranks does not combine the states, and is refused. If ``stop`` or ``max_steps`` ends
+training in the middle of an epoch, the random state is restored after the evaluation, because an uninterrupted run
+would not have evaluated there.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Evaluator:
         return means | {name: value for n, metric in metrics.items() for name, value in self._computed(n, metric)}
 
     def rehearse(self, data: Any, monitor: str) -> None:
-        """Evaluate one batch of a dataset before training, to find mistakes that would otherwise end an epoch.
+        """Evaluate one batch of a dataset before training, to find mistakes that would otherwise show after an epoch.
 
         An exception in the script's code is ignored: some models can't be evaluated before they have trained, and any
         other problem will come up in the evaluation itself. Random state is restored, and metrics are reset.
@@ -188,7 +188,7 @@ class Evaluator:
         return contextlib.nullcontext() if self._keeps_loader else self.keeping_loader()
 
     def _batches(self, data: Any) -> Iterator[Counted]:
-        """Yield this rank's batches on the device, and batches of size 0 as padding if all ranks need as many."""
+        """Yield this rank's batches on the device, padded with batches of size 0 if all ranks need the same number."""
         for batch, size in self._plan_for(data).batches(self._is_padded):
             batch = to_device(batch, self._device)
             yield lay_out_batch(batch) if self._channels_last else batch, size

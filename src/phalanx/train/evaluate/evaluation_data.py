@@ -1,9 +1,9 @@
 """The batches that each rank evaluates: from a dataset, from a loader that is the same on all ranks, or from its own.
 
-A dataset is divided among the ranks. If all ranks have the same torch loader, they take its batches in turns: its
-sampler draws from a fixed seed, and the ranks compare the result. If a loader divides its data, each rank takes its own
-batches. In all these cases the indices in each batch are known in advance, and so is its size, whatever the batch looks
-like. Only in a stream or a list of batches is the size taken from the first tensor.
+A dataset is divided among the ranks. If all ranks have the same torch loader, they take turns at its batches: its
+sampler draws from a fixed seed, and the ranks compare the indices that it yields. If a loader divides its data, each
+rank takes its own batches. In all these cases the indices in each batch are known in advance, and so is its size,
+whatever the batch looks like. Only in a stream or a list of batches is the size taken from the first tensor.
 """
 
 from __future__ import annotations

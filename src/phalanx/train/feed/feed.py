@@ -48,7 +48,7 @@ class Feed(Protocol):
         Every rank calls it, with None once its own steps are over.
 
         Raises:
-            ValueError: On every rank: one has no batch with which it could take part.
+            ValueError: On every rank: some rank has no batch with which it could take part.
         """
         ...
 
@@ -71,7 +71,7 @@ class Feed(Protocol):
 
 
 def is_dataset(data: Any) -> bool:
-    """Return whether this is a map-style dataset, torch's or any with indices; no loader, stream or list of batches."""
+    """Return whether `data` is a map-style dataset, torch's or another: not a loader, a stream or a list of batches."""
     if isinstance(data, torch_data.Dataset):
         return not isinstance(data, torch_data.IterableDataset)
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Sequence | Mapping)

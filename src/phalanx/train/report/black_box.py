@@ -86,7 +86,7 @@ def out_of_reach(folder: Path, logs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
-    """Return whether an attempt ended by a planned restart: the next one has the same launch, and no loss is recorded.
+    """Return whether an attempt ended in a planned restart: the next one has the same launch, and no loss is recorded.
 
     Args:
         before: Folder of the logs of the attempt's launch, relative to `folder`; empty: unknown.

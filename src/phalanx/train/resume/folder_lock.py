@@ -1,8 +1,8 @@
 """`FolderLock`: a run folder belongs to one job at a time.
 
-Rank 0 holds a lock on the file ``.lock``, which the kernel drops when its process ends. The file names its holder, so
-that the errors of other jobs can name it. A restart of a job whose first attempt was admitted is never refused, even if
-its settings are drawn at random: the file identifies the admitted job by the folder of its logs.
+Rank 0 holds a lock on the file ``.lock``. The kernel drops the lock when the process of rank 0 ends. The file names the
+lock's holder, so that the errors of other jobs can name it. A restart of a job whose first attempt was admitted is
+never refused, even if its settings are drawn at random: the file identifies the admitted job by the folder of its logs.
 `phalanx.checkpoint.disk.claim` does the work.
 """
 
@@ -81,7 +81,7 @@ class FolderLock:
             self._claim.release()
 
     def settle(self) -> None:
-        """Record that this job was admitted to the folder; so its restarts will be, too, whatever they find there."""
+        """Record that this job was admitted to the folder, so that its restarts are, too, whatever they find there."""
         if self._claim is not None and not self.was_ours:
             self._claim.settle(is_settled=True)
 

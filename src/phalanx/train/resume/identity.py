@@ -2,10 +2,10 @@
 
 The identity is a list of facts. A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts describe what
 the script gave: classes and hyperparameters of optimizer and scheduler; names, shapes and dtypes of the model's
-tensors; classes and, for torch's own, settings of its modules; arguments of a loss module; length of the data; settings
-that affect the result. They are collected when the trainer is made, before a scheduler or a checkpoint has changed
-anything, and those of rank 0 count on all ranks. The facts in a checkpoint are compared before the rest is restored, so
-another run is refused before anything is changed.
+tensors; classes of its modules and, for torch's own modules, their settings; arguments of a loss module; length of the
+data; settings that affect the result. They are collected when the trainer is made, before a scheduler or a checkpoint
+has changed anything, and those of rank 0 count on all ranks. The facts in a checkpoint are compared before the rest is
+restored, so another run is refused before anything is changed.
 
 - **Not compared** are settings that may change from one start to the next: ``max_epochs`` and ``max_steps`` (if the
   length affects the result, it is in the scheduler), the number of ranks, ``micro_batch_size``, ``num_workers``,

@@ -3,10 +3,10 @@
 A new process runs the script from the top, while a kept one repeats only what the trainer does when it joins. Both call
 the same collectives only if the script itself calls none. So a process can't be kept if the script has made the group
 by hand, made other groups, wrapped the model itself, or called a collective between the constructor and `fit` (the
-group counts them). It can't be kept either if a callback has attributes that no checkpoint holds (they start afresh in
-a new process, and the copies of the model might diverge), or if a loader of the script divides the data among the
-previous ranks. The script may have called `phalanx.init`: a new process calls it, too, and a kept one repeats the call
-with the same arguments. The script's session object then gets the new place.
+group counts its collectives). It can't be kept either if a callback has attributes that no checkpoint holds (they start
+afresh in a new process, and the copies of the model might diverge), or if a loader of the script divides the data among
+the previous ranks. The script may have called `phalanx.init`: a new process calls it, too, and a kept one repeats the
+call with the same arguments. The script's session object then gets the new place.
 """
 
 from __future__ import annotations

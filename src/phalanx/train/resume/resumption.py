@@ -91,7 +91,7 @@ def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkp
 def words_of_resumption(
     loaded: checkpoint.Loaded | None, step: int, epoch: int, folder: str, *, why_over: str, is_again: bool
 ) -> str:
-    """Return the line that says where a run resumes; empty if it begins.
+    """Return the line that says where a run resumes; empty if the run begins.
 
     Args:
         loaded: Checkpoint that was restored; None: there was none.
@@ -124,7 +124,7 @@ class Hyperparameters:
         ]
 
     def give_again(self, optimizer: torch.optim.Optimizer, *, keep_state: bool) -> None:
-        """Set the hyperparameters. Without `keep_state`, also clear the state, which belongs to another class."""
+        """Set the hyperparameters; without `keep_state`, also clear the state, which another optimizer class made."""
         for group, given in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()

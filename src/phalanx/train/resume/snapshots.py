@@ -1,7 +1,7 @@
 """Takes a trainer's snapshots in memory, as often as 3 % of its time allows.
 
 At first the trainer takes a snapshot after every step. Then all ranks choose the interval that costs 3 % of the time,
-from the duration of steps and snapshots on the slowest rank.
+from the duration of snapshots on the slowest rank and of steps on the fastest one.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def sum_gradients(
     backward: Callable[[int], Tensor],
     seed: tuple[int, int],
 ) -> Tensor:
-    """Leave in ``.grad`` the sum over all ranks' shards, and return the sum of the losses.
+    """Store the sum over all ranks' shards in ``.grad``, and return the sum of the losses.
 
     A binary tree adds neighbours: first the shards of a rank, then the sums of ranks. If the numbers of ranks and of
     shards are powers of two, the tree over all shards is the same for any number of ranks.

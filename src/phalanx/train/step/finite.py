@@ -47,12 +47,12 @@ _SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something not finite that one rank has seen.
+    """A value that is not finite, as one rank has found it.
 
     Attributes:
         step: Number of the step.
-        order: Position in the chain of causes within a step: a bad loss spoils the gradients of all ranks, and they
-            spoil the parameters.
+        order: Position in the chain of causes within a step: a bad loss spoils the gradients of all ranks, and the
+            gradients spoil the parameters.
         epoch: Number of the epoch.
         what: Description of what is not finite.
         origin: Tensor and module in which it began.

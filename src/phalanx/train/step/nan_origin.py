@@ -1,6 +1,6 @@
 """Finds the origin of a value that is not finite: the tensor, and the module whose forward or backward pass made it.
 
-The search checks the batch, then the parameters, and then the modules' outputs, by computing the batch again. The
+The search checks the batch, then the parameters, and then the modules' outputs, by computing the batch again. This
 second pass starts from the buffers and counters that the first one has left, because a copy before each pass would cost
 time. So if the second pass is finite, the message says only that, and not that the modules are right.
 """

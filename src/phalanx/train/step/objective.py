@@ -178,8 +178,8 @@ def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
 def outputs_of(model: nn.Module, batch: Any) -> Any:
     """Return the model's outputs for a batch, with targets or without.
 
-    The entries of a mapping other than targets are the model's keyword arguments; a single entry "inputs" is its only
-    positional argument.
+    The entries of a mapping other than targets are the model's keyword arguments; a single entry "inputs" is the
+    model's only positional argument.
 
     Raises:
         TypeError: The model does not take arguments of these names.

@@ -141,7 +141,7 @@ def has_hooks(optimizer: optim.Optimizer) -> bool:
 def _hooks_outside(optimizer: optim.Optimizer) -> Iterator[None]:
     """Call an optimizer's hooks before and after the body, where they see whole parameters, and none within it.
 
-    These hooks were registered after the division, maybe on one rank only; an optimizer that already has hooks is not
+    These hooks were registered after the division, maybe on one rank only; an optimizer that had hooks before is not
     divided.
     """
     own_pre, own_post = (getattr(optimizer, name, {}) for name in _torch.HOOKS_OF_OPTIMIZER)

@@ -82,7 +82,7 @@ class Stepper:
             autocast=self.autocast, skips_steps=self.scaler.is_enabled(), clips=clips, step=step,
         )  # fmt: skip
         if self._clip_norm is not None and self._ddp is not None:
-            self._ddp.grad_norm()  # from now on the averaging computes it, so all steps have the same bits
+            self._ddp.grad_norm()  # from now on the averaging computes the norm, so all steps have the same bits
         return self._guard
 
     def sentinel(self, step: int) -> tuple[Sentinel, str]:
