@@ -225,7 +225,7 @@ def _part_of_stream(
 
 
 class _SeedWorker:
-    """Seeds a worker; a class, because it must be pickled for workers that are spawned."""
+    """Seeds a worker. A class rather than a closure, because spawned workers need to pickle it."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -335,7 +335,7 @@ def _refuse_sum(who: str, function: Any) -> None:
 
 
 def _reduction_of(function: Any) -> Any:
-    """Return the reduction of one of torch's losses, as far as its module or partial tells."""
+    """Return the reduction of one of torch's losses, if its module or its partial shows it."""
     if isinstance(function, functools.partial):
         return function.keywords.get("reduction") or _reduction_of(function.func)
     return getattr(function, "__dict__", {}).get("reduction")

@@ -119,9 +119,9 @@ class Settings:
         min_delta: Improvement of `monitor` that `patience` ignores. Small improvements add up, and the best checkpoint
             is the one with the best value, by however small a margin.
         folder: Folder of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
-        resume: Treatment of an earlier run in the folder: "auto" resumes from its newest checkpoint, and refuses
-            another run's; "never" starts over and sets the old run aside; "force" resumes with the weights and counters
-            of another run and this script's settings.
+        resume: Treatment of an earlier run in the folder: "auto" resumes from its newest checkpoint, and refuses a
+            checkpoint of another run; "never" starts over and sets the old run aside; "force" resumes with the weights
+            and counters of another run and this script's settings.
         save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch, or at most one in
             10 minutes if the memory of at least two hosts holds the state.
         keep_last: Number of newest checkpoints to keep on disk, beside the best.

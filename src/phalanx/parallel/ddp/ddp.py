@@ -286,8 +286,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def take_averaging_s(self) -> float:
         """Return the time that backward passes have spent averaging gradients since the last call, in seconds.
 
-        Waiting for other ranks counts. Averaging that overlaps with the computation of gradients does not, nor does
-        work that a GPU does meanwhile.
+        Waiting for other ranks counts. Averaging that overlaps with the computation of gradients does not count, and
+        neither does work that a GPU does meanwhile.
         """
         return self._reducer.take_averaging_s()
 

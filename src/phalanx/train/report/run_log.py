@@ -90,7 +90,7 @@ class RunLog:
     Attributes:
         num_steps: Largest number of steps that the run can have.
         clock: Clock of this rank's phases.
-        last_losses: Loss of each rank at the last log.
+        last_losses: Mean loss of each rank over the steps of the last log.
     """
 
     def __init__(self, folder: str, num_steps: int, ranks: RankGroup, loggers: Loggers) -> None:
