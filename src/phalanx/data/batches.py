@@ -17,13 +17,13 @@ class GlobalBatches:
     """This rank's indices of each global batch, in parts that fit one forward pass.
 
     The batches are a pure function of seed and epoch, so any number of ranks trains on the same samples in the same
-    steps. Of a batch of n samples, rank r of W takes ``[r * n // W, (r + 1) * n // W)``.
+    steps. Rank r of W takes the range ``[r * n // W, (r + 1) * n // W)`` of a batch of n samples.
 
     Args:
         length: Number of samples in the dataset.
         batch_size: Number of samples in a batch, over all ranks; the last batch of an epoch may be smaller.
         micro_batch_size: Largest number of this rank's samples in one forward pass; None: unlimited.
-        num_parts: Number of parts of a batch over all ranks, to use instead of `micro_batch_size`.
+        num_parts: Number of parts that all ranks together cut a batch into; it replaces `micro_batch_size`.
         shuffle: Whether each epoch has a new order.
         seed: Seed of the order, the same on all ranks.
         drop_last: Whether a smaller batch at the end of an epoch is left out.
@@ -89,7 +89,7 @@ class GlobalBatches:
         return len(self._cuts(self.batch_size))
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        """Yield the rest of the epoch: for each batch, this rank's parts, each a list of indices, maybe empty."""
+        """Yield this rank's parts of each remaining batch in the epoch, each a list of indices, possibly empty."""
         order = self._order()
         for first, size in self._left():
             yield [order[first + part.start : first + part.stop] for part in self._cuts(size)]
@@ -138,11 +138,11 @@ class GlobalBatches:
         return torch.randperm(self.length, generator=generator).tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of all ranks, which any number of ranks can load."""
+        """Return the position in the data, which is the same on all ranks; any number of ranks can load it."""
         return {"epoch": self.epoch, "place": self.place, "seed": self._seed, "length": self.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position: each remaining sample of the epoch comes once.
+        """Continue at a saved position: the rest of the epoch yields each remaining sample once.
 
         Args:
             state: State that `state_dict` returned.
@@ -162,20 +162,21 @@ class GlobalBatches:
 
 
 class GivenBatches(GlobalBatches):
-    """Global batches that a batch sampler makes; `place` counts batches.
+    """Global batches from a batch sampler; `place` counts batches, not samples.
 
-    The default generators are seeded from seed and epoch before the sampler runs. So it yields the same batches again
-    if it draws from them, or from a generator that its ``set_epoch`` seeds.
+    The default generators are seeded from seed and epoch before the sampler runs. So a sampler that draws from them, or
+    from a generator that its ``set_epoch`` seeds, yields the same batches again.
 
     Args:
         length: Number of samples in the dataset.
         batch_sampler: Iterable of lists of indices, one for each batch; the same on all ranks.
         micro_batch_size: Largest number of this rank's samples in one forward pass; None: unlimited.
-        num_parts: Number of parts of a batch over all ranks, to use instead of `micro_batch_size`.
+        num_parts: Number of parts that all ranks together cut a batch into; it replaces `micro_batch_size`.
         seed: Seed of the sampler's random numbers, the same on all ranks.
 
     Raises:
-        ValueError: The sampler does not yield lists of indices, or yields other lists for the same epoch.
+        ValueError: The sampler does not yield lists of indices, or yields different lists when it runs again for the
+            same epoch.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class GivenBatches(GlobalBatches):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        """Yield the rest of the epoch: for each batch, this rank's parts, each a list of indices, maybe empty."""
+        """Yield this rank's parts of each remaining batch in the epoch, each a list of indices, possibly empty."""
         for batch in self.batches[self.place :]:
             yield [batch[part.start : part.stop] for part in self._cuts(len(batch))]
 
@@ -237,5 +238,5 @@ class GivenBatches(GlobalBatches):
                 ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of all ranks, which any number of ranks can load."""
+        """Return the position in the data, which is the same on all ranks; any number of ranks can load it."""
         return {**super().state_dict(), "batches": "given"}

@@ -1,7 +1,7 @@
 """`DataLoader`: torch's loader, for this rank's part of the data.
 
 torch's loader draws a seed for its workers when an epoch begins, even if there are no workers. In a resumed epoch, the
-earlier run has already drawn it, so the generators are then restored after the draw.
+earlier run has already made that draw. So when an epoch is resumed, the loader restores the generators after the draw.
 """
 
 from __future__ import annotations
@@ -34,24 +34,27 @@ _OF_ONE_PROCESS = (
 class DataLoader(torch_data.DataLoader[Any]):
     """torch's DataLoader, which loads this rank's part of the data. Arguments and defaults are torch's.
 
-    Where torch's does nothing by default, this one does what several ranks need:
+    Where torch's loader does nothing by default, this one does what a job of several ranks needs:
 
     - Without `sampler` and `batch_sampler`, a `DistributedSampler` divides the dataset among the ranks of the default
       group; `shuffle` and `drop_last` are passed to it. Without `drop_last` it pads when it shuffles, as torch's does,
-      and gives each sample exactly once when it does not. Its epochs advance by themselves, or `set_epoch` chooses one.
-    - One of torch's samplers for a single process, such as ``RandomSampler``, or a list does not divide the data. If it
-      is as long as the dataset, rank 0 warns when training first iterates the loader, unless `is_own_part` is given.
+      and yields each sample exactly once when it does not shuffle. Its epochs advance by themselves, or `set_epoch`
+      chooses one.
+    - torch's samplers for a single process, such as ``RandomSampler``, do not divide the data, and neither does a list.
+      If such a sampler is as long as the dataset, rank 0 warns when training first iterates the loader, unless
+      `is_own_part` is given.
     - Without `worker_init_fn`, each worker of each rank draws its own random numbers from Python, NumPy and torch.
-    - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. Workers are
-      left to the dataset, as in torch: a stream that does not look at ``get_worker_info()`` yields every item in every
-      worker; `shard_iterable` divides any stream.
-    - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks. The same number of
-      ranks gets the batches that it would have got without the interruption, and with a `RandomState` the same random
-      numbers. Random numbers in workers are not resumed: their augmentation differs in the rest of that epoch.
+    - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. As in
+      torch, the dataset itself must divide its items among workers: a stream that does not look at
+      ``get_worker_info()`` yields every item in every worker. `shard_iterable` divides any stream.
+    - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks. With the same number
+      of ranks, each rank gets the batches that it would have got without the interruption, and, if a `RandomState` is
+      restored too, the same random numbers. Random numbers in workers are not resumed: their augmentation differs in
+      the rest of that epoch.
 
     Args:
         is_own_part: Whether the dataset is this rank's own part already, and is not divided again. With several ranks,
-            a `Partition` needs True or False. False with a sampler: every rank takes all samples on purpose.
+            a `Partition` needs True or False. False with a sampler means that every rank takes all samples on purpose.
 
     Raises:
         RuntimeError: There are several ranks and no process group yet.
@@ -143,7 +146,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of all ranks: after the last batch that was yielded, whatever workers have loaded ahead.
+        """Return the position in the data after the last batch yielded; batches that workers loaded ahead do not count.
 
         Raises:
             TypeError: The sampler is not a `phalanx.DistributedSampler`, or the dataset is a stream.
@@ -192,9 +195,9 @@ def _dividing_sampler(
 
 
 def _undivided(dataset: Any, sampler: Any, batch_sampler: Any, num_replicas: int) -> str:
-    """Return a warning about a sampler by which each rank takes all samples; empty if it may divide them.
+    """Return a warning about a sampler that gives each rank all samples; empty if the sampler may divide them.
 
-    A sampler of another class may divide the data, and a shorter one may hold this rank's own indices.
+    A sampler of a class that is not torch's may divide the data, and a shorter one may hold only this rank's indices.
     """
     if type(batch_sampler) is torch_data.BatchSampler:
         sampler = batch_sampler.sampler
@@ -222,11 +225,11 @@ def _part_of_stream(
 
 
 class _SeedWorker:
-    """Seeds a worker; a class, because it must be pickled for workers that are spawned."""
+    """Seeds a worker. A class rather than a closure, because spawned workers need to pickle it."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def __call__(self, worker_id: int) -> None:
-        # torch's seed comes from the loader's generator, which ranks seeded alike have in common.
+        # torch's seed comes from the loader's generator, so ranks that were seeded alike share it.
         seed_process(derive_seed(torch.initial_seed(), "rank", self._rank))

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 
 class Partition(Subset[Any]):
-    """Part of a dataset, a ``Subset`` of torch's: ``partition[i]`` is ``data[indices[i]]``.
+    """Part of a dataset, a torch ``Subset``: ``partition[i]`` is ``data[indices[i]]``.
 
     Args:
         data: Whole dataset.
@@ -33,8 +33,8 @@ class DataPartitioner:
 
     Args:
         data: Dataset with a length and items.
-        sizes: Fractions of the parts, each at least 0, together at most 1. If they add up to 1, every sample is in
-            exactly one part. Each part is at most one sample off its fraction.
+        sizes: Fraction of the dataset for each part: each at least 0, together at most 1. If they add up to 1, every
+            sample is in exactly one part. Each part is at most one sample off its fraction.
         seed: Seed of the shuffle.
 
     Raises:
@@ -55,7 +55,7 @@ class DataPartitioner:
             raise ValueError(f"sizes must be fractions of at least 0 that add up to at most 1, got {list(sizes)}")
         order = list(range(len(data)))
         random.Random(seed).shuffle(order)
-        # Round the sums of the fractions, not each fraction: a sample that one part lacks is in the next one.
+        # Round the running sums, not each fraction, so that a sample that one part loses to rounding goes to the next.
         ends = [round(len(order) * math.fsum(sizes[: number + 1])) for number in range(len(sizes))]
         starts = [0, *ends][: len(ends)]
         self.data = data

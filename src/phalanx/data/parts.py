@@ -1,4 +1,4 @@
-"""Compares the ranks' datasets: all alike, or each its own part."""
+"""Compares the ranks' datasets: they may all be the same, or each rank may have its own part."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from phalanx.wire.rank_group import RankGroup
 
 
 def refuse_different(data: Any, ranks: RankGroup) -> None:
-    """Refuse to divide a dataset among the ranks if theirs differ, as if each had its own part already.
+    """Refuse to divide a dataset if the ranks' datasets differ: each rank may already have its own part.
 
     Raises:
-        ValueError: On every rank.
+        ValueError: The ranks' datasets differ; on every rank.
     """
     described = ranks.gather((len(data), _digest(_chosen(data)[0])))
     if len({*described}) > 1:
@@ -34,7 +34,7 @@ def have_own_parts(data: Any, ranks: RankGroup) -> bool:
     """Return whether each rank has its own part of the data, judging by lengths and by the indices of subsets.
 
     Raises:
-        ValueError: On every rank: their parts differ and have samples in common.
+        ValueError: The ranks' parts differ but have samples in common; on every rank.
     """
     indices, whole = _chosen(data)
     num = len(whole) if hasattr(whole, "__len__") else 0
@@ -53,7 +53,7 @@ def have_own_parts(data: Any, ranks: RankGroup) -> bool:
 
 
 def _chosen(data: Any) -> tuple[list[Any], Any]:
-    """Return the indices of a subset (or of a subset of one) in the whole dataset, and that dataset."""
+    """Return the indices of a subset (or of a subset of a subset) in the whole dataset, and that dataset."""
     if not isinstance(data, Subset):
         return [], data
     inner, whole = _chosen(data.dataset)

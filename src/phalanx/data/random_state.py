@@ -18,8 +18,8 @@ from phalanx.data.seeds import derive_seed, seed_process
 class RandomState:
     """Python's, NumPy's and torch's random number generators, as an entry for a checkpoint's state.
 
-    Each rank gets its own state back. With another number of ranks, each rank's generators are seeded anew, from rank
-    0's state and the rank.
+    Each rank gets its own state back. If the number of ranks has changed, each rank's generators are seeded anew, from
+    rank 0's state and the rank.
 
     Example:
         >>> random = phalanx.RandomState()

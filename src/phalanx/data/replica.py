@@ -1,4 +1,4 @@
-"""This process's rank for anything that divides data, and an error where it is not known yet."""
+"""This process's rank, for code that divides data; an error if the rank is not known yet."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from phalanx.wire.rank_group import RankGroup
 
 
 def rank_and_size(rank: int | None = None, num_replicas: int | None = None) -> tuple[int, int]:
-    """Return the rank and the number of ranks: as given, else those of the default group, else 0 of 1.
+    """Return the rank and the number of ranks: as given, else those of the default group, else 0 and 1.
 
     Raises:
-        RuntimeError: This process was started as one of several and has no process group yet: each rank would take
+        RuntimeError: This process was started as one of several and has no process group yet, so each rank would take
             all data.
         ValueError: `rank` is outside the group.
     """

@@ -1,10 +1,10 @@
-"""`DistributedSampler`: torch's, with epochs that advance, evaluation without padding and exact resumption.
+"""`DistributedSampler`: torch's sampler, with epochs that advance, evaluation without padding and exact resumption.
 
-The order is torch's, a permutation drawn from seed + epoch and dealt out in turns, so a script that changes one import
-trains on the same samples. Where ranks stand is one number, the place in that order, so any number of ranks can
-continue from it. A rank may have taken its last sample while another has one more; that the epoch is over is known by
-a rank that has asked for more and got nothing. Whatever is derived from what is left of an epoch, such as padding, is
-counted from the epoch's beginning, because an interruption must not show.
+The order is torch's: a permutation drawn from seed + epoch and dealt out in turns. So a script that changes one import
+trains on the same samples. One number, the place in that order, says how far the ranks have come, so any number of
+ranks can continue from it. A rank may have taken its last sample while another has one more, so only a rank that has
+asked for more and got nothing knows that the epoch is over. Padding repeats samples from the beginning of the epoch's
+order, even in a resumed run, because an interruption must not change the samples.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from phalanx.data.replica import rank_and_size
 
 
 class DistributedSampler(torch_distributed.DistributedSampler[Any]):
-    """torch's DistributedSampler, which divides a dataset among ranks, in the same order.
+    """Divides a dataset among ranks, in the same order as torch's DistributedSampler.
 
     The order of an epoch is a pure function of seed, epoch and the dataset's length. Rank r of W takes the samples at
-    positions r, r + W, r + 2 W, ... of it, whatever W is. An iteration that begins without `set_epoch` is the next
-    epoch, so a forgotten `set_epoch` does not repeat an order. Rank 0 then warns once, unless the epoch is kept
-    elsewhere: by the loader that made this sampler, or by a script that saves and loads its state.
+    positions r, r + W, r + 2 W, ... of that order, whatever W is. An iteration without a `set_epoch` before it begins
+    the next epoch, so a forgotten `set_epoch` does not repeat an order. Rank 0 then warns once, unless something else
+    keeps track of the epoch: the loader that made this sampler, or a script that saves and loads the sampler's state.
 
     Args:
         dataset: Dataset with a length.
@@ -34,9 +34,10 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         rank: Rank of this process among them; default: its rank in the default group.
         shuffle: Whether each epoch has a new order.
         seed: Seed of the order, the same on all ranks.
-        drop_last: Whether the last samples of an epoch are dropped if there is not one for each rank.
-        pad: Whether, without `drop_last`, the first samples are repeated until every rank has equally many, as torch
-            does. False yields each sample exactly once, for evaluation; ranks then differ by at most one.
+        drop_last: Whether the last samples of an epoch are dropped if there are too few for one per rank.
+        pad: Whether, without `drop_last`, the first samples are repeated until all ranks have the same number, as in
+            torch. False yields each sample exactly once, for evaluation; the ranks' numbers of samples then differ by
+            at most one.
 
     Raises:
         RuntimeError: There are several ranks and no process group yet.
@@ -69,8 +70,8 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         self._start = 0  # place in the epoch's order where the next iteration begins
         self._num_taken = 0  # number of samples that this rank has taken since `_start`
         self._is_running = False  # whether an iteration has begun since the epoch was set
-        self._is_over = False  # whether it has ended
-        self.expects_set_epoch: bool = True  # False: beginning an epoch without it is no mistake
+        self._is_over = False  # whether that iteration has ended
+        self.expects_set_epoch: bool = True  # False: an epoch may begin without it
 
     def __len__(self) -> int:
         """Return the number of samples that this rank gets in an epoch."""
@@ -98,16 +99,16 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         return self._walk(self._order(), self._start)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; one that `load_state_dict` has restored continues where it was."""
+        """Choose the epoch of the next iteration; an epoch that `load_state_dict` restored continues at its place."""
         if epoch != self.epoch or self._is_running:
             self._start = self._num_taken = 0
         self.epoch = epoch
         self._is_running = self._is_over = False
 
     def state_dict(self, num_taken: int | None = None, is_over: bool | None = None) -> dict[str, Any]:
-        """Return the position of all ranks, which any number of ranks can load.
+        """Return the position in the data; any number of ranks can load it.
 
-        It is the same on each rank if all have taken the same number of samples.
+        The position is the same on all ranks if all have taken the same number of samples.
 
         Args:
             num_taken: Number of samples of this epoch that this rank has trained on; default: the number taken from
@@ -130,9 +131,10 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a saved position, with any number of ranks: each remaining sample of the epoch comes once.
+        """Continue at a saved position, with any number of ranks: the epoch yields each remaining sample once.
 
-        The same number of ranks gets what it would have got without the interruption, padding included.
+        With the same number of ranks, each rank gets the samples that it would have got without the interruption,
+        padding included.
 
         Args:
             state: State that `state_dict` returned.

@@ -54,6 +54,6 @@ def seed_process(seed: int) -> None:
 
 
 def derive_seed(seed: int, *path: str | int) -> int:
-    """Return a seed in [0, 2^63) that other paths and other seeds are unlikely to share."""
+    """Return a seed in [0, 2^63), derived from `seed` and `path`; other arguments are unlikely to give the same one."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,9 +1,10 @@
 """`shard_iterable`: a stream divided among ranks and their workers.
 
-Nobody can know whether an ``IterableDataset`` divides itself among workers or ranks. Among the workers that the user
-asks for, torch's rule holds: each yields the whole stream, unless the stream divides itself. Ranks take turns at a
-stream. If it does not divide itself, they lose no item; if it does, a warning names ``is_own_part``. A `Partition` may
-be a part for all ranks, such as the training set, or one rank's own part, so there the loader requires ``is_own_part``.
+An ``IterableDataset`` does not say whether it divides itself among workers or ranks. For workers, torch's rule holds:
+each worker yields the whole stream, unless the stream divides itself. Ranks take turns at the items of a stream. That
+loses items if the stream divides itself among ranks, so the loader warns and names ``is_own_part``. A `Partition` may
+be meant for all ranks, such as the training set, or be one rank's own part, so the loader requires ``is_own_part`` for
+it.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class Shard(IterableDataset[Any]):
     """This rank's part of a stream, divided among the rank's workers.
 
     Args:
-        over_workers: Whether the workers share the part; False if the stream divides itself among them, as torch's do.
+        over_workers: Whether this class divides the part among the rank's workers; False if that is left to the stream,
+            as in torch.
     """
 
     def __init__(self, iterable: Iterable[Any], rank: int, num_replicas: int, *, over_workers: bool = True) -> None:
-        # Stored now, because a worker could not ask: it has no process group.
+        # Stored now, because a worker has no process group from which to learn them.
         self._iterable, self._rank, self._num_replicas = iterable, rank, num_replicas
         self._over_workers = over_workers
 
@@ -68,7 +70,7 @@ class Shard(IterableDataset[Any]):
 
 
 def _read_whole(iterable: Iterable[Any]) -> Iterator[Any]:
-    """Yield all items of an iterable that may divide itself among workers."""
+    """Yield all items of an iterable, even if it divides itself among workers."""
     with outside_of_workers():
         items = iter(iterable)
     end = object()

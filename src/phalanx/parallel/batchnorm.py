@@ -19,12 +19,14 @@ class SyncBatchNorm(BatchNorm):
     Up to rounding, forward and backward equal those of ``BatchNorm*d`` in one process on the whole batch, even if the
     ranks' batches differ in size or are empty. Inputs have shape (N, C, ...). Statistics are computed in float32 or
     wider. As in torch, gradients of weight and bias are those of this rank's samples, and DistributedDataParallel
-    averages them. The class does not derive from torch's, which torch's DistributedDataParallel refuses on a CPU.
+    averages them. The class does not derive from torch's SyncBatchNorm, because torch's DistributedDataParallel refuses
+    that on a CPU.
 
     Args:
         num_features: Number of channels C.
         eps: Number added to the variance, for stability.
-        momentum: Weight of a batch in the running statistics; with None they are the mean over all batches.
+        momentum: Weight of a batch in the running statistics; with None the running statistics are the mean over all
+            batches.
         affine: Whether the layer has a trainable weight and, unless `bias` is False, a trainable bias.
         track_running_stats: Whether running statistics are kept for evaluation.
         process_group: Ranks to normalize over; by default all.
@@ -136,7 +138,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:
-    """View (C,) so that it broadcasts over (N, C, ...)."""
+    """View values of shape (C,) so that they broadcast over (N, C, ...)."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 

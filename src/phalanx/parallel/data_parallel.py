@@ -1,4 +1,4 @@
-"""torch's DataParallel, which uses several GPUs from one process, and its replacement."""
+"""torch's DataParallel, which uses several GPUs from one process; ours warns if there is only one device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
-    """torch's DataParallel. With one device it only runs the module, and warns that there is a faster way.
+    """torch's DataParallel. With one device it only runs the module, and warns that DistributedDataParallel is faster.
 
     Inputs are divided among the devices, and outputs are collected on one of them.
 

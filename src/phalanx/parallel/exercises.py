@@ -1,4 +1,4 @@
-"""What readers of the distributed tutorials write by hand: averaging gradients, and an all_reduce around a ring.
+"""Functions that readers of the distributed tutorials write by hand: a gradient average, and a ring all_reduce.
 
 Scripts call these functions in place of their own; nothing in phalanx uses them. They work on any backend.
 `average_gradients` uses the buckets of DistributedDataParallel, once backward has ended. `ring_all_reduce` shows the
@@ -56,9 +56,9 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     """Replace `tensor` by its sum over the ranks, using only ``isend`` and ``irecv``, and return it.
 
     The tensor is cut into n chunks, one for each of n ranks. In each of n - 1 rounds a rank receives a chunk from its
-    left neighbour, adds its own and sends the sum on to the right; then it holds one chunk of the result. In n - 1
-    more rounds these chunks go around. Each rank sends 2 (n - 1) / n of the tensor, however large n is, and all ranks
-    get the same bits. It is meant for learning; ``dist.all_reduce`` is faster.
+    left neighbour, adds its own and sends the sum on to the right. After these rounds each rank holds one chunk of the
+    result, and in n - 1 more rounds these chunks go around. Each rank sends 2 (n - 1) / n times the tensor's size, and
+    all ranks get the same bits. The function is meant for learning; ``dist.all_reduce`` is faster.
 
     Args:
         tensor: Tensor to sum in place, of the same shape and dtype on all ranks.

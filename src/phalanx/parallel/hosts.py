@@ -25,7 +25,7 @@ class HostGroups(NamedTuple):
         host: Group of the ranks on this host; None if this rank counts as a host of its own.
         across: Group of this rank's rail, one rank of each host; None on a rank that is in no rail.
         num_hosts: Number of hosts.
-        num_rails: Number of rails, as many as the smallest host has ranks.
+        num_rails: Number of rails, which is the number of ranks on the smallest host.
         num_ranks: Number of ranks on all hosts together.
 
     Example:
@@ -42,7 +42,7 @@ class HostGroups(NamedTuple):
 
     @property
     def rail(self) -> int:
-        """Index of this rank on its host, from 0; also the index of its rail, if there are so many rails."""
+        """Index of this rank on its host, from 0; also the index of its rail, if there are that many rails."""
         return dist.get_rank(self.host) if self.host is not None else 0
 
     @property
@@ -60,9 +60,9 @@ def host_groups(
     ranks of larger hosts have no ``across``; they get the results from the other ranks of their host.
 
     Args:
-        name: Name of this rank's host. By default two ranks share a host if its name, boot and network are the same
-            and the launcher gave them the same ``GROUP_RANK``. Pass a name if the slow link is elsewhere, such as
-            between data centres, or to try several hosts on one.
+        name: Name of this rank's host. By default two ranks share a host if its name, boot and network are the same and
+            the launcher gave them the same ``GROUP_RANK``. Pass a name if the slow link is elsewhere, such as between
+            data centres, or to simulate several hosts on one.
         host_backend: Backend of ``host``, such as ``"phalanx"`` in a job on Gloo; by default the job's.
         across_backend: Backend of ``across``; by default the job's.
 
@@ -107,7 +107,7 @@ def _sum(piece: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def broadcast_each(parts: Iterable[tuple[int, Tensor]], group: dist.ProcessGroup) -> None:
-    """Send each tensor from its rank to all ranks of the group, and wait. Every rank calls it.
+    """Send each tensor from its source to all ranks of the group, and wait. Every rank calls it.
 
     Args:
         parts: Tensors to send or to receive into, each with its source, a rank in the group; empty ones are skipped.

@@ -28,7 +28,7 @@ def shaped(buffer: Tensor, like: Tensor) -> Tensor:
 
 
 def laid_out_like(like: Tensor, values: Tensor) -> Tensor:
-    """Return values of the shape of `like` in its memory layout, copied if they have another."""
+    """Return `values`, which have the shape of `like`, in its memory layout: copied if their layout differs."""
     if values.stride() == like.stride():
         return values
     return torch.empty_like(like, dtype=values.dtype).copy_(values)

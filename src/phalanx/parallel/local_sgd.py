@@ -1,10 +1,10 @@
 """LocalSGD: hosts train separately and synchronize every few steps, over a link too slow for every gradient.
 
-A window is the steps between two synchronizations. `LocalSGD` keeps the flat parameters from the start of the window.
-At its end, each host's pseudo-gradient, the parameters at the window's start minus those at its end, is averaged over
-the hosts. On every rank alike, an outer optimizer steps along it from the common start, and the result is the start of
-the next window. So only the averaged pseudo-gradient crosses between hosts, ranks keep the same bits, and bf16's
-residual of a rail's piece stays with that rail.
+A window consists of the steps between two synchronizations. `LocalSGD` keeps the flat parameters from the start of the
+window. At its end, each host's pseudo-gradient, the parameters at the window's start minus those at its end, is
+averaged over the hosts. Then every rank takes the same step of an outer optimizer along that average, from the common
+start, and the result is the start of the next window. So only the averaged pseudo-gradient crosses between hosts, ranks
+keep the same bits, and the bf16 residual of a rail's piece stays with that rail.
 
 Between synchronizations ranks differ, so `state_dict` then contains an entry whose name differs on each rank. That
 makes a checkpoint save each rank's state separately and completely.
@@ -42,10 +42,10 @@ class LocalSGD:
 
     Within a host, ranks train together in every step, as with DistributedDataParallel over the host's group. Every rank
     calls ``step()`` after ``optimizer.step()``. After a synchronization all ranks have the same parameters, bit for bit
-    if their processors are of one kind. Create it once the model has its initial weights: those of rank 0 are copied to
-    all ranks.
+    if their processors are of one kind. Create the object once the model has its initial weights: those of rank 0 are
+    copied to all ranks.
 
-    It keeps a copy of the parameters, a second one during a synchronization, and the outer optimizer's state.
+    It keeps a copy of the parameters, and the outer optimizer's state. A synchronization needs a second copy.
 
     Args:
         params: Parameters to train, such as ``model.parameters()``; or tensors that share their memory, such as the
@@ -55,7 +55,7 @@ class LocalSGD:
             each separately.
         outer_optimizer: Function that makes the outer optimizer for a list of parameters; by default DiLoCo's. With
             None the parameters are averaged, which is local SGD.
-        warmup_steps: Number of steps at the beginning after each of which the parameters are averaged.
+        warmup_steps: Number of steps at the beginning of training; after each of them, the parameters are averaged.
         compress: "bf16" to halve the bytes between hosts, or None. The pseudo-gradient is rounded, and the residual is
             added to the next one.
         buffers: Buffers to average over all ranks at each synchronization, such as ``model.buffers()``; integer
@@ -200,7 +200,7 @@ class LocalSGD:
         self.num_steps_apart = 0
 
     def _verify_steps(self) -> None:
-        """Raise an error if the hosts have taken different numbers of steps, so that their windows end apart."""
+        """Raise an error if the hosts have taken different numbers of steps: their windows must end together."""
         groups, device = self._groups, self._windows[0].start.device
         most = torch.tensor([self.num_steps, -self.num_steps], device=device)
         for group in (groups.across, groups.host):
@@ -226,7 +226,7 @@ class LocalSGD:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; with those of model and optimizer, training resumes bit for bit at any step.
+        """Return this rank's state; with the model's and the optimizer's, it resumes training bit for bit at any step.
 
         Between two synchronizations each rank has its own state, and only the same number of ranks can load it.
         """
@@ -247,13 +247,14 @@ class LocalSGD:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; the model's must be loaded as well. If the hosts have changed, residuals are dropped.
+        """Load a state; the model's state must be loaded as well. If the hosts have changed, residuals are dropped.
 
         Args:
             state_dict: State that `state_dict` returned.
 
         Raises:
-            ValueError: The state has other parameters, or only one of the two has an outer optimizer.
+            ValueError: The state has other parameters, or an outer optimizer where this object has none, or the
+                reverse.
         """
         saved = [list(start.shape) for start in state_dict["starts"]]
         own = [list(window.start.shape) for window in self._windows]
@@ -319,7 +320,7 @@ class _Window:
 
 
 def _problem_of(parameters: list[Tensor], every: int, warmup_steps: int, compress: str | None) -> str:
-    """Return what is wrong with the arguments; empty if nothing is."""
+    """Return a description of what is wrong with the arguments; empty if nothing is."""
     if every < 1:
         return f"every must be at least 1, got {every}"
     if warmup_steps < 0:
@@ -339,7 +340,7 @@ def _problem_of(parameters: list[Tensor], every: int, warmup_steps: int, compres
 
 
 def _flat_copy(members: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Copy tensors of one kind into a flat one, and return it with a view of it for each."""
+    """Copy tensors of one kind into a flat tensor; return it, and a view of it in the shape of each tensor."""
     num_elems = sum(t.numel() for t in members)
     flat = torch.empty(num_elems, dtype=members[0].dtype, device=members[0].device)
     views = views_of(flat, members)
@@ -348,7 +349,7 @@ def _flat_copy(members: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _to_bytes(tensor: Tensor | None) -> bytes | None:
-    """Return a tensor as bytes, which a checkpoint saves for every rank; it saves equal tensors only once."""
+    """Return a tensor as bytes, because a checkpoint saves bytes for every rank, but a tensor only once."""
     return None if tensor is None else tensor.cpu().view(torch.uint8).numpy().tobytes()
 
 

@@ -1,8 +1,8 @@
 """Pieces: the parts of parameters that each rank of a ZeroRedundancyOptimizer steps, and where they are cut.
 
-Parameters are cut at multiples of 128 elements from their start: kernels treat the elements after the last full
-vector differently, and the bits must be those of the plain optimizer. Optimizers that look at a whole parameter get
-uncut ones.
+Parameters are cut at multiples of 128 elements from their start: kernels treat the elements after the last full vector
+differently, and the bits must be those of the plain optimizer. Optimizers that look at a whole parameter get whole
+parameters.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn, optim
 from phalanx.parallel.layout import flat, laid_out_like, packed, shaped
 from phalanx.parallel.shared_memory import shared_tensor
 
-# Kernels treat the elements after the last full vector differently, and round differently: shards are cut where vectors
-# end, at any width and element size.
+# Kernels round the elements after the last full vector differently. So shards are cut where a vector ends, whatever the
+# vector width and element size.
 CUT_ELEMS = 128
 ELEMENTWISE = {
     optim.SGD,
@@ -60,11 +60,11 @@ class Piece:
         return self.stop - self.start == self.parameter.numel()
 
     def memory_of(self, tensor: Tensor) -> Tensor:
-        """View this piece of a tensor laid out like the parameter, flat."""
+        """View this piece of a tensor as a flat tensor; the tensor must be laid out like the parameter."""
         return flat(tensor)[self.start : self.stop]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """View this piece of a tensor laid out like the parameter; a whole piece keeps its shape."""
+        """View this piece of a tensor that is laid out like the parameter; a whole piece keeps its shape."""
         return tensor.detach() if self.is_whole else self.memory_of(tensor)
 
     def copy_of(self, tensor: Tensor) -> Tensor:
@@ -89,9 +89,9 @@ class Piece:
 
 
 def elementwise(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """Return the tensors in a parameter's optimizer state that have an element for each of its own.
+    """Return the tensors in a parameter's optimizer state that have one element for each element of the parameter.
 
-    The number of steps does not count, even if the parameter has a single element.
+    The step counter is left out, even if the parameter has a single element.
     """
     return {
         name: v for name, v in values.items() if isinstance(v, Tensor) and name != "step" and v.shape == parameter.shape
@@ -107,7 +107,7 @@ def move_into_buffer(
     Args:
         parameters: Parameters to move.
         group: Ranks that have the same parameters.
-        share: Whether all ranks have the same memory, on the CPU.
+        share: Whether all ranks share the buffer's memory, on the CPU.
 
     Returns:
         The buffer, and the offset of each parameter in it, in elements.
@@ -140,7 +140,7 @@ def cut_into_pieces(parameters: Sequence[nn.Parameter], begins: Sequence[int], b
     Args:
         parameters: Parameters in the buffer.
         begins: Offset of each parameter in the buffer, in elements.
-        bounds: Ends of the ranks' ranges of the buffer, from 0 to its length.
+        bounds: Boundaries between the ranks' ranges of the buffer, from 0 to its length.
     """
     pieces = []
     for owner, (lo, hi) in enumerate(itertools.pairwise(bounds)):
@@ -157,7 +157,7 @@ def cuts(begins: Sequence[int], numels: Sequence[int], num_shards: int, cut: int
     Args:
         begins: Offsets of the tensors in the buffer, in elements.
         numels: Numbers of elements of the tensors.
-        num_shards: Number of shards, at least 1; there is one cut less.
+        num_shards: Number of shards, at least 1; the result has one offset fewer.
         cut: Number of elements; a tensor may be cut at multiples of it from its start. 0: only between tensors.
     """
     total = sum(numels)

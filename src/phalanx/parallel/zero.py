@@ -1,8 +1,8 @@
 """ZeroRedundancyOptimizer: every rank keeps and steps its shard of the optimizer's state (ZeRO stage 1).
 
-Ranks share the memory of the parameters only if that is asked for (`share_parameters`): if every rank of a script
-writes to parameters in place, shared ones would be changed several times. For a snapshot the state is gathered, so it
-is the same on all ranks and hosts.
+Ranks share the memory of the parameters only if `share_parameters` asks for it. If every rank of a script writes to
+parameters in place, shared parameters would be changed several times. `state_dict` gathers the state, so a snapshot is
+the same on all ranks and hosts.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     """torch's ZeroRedundancyOptimizer: the optimizer's state is divided among the ranks, and each steps its shard.
 
     Use it with DistributedDataParallel, in place of ``optimizer_class(params, ...)``. After ``step()`` every rank has
-    all parameters. Their bits are those of the plain optimizer if that works element by element (SGD, Adam, AdamW and
-    most others) and runs one thread. For such optimizers parameters are cut, so that all shards have about the same
-    size; other optimizers get whole parameters.
+    all parameters. Their bits are those of the plain optimizer if that optimizer works element by element (SGD, Adam,
+    AdamW and most others) and runs in one thread. For such optimizers parameters are cut, so that all shards have about
+    the same size; other optimizers get whole parameters.
 
-    What differs from torch's:
+    Differences from torch's:
 
     - ``state_dict()`` returns the plain optimizer's state on every rank, and all ranks call it together. After
-      ``consolidate_state_dict(to)``, and until the next step, it is as in torch: rank `to` has the state and calls it
-      alone.
+      ``consolidate_state_dict(to)``, and until the next step, it works as in torch: only rank `to` has the state, and
+      only that rank calls ``state_dict()``.
     - ``load_state_dict()`` takes a state saved by any number of ranks or by the plain optimizer.
     - ``add_param_group()`` raises NotImplementedError.
 
@@ -100,7 +100,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         Joinable.__init__(self)
         self.process_group: dist.ProcessGroup = group_or_world(process_group, "ZeroRedundancyOptimizer")
         group = self.process_group
-        self._consolidated: dict[str, Any] | None = None  # the whole state on the rank that asked for it, {} on others
+        self._consolidated: dict[str, Any] | None = None  # the whole state on the rank that gets it, {} on others
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._shared = share_parameters
         self._built = False
@@ -161,7 +161,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
             The result of `closure`; None without one.
 
         Raises:
-            ValueError: A sharded parameter has a sparse gradient, or the storage of a shared one was replaced.
+            ValueError: A parameter that is cut has a sparse gradient, or the memory of a shared parameter was replaced.
         """
         Join.notify_join_context(self)
         self._consolidated = None
@@ -185,7 +185,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
         """Move parameters that were given other memory, as by ``parameter.data = ...``, back into their buffer.
 
         Raises:
-            ValueError: The ranks share their memory.
+            ValueError: The ranks share the parameters' memory.
         """
         for parameter, home in self._homes:
             if parameter.data_ptr() == home.data_ptr():
@@ -262,7 +262,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def _collect_state(self) -> dict[str, Any]:
-        own: dict[int, dict[str, Any]] = {}  # state by parameter; tensors that are cut are sent later
+        own: dict[int, dict[str, Any]] = {}  # state by parameter; dtypes in place of tensors that are sent later
         for piece, shard in self._own.items():
             values = self.optim.state.get(shard, {})
             dtypes = {name: value.dtype for name, value in elementwise(values, shard).items()}

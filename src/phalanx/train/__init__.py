@@ -3,7 +3,7 @@
 Names are loaded on first use, because reading a run's metrics and writing its report need no torch.
 
 Start with `trainer`, which holds `fit()`, then `step.stepper`. Nothing here starts processes or watches them, and a
-loop written by hand needs nothing of this room.
+loop written by hand needs nothing from this package.
 """
 
 from typing import TYPE_CHECKING

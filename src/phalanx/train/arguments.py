@@ -75,10 +75,10 @@ def check_schedule(scheduler: Any, function: Any = None) -> None:
 
     Args:
         scheduler: Scheduler to check.
-        function: Function that has made it; None: it was passed.
+        function: Function that made the scheduler; None if the script passed the scheduler itself.
 
     Raises:
-        TypeError: It is not a scheduler.
+        TypeError: `scheduler` is not a scheduler.
         ValueError: The function has made a ReduceLROnPlateau, which depends on evaluations and not on a length.
     """
     if not hasattr(scheduler, "step"):
@@ -92,7 +92,7 @@ def check_plateau(scheduler: lr_scheduler.ReduceLROnPlateau, s: Settings) -> Non
     """Refuse a schedule that mistakes a better evaluation for a worse one.
 
     Raises:
-        ValueError: Its mode is not that of the settings.
+        ValueError: The schedule's mode is not that of the settings.
     """
     if scheduler.mode != s.mode:
         raise ValueError(
@@ -167,7 +167,7 @@ def check_attribute(trainer: Any, name: str, value: Any, *, is_subclass: bool) -
     if hasattr(trainer, name) and (callable(value) or not callable(own) or isinstance(own, nn.Module)):
         return
     meant = f"trainer.{name}()" if callable(own) else attribute_meant(trainer, name)
-    if is_subclass and not meant.endswith("()"):  # it may have attributes with names that other trainers use
+    if is_subclass and not meant.endswith("()"):  # a subclass may use names that other trainers use
         return
     known = sorted(attribute for attribute in vars(trainer) if not attribute.startswith("_"))
     if name in Settings.__dataclass_fields__:
@@ -184,7 +184,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
     """Return the metrics by name.
 
     Raises:
-        TypeError: They have no names, or one is neither a function nor an object with a state.
+        TypeError: The metrics have no names, or one is neither a function nor an object with a state.
         ValueError: A name is reserved, or a metric is a sum over a batch.
     """
     if metrics is None:
@@ -219,7 +219,7 @@ def refuse_reserved(names: Iterable[str]) -> None:
 
 
 def has_state(metric: Any) -> bool:
-    """Return whether a metric is an object that is updated by batches and computes its value at the end."""
+    """Return whether a metric is an object that is updated batch by batch and computes its value at the end."""
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 
@@ -253,7 +253,7 @@ def _check_function_of_length(function: Any) -> None:
     """Refuse a function that can't make a schedule from the optimizer and the number of steps.
 
     Raises:
-        TypeError: It takes other arguments.
+        TypeError: The function takes other arguments.
     """
     kind = function.func if isinstance(function, functools.partial) else None
     if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler):
@@ -335,7 +335,7 @@ def _refuse_sum(who: str, function: Any) -> None:
 
 
 def _reduction_of(function: Any) -> Any:
-    """Return the reduction of one of torch's losses, as far as its module or partial tells."""
+    """Return the reduction of one of torch's losses, if its module or its partial shows it."""
     if isinstance(function, functools.partial):
         return function.keywords.get("reduction") or _reduction_of(function.func)
     return getattr(function, "__dict__", {}).get("reduction")

@@ -1,4 +1,4 @@
-"""Callbacks of a script: which methods the trainer calls. Objects without any of them are refused."""
+"""Callbacks of a script: the methods that the trainer calls, and a check that refuses objects without any of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx._env import nearest
 from phalanx._text import listed
 
 HOOKS = ("on_fit_start", "on_step", "on_epoch", "on_evaluation", "on_save", "on_fit_end")
-"""Methods of a callback that the trainer calls, with itself as the argument."""
+"""Methods of a callback that the trainer calls, with the trainer as the argument."""
 
 _OTHER_NAMES = {  # names in other trainers, and ours
     "on_train_start": "on_fit_start", "on_train_begin": "on_fit_start",
@@ -24,7 +24,7 @@ _MAX_NAMED = 3
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks with a method that would never be called, or with none that would.
+    """Refuse callbacks with a hook that would never be called, and callbacks without any method that would be called.
 
     Raises:
         TypeError: A callback has a method ``on_...`` that is no hook, or it has no hook.

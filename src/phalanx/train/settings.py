@@ -20,7 +20,7 @@ _MODES: dict[str, Literal["min", "max"]] = {
         ("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "r2", "recall"), "max"
     ),
 }  # whether a lower or a higher value is better, by a word in its name
-_TURNING = frozenset(  # words after which neither is certain
+_TURNING = frozenset(  # words that may reverse which value is better
     ("change", "decrease", "delta", "diff", "drop", "gain", "gap", "improvement", "increase", "inverse", "neg",
      "negative", "reduction", "std", "var", "variance")
 )  # fmt: skip
@@ -99,10 +99,10 @@ class Settings:
             convolutions on a CPU faster. Checkpoints are the same.
         divide_optimizer: Whether each rank steps a part of the parameters and takes the other ranks' results: "auto" if
             the first steps show that it is faster, but not with callbacks, which may change the optimizer's state;
-            "always" if it is possible; or "never". It is possible on one host, on the CPU with one thread, in
-            phalanx's DistributedDataParallel, with the optimizers of torch.optim that treat each element by itself.
-            Bits and checkpoints are the same. The ranks then share the memory of the optimizer's state: code may
-            replace or fill its tensors, but ``mul_`` on every rank multiplies several times.
+            "always" if it is possible; or "never". It is possible on one host, on the CPU with one thread, in phalanx's
+            DistributedDataParallel, with the optimizers of torch.optim that treat each element by itself. Bits and
+            checkpoints are the same. The ranks then share the memory of the optimizer's state: code may replace or fill
+            its tensors, but if every rank calls ``mul_``, a tensor is multiplied several times.
         clip_norm: Largest norm of the gradient; None: unlimited.
         on_nan: Reaction to a loss, gradient or parameter that is not finite: "raise" an error on every rank, "warn"
             once, or "ignore" it. In any case, a state with such a parameter or buffer is never saved, unless it was
@@ -117,11 +117,11 @@ class Settings:
             Once the Trainer is made, it is never None.
         patience: Number of evaluations without an improvement after which training stops; None: unlimited.
         min_delta: Improvement of `monitor` that `patience` ignores. Small improvements add up, and the best checkpoint
-            is the best by however little.
+            is the one with the best value, by however small a margin.
         folder: Folder of the run; None: ``runs/<script>``. PHALANX_RUN_FOLDER overrides it.
-        resume: Treatment of an earlier run in the folder: "auto" resumes from its newest checkpoint, and refuses
-            another run's; "never" starts over and sets the old run aside; "force" resumes with the weights and counters
-            of another run and this script's settings.
+        resume: Treatment of an earlier run in the folder: "auto" resumes from its newest checkpoint, and refuses a
+            checkpoint of another run; "never" starts over and sets the old run aside; "force" resumes with the weights
+            and counters of another run and this script's settings.
         save_every: Number of steps between checkpoints on disk; None: one at the end of each epoch, or at most one in
             10 minutes if the memory of at least two hosts holds the state.
         keep_last: Number of newest checkpoints to keep on disk, beside the best.
@@ -237,8 +237,8 @@ class Settings:
         """Return a setting as a whole number; None or "auto" as it is, if allowed.
 
         Raises:
-            TypeError: It is not a whole number.
-            ValueError: It is smaller than `least`.
+            TypeError: The setting is not a whole number.
+            ValueError: The setting is smaller than `least`.
         """
         value = getattr(self, name)
         default, can_be_auto = type(self).__dataclass_fields__[name].default, name in _CAN_BE_AUTO
@@ -264,7 +264,7 @@ class SignatureWithSettings:
         self._constructor = constructor
 
     def __get__(self, _instance: object, owner: Any) -> inspect.Signature:
-        if owner.__init__ is not self._constructor:  # a subclass with one of its own
+        if owner.__init__ is not self._constructor:  # a subclass with a constructor of its own
             raise AttributeError("__signature__")
         _, *own, _ = inspect.signature(self._constructor).parameters.values()
         return inspect.Signature([*own, *inspect.signature(Settings).parameters.values()])
@@ -273,7 +273,8 @@ class SignatureWithSettings:
 def mode_of(name: str) -> Literal["min", "max"] | None:
     """Return whether a lower or a higher value of that name is better, such as ``val_mae`` or ``top1_acc``.
 
-    The last telling word decides, as in ``dice_loss``. None: there is none, or another word may reverse it.
+    The last word with a known direction decides, as in ``dice_loss``. None: there is no such word, or another word may
+    reverse the meaning.
     """
     words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     known = [_MODES[word] for word in words if word in _MODES]

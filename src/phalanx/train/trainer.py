@@ -4,15 +4,15 @@ The path of a step: `Trainer.fit` -> `Feed.steps` -> `Stepper.backward` (forward
 gradients averaged) -> `Consensus` (do the ranks obey a signal, stop, or differ?) -> `Stepper.optimize` -> `Snapshots`
 -> log, `RunSaver`.
 
-**Mistakes are found before the first step** as far as they can be: `arguments` and `Settings` check in the
-constructor, so that a class in place of an object is an error on every rank alike; `resume/preflight` checks when
+**Mistakes are found before the first step** as far as they can be: `arguments` and `Settings` check in the constructor,
+so that a mistake, such as a class in place of an object, is an error on every rank; `resume/preflight` checks when
 `fit` begins.
 
-**A rank dies.** Its peers raise `RankFailed` and leave at once. The supervisor starts the ranks anew from the standby
-process, and they load the newest step of which every rank has a whole snapshot, and continue from there. Ranks that
-survive keep their process (`phalanx.session.survival`): an `_Attempt` is all that belongs to one group. The constructor
-makes the first one, and `fit` another for each new group, with the same collectives in the same order, so that kept and
-new processes meet there. `resume/relocation` says when that is impossible.
+**If a rank dies,** its peers raise `RankFailed` and leave at once. The supervisor starts the ranks anew from the
+standby process. They load the newest step of which every rank has a whole snapshot, and continue from there. Ranks that
+survive keep their process (`phalanx.session.survival`). An `_Attempt` holds everything that belongs to one group. The
+constructor makes the first one, and `fit` makes one for each new group, with the same collectives in the same order, so
+that kept and new processes meet in them. `resume/relocation` says when that is impossible.
 
 **Evaluation runs under** `no_grad`, not `inference_mode`: a model may keep a tensor that it made during an evaluation,
 such as a table of positions, and a tensor made in inference mode can never take part in training.
@@ -93,8 +93,8 @@ class Trainer:
         optimizer: Optimizer of the model's parameters.
         loss: Function of outputs and targets. For a batch ``(inputs, targets)``, ``loss(model(inputs), targets)`` is
             the mean over its samples. In a batch that is a dictionary, "targets", "target", "labels" or "label" names
-            the targets, and the other entries are keyword arguments of the model; an entry "inputs" that is the only
-            one is its positional argument.
+            the targets, and the other entries are keyword arguments of the model; if "inputs" is the only other entry,
+            it is the positional argument.
         training_step: Function to use instead of `loss`: ``training_step(model, batch)`` returns the loss, a mean over
             the samples, or a dictionary that has the loss as "loss" and other numbers to log.
         evaluation_step: Function that evaluates a batch: ``evaluation_step(model, batch)`` returns the loss, or values
@@ -108,11 +108,11 @@ class Trainer:
             sample, or their mean. Objects with ``update``, ``compute`` and ``reset``, such as those of torchmetrics,
             combine the states of all ranks in ``compute``; an `evaluation_step` updates them itself.
         collate_fn: Function that makes a batch of a dataset's samples; None: torch's. If it drops samples, an
-            evaluation counts those left in the batch, if its tensors tell how many; in a training step each rank's part
-            still weighs as much as the samples that were requested.
+            evaluation counts those left in the batch, if the batch's tensors tell how many; in a training step, the
+            weight of each rank's part is still the number of samples requested.
         callbacks: Objects with any of ``on_fit_start``, ``on_step``, ``on_epoch``, ``on_evaluation``, ``on_save`` and
             ``on_fit_end``, each called with the trainer on every rank; `stop` ends the training. Checkpoints include
-            those with ``state_dict`` and ``load_state_dict``.
+            the callbacks with ``state_dict`` and ``load_state_dict``.
         loggers: Loggers that get the numbers of metrics.jsonl on rank 0: "tensorboard", "wandb" (offline, unless a key
             or WANDB_MODE is set), or objects with ``log(metrics, step)`` and ``close()``. If a logger fails, the run
             says so once and trains on without it.
@@ -130,7 +130,8 @@ class Trainer:
         checkpoints: Folder of the run's checkpoints.
         step: Number of optimizer steps done.
         epoch: Number of the current epoch, from 0, as in metrics.jsonl; the screen and the report count from 1. In
-            ``on_evaluation`` and ``on_epoch`` it is the epoch that ends; a checkpoint saved afterwards has the next.
+            ``on_evaluation`` and ``on_epoch`` it is the epoch that ends; a checkpoint saved afterwards has the next
+            number.
         evaluation: Values of the last evaluation in `fit`, by name.
 
     Raises:
@@ -245,14 +246,14 @@ class Trainer:
     ) -> dict[str, float]:
         """Train to the end, from where the last run in the folder stopped, and return the last evaluation.
 
-        `Settings.resume` is about runs that others have left in the folder. Called again, `fit` continues its own run:
+        `Settings.resume` applies to runs that other Trainers left in the folder. A second `fit` continues its own run:
         it trains if `max_epochs` or `max_steps` was raised, or after a `stop`, and says so if nothing is left. To start
         over, also in a notebook, make the model, the optimizer and the Trainer anew.
 
         Args:
             data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is
-                this rank's part of a step. `Settings.global_batch_size` must then be the size of the loaders' batches,
-                over all ranks. A batch weighs as many samples as it holds, and a rank whose loader has ended takes part
+                this rank's part of a step. `Settings.global_batch_size` must then be the total size of the batches of
+                all ranks. The weight of a batch is its number of samples, and a rank whose loader has ended takes part
                 until all have. If the tensors of a batch differ in their first dimension, all batches weigh the same.
             validation_data: Data for `evaluate` after each epoch. One batch of a dataset is also evaluated before the
                 first step, to learn which values an evaluation has.
@@ -329,8 +330,8 @@ class Trainer:
             data: Map-style dataset, of which each sample counts once, whatever the number of ranks; or a loader. If all
                 ranks have the same loader, they divide its batches. With a loader that divides its data, a loader of
                 this rank's own ``Subset``, a stream or a list of batches, each rank counts what it gets, so a sample
-                that a sampler repeats counts twice. The mean of a dataset's batch counts for the samples that were
-                requested, or for those that a `collate_fn` left in it, if its tensors tell how many.
+                that a sampler repeats counts twice. The weight of a dataset's batch is the number of samples requested,
+                or of those that a `collate_fn` left in it, if its tensors tell how many.
 
         Raises:
             ValueError: A value is not one number for each sample, or a metric does not combine the ranks' states.
@@ -343,8 +344,8 @@ class Trainer:
         """Return the model's outputs for all samples of a map-style dataset, in order, on the CPU of every rank.
 
         Args:
-            data: Dataset whose samples are inputs of the model, tuples that begin with the input, or dictionaries, of
-                which the targets are ignored.
+            data: Dataset whose samples are inputs of the model, tuples that begin with the input, or dictionaries,
+                whose targets are ignored.
         """
         self._say_if_untrained("predict")
         return self._in_group.evaluator.predict(data)
@@ -367,8 +368,8 @@ class Trainer:
 class _Attempt:
     """One stay of a trainer in a process group: made when the trainer joins, dropped as a whole when the group fails.
 
-    What outlives a group is the trainer's: the model and its optimizer, the schedule, callbacks and counters. Read it
-    from the top: join, `fit`, begin, steps and epochs, end.
+    The trainer has everything that outlives a group: the model and its optimizer, the schedule, callbacks and counters.
+    Read the class from the top: join, `fit`, begin, steps and epochs, end.
 
     Attributes:
         session: Session of this rank.
@@ -377,7 +378,7 @@ class _Attempt:
         evaluator: Evaluator of the model.
         stepper: Stepper of the model's optimizer.
         run_log: Log of the run, once `fit` has begun it.
-        consensus: Questions that the ranks ask each other while they train, once `fit` has begun.
+        consensus: Agreements of the ranks while they train, once `fit` has begun.
         is_training: Whether `fit` trains, so that it can be stopped.
     """
 
@@ -463,9 +464,9 @@ class _Attempt:
         return loaded
 
     def _begin(self, loaded: checkpoint.Loaded | None) -> RunLog:
-        """Make what the steps need, and record and show how the run begins."""
+        """Make the objects that the steps need, and record and show how the run begins."""
         trainer, s = self._trainer, self._settings
-        self._feed.resize(self._batch_size())  # it depends on the checkpoint, and is known only now
+        self._feed.resize(self._batch_size())  # the size depends on the checkpoint, so it is known only now
         if trainer._make_scheduler is not None and not self._is_over():
             length = length_of_schedule(s, self._feed, trainer.step, trainer.epoch)
             if length != trainer._length_of_schedule or self._identity.is_forced:
@@ -618,7 +619,7 @@ class _Attempt:
         trainer, s = self._trainer, self._settings
         is_best = False
         if validation_data is not None:
-            # In the middle of an epoch, random state is restored: a run without that end would not have evaluated here.
+            # In the middle of an epoch, random state is restored: an uninterrupted run would not have evaluated here.
             with contextlib.nullcontext() if has_ended else random_state_kept():
                 trainer.evaluation = trainer.evaluate(validation_data)
                 is_best = has_ended and trainer._best_metric.update(trainer.evaluation, trainer.step)
@@ -641,7 +642,7 @@ class _Attempt:
     # ---- what is kept, and the end -----------------------------------------------------------------------------------
 
     def _why_over(self) -> str:
-        """Return the setting by which nothing is left to train; empty if something is."""
+        """Return the setting according to which nothing is left to train; empty if something is left."""
         trainer, s = self._trainer, self._settings
         if self._lacks_end:
             return ""

@@ -1,4 +1,4 @@
-"""Changes to try with a script besides ranks and threads: another flag, form of the optimizer, or setting."""
+"""Changes to try besides ranks and threads: a flag, the optimizer's fused form, or a setting of a loader or Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Offer:
         name: The change, as the user would write it.
         setup: Setup with the change.
         needs_s: Seconds that must be left to try it.
-        note: Reason why the user has to decide on it, however much it gains; "" if there is none.
+        note: Reason why the user must decide on the change, even if it is faster; "" if there is none.
     """
 
     name: str
@@ -71,11 +71,11 @@ def _of_trainer(base: Setup, facts: Mapping[str, Any], loading_share: float) -> 
     if shutil.which(_env.environment().get("CXX", "g++")):
         setup = _with(base, **{rank_trial.COMPILE: True})
         found.append(Offer(name="model.compile()", setup=setup, needs_s=_COMPILING_S))
-    return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]  # never what it sets
+    return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]  # not what the script sets
 
 
 def _of_workers(maker: str, base: Setup, loading_share: float) -> Offer:
-    """Return the offer to load with processes: as many per rank as needed to load a batch while it computes a step."""
+    """Return the offer to load with processes: as many per rank as load a batch while the rank computes a step."""
     needed = _MOST_WORKERS if loading_share >= 1 else math.ceil(_HEADROOM * loading_share / (1 - loading_share))
     num_workers = min(needed, _MOST_WORKERS)
     return Offer(name=f"{maker}(num_workers={num_workers})", setup=_with(base, num_workers=num_workers))

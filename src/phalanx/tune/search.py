@@ -1,15 +1,17 @@
-"""The search of ``phalanx tune`` for the fastest setup, as far as it can be told from noise.
+"""The search of ``phalanx tune`` for the fastest setup. It judges each gain against the noise.
 
-First come ranks and threads, all compared with plain python; then each further change alone, on top of the best so far;
-then all changes together that gained something. Setups are measured in turns of 0.3 s, in rounds (a race).
+The search first compares numbers of ranks and threads, all with plain python. Then it tries each further change alone,
+on top of the best setup so far, and finally, together, all changes that gained something. Each comparison is a race: in
+every round, each setup has a turn of 0.3 s.
 
-- Compared are the times from one optimizer step to the next, without the slowest tenth, in which an evaluation or a new
-  epoch may fall, and the samples that loaders have yielded. Ratios are taken within a round; every second round goes
-  backwards.
+- A turn measures the times from one optimizer step to the next, and counts the samples that loaders have yielded. The
+  slowest tenth of the steps does not count, because an evaluation or a new epoch may fall into it. Ratios are taken
+  within a round; every second round goes backwards.
 - A race ends when the differences are clear, or too small to matter; setups that are far behind drop out. A change
   counts only if it gains more than twice the standard error of its ratio, and more than 1 %.
 - A turn may take a quarter of the time left for the search, or 10 s if that is more; a start may take four times as
-  long as another job's. A job that fails or hangs becomes a line of the table, and the others go on.
+  long as the longest start so far, or 30 s if that is more. A job that fails or hangs becomes a line of the table, and
+  the others go on.
 - If a script keeps the batches that it has loaded, each later step counts as many samples as a step did at first. If no
   samples were ever loaded, all speeds are in steps.
 """
@@ -107,9 +109,10 @@ def race(
 
     Args:
         setups: Setups to compare.
-        rate: Function that measures a setup once; None: it has failed.
-        deadline: Time on the monotonic clock after which no further round begins, beyond the least number of rounds.
-        drops: Whether the race may end early; otherwise all take part in every round.
+        rate: Function that measures a setup's speed once; it returns None if the setup has failed.
+        deadline: Time on the monotonic clock after which no further round begins, once the least number of rounds is
+            done.
+        drops: Whether setups may drop out and the race may end early; otherwise all setups take part in every round.
     """
     found: dict[Setup, list[float]] = {setup: [] for setup in setups}
     racing = [*setups]
@@ -141,7 +144,7 @@ def compare(speeds: Sequence[float], others: Sequence[float]) -> Gain:
     """Return the gain of the first speeds over the others, compared round by round."""
     ratios = gains(speeds, others)
     spread = statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else math.inf
-    return Gain(statistics.median(ratios), 2 * 1.25 * spread / math.sqrt(len(ratios)))  # two of the median's errors
+    return Gain(statistics.median(ratios), 2 * 1.25 * spread / math.sqrt(len(ratios)))  # 2 standard errors of a median
 
 
 def fastest(found: Mapping[Setup, Sequence[float]]) -> Setup:
@@ -292,6 +295,6 @@ def _words(numbers: Sequence[int], noun: str) -> str:
 
 
 def default_ranks(machine: Machine) -> list[int]:
-    """Return the numbers of ranks to try on a machine: 1, 2, 4 and so on, and one for each core."""
+    """Return the numbers of ranks to try on a machine: 1, 2, 4 and so on, and the number of cores."""
     cores = machine.num_cores
     return sorted({1, cores, *(2**power for power in range(1, 12) if 2**power <= cores)})

@@ -1,6 +1,6 @@
-"""The folder of a search. It is removed when the search ends; if that was killed, by the next search.
+"""The folder of a search: removed when the search ends, or by the next search if the search was killed.
 
-A lock in the folder is held as long as the search lives. The next search removes folders whose locks are free.
+A search holds a lock in its folder as long as it lives. The next search removes folders whose locks are free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from phalanx.wire.files import open_regular
 
 PREFIX = "phalanx-tune-"
-_LOCK = "lock"  # file whose lock is held until the search ends, in whatever way
+_LOCK = "lock"  # file whose lock is held until the search ends, however it ends
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from phalanx.launch import rank_trial
 from phalanx.launch.processes.descendants import die_with_parent
 from phalanx.wire.files import read_json
 
-_TAIL_BYTES = 64 << 10  # read of the output; scripts may print hundreds of megabytes, which take seconds to read
+_TAIL_BYTES = 64 << 10  # read from the end: some scripts print hundreds of megabytes, which take seconds to read
 
 
 class Ended(Exception):
@@ -53,7 +53,7 @@ class TrialJob:
 
     @property
     def log_dir(self) -> str:
-        """Folder of the run's folder."""
+        """Value of ``--log-dir``: the folder in which ``phalanx run`` makes its run folder."""
         return os.path.join(self.room, "logs")
 
     @property
@@ -80,7 +80,7 @@ class TrialJob:
 
     @property
     def multiprocess(self) -> str:
-        """Why the job can't take turns, which is that its ranks train in several processes; "" if it can."""
+        """Reason why the job can't take turns: its ranks train in several processes; "" if it can."""
         try:
             with open(rank_trial.multiprocess_file(self.room)) as file:
                 return file.read()
@@ -95,7 +95,7 @@ class TrialJob:
         """Return the ranks' answers for a turn, in rank order; an empty list until all have answered.
 
         Raises:
-            Ended: The job has ended before.
+            Ended: The job has ended before all ranks had answered.
         """
         has_ended = self.has_ended  # checked first: answers may have arrived just before the end
         if len(self.who_told(serial)) < self._num_ranks:

@@ -2,7 +2,7 @@
 
 The script is started once for each combination of settings that a running process can't change (ranks, memory, settings
 of a Trainer), and these jobs stay alive side by side. A hook on the optimizer's step holds each job until it is asked
-to step. So jobs take turns of 0.3 s, other load on the machine slows all of them alike, and each imports the script
+to step. So jobs take turns of 0.3 s, other load on the machine slows all of them alike, and each job imports the script
 only once. The number of threads and the optimizer's fused form change from turn to turn within a job. A Trainer in a
 trial has no end, saves nothing and follows no schedule; any other script that has ended is started again. When the
 tuner ends, the kernel kills the supervisors of its jobs (PDEATHSIG), and their reapers then end the ranks.
@@ -29,10 +29,10 @@ _PAUSE_S = 0.002
 _TURN_S = 0.3
 _LEAST_STEPS = 3
 _SETTLING_STEPS, _MOST_SETTLING_S = 20, 3.0  # steps in which a Trainer decides how to step
-_LEAST_PATIENCE_S, _SHARE_OF_PATIENCE = 10.0, 0.25  # limit of a turn: seconds, or a fraction of the time left if more
-_LEAST_START_S, _STARTS = 30.0, 4  # limit of a start: seconds, or so many times the longest start so far if more
+_LEAST_PATIENCE_S, _SHARE_OF_PATIENCE = 10.0, 0.25  # limit of a turn: seconds or, if longer, a share of the time left
+_LEAST_START_S, _STARTS = 30.0, 4  # limit of a start: seconds or, if longer, a multiple of the longest start so far
 _SKIPPED = 0.25  # steps at the start of a turn that are not measured, as a fraction of those that are
-_OUTLIERS = 0.1  # fraction of the steps, the slowest, that do not count, such as those after an evaluation
+_OUTLIERS = 0.1  # fraction of the steps that do not count: the slowest ones, such as those after an evaluation
 _MOST_RESTARTS = 20
 _LATE = "has not taken its steps in time; --seconds gives it more"
 
@@ -132,7 +132,7 @@ class Trial:
     def rate(self, setup: Setup, *, counts_samples: bool) -> float:
         """Measure the speed of all ranks together, in samples or steps per second.
 
-        The first time with a number of threads, short turns come first, to learn how long a step takes and to let a
+        Short turns come before the first turn with a new number of threads, to learn how long a step takes and to let a
         Trainer decide how to step.
 
         Raises:
@@ -188,7 +188,7 @@ class Trial:
         """Return the first non-empty answer; a job that hangs may take only a share of the search.
 
         Raises:
-            Failed: There was no answer for `least_s` and for that share.
+            Failed: There was no answer within `least_s` or that share, whichever is longer.
         """
         now_s = time.monotonic()
         until_s = now_s + max(least_s, (self._deadline - now_s) * _SHARE_OF_PATIENCE)
@@ -205,7 +205,7 @@ class Trial:
         """Return the ranks' answers for a turn, in rank order; an empty list until all have answered.
 
         Raises:
-            Ended: The job has ended before.
+            Ended: The job has ended before all ranks had answered.
             Failed: A rank trains in several processes.
         """
         if problem := self._job.multiprocess:
@@ -264,7 +264,7 @@ class Trials:
 
         Args:
             setups: Setups to measure.
-            limit_s: Limit for the first start; later ones are limited by how long it took.
+            limit_s: Limit for the first start; later starts are limited by the longest start so far.
             more_s: Additional seconds that these starts may take.
         """
         begin_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""``phalanx tune train.py``: finds the flags and settings with which this script is the fastest on this machine."""
+"""``phalanx tune train.py``: finds the flags and settings that make this script fastest on this machine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _limits(settings: Mapping[str, Setting]) -> tuple[Limits, MemoryPolicy]:
-    """Return the bounds of the search, and the memory policy of ranks unless a flag sets it."""
+    """Return the bounds of the search, and the ranks' memory policy under ``--memory`` or its default."""
     machine, environ = read_machine(), _env.environment()
     asked = settings["nproc-per-node"]
     ranks = [count_local_ranks(asked, machine, environ)[1]] if asked.is_given else default_ranks(machine)

@@ -1,8 +1,8 @@
 """Communication hooks for the link between hosts: `bridge_hook`, and bf16 with error feedback to use with it.
 
 `bridge_hook` first adds up a bucket on each host, then sends it over rails (see `phalanx.parallel.hosts`). The bucket
-is cut between gradients, because PowerSGD needs whole matrices. While one bucket crosses, backward makes the next. Two
-never cross at once: PowerSGD starts its rounds from callbacks, whose order would then differ between ranks.
+is cut between gradients, because PowerSGD needs whole matrices. While one bucket crosses, backward makes the next one.
+Two buckets never cross at once: PowerSGD starts its rounds from callbacks, whose order would then differ between ranks.
 """
 
 # No `from __future__ import annotations`: torch's DistributedDataParallel compares a hook's annotations with types.
@@ -147,7 +147,7 @@ def _parts_of(bucket: Any, num_rails: int) -> list[GradBucket]:
 class Bf16State:
     """State of `bf16_feedback_hook`: the residuals that rounding has left so far.
 
-    They are not saved, and begin at zero after a restart.
+    The residuals are not saved; they begin at zero after a restart.
 
     Args:
         process_group: Ranks to average over; None means all.
@@ -160,7 +160,7 @@ class Bf16State:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
         self.left_out: dict[int, tuple[list[Tensor], Tensor]] = {}
-        """Parameters and residual, a flat tensor, of each bucket by its index."""
+        """Parameters and residual (a flat tensor) of each bucket, by the bucket's index."""
 
 
 def bf16_feedback_hook(state: Bf16State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -186,7 +186,7 @@ def bf16_feedback_hook(state: Bf16State, bucket: dist.GradBucket) -> torch.futur
     assert group is not None
     buffer, parameters = bucket.buffer(), list(bucket.parameters())
     known, left_out = state.left_out.get(bucket.index(), ([], buffer))
-    # torch's DistributedDataParallel rebuilds its buckets after the first pass.
+    # torch's DistributedDataParallel rebuilds its buckets after the first pass, so an index may get other parameters.
     if len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True)) and known:
         buffer.add_(left_out)
     rounded = buffer.bfloat16()

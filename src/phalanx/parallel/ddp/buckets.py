@@ -9,24 +9,24 @@ runs.
 
 **SparseBucket.** The sparse gradient of one embedding.
 
-**CoalescedBucket.** On the phalanx backend and the CPU, gradients are averaged where they lie once backward has ended.
-One call of the core stages chunks, sums them in rank order, scales them and writes them back in one pass, and adds up
-the sum of squares on the way if `grad_norm()` was ever called. One more small piece says, for each parameter, whether
-this rank had a gradient.
+**CoalescedBucket.** On the phalanx backend and the CPU, gradients are averaged in place once backward has ended. One
+call of the core stages chunks, sums them in rank order, scales them and writes them back in one pass, and adds up the
+sum of squares on the way if `grad_norm()` was ever called. One more small piece says, for each parameter, whether this
+rank had a gradient.
 
 **Only the range that a rank steps.** If each rank steps only a range of the parameters (`Division`), the large
 gradients are reduce-scattered: each rank gets the means of its range, and keeps its own gradient elsewhere. That
 happens only in the trainer's own backward pass, and only if nothing on any rank looks at gradients (an optimizer's
 hook, a wrapper of its step, `grad_norm()`) or steps a whole parameter. Each rank says with the small gradients, which
-are averaged first, whether it needs all means; if one does, all ranks get all means.
+are averaged first, whether it needs all means; if any rank does, all ranks get all means.
 
 **No buckets in shared memory, no overlap on the thread that computes.** The first plan was to write gradients into
-buckets in the segment, and to reduce a bucket once all ranks have filled it. The following fractions are of a step
+buckets in the segment, and to reduce a bucket once all ranks have filled it. The costs below are fractions of a step
 without communication, for the MLP 784-1024-10 on two cores. Copying gradients into any buffer as they arrive costs 0.12
 before a byte is exchanged (0.05 for 17 M parameters); averaging them in place costs 0.07 to 0.10 in all, because the
 staging slots of a pipelined all_reduce stay in the second-level cache, and a bucket does not. Overlap gains nothing if
-the cores that would reduce are those that compute: if ranks meet once at the end, that costs 0.03 to 0.05, and if they
-meet at every bucket, it costs as much each time.
+the cores that would reduce are busy computing. Each meeting of all ranks costs 0.03 to 0.05, so it is cheaper to meet
+once, at the end, than at every bucket.
 
 **What averaging costs** on two cores (``python -m bench.ddp --rounds 5``, which shows how much of it is waiting):
 
@@ -72,10 +72,10 @@ class Bucket(abc.ABC):
     Attributes:
         used: Parameters that have a gradient on this rank.
         num_awaited: Number of gradients still to arrive in this backward pass; -1: unknown.
-        scale: Factor of the means; not 1 if they are over only the ranks that still have data.
+        scale: Factor applied to the means; not 1 if only the ranks that still have data count.
         index: Position in the order of reduction.
         is_last: Whether this bucket is the last in that order.
-        started: Whether the bucket was started and not stored yet.
+        started: Whether the bucket was started and is not yet stored.
         overlaps: Whether the bucket may be started while backward runs.
         waited_s: Seconds that the last `wait` spent waiting for other ranks, if that is known.
     """
@@ -150,8 +150,8 @@ def _dense_gradient(parameter: nn.Parameter, grad: Tensor) -> Tensor:
 class FlatBucket(Bucket):
     """Gradients of one dtype on one device, copied into one buffer.
 
-    The buffer ends with one element for each parameter, 1 if this rank has a gradient for it: its mean tells whether
-    any rank has one, without another message.
+    The buffer ends with one element for each parameter: 1 if this rank has a gradient for it, else 0. So the mean of
+    that element tells, without another message, whether any rank has a gradient.
 
     Args:
         parameters: Parameters whose gradients the bucket holds.
@@ -277,7 +277,7 @@ class SparseBucket(Bucket):
 
 
 class Division(Protocol):
-    """Which ranks need which elements of averaged gradients, if only a divided optimizer reads them."""
+    """The elements of averaged gradients that each rank needs, if only a divided optimizer reads them."""
 
     def length(self, parameter: nn.Parameter) -> int:
         """Return how many elements of a gradient each rank needs, in rank order; 0: every rank needs all.
@@ -292,7 +292,7 @@ class Division(Protocol):
 
 
 class CoalescedBucket(Bucket):
-    """Gradients on the CPU that a group averages where they lie, in one pass once backward has ended.
+    """Gradients on the CPU that a group averages in place, in one pass once backward has ended.
 
     The group must have ``average_coalesced(tensors, marks, with_squares)`` and ``average_waited_s``. On a CPU this is
     faster than a buffer, into which the cores that compute would have to copy all gradients.
@@ -330,7 +330,8 @@ class CoalescedBucket(Bucket):
     def _separate(self) -> None:
         """Give each gradient its own memory.
 
-        Autograd lets some share it: after ``y = a.view(6) + b.view(6)``, the gradients of `a` and `b` are views of one.
+        Autograd may let gradients share memory: after ``y = a.view(6) + b.view(6)``, those of `a` and `b` view one
+        tensor.
         """
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -362,7 +363,8 @@ class CoalescedBucket(Bucket):
     def _average_parts(self, division: Division) -> None:
         """Average the elements of each gradient that this rank needs, or all elements if any rank needs them.
 
-        The ranks learn whether one does from the first message, which averages the gradients that are not divided.
+        The ranks learn from the first message, which averages the undivided gradients, whether any rank needs all
+        elements.
         """
         lengths = [division.length(p) for p in self.parameters]
         self._needs_whole.fill_(self._wants_squares or division.needs_whole())
@@ -388,7 +390,7 @@ class CoalescedBucket(Bucket):
             for parameter, mean, used in zip(self.parameters, self._tensors, anywhere, strict=True):
                 if used and parameter.grad is None:
                     parameter.grad = shaped(mean, parameter)
-        self._tensors = []  # if something else refers to a gradient, autograd copies it instead of passing it on
+        self._tensors = []  # autograd copies a gradient, rather than pass it on, if anything else refers to it
 
     def norm(self) -> Tensor:
         if self._squares is not None:
@@ -413,7 +415,7 @@ def make_buckets(
     as_view: bool = False,
     hooked: bool = False,
 ) -> list[Bucket]:
-    """Divide parameters into buckets, in reverse order, in which backward is likely to make their gradients.
+    """Divide parameters into buckets in reverse order, as backward is likely to make their gradients in that order.
 
     The buckets are the same on every rank that passes the same parameters. Each holds one dtype on one device, or one
     sparse gradient. A group that averages tensors in place needs no buffers, unless there is a communication hook.

@@ -1,18 +1,19 @@
 """DistributedDataParallel: one model on every rank, with gradients averaged while backward runs.
 
-`forward` registers a hook on the tensors of the model's output. It fires when backward reaches them, and asks autograd
-for a callback at the end of this backward pass, even if activation checkpoints run other passes within it. Hooks on the
-parameters record which of them got a gradient. `reducer` averages the gradients in one of two ways:
+`forward` registers a hook on the tensors of the model's output. The hook fires when backward reaches them, and asks
+autograd for a callback at the end of this backward pass. That works even if activation checkpoints run other passes
+within it. Hooks on the parameters record which of them got a gradient. `reducer` averages the gradients in one of two
+ways:
 
 - On the phalanx backend and the CPU nothing happens until the pass has ended; then one call of the core averages all
   gradients where autograd left them (`buckets.CoalescedBucket`).
 - On other backends gradients go into flat buckets, which are averaged while backward runs (`buckets.FlatBucket`).
 
-A parameter without a gradient counts as zeros if another rank has one, and is left as it is if none has. The messages
-that average gradients also say which rank has one, so the graph is not searched for unused parameters, and such a
-parameter causes neither a hang nor an error.
+A missing gradient counts as zeros if another rank has one for that parameter; if no rank has one, ``.grad`` stays as it
+is. The messages that average gradients also tell whether any rank has one. So the graph is not searched for unused
+parameters, and a missing gradient causes neither a hang nor an error.
 
-**Parameters added to a wrapped model** are not averaged, since ranks would have to agree about them; a warning names
+**Parameters added to a wrapped model** are not averaged, because the ranks would have to agree on them; a warning names
 them. torch's hooks on the registration of parameters and modules count additions to wrapped models, so a forward pass
 compares only two numbers.
 
@@ -57,11 +58,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     Every rank wraps the same module and feeds it its own part of the batch. After ``backward()`` each parameter's
     ``.grad`` is the mean over the ranks, with the same bits on all of them.
 
-    What differs from torch's:
+    Differences from torch's:
 
     - Parameters without a gradient in a backward pass cause neither a hang nor an error. If another rank has a
-      gradient, this rank contributes zeros; if no rank has one, ``.grad`` stays as it was. Each rank warns once of each
-      such parameter, when it is first left out, unless `find_unused_parameters` is set.
+      gradient, this rank contributes zeros; if no rank has one, ``.grad`` stays as it was. Each rank warns once about
+      each such parameter, the first time that no gradient reaches it, unless `find_unused_parameters` is set.
     - Parameters that are added to the module after it was wrapped are not averaged, as in torch, but a warning names
       them.
     - If the models differ between ranks, all ranks raise the same error, which names the first difference.
@@ -77,7 +78,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Args:
         module: Model to train; its parameters and buffers are set to those of rank 0.
-        device_ids: This rank's GPU, in a list, to which inputs are moved; None on the CPU and on several devices.
+        device_ids: List with this rank's GPU, to which inputs are moved; None for a module on the CPU or on several
+            devices.
         output_device: Ignored; torch moves the outputs of a module on several devices to it.
         dim: Ignored, as in torch.
         broadcast_buffers: Whether each forward pass sets the buffers to those of rank 0; None means True.
@@ -89,7 +91,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: Whether each ``.grad`` is a view of its bucket, which saves a copy of the gradients.
         static_graph: Ignored; the graph may change.
         device_mesh: One-dimensional mesh to use instead of `process_group`.
-        forward_sync_buffers: Replacement of `broadcast_buffers`; even False copies rank 0's buffers once, now.
+        forward_sync_buffers: Replacement for `broadcast_buffers`; even if it is False, rank 0's buffers are copied
+            once, now.
 
     Raises:
         ValueError: The module has no trainable parameter, is on the wrong devices, or differs between ranks; or an
@@ -266,10 +269,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._reducer.norm(self.device)
 
     def divide_averaging(self, division: Division | None) -> None:
-        """Average from now on only the elements of a gradient that each rank needs, for a divided optimizer step.
+        """Limit averaging, from now on, to the elements of a gradient that each rank needs for a divided step.
 
-        Every rank calls it between the same backward passes. Elsewhere, ``.grad`` then holds the rank's own gradient.
-        It has an effect only where the phalanx backend averages gradients on the CPUs of one host.
+        Every rank calls it between the same backward passes. The other elements of ``.grad`` then hold the rank's own
+        gradient. The call has an effect only where the phalanx backend averages gradients on the CPUs of one host.
 
         Args:
             division: Elements that each rank needs, and whether any rank needs all; None: all ranks need all.
@@ -283,15 +286,16 @@ class DistributedDataParallel(nn.Module, Joinable):
     def take_averaging_s(self) -> float:
         """Return the time that backward passes have spent averaging gradients since the last call, in seconds.
 
-        Waiting for other ranks counts. Averaging that overlaps with the computation of gradients does not, nor does
-        work that a GPU does meanwhile.
+        Waiting for other ranks counts. Averaging that overlaps with the computation of gradients does not count, and
+        neither does work that a GPU does meanwhile.
         """
         return self._reducer.take_averaging_s()
 
     def take_waiting_s(self) -> float:
-        """Return the waits for the slowest rank since the last call, in seconds; `take_averaging_s` includes them.
+        """Return the time spent waiting for the slowest rank since the last call, in seconds.
 
-        It is measured where the phalanx backend averages gradients on the CPUs of one host, and 0.0 elsewhere.
+        `take_averaging_s` includes this time. It is measured where the phalanx backend averages gradients on the CPUs
+        of one host, and 0.0 elsewhere.
         """
         return self._reducer.take_waiting_s()
 

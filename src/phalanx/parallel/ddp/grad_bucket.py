@@ -52,11 +52,11 @@ class GradBucket:
 
 
 def tensor_of(future: torch.futures.Future[Any], buffer: Tensor) -> Tensor:
-    """Wait for a hook's future, and return the tensor that it holds, alone or in a list, in the buffer's shape.
+    """Wait for a hook's future, and return its tensor, or that of its one-element list, in the buffer's shape.
 
     Raises:
-        TypeError: It holds no tensor.
-        ValueError: The tensor has another number of elements than the buffer.
+        TypeError: The future holds no tensor.
+        ValueError: The tensor and the buffer differ in their number of elements.
     """
     value = future.wait()
     tensor = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
@@ -78,7 +78,7 @@ def checked_future(returned: Any) -> torch.futures.Future[Any]:
     """Return the result of a hook, which must be a future.
 
     Raises:
-        TypeError: It is not.
+        TypeError: The result is not a future.
     """
     if not callable(getattr(returned, "wait", None)):  # futures from C++ have another class
         raise TypeError(f"{_WHERE}: the communication hook returned {_described(returned)}; {_RIGHT}")

@@ -44,20 +44,20 @@ class _Pass:
 class Reducer:
     """Averages a model's gradients in the backward pass of each output that is passed to `expect_backward`.
 
-    Its hooks are removed from the parameters when nothing refers to it any longer. It is not a module, because setting
-    an attribute of a module takes a microsecond.
+    The reducer's hooks are removed from the parameters when nothing refers to the reducer any longer. The class is not
+    a module, because setting an attribute of a module takes a microsecond.
 
     Args:
         replica: Model whose gradients are averaged over the ranks that have a copy of it.
         bucket_cap_mb: MiB of gradients that are reduced together.
         as_view: Whether gradients become views of their buckets.
         comm_hook: Function that averages a bucket; None: the reducer does.
-        warns_of_unused: Whether to warn of each parameter that no gradient reached, the first time.
+        warns_of_unused: Whether to warn once about each parameter that no gradient reaches.
 
     Attributes:
         loop: Recorder of the passes, for the black box.
-        averaged: Parameters whose gradients are averaged: those that require one, and newly frozen ones for one
-            averaged pass more, because this rank may have accumulated a gradient for them.
+        averaged: Parameters whose gradients are averaged: those that require one, and newly frozen ones for one more
+            averaged pass, because this rank may have accumulated a gradient for them.
 
     Raises:
         ValueError: A parameter has an optimizer that steps within backward.
@@ -83,7 +83,7 @@ class Reducer:
         self._averaging_s = self._waiting_s = 0.0
         self._division: Division | None = None
         self._buckets: list[Bucket] = []
-        self._may_hold: set[nn.Parameter] = set()  # parameters trained at any time since gradients were averaged
+        self._may_hold: set[nn.Parameter] = set()  # parameters trained at any time since gradients were last averaged
         self._must_build = False
         self._handles: dict[nn.Parameter, Any] = {}
         weakref.finalize(self, _remove_all, self._handles).atexit = False
@@ -137,7 +137,7 @@ class Reducer:
         _remove_all(self._handles)
 
     def name_newcomers(self) -> None:
-        """Warn once of each trained parameter that was added to the model after it was wrapped."""
+        """Warn once about each trained parameter that was added to the model after it was wrapped."""
         names = self._replica.newcomers()
         if names and self._replica.group.size() > 1:
             some = listed([repr(name) for name in names], 8)
@@ -279,7 +279,7 @@ class Reducer:
         return unused
 
     def _warn_of_unused(self, parameters: list[nn.Parameter]) -> None:
-        """Warn of those parameters that no earlier warning has named."""
+        """Warn about the parameters that no earlier warning has named."""
         fresh = [p for p in parameters if p not in self._named]
         if not fresh:
             return
@@ -304,7 +304,7 @@ class Reducer:
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
-            bucket.store()  # the means are needed if an optimizer takes part, too, such as ZeroRedundancyOptimizer
+            bucket.store()  # an optimizer within join(), such as ZeroRedundancyOptimizer, needs the means
         self._let_frozen_go()
 
     def divide(self, division: Division | None) -> None:
@@ -330,7 +330,7 @@ class Reducer:
         return taken
 
     def take_waiting_s(self) -> float:
-        """Return how many of those seconds were spent waiting for other ranks, since the last call."""
+        """Return the seconds of averaging that were spent waiting for other ranks since the last call."""
         taken, self._waiting_s = self._waiting_s, 0.0
         return taken
 

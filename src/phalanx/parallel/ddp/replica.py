@@ -71,7 +71,8 @@ class Replica:
             with_buffers: Whether buffers must agree, too.
 
         Raises:
-            ValueError: A tensor's name, shape or dtype differs, or whether it is trained; the same on every rank.
+            ValueError: The models differ in a tensor's name, shape or dtype, or in whether it is trained; on every
+                rank.
         """
         own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self.parameters()]
         if with_buffers:

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: which have data, and a hint at ``join()`` for errors of waiting ranks."""
+"""Ranks with different numbers of batches: which still have data, and a hint at ``join()`` in waiting ranks' errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def active_ranks(group: dist.ProcessGroup, *, active: bool) -> list[int]:
 
 
 def add_hint(error: Exception, doing: str) -> None:
-    """Add a note to an error that another rank may have run out of data, unless the error names a rank that failed.
+    """Add a note to an error, saying that another rank may have run out of data, unless the error names a failed rank.
 
     Args:
         error: Error that a rank met while it waited for others.

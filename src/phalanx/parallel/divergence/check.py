@@ -1,8 +1,8 @@
 """`check_replicas`: tests that all ranks hold the same model and optimizer state, and names the tensor that differs.
 
 Ranks compare a digest of each 4 MiB of each tensor, then of each 64 KiB of the first tensor that differs, then the
-piece itself. If a rank raises before the digests, the ranks exchange its error in their place; otherwise its next
-collective would be paired with one of the comparison's.
+piece itself. If a rank raises while it makes its digests, the ranks exchange its error along with the digests, and all
+raise it. Otherwise, that rank's next collective would be paired with one of the comparison's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phalanx.parallel.divergence.replicated import (
 )
 from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 
-_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # pieces that are digested: of each tensor, and of one that differs
+_COARSE_BYTES, _FINE_BYTES = 4 << 20, 64 << 10  # sizes of digested pieces: of all tensors, and of one that differs
 _MOST_NAMED = 3
 _MOST_WORDS = 200  # most characters of torch's reason, which may fill pages
 _SHARED = (TypeError, ValueError)
@@ -38,12 +38,12 @@ _SHARED_BY_NAME: dict[str, type[Exception]] = {kind.__name__: kind for kind in _
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first tensor that is not the same on all ranks, and how.
+    """The first tensor that is not the same on all ranks, and how it differs.
 
     Attributes:
         tensors: Names of all tensors that differ, in the model's order.
         ranks: Ranks in the group that differ from the majority; all ranks if there is no majority.
-        how: Kind of the first one's difference: "value", "NaN", "shape", "dtype" or "missing".
+        how: Kind of the first tensor's difference: "value", "NaN", "shape", "dtype" or "missing".
         words: Clause that states the difference.
     """
 
@@ -69,10 +69,11 @@ def check_replicas(
         group: Ranks that hold a copy each; by default all.
 
     Raises:
-        ReplicaMismatch: A tensor differs; the error names the first, the ranks that differ from the majority, and how.
+        ReplicaMismatch: A tensor differs; the error names the first such tensor, the ranks that differ from the
+            majority, and how they differ.
         ValueError: There is no process group yet, this rank is not in it, or a parameter of any rank is a DTensor, of
             which each rank has a part.
-        TypeError: Any rank's model or optimizer has another type.
+        TypeError: The model or the optimizer of any rank has the wrong type.
         RuntimeError: Any rank has a tensor that can't be read, such as a nested or a fake one; the error names it.
 
     Example:
@@ -114,8 +115,8 @@ def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
 def first_difference(entries: Iterable[Entry], group: dist.ProcessGroup) -> Difference | None:
     """Compare every bit of the entries. Every rank of the group calls it, and gets the same result.
 
-    If one rank raises while it iterates over its entries, all ranks raise: a single rank's next collective would be
-    paired with one of the comparison's.
+    If one rank raises while it iterates over its entries, all ranks raise. If it alone raised, its next collective
+    would be paired with one of the comparison's.
 
     Raises:
         RuntimeError: A rank could not read a tensor.
@@ -151,7 +152,7 @@ def _difference(
     ranks: RankGroup,
     group: dist.ProcessGroup,
 ) -> Difference:
-    """Say how the first of the tensors differs."""
+    """Describe how the first of the differing tensors differs."""
     first = differing[0]
     found = [table.get(first) for table in tables]
     forms = [None if one is None else one[:2] for one in found]
@@ -172,7 +173,7 @@ def _difference(
 
 
 def _odd_ranks(found: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks outside the largest party; all ranks if two parties are the largest."""
+    """Return the ranks that differ from the majority; all ranks if the two largest parties are of equal size."""
     parties = collections.Counter(found).most_common(2)
     has_majority = parties[0][1] > parties[1][1]
     return tuple(r for r, one in enumerate(found) if not has_majority or one != parties[0][0])

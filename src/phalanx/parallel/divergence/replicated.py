@@ -64,14 +64,14 @@ def buffers(model: nn.Module) -> Iterator[Entry]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, leaves_out: Owner) -> Iterator[Entry]:
-    """Yield the learning rates, and the state of each parameter that is the same on all ranks.
+    """Yield the learning rates, and the optimizer's state of each parameter unless the ranks divide it.
 
     Args:
         leaves_out: Function that says whether the state of a parameter is divided among the ranks.
     """
     for number, group in enumerate(optimizer.param_groups):
         yield Entry(f"lr of parameter group {number}", lambda g=group: _as_tensor(g.get("lr")))  # type: ignore[misc]
-    if hasattr(optimizer, "consolidate_state_dict"):  # a ZeroRedundancyOptimizer, of whose state each rank has a part
+    if hasattr(optimizer, "consolidate_state_dict"):  # a ZeroRedundancyOptimizer: its state is divided
         return
     ignored, names = ignored_by_ddp(model), {p: name for name, p in unwrap(model).named_parameters()}
     every = [p for group in optimizer.param_groups for p in group["params"]]
@@ -93,7 +93,10 @@ def _fetcher(
 
 
 def _tensors_of(key: Any, value: Any) -> dict[str, Tensor]:
-    """Return a number, a tensor or the tensors in a container, such as L-BFGS's ``old_dirs[0]``, by their places."""
+    """Return the tensors in a value of an optimizer's state, by path; a number becomes a tensor.
+
+    For example, L-BFGS has a tensor at ``old_dirs[0]``.
+    """
     number = _as_tensor(value)
     return dict(tensors_in(value if number is None else number, str(key)))
 

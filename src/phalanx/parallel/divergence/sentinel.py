@@ -1,18 +1,17 @@
 """`Sentinel`: compares the ranks' copies of a model during training, slice by slice, in messages that are sent anyway.
 
-A Trainer's ranks exchange a few numbers after a step anyway, of which all get the maxima. The sentinel adds two
-numbers: a fingerprint of the next slice of parameters and optimizer state, and its negative. The maxima of both add up
+A Trainer's ranks exchange a few numbers after a step anyway, and every rank gets the maximum of each. The sentinel adds
+two numbers: a fingerprint of the next slice of parameters and optimizer state, and its negative. The two maxima add up
 to 0 if and only if all fingerprints are equal, so every rank knows the result at once. If they differ, the ranks
 compare everything (see `check`). Averaged gradients have the same bits on all ranks, so a difference does not spread to
-other
-tensors: the tensor that is named is the one that was corrupted.
+other tensors: the tensor that is named is the one that was corrupted.
 
 - A cycle, in which every tensor is compared once, takes at most ``compare_every`` steps, even if the number of steps
-  between two messages (the gap) changes. The length of a slice is proportional to the last gap, a slice may continue
-  into the next cycle, and a cycle is planned one gap shorter than ``compare_every`` (by a quarter of it at most). The
-  message also carries the time that the slice took, of which all ranks get that of the slowest. So all choose slices of
-  the same length, such that comparing takes 0.5 % of the time.
-- Two kinds of state are left out: the optimizer's state of a divided step, because there is one copy of it; and
+  between two messages (the gap) changes. The length of a slice is proportional to the last gap, and a slice may
+  continue into the next cycle. A cycle is planned shorter than ``compare_every``, by one gap or by a quarter of
+  ``compare_every``, whichever is more. The message also carries the time that the slice took, and every rank gets the
+  time of the slowest rank. So all ranks choose slices of the same length, such that comparing takes 0.5 % of the time.
+- Two kinds of state are left out: the optimizer's state of a divided step, because there is only one copy of it; and
   buffers, because each forward pass sets them to those of rank 0. Nothing is compared if ranks have different
   instruction sets or numbers of threads, because their elementwise kernels round differently.
 - A difference that a moving average has rounded away before its slice is compared is not found; by then it is harmless.
@@ -49,9 +48,10 @@ LEAST_OF_A_CYCLE = 4  # fewest looks in a cycle for which two looks at a tensor 
 
 
 def kind_of_processor(device: torch.device) -> str:
-    """Return what determines a rank's rounding in an optimizer's step: ranks that differ in it drift apart by bits.
+    """Return the facts that determine a rank's rounding in an optimizer's step; ranks that differ in them drift apart.
 
-    Elementwise kernels are compiled for several instruction sets, and treat the last elements of a thread differently.
+    Elementwise kernels are compiled for several instruction sets, and they round the last elements of each thread's
+    range differently.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -61,13 +61,13 @@ def kind_of_processor(device: torch.device) -> str:
 class Sentinel:
     """Compares parameters and optimizer state of all ranks, all of it once in `every` steps.
 
-    A cycle goes through all tensors in the model's order, over and over. In each look, a rank computes one number from
-    the digests of the next slice, which is as long as the steps since the last look require. In a message that is sent
-    anyway, the ranks find the maximum of these numbers and of their negatives, which tell every rank at once whether
-    all numbers are equal. Only if they are not, the ranks compare everything, and raise an error that names what
-    differs.
+    The sentinel goes through all tensors in the model's order, over and over; each pass is a cycle. In each look, a
+    rank computes one number from the digests of the next slice, whose length is proportional to the number of steps
+    since the last look. In a message that is sent anyway, the ranks find the maximum of these numbers and of their
+    negatives, which tell every rank at once whether all numbers are equal. Only if they differ, the ranks compare
+    everything, and raise an error that names the tensors that differ.
 
-    Every rank has one and calls the same methods after the same steps.
+    Every rank has a sentinel, and calls the same methods after the same steps.
 
     Args:
         model: Model in its wrapper.
@@ -121,7 +121,7 @@ class Sentinel:
         return number, -number, int(1e9 * (time.perf_counter() - begin_s))
 
     def hear(self, largest: Sequence[int]) -> None:
-        """Take the maximum of each number over all ranks, after `look` has returned this rank's.
+        """Receive the maxima, over all ranks, of the numbers that `look` has returned.
 
         Raises:
             ReplicaMismatch: The ranks' copies differ; on every rank.
@@ -151,10 +151,10 @@ class Sentinel:
         )  # fmt: skip
 
     def adapt(self, step: int, step_s: float) -> None:
-        """Adapt `every`, alike on every rank, if it is "auto".
+        """Adapt `every`, in the same way on every rank, if it was given as "auto".
 
-        Part of a look's cost does not depend on the size of its slice, so the right size can't be computed: it changes
-        until looks take `_SHARE` of the time.
+        Part of a look's cost does not depend on the size of its slice, so the right number of steps can't be computed.
+        Instead, `every` changes until looks take `_SHARE` of the time.
 
         Args:
             step: Number of steps done.
@@ -178,8 +178,9 @@ class Sentinel:
         """Return the share of all bytes to compare in this look.
 
         A byte at the end of a slice is compared again in the look that completes a cycle. The look before that comes
-        less than a cycle after the byte's first comparison, and the completing one at most one gap later. So a cycle
-        must be one gap shorter than `every`.
+        less than a cycle after the byte's first comparison, and the completing look at most one gap later. So a cycle
+        must be shorter than `every` by the longest gap: this one, or the longest that may follow, ``every /
+        LEAST_OF_A_CYCLE``.
         """
         most_between = max(self._num_steps, self.every // LEAST_OF_A_CYCLE)
         return Fraction(self._num_steps, max(self.every - most_between, self._num_steps))
@@ -190,7 +191,7 @@ class Sentinel:
         self._at = self._offset = 0
 
     def _fingerprint(self, share: Fraction) -> int:
-        """Return a digest of 62 bits of the next slice, which continues into the next cycle."""
+        """Return a digest of 62 bits of the next slice, which may continue into the next cycle."""
         if self._at >= len(self._cycle):
             self._begin_cycle()
         forms, pieces = [], []

@@ -1,9 +1,10 @@
 """The best evaluation so far.
 
-Which of two evaluations is better is never guessed. ``mode`` says whether a lower value of ``monitor`` is better. If it
-is None, it follows from words in the name that leave no doubt; any other name is refused when the Trainer is made,
-since a wrong guess would keep the worst checkpoint and stop a run that improves. The best metric, retention, the report
-and ReduceLROnPlateau all use this one setting, and each checkpoint with a metric stores it for ``load(step="best")``.
+Nothing here guesses which of two evaluations is better. ``mode`` says whether a lower value of ``monitor`` is better.
+If ``mode`` is None, it follows from words in the name of the metric that leave no doubt. Any other name is refused when
+the Trainer is made, because a wrong guess would keep the worst checkpoint and stop a run that improves. The best
+metric, retention, the report and ReduceLROnPlateau all use this one setting, and each checkpoint with a metric stores
+it for ``load(step="best")``.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class BestMetric:
         self.best: float | None = None
         self.best_step: int | None = None
         self.num_worse: int = 0
-        self._goal: float | None = None  # score to exceed by `min_delta`; it stays, so that small improvements add up
-        self._score: float | None = None  # score of the last evaluation, that after `_step`
+        self._goal: float | None = None  # score to exceed by `min_delta`; small improvements leave it, so they add up
+        self._score: float | None = None  # score of the last evaluation, made after step `_step`
         self._step = -1
 
     def update(self, evaluation: Mapping[str, float], step: int) -> bool:
-        """Take in the evaluation after `step`; return whether it is the best so far. One that is not finite never is.
+        """Record the evaluation after `step`; return whether it is the best so far. A non-finite one never is.
 
         Raises:
             ValueError: The evaluation lacks the monitored value.
@@ -65,11 +66,11 @@ class BestMetric:
 
     @property
     def wanted(self) -> str:
-        """What counts as the best, such as ``the lowest loss``."""
+        """Description of the best value, such as ``the lowest loss``."""
         return f"the {self._which} {self._monitor}"
 
     def why_stopped(self) -> str:
-        """Return a sentence on how long no evaluation has improved, and on the best one."""
+        """Return a sentence that says for how long no evaluation has improved, and which one was best."""
         by = f" by more than {self._min_delta:g}" if self._min_delta else ""
         words = f"{self._monitor} has not improved{by} for {counted(self.num_worse, 'epoch')}"
         if self.best is None:

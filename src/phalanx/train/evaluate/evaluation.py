@@ -1,8 +1,9 @@
-"""Evaluates a model on data of which each sample counts once, divided among the ranks.
+"""Evaluates a model on data that is divided among the ranks; each sample counts once.
 
-Metrics with a state combine the states of all ranks themselves, as torchmetrics do in ``compute``. If a metric's values
-differ between ranks, it does not combine them, and is refused. If ``stop`` or ``max_steps`` ends training in the middle
-of an epoch, the random state is restored after the evaluation: a run without that end would not have evaluated there.
+Metrics with a state combine the states of all ranks themselves, as those of torchmetrics do in ``compute``. A metric
+whose values differ between ranks does not combine the states, and is refused. If ``stop`` or ``max_steps`` ends
+training in the middle of an epoch, the random state is restored after the evaluation, because an uninterrupted run
+would not have evaluated there.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Evaluator:
     def keeping_loader(self) -> Iterator[None]:
         """Within this context, keep the loader of the last data, with its worker processes, for the next evaluation.
 
-        At its end, the processes are ended in the right order. The garbage collector would break their queues first,
-        and then wait for seconds.
+        At the end of the context, the worker processes end in the right order. The garbage collector would break their
+        queues first, and then wait for seconds.
         """
         self._keeps_loader = True
         try:
@@ -93,10 +94,10 @@ class Evaluator:
         return means | {name: value for n, metric in metrics.items() for name, value in self._computed(n, metric)}
 
     def rehearse(self, data: Any, monitor: str) -> None:
-        """Evaluate one batch of a dataset before training, to find mistakes that would otherwise end an epoch.
+        """Evaluate one batch of a dataset before training, to find mistakes that would otherwise show after an epoch.
 
-        An exception in the script's code is ignored: some models must train first, and the evaluation itself will raise
-        it otherwise. Random state is restored, and metrics are reset.
+        An exception in the script's code is ignored: some models can't be evaluated before they have trained, and any
+        other problem will come up in the evaluation itself. Random state is restored, and metrics are reset.
 
         Raises:
             ValueError: On every rank: a value is not one number for each sample, or the monitored value is missing.
@@ -127,7 +128,7 @@ class Evaluator:
         """Yield the values of a metric that has seen this rank's batches and combines the ranks' states itself.
 
         Raises:
-            ValueError: It does not combine them, or has not computed single numbers.
+            ValueError: The metric does not combine the states, or has not computed single numbers.
         """
         computed = metric.compute()
         try:
@@ -187,7 +188,7 @@ class Evaluator:
         return contextlib.nullcontext() if self._keeps_loader else self.keeping_loader()
 
     def _batches(self, data: Any) -> Iterator[Counted]:
-        """Yield this rank's batches on the device, and batches of size 0 as padding if all ranks need equally many."""
+        """Yield this rank's batches on the device, padded with batches of size 0 if all ranks need the same number."""
         for batch, size in self._plan_for(data).batches(self._is_padded):
             batch = to_device(batch, self._device)
             yield lay_out_batch(batch) if self._channels_last else batch, size
@@ -255,7 +256,7 @@ class _Tally:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode without gradients, and back."""
+    """Put a model into evaluation mode without gradients, and back afterwards."""
     was_training = model.training
     model.eval()
     try:

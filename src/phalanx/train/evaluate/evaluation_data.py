@@ -1,9 +1,9 @@
-"""The batches that each rank evaluates, from a dataset, from a loader that all ranks have alike, or from its own.
+"""The batches that each rank evaluates: from a dataset, from a loader that is the same on all ranks, or from its own.
 
-A dataset is divided among the ranks. If all ranks have the same torch loader, they take its batches in turns: its
-sampler draws from a fixed seed, and the ranks compare the result. If a loader divides its data, each rank takes its own
-batches. In all these cases the indices in each batch are known in advance, and so its size, whatever the batch looks
-like. Only in a stream or a list of batches is the size taken from the first tensor.
+A dataset is divided among the ranks. If all ranks have the same torch loader, they take turns at its batches: its
+sampler draws from a fixed seed, and the ranks compare the indices that it yields. If a loader divides its data, each
+rank takes its own batches. In all these cases the indices in each batch are known in advance, and so is its size,
+whatever the batch looks like. Only in a stream or a list of batches is the size taken from the first tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.train.feed.loader_feed import is_divided
 from phalanx.wire.rank_group import RankGroup
 
 Counted = tuple[Any, int]
-"""A batch and its number of samples; 0: it is padding, with which the rank only takes part in collectives."""
+"""A batch and its number of samples; 0 for padding, with which the rank only takes part in collectives."""
 
 
 class Planned:
@@ -79,7 +79,7 @@ class Planned:
 
 
 class Own:
-    """Batches of a stream or another iterable, which yields this rank's own."""
+    """Batches of a stream or another iterable that yields this rank's own batches."""
 
     def __init__(self, loader: Any, ranks: RankGroup) -> None:
         self._loader = loader
@@ -127,7 +127,7 @@ def count_samples(batch: Any) -> int:
     """Return the number of samples in a batch: the length of its first tensor, however nested.
 
     Raises:
-        ValueError: It has no tensor.
+        ValueError: The batch has no tensor.
     """
     tensor = next((tensor for _, tensor in tensors_in(batch) if tensor.dim()), None)
     if tensor is None:

@@ -1,4 +1,4 @@
-"""Where a trainer's batches come from: a dataset that it divides among the ranks, or the script's own loader.
+"""The source of a trainer's batches: a dataset that it divides among the ranks, or the script's own loader.
 
 Start with `open_feed`, which chooses, then `feed`, the interface of both. Nothing here computes a step.
 """

@@ -37,7 +37,7 @@ class DatasetFeed:
         self._num_workers = num_workers
         self._filler: Any = None
         self._collate = collate_fn or torch_data.default_collate
-        self._generator = torch.Generator()  # for the loader alone, so that resuming draws none of the script's numbers
+        self._generator = torch.Generator()  # the loader's own, so that resuming does not draw the script's numbers
         is_seeded = seeds_samples or num_workers > 0
         self._loader: Iterable[Any] = torch_data.DataLoader(
             _SeededSamples(dataset, seed) if is_seeded else dataset,
@@ -117,7 +117,7 @@ class DatasetFeed:
 
 
 class _FilledParts:
-    """A batch sampler that yields the non-empty parts; with the epoch beside each index if it seeds the samples."""
+    """A batch sampler that yields the non-empty parts; if samples are seeded, the epoch comes with each index."""
 
     def __init__(self, batches: GlobalBatches, *, with_epoch: bool) -> None:
         self._batches = batches

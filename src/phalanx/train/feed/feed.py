@@ -14,10 +14,10 @@ Collate = Callable[[list[Any]], Any]
 """Function that collates samples into a batch, as for torch's loaders."""
 
 Part = tuple[Any, int]
-"""Batch of one forward pass, and its number of samples; 0: it weighs nothing, and the rank only takes part."""
+"""Batch of one forward pass, and its number of samples; 0: it weighs nothing, and only keeps this rank in step."""
 
 Step = tuple[list[Part], int]
-"""This rank's parts of a step, and its number of samples over all ranks; 0: unknown."""
+"""This rank's parts of a step, and the step's number of samples over all ranks; 0: unknown."""
 
 
 class Feed(Protocol):
@@ -39,7 +39,7 @@ class Feed(Protocol):
     @property
     def is_at_end(self) -> bool: ...
     def steps(self) -> Iterator[Step]:
-        """Yield this rank's parts of each step, and its number of samples over all ranks; 0: unknown."""
+        """Yield this rank's parts of each step, and the step's number of samples over all ranks; 0: unknown."""
         ...
 
     def together(self, step: Step | None) -> Step | None:
@@ -48,7 +48,7 @@ class Feed(Protocol):
         Every rank calls it, with None once its own steps are over.
 
         Raises:
-            ValueError: On every rank: one has no batch with which it could take part.
+            ValueError: On every rank: some rank has no batch with which it could take part.
         """
         ...
 
@@ -71,7 +71,7 @@ class Feed(Protocol):
 
 
 def is_dataset(data: Any) -> bool:
-    """Return whether this is a map-style dataset, torch's or any with indices; no loader, stream or list of batches."""
+    """Return whether `data` is a map-style dataset, torch's or another: not a loader, a stream or a list of batches."""
     if isinstance(data, torch_data.Dataset):
         return not isinstance(data, torch_data.IterableDataset)
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Sequence | Mapping)

@@ -1,12 +1,12 @@
 """`LoaderFeed`: takes the batches of this rank's own loader as they are.
 
-Before each step, the ranks tell each other how many samples each one's batch has. A batch weighs as much as it has
-samples, an epoch is as long as the longest loader, and a rank that has run out of batches takes part with one that
+Before each step, the ranks tell each other how many samples their batches have. The weight of a batch is its number of
+samples, an epoch is as long as the longest loader, and a rank that has run out of batches takes part with a batch that
 weighs nothing.
 
 The numbers that a loader draws (its base seed, the order of a shuffling sampler) come from generators of its own,
-seeded by the epoch, so a resumed run draws exactly those of an uninterrupted one. In workers each sample is seeded
-separately, so its augmentation does not depend on what the worker loaded before.
+seeded by the epoch, so a resumed run draws exactly the numbers of an uninterrupted one. In workers each sample is
+seeded separately, so its augmentation does not depend on what the worker loaded before.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _UNKNOWN, _NONE, _NO_FILLER = -1, -2, -3  # values that stand in place of a batc
 
 
 class LoaderFeed:
-    """Takes the batches of this rank's loader as they are, one a step; an epoch is as long as the longest rank's.
+    """Takes the batches of this rank's loader as they are, one per step; an epoch is as long as the longest loader.
 
-    Each rank's batch weighs as many samples as it holds. A rank that has no batches left takes part with one that
+    Each rank's batch weighs as many samples as it holds. A rank that has no batches left takes part with a batch that
     weighs nothing. If the tensors do not tell the number of samples, all batches weigh the same.
 
     Args:
@@ -118,7 +118,7 @@ class LoaderFeed:
         if epoch != self._epoch:
             self._epoch, self._place = epoch, 0
         elif isinstance(self._loader, DataLoader) and self.is_at_end:
-            return  # it was restored after its last step; if its epoch were set again, it would repeat the epoch
+            return  # the loader was restored after its last step; setting its epoch again would repeat the epoch
         for holder in (self._loader, *_samplers(self._loader)):
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)

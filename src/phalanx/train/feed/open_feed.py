@@ -37,7 +37,7 @@ def open_feed(
         ranks: All ranks of the job.
         given: Names of the settings that the script has set.
         collate_fn: Function that makes a batch of a dataset's samples.
-        batch_sampler: Batches over all ranks to use instead of `batch_size`.
+        batch_sampler: Sampler of batches over all ranks, to use instead of `batch_size`.
 
     Raises:
         ValueError: `data` does not fit the settings or the number of ranks.
@@ -104,7 +104,7 @@ def _check_number_of_ranks(batch_size: int | None, num_parts: int | None, world_
     """Refuse batches, or parts of batches, that can't be divided among the ranks.
 
     Raises:
-        ValueError: There are too many ranks, or the parts are no multiple of them.
+        ValueError: There are too many ranks, or the number of parts is not a multiple of the number of ranks.
     """
     if batch_size is not None and batch_size < world_size:
         raise ValueError(
@@ -143,7 +143,7 @@ def _check_batch_sampler(batch_sampler: Any, s: Settings) -> None:
     """Refuse a batch sampler that makes the batches of one rank, and settings that it replaces.
 
     Raises:
-        ValueError: They do not fit together.
+        ValueError: The sampler and the settings do not fit together.
     """
     if s.drop_last or s.on_resize == "scale":
         raise ValueError("Trainer: with batch_sampler, which makes the batches, leave out drop_last and on_resize")

@@ -86,7 +86,7 @@ def out_of_reach(folder: Path, logs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def was_planned(folder: Path, before: str, after: str, between: Span) -> bool:
-    """Return whether an attempt ended by a planned restart: the next one has the same launch, and no loss is recorded.
+    """Return whether an attempt ended in a planned restart: the next one has the same launch, and no loss is recorded.
 
     Args:
         before: Folder of the logs of the attempt's launch, relative to `folder`; empty: unknown.
@@ -122,7 +122,7 @@ def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
 def timeline(saved: SavedBoxes) -> tuple[str, str]:
     """Return a figure of the last moments of all ranks, and a note about it.
 
-    Each rank has a row with its phases and collectives as bars; a bar of one that did not end extends to the edge.
+    Each rank has a row with its phases and collectives as bars; the bar of one that did not end extends to the edge.
     """
     boxes = saved.boxes
     shown = [box for box in boxes if box.events][:_MOST_RANKS]

@@ -2,10 +2,11 @@
 
 metrics.jsonl is written first and remains the record of the run; a logger gets the same numbers, on rank 0 only. The
 random state is restored after a logger begins, because a run's bits must not depend on its loggers. After its first
-failure a logger is left out, since it may have waited long for a network and would again; the run says so once and
-trains on. A logger has 10 s to close, because a job that must end has little time. Steps that a resumption repeats are
-not sent to Weights & Biases a second time, because its run continues; TensorBoard is told to forget the first ones.
-There is no logger for MLflow or CSV files: an object with two methods serves MLflow, and the run's folder has the CSV.
+failure a logger is left out, because it may have waited long for a network and would do so again; the run says so once
+and trains on. A logger has 10 s to close, because a job that must end has little time. Steps that a resumption repeats
+are not sent to Weights & Biases a second time, because the run there continues; TensorBoard is told to forget their
+first records. There is no logger for MLflow or CSV files: an object with two methods serves MLflow, and the run's
+folder has the CSV.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Loggers:
             if not isinstance(one, str) and not (hasattr(one, "log") and hasattr(one, "close")):
                 raise TypeError(f"Trainer: a logger has log(metrics, step) and close(), and {one!r} does not")
         self._is_told = ranks.rank == 0
-        problems = ranks.gather(self._missing() if self._is_told else "")  # also if only rank 0 has loggers
+        problems = ranks.gather(self._missing() if self._is_told else "")  # even on ranks without loggers
         if problems[0]:
             raise ImportError(problems[0])
 

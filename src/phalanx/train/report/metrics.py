@@ -4,12 +4,13 @@ Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from
 
 - ``start``: ``world_size``, ``backend``, ``settings``; ``origin``: command, optimizer, versions and the like;
   ``resumed_from``: null, or ``step``, ``source`` (memory, disk)
-- ``step``: ``step``, ``epoch``, ``loss``, ``lr``, ``samples_per_s``, ``grad_norm``; seconds a step as ``phases_s`` of
-  rank 0, ``phases_by_rank`` and ``spread`` (slowest and fastest rank); means since the last such record; and whatever a
-  training step returns besides the loss, under its name
+- ``step``: ``step``, ``epoch``, ``loss``, ``lr``, ``samples_per_s``, ``grad_norm``; seconds per step as ``phases_s`` of
+  rank 0, ``phases_by_rank`` and ``spread`` (slowest and fastest rank); all are means since the last such record; and
+  each value that a training step returns besides the loss, under its name
 - ``epoch``: ``step``, ``epoch``, ``loss``: the mean over the epoch's samples from ``first_step`` on
 - ``evaluation``: ``step``, ``epoch``, and each value under its name
-- ``rare_saves``: ``step``, ``least_s`` between checkpoints on disk, ``num_hosts`` whose memory has the state
+- ``rare_saves``: ``step``; ``least_s``, the least time between checkpoints on disk; ``num_hosts``, the number of hosts
+  whose memory has the state
 - ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``,
   ``reason``: "max_epochs", "max_steps", "patience" or "stop", the last two with a ``message``
 - ``not_finite``: ``step``, ``epoch``, ``ranks`` that saw it first, ``message``
@@ -137,8 +138,8 @@ def resumed_at(start: Record) -> int:
 def without_undone(records: list[Record]) -> list[Record]:
     """Return `records` as if the run had never been interrupted.
 
-    Records of steps that a later attempt has repeated are left out; of two records of one kind and step, the later
-    stays.
+    Records of steps that a later attempt has repeated are left out; if two records have the same kind and step, the
+    later one stays.
     """
     kept: list[Record] = []
     limit = math.inf  # the earliest step from which a later attempt has resumed
@@ -221,7 +222,7 @@ def _parse(lines: bytes) -> list[Record]:
 
 
 def _int(text: str) -> int | float:
-    return int(text) if len(text) < 19 else float(text)  # plots need floats, which longer ones may exceed
+    return int(text) if len(text) < 19 else float(text)  # plots need floats, whose range longer integers may exceed
 
 
 def _is_placed(record: Record) -> bool:

@@ -19,7 +19,7 @@ _SIZE = 1000  # in the SVG's own coordinates, which the page stretches
 _NUM_DRAWN = 600  # most points of a curve, so that the page of a long run stays small
 _NUM_HINTS = 100
 _LARGEST = 1e300  # the axis of a larger value would overflow a float
-_SMALLEST = 1e-300  # and that of a smaller one underflow
+_SMALLEST = 1e-300  # the axis of a smaller value would underflow
 _LONG_S = 1e10
 _NUM_COLOURS = 12  # number of colours that report.css defines
 _OF_PHASES = {name: number for number, phase in enumerate(PHASES) for name in (phase, RECORDED.get(phase, phase))}
@@ -107,7 +107,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], whole: str = "a step")
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """Return a CSS class for each name: phases have theirs on the whole page, and no two names in a figure share one.
+    """Return a CSS class for each name: phases keep theirs on the whole page, and no two names in a figure share one.
 
     Beyond `_NUM_COLOURS`, colours repeat, paler.
     """

@@ -28,7 +28,7 @@ from phalanx.train.settings import mode_of
 from phalanx.wire.files import write_whole
 
 _NO_METRIC = ("time", "kind", "attempt", "step", "epoch")
-# Control characters, which are invalid in HTML, and of which some move a terminal's cursor.
+# Control characters: they are invalid in HTML, and some move a terminal's cursor.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
 _MAX_RANKS = 16  # number of bars; if there are more ranks, the slowest are shown
 _TITLES = {"loss": "Training loss", "lr": "Learning rate", "samples_per_s": "Samples per second",
@@ -113,14 +113,14 @@ class _Run:
 
     @property
     def others(self) -> list[tuple[str, str]]:
-        """Other hosts of the job, each with the folder of the logs of its launch, relative to the run's."""
+        """Other hosts of the job, each with the folder of its launch's logs, relative to the folder of the run."""
         told = [start.get("origin", {}).get("logs of others") for start in self.starts]
         pairs = [pair for listed in told if isinstance(listed, list) for pair in listed]
         found = [(str(pair[0]), str(pair[1])) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
         return list(dict.fromkeys(found))
 
     def marks(self) -> dict[int, str]:
-        """Labels of the steps from which later attempts resumed, by step."""
+        """Return labels for the steps from which later attempts resumed, by step."""
         return {resumed_at(start): f"attempt {start['attempt']} resumes here" for start in self.starts[1:]}
 
 
@@ -281,7 +281,7 @@ def _curves(run: _Run) -> str:
 
 
 def _phases(run: _Run) -> str:
-    """Return bars of each rank's time by phase, of the last attempt alone: earlier ones may have had other ranks."""
+    """Return bars of each rank's time by phase, for the last attempt alone: earlier ones may have had other ranks."""
     timed = [record for record in run.steps if record.get("phases_by_rank") and record.get("phases_s")]
     if not timed:
         return ""
@@ -318,7 +318,7 @@ def _phases(run: _Run) -> str:
 
 
 def _stragglers(run: _Run) -> str:
-    """Return a table of which ranks the others waited for in the last recorded steps of the newest attempt."""
+    """Return a table of the ranks that others waited for in the last recorded steps of the newest attempt."""
     summary = black_box.summary_of(run.boxes(max(run.attempts)).boxes)
     if summary.kind == "unknown":
         return ""

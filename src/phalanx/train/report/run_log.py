@@ -1,9 +1,9 @@
 """The output of a run while it trains: one progress bar or plain lines, metrics of all ranks, time by phase.
 
 The phase "exchange" is the time that our DistributedDataParallel spends on averaging at the end of backward, and that
-ranks spend on agreeing. On phalanx averaging is one call, so timing it costs nothing. The core tells how long a rank
-waited in that call until all ranks had come: that is the phase "wait". Between hosts the wait is part of "exchange".
-torch's wrappers average during backward, so there both are part of "backward".
+ranks spend on agreeing. On phalanx averaging is one call, so timing it costs nothing. The core measures how long a rank
+waited in that call for all ranks to arrive; that time is the phase "wait". Between hosts the wait is part of
+"exchange". torch's wrappers average during backward, so there both are part of "backward".
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RunLog:
     Attributes:
         num_steps: Largest number of steps that the run can have.
         clock: Clock of this rank's phases.
-        last_losses: Loss of each rank at the last log.
+        last_losses: Mean loss of each rank over the steps of the last log.
     """
 
     def __init__(self, folder: str, num_steps: int, ranks: RankGroup, loggers: Loggers) -> None:
@@ -176,7 +176,7 @@ class RunLog:
         self._epoch = _Mean(first_step, is_whole)
 
     def count(self, loss: torch.Tensor, num_samples: int) -> None:
-        """Count a step by its loss on this rank (the step's loss is the mean over ranks) and all ranks' samples."""
+        """Count a step: its loss on this rank (the step's loss is the mean over ranks), and all ranks' samples."""
         self._losses.append(loss)
         self._num_samples.append(num_samples)
 
@@ -217,7 +217,7 @@ class RunLog:
         return by_rank
 
     def end_epoch(self, step: int, epoch: int, evaluation: Mapping[str, float], *, has_ended: bool) -> None:
-        """Show and write the result of an epoch, or of the part of it that this attempt trained, which may be none."""
+        """Show and write the result of an epoch, or of the part of it that this attempt trained, which may be empty."""
         mean, values = self._epoch, [f"{name} {value:#.4g}" for name, value in evaluation.items()]
         values[:1] = [f"val {first}" for first in values[:1]]  # short, so that the line fits 80 columns
         if mean.has_steps:

@@ -1,8 +1,8 @@
 """How ranks agree, every few steps, on what any of them noticed: a signal, a stop, a bad value, or differing copies.
 
-Right after gradients have been averaged, when the ranks have just met, one all_reduce of a number tells every rank
-whether any of them was asked to end; all obey after the same step. It costs some 0.1 ms, so if steps take less than
-0.1 s, it is not done in each of them, but also at the end of every epoch.
+Right after gradients have been averaged, when the ranks have just met, one all_reduce of a few numbers tells every rank
+whether any of them was asked to end, and all obey after the same step. That costs some 0.1 ms. So if steps take less
+than 0.1 s, the ranks agree only about every 0.1 s, and at the end of every epoch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Consensus:
     Attributes:
         signal: Number of the signal that every rank obeys before its next step; 0: none.
         wants_stop: Whether somebody has asked this rank to end the training.
-        stops: Whether all ranks end it before their next step.
+        stops: Whether all ranks end the training before their next step.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """`FolderLock`: a run folder belongs to one job at a time.
 
-Rank 0 holds a lock on the file ``.lock``, which the kernel drops when its process ends. The file names its holder, for
-the error of others. A restart of a job whose first attempt was admitted is never refused, even if its settings are
-drawn at random: the file says which job was admitted, by the folder of its logs. `phalanx.checkpoint.disk.claim` does
-the work.
+Rank 0 holds a lock on the file ``.lock``. The kernel drops the lock when the process of rank 0 ends. The file names the
+lock's holder, so that the errors of other jobs can name it. A restart of a job whose first attempt was admitted is
+never refused, even if its settings are drawn at random: the file identifies the admitted job by the folder of its logs.
+`phalanx.checkpoint.disk.claim` does the work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FolderLock:
         is_first: Whether no earlier attempt of this job was in the folder; a restart that can't tell assumes one was.
 
     Raises:
-        PhalanxError: On entering, on every rank: another job holds it, or the folder can't be made.
+        PhalanxError: On entering, on every rank: another job holds the folder, or it can't be made.
     """
 
     def __init__(self, folder: str, ranks: RankGroup) -> None:
@@ -81,7 +81,7 @@ class FolderLock:
             self._claim.release()
 
     def settle(self) -> None:
-        """Record that this job was admitted to the folder, as its restarts will be, whatever they find there."""
+        """Record that this job was admitted to the folder, so that its restarts are, too, whatever they find there."""
         if self._claim is not None and not self.was_ours:
             self._claim.settle(is_settled=True)
 
@@ -89,7 +89,7 @@ class FolderLock:
         """Check that the folder is still this job's.
 
         Raises:
-            OtherSide: A newer attempt, or another job, has taken it; on rank 0.
+            OtherSide: A newer attempt, or another job, has taken the folder; on rank 0.
         """
         if self._claim is not None:
             self._claim.check()
@@ -109,7 +109,7 @@ class FolderLock:
             self.problem = f"{self._folder} can't be locked ({claim.problem}): make sure that no other job trains in it"
         note, ours = claim.before, claimant()
         self.was_ours = restarts.is_restart() and bool(ours.job) and note.job == ours.job and note.is_settled
-        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # otherwise rank 0 may have moved
+        if ours.job and (ours.name or note.host in ("", os.uname().nodename)):  # else rank 0 may have moved
             self.is_first = not self.was_ours
         if self._claim is not None:
             claim.settle(is_settled=self.was_ours)

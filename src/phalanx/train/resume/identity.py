@@ -1,26 +1,26 @@
-"""The identity of the run that a folder holds: stored in its checkpoints, compared when it is started again.
+"""The identity of the run that a folder holds: stored in the run's checkpoints, compared when the run is started again.
 
 The identity is a list of facts. A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts describe what
 the script gave: classes and hyperparameters of optimizer and scheduler; names, shapes and dtypes of the model's
-tensors; classes and, for torch's own, settings of its modules; arguments of a loss module; length of the data; settings
-that affect the result. They are collected when the trainer is made, before a scheduler or a checkpoint has changed
-anything, and those of rank 0 count on all ranks. A checkpoint restores them first, so another run is refused before
-anything is changed.
+tensors; classes of its modules and, for torch's own modules, their settings; arguments of a loss module; length of the
+data; settings that affect the result. They are collected when the trainer is made, before a scheduler or a checkpoint
+has changed anything, and those of rank 0 count on all ranks. The facts in a checkpoint are compared before the rest is
+restored, so another run is refused before anything is changed.
 
 - **Not compared** are settings that may change from one start to the next: ``max_epochs`` and ``max_steps`` (if the
   length affects the result, it is in the scheduler), the number of ranks, ``micro_batch_size``, ``num_workers``,
   ``patience``, what is saved and logged and where. Samples are not compared, because augmentation makes new ones.
-- **A fact that only one side has** is no difference; otherwise each new version of torch would make one. Modules are
-  compared only if both sides have the same torch; a wrapper or `SyncBatchNorm` makes no difference. If a callback of
-  this run has a state and the checkpoint has none for it, that is a difference.
+- **A fact that only one side has** is no difference; otherwise each new version of torch would cause a difference.
+  Modules are compared only if both sides have the same torch; a wrapper or `SyncBatchNorm` makes no difference. If a
+  callback of this run has a state and the checkpoint has none for it, that is a difference.
 - **Functions.** For a function of a `LambdaLR`, the numbers that it reads and its defaults are facts, but not texts,
-  clock readings or process ids. For a lambda, and a loss that is a local function, the compiled code is a fact under
-  the same Python, because their names say nothing; also for a function that makes the schedule, because the schedule
-  itself depends on the length, which is not compared. Other functions are compared by name: one more line of logging in
-  a training step does not make another run.
-- **With ``resume="force"``**, hyperparameters are set again after loading, and a new scheduler is stepped to the run's
-  position, because no other way works for every class. The same is done if a function makes the schedule and the length
-  of the run has changed.
+  clock readings or process ids. For a lambda and for a loss that is a local function, the compiled code is a fact,
+  because their names say nothing. The same holds for a function that makes the schedule, because the schedule itself
+  depends on the length of the run, which is not compared. Code is compared only under the same version of Python. Other
+  functions are compared by name: one more line of logging in a training step does not make another run.
+- **With ``resume="force"``**, the script's hyperparameters are set again after loading, and a new scheduler is stepped
+  to the run's position, because no other way works for every class. The same is done if a function makes the schedule
+  and the length of the run has changed.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def facts_of(
     *,
     is_step: bool = False,
 ) -> Facts:
-    """Return the facts of a run, as its trainer is made.
+    """Return the facts of a run, at the time when its trainer is made.
 
     Args:
         module: Model without its wrapper.
         optimizer: Optimizer of its parameters.
-        scheduler: Learning rate scheduler; None: none.
+        scheduler: Learning rate scheduler; None if there is none.
         objective: Loss or training step.
         s: Settings of the trainer.
         is_step: Whether the objective is a training step.
@@ -117,7 +117,7 @@ def facts_of(
     facts["scheduler"] = "None" if scheduler is None else _name_of(type(scheduler))
     if scheduler is not None and not hasattr(scheduler, "step"):  # it is a function that makes the scheduler
         facts |= {"scheduler": _name_of(scheduler), "scheduler_interval": s.scheduler_interval}
-        if inspect.isfunction(scheduler):  # its code counts, because what it returns depends on the length of the run
+        if inspect.isfunction(scheduler):  # its code counts, because the schedule depends on the length of the run
             facts |= {_PYTHON: _python(), _CODE_OF_SCHEDULE: _digest_of(scheduler)}
     elif scheduler is not None:
         facts |= {"scheduler_interval": s.scheduler_interval, **dict(_flat("scheduler", scheduler, 0))}
@@ -129,10 +129,10 @@ def facts_of(
 def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ranks: RankGroup) -> None:
     """Refuse ranks that would train in different ways; every rank calls it.
 
-    What may legitimately differ between ranks, such as the training step, is not compared.
+    Facts that may legitimately differ between ranks, such as the training step, are not compared.
 
     Raises:
-        ValueError: On every rank.
+        ValueError: The ranks would train in different ways; on every rank.
     """
     own = {name: text for name, text in facts.items() if name.startswith(("optimizer", "scheduler"))}
     own |= {name: _text_of(value) for name, value in dataclasses.asdict(settings).items() if name not in _MAY_DIFFER}
@@ -153,7 +153,7 @@ def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ran
 def with_data(facts: Facts, data: Any, settings: Settings, ranks: RankGroup) -> Facts:
     """Return the facts of a run and of its data, as rank 0 has them.
 
-    Every rank calls it, with its own loader if the data is one.
+    Every rank calls it, with its own loader if the data is a loader.
     """
     facts = facts | _facts_of_data(data, settings, ranks)
     return ranks.gather(facts if ranks.rank == 0 else None)[0]
@@ -207,7 +207,7 @@ class Identity:
         """Compare this run with the one that the checkpoint of `step` describes.
 
         Args:
-            saved: Facts in the checkpoint; None: a version that recorded none has written it.
+            saved: Facts in the checkpoint; None if a version that recorded none has written the checkpoint.
             step: Step of the checkpoint.
             callbacks: Names of the callbacks with a state in the checkpoint and in this run, if the checkpoint lacks
                 some; otherwise None.
@@ -253,7 +253,7 @@ def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
 
 
 def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced: bool, is_own: bool) -> str:
-    """Return the error's text for a checkpoint of another run, after its step and its folder."""
+    """Return the part of the error about a checkpoint of another run that follows the checkpoint's step and folder."""
     ways = ['resume="never" starts over here, and sets aside what is there', "folder=... trains elsewhere"]
     if is_own:
         ways[0] = f"{ways[0]}, in a new Trainer: a second fit() of the same Trainer continues its own run"
@@ -309,7 +309,7 @@ def _facts_of_loss(loss: nn.Module) -> Facts:
 
 
 def _facts_of_modules(model: nn.Module) -> Facts:
-    """Return the class of each module, and the settings of torch's own ones; wrappers change nothing."""
+    """Return the class of each module, and the settings of torch's own modules; wrappers are left out."""
     facts = {}
     for name, module in model.named_modules():
         if type(module).__name__ not in _WRAPPERS:
@@ -410,13 +410,13 @@ def _age_s() -> float:
 def _code_of(objective: Any, is_step: bool) -> Facts:
     """Return a digest of a lambda or a local loss, whose name says little; other functions count by name.
 
-    It covers the compiled code without comments and line numbers, so moving the function changes nothing, and another
-    version of Python does. Values around the function are left out, since they may be new on each start.
+    The digest covers the compiled code without comments and line numbers, so moving the function does not change it,
+    but another version of Python does. Values around the function are left out, since they may be new on each start.
     """
     while isinstance(objective, functools.partial):
         objective = objective.func
     name = objective.__qualname__ if inspect.isfunction(objective) else ""
-    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a changed step is no other run
+    if not name.endswith("<lambda>") and (is_step or "<locals>" not in name):  # a changed step makes no other run
         return {}
     return {_PYTHON: _python(), _CODE: _digest_of(objective)}
 

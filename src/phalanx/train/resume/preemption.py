@@ -27,8 +27,8 @@ from phalanx.train.report.run_log import RunLog
 from phalanx.wire.rank_group import RankGroup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# A signal may arrive twice, directly and through the launcher: a service manager's, or Ctrl-C under torchrun. A second
-# one within this time counts as the same. SIGUSR1 is not listed, because a second one never ends a rank.
+# A signal from a service manager, or Ctrl-C under torchrun, may arrive twice: directly and through the launcher. A
+# second signal within this time counts as the first. SIGUSR1 is not listed, because a second one never ends a rank.
 _AGAIN_S: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGINT: 0.15}
 
 
@@ -104,7 +104,7 @@ def leave(
         step: Number of the step.
         is_saved: Whether the state of that step is on disk.
         ranks: All ranks of the job.
-        begins_anew: Whether the script, started again, would not resume from there.
+        begins_anew: Whether the script, if it is started again, begins anew instead of resuming from there.
     """
     run_log.record("preempted", step=step, signal=number)
     saved = "saved" if is_saved else "weights that are not finite were not saved"

@@ -1,9 +1,9 @@
-"""Checks, before the first step, what would end a run later: a schedule that is too short, an unwritable folder.
+"""Checks, before the first step, for problems that would end a run later: too short a schedule, an unwritable folder.
 
 A schedule, alone or inside a SequentialLR or ChainedScheduler, must reach the end of the run, and every rank must be
-able to create a checkpoint in the folder. One batch of a validation dataset is rehearsed, since nobody knows in
-advance what an ``evaluation_step`` returns. Exceptions of the user's code are ignored there, because some models have
-to train first.
+able to create a checkpoint in the folder. One batch of a validation dataset is rehearsed, since nobody knows in advance
+what an ``evaluation_step`` returns. Exceptions of the user's code are ignored there, because some models can't be
+evaluated before they have trained.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def preflight(scheduler: Any, s: Settings, feed: Feed, step: int, epoch: int) ->
     """
     per_epoch, of_this_epoch = feed.num_steps, feed.num_left
     num_epochs = max(0, s.max_epochs - epoch) if s.max_epochs else sys.maxsize
-    # Only the remaining steps are computed: another number of ranks may have taken those before.
+    # Only the remaining steps are computed, because a different number of ranks may have taken the earlier ones.
     num_left = s.max_steps - step if s.max_steps else sys.maxsize
     if not num_epochs:
         num_left = 0
@@ -127,7 +127,7 @@ def refuse_unwritable(folder: str, ranks: RankGroup) -> None:
     """Refuse a folder in which some rank can't create a checkpoint; every rank calls it.
 
     Raises:
-        CheckpointError: On every rank the same.
+        CheckpointError: Some rank can't create a checkpoint; the same error on every rank.
     """
     problem = ""
     try:

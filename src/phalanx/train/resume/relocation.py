@@ -1,12 +1,12 @@
 """Decides whether a trainer's process can take another place in the job, beside processes that are started anew.
 
-A new process runs the script from the top, while a kept one repeats only what the trainer does when it joins. Both make
-the same collectives only if the script itself makes none. So a process can't be kept if the script has made the group
+A new process runs the script from the top, while a kept one repeats only what the trainer does when it joins. Both call
+the same collectives only if the script itself calls none. So a process can't be kept if the script has made the group
 by hand, made other groups, wrapped the model itself, or called a collective between the constructor and `fit` (the
-group counts them). It can't be kept either if a callback has attributes that no checkpoint holds (they start afresh in
-a new process, and the copies of the model might diverge), or if a loader of the script divides the data among the
-previous ranks. The script may have called `phalanx.init`: a new process calls it, too, a kept one repeats it with the
-same arguments, and the script's session object gets the new place.
+group counts its collectives). It can't be kept either if a callback has attributes that no checkpoint holds (they start
+afresh in a new process, and the copies of the model might diverge), or if a loader of the script divides the data among
+the previous ranks. The script may have called `phalanx.init`: a new process calls it, too, and a kept one repeats the
+call with the same arguments. The script's session object then gets the new place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.train.wrapper import can_wrap
 
 
 class Relocation:
-    """A trainer's place in a process group, and whether it can take a place in another group; see the module."""
+    """A trainer's place in a process group, and whether it can take one in another group; see the module."""
 
     def __init__(self) -> None:
         self._why_not_met = session.why_not_met()

@@ -1,4 +1,4 @@
-"""Where a run's folder is, whether a start is a restart, and how an earlier run in the folder is set aside."""
+"""Finds a run's folder, tells whether a start is a restart, and sets aside an earlier run in the folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_restart() -> bool:
 
 
 def words_of_another(trainer: object, model: object, folder: str, goes_on: bool) -> str:
-    """Record that this trainer trains the model in the folder; return a hint if another trainer in this process has."""
+    """Record that this trainer trains this model in this folder; return a hint if another one has trained either."""
     last, last_of_model = _trained.get(folder), _by.get(model)
     _trained[folder] = _by[model] = weakref.ref(trainer)
     if not goes_on and last_of_model is not None and last_of_model() is not trainer:
@@ -56,7 +56,7 @@ def has_been_trained(model: object) -> bool:
 def leave_if_restarted() -> None:
     """End this process at once if ``phalanx run`` is going to restart the ranks from the last snapshot.
 
-    An orderly exit of the interpreter would take longer than the restart. A process that may be kept returns from here.
+    An orderly exit of the interpreter would take longer than the restart. A process that may be kept is not ended.
     """
     if may_outlive():
         return
@@ -68,7 +68,7 @@ def leave_if_restarted() -> None:
 
 
 def set_aside(folder: str, ranks: RankGroup) -> str:
-    """Rename what an earlier run has left in the folder, to unused names; every rank calls it.
+    """Give unused names to the files that an earlier run has left in the folder; every rank calls it.
 
     Returns:
         A line for the user; empty if there was nothing to rename, and on ranks other than 0.

@@ -58,7 +58,7 @@ class Unforced:
 
 
 class ForcedFeed:
-    """Restores the position in the data, or the start of the epoch if the saved position is one in other data."""
+    """Restores the position in the data, or the start of the epoch if the saved position belongs to other data."""
 
     def __init__(self, feed: Any, identity: Identity) -> None:
         self._feed, self._identity = feed, identity
@@ -91,14 +91,14 @@ def take_up(folder: str, state: Mapping[str, Any], identity: Identity) -> checkp
 def words_of_resumption(
     loaded: checkpoint.Loaded | None, step: int, epoch: int, folder: str, *, why_over: str, is_again: bool
 ) -> str:
-    """Return the line that says where a run resumes; empty if it begins.
+    """Return the line that says where a run resumes; empty if the run begins.
 
     Args:
         loaded: Checkpoint that was restored; None: there was none.
         step: Number of steps done.
         epoch: Number of the epoch.
         folder: Folder of the run.
-        why_over: Setting by which nothing is left to train; empty if something is.
+        why_over: Setting according to which nothing is left to train; empty if something is left.
         is_again: Whether this trainer has trained before: its `fit` continues its own run, whatever `resume` says.
     """
     if loaded is None and step == 0:
@@ -124,7 +124,7 @@ class Hyperparameters:
         ]
 
     def give_again(self, optimizer: torch.optim.Optimizer, *, keep_state: bool) -> None:
-        """Set the hyperparameters. Without `keep_state`, also clear the state, which is another class's."""
+        """Set the hyperparameters; without `keep_state`, also clear the state, which another optimizer class made."""
         for group, given in zip(optimizer.param_groups, self._groups, strict=True):
             parameters = group["params"]
             group.clear()

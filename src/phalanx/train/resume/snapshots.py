@@ -1,7 +1,7 @@
-"""How often a trainer takes snapshots in memory: as often as 3 % of its time allows.
+"""Takes a trainer's snapshots in memory, as often as 3 % of its time allows.
 
-At first it takes one after every step. Then all ranks choose the interval that costs 3 % of the time, from the duration
-of steps and snapshots on the slowest rank.
+At first the trainer takes a snapshot after every step. Then all ranks choose the interval that costs 3 % of the time,
+from the duration of snapshots on the slowest rank and of steps on the fastest one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SHARE = 0.03  # fraction of the training time for snapshots
 
 
 class Snapshots:
-    """Takes snapshots of the state: every `every` steps, as often as they cost little ("auto"), or never (0).
+    """Takes snapshots of the state: every `every` steps, as often as `_SHARE` allows ("auto"), or never (0).
 
     Every rank has one, and `may_keep` returns the same on every rank.
     """
@@ -54,7 +54,7 @@ class Snapshots:
         return may_keep
 
     def adapt(self, phases_by_rank: list[list[float]]) -> str:
-        """Choose the interval from now on, the same on every rank; return a line on their cost, once it is known.
+        """Choose the interval from now on, the same on every rank; return a line on the cost, once it is known.
 
         Args:
             phases_by_rank: Mean seconds of a step in each phase since the last call, by rank; the last phase is

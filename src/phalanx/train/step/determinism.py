@@ -1,8 +1,8 @@
 """Gradients whose bits do not depend on the number of ranks: a fixed tree of additions over virtual shards.
 
 With ``deterministic="world"`` the batch is cut into V shards, a power of two. Each shard has its own backward pass and
-its own random numbers. Gradients are added pairwise in a binary tree, its upper levels over an all_gather of the
-ranks' sums, so the tree is the same for every number of ranks that is a power of two. More threads would add in another
+its own random numbers. Gradients are added pairwise in a binary tree. Its upper levels add the ranks' sums after an
+all_gather, so the tree is the same for every number of ranks that is a power of two. More threads would add in another
 order within a shard, so torch gets one thread. Models with running statistics are refused, because those depend on
 which rank sees which samples.
 """
@@ -44,7 +44,7 @@ def sum_gradients(
     backward: Callable[[int], Tensor],
     seed: tuple[int, int],
 ) -> Tensor:
-    """Leave in ``.grad`` the sum over all ranks' shards, and return the sum of the losses.
+    """Store the sum over all ranks' shards in ``.grad``, and return the sum of the losses.
 
     A binary tree adds neighbours: first the shards of a rank, then the sums of ranks. If the numbers of ranks and of
     shards are powers of two, the tree over all shards is the same for any number of ranks.

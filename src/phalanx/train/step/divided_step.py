@@ -1,9 +1,9 @@
 """`DividedStep`: divides an optimizer's step among the ranks if a trial in the first steps shows that it pays.
 
-The first five steps are plain, the next five divided. Then all ranks keep to the way that was faster on the slowest of
-them, the averaging of gradients included. An optimizer with hooks is not divided; hooks that are added later are called
-around the divided step, with whole parameters. torch's fused Adam, AdamW and Adagrad are faster still but round
-differently, so the user has to ask for ``fused=True``.
+The first five steps are plain, the next five divided. Then all ranks keep the way that was faster on the slowest rank,
+averaging of gradients included. An optimizer with hooks is not divided; hooks that are added later are called around
+the divided step, with whole parameters. torch's fused Adam, AdamW and Adagrad are faster still but round differently,
+so the user has to ask for ``fused=True``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _LEAST_GAIN = 1.05
 class DividedStep:
     """Steps an optimizer; every rank calls `step`, once the ranks have averaged the gradients.
 
-    The bits are the same whether steps are divided or not. It is also the model's `Division` of the averaging: if each
-    rank steps only its part and nothing else reads the gradients, each rank needs only the means of that part.
+    The bits are the same whether steps are divided or not. The object is also the `Division` that the model's averaging
+    uses: if each rank steps only its part and nothing else reads the gradients, each rank needs only the means of that
+    part.
 
     Args:
         optimizer: Optimizer of the model's parameters.

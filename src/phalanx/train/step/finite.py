@@ -1,21 +1,21 @@
-"""`FiniteGuard`: losses and weights that are not finite are noticed, explained, and never saved.
+"""`FiniteGuard`: notices losses and weights that are not finite, explains them, and keeps them from being saved.
 
 - **Losses.** On the CPU each pass checks its loss, which is free. On another device, for which the program must not
   wait, losses are checked when they are logged. The rank that finds a bad loss searches for its origin at once, alone
   (see `nan_origin`), and tells the others where ranks meet anyway: after a step, at the log, at a snapshot or a save.
-  All raise the same `NonFinite`. What was found first is reported, since the averaged gradient then spoils the weights
-  of all ranks in the same step.
-- **States.** Before each snapshot and each save the parameters under training and the saved buffers are added up,
-  which reads them once. A state that is not finite is never kept, whatever ``on_nan`` says, and each epoch reports
-  what was left out. Parameters and buffers that were not finite when `fit` began are meant to be so, and so is -inf in
-  a buffer (masks).
-- **Gradients.** Not all gradients are checked. One that is bad shows in the next loss or save, so the message names the
+  All raise the same `NonFinite`. The earliest finding is reported, because the averaged gradient then spoils the
+  weights of all ranks in the same step.
+- **States.** Before each snapshot and each save the parameters under training and the saved buffers are added up, which
+  reads them once. A state that is not finite is never kept, whatever ``on_nan`` says, and each epoch reports what was
+  left out. Parameters and buffers that were not finite when `fit` began count as intended, and so does -inf in a buffer
+  (masks).
+- **Gradients.** Not all gradients are checked. A bad gradient shows in the next loss or save, so the message names the
   steps in which it may have become bad. The gradient of the first small parameter is summed in each step: backward goes
-  from the last module to the first, so what is spoiled anywhere nearly always reaches the first. If that gradient is
-  not finite, each rank computes its batch again on a copy of the model, with hooks on the modules' gradients, and the
-  ranks on which one is bad are named.
-- **fp16.** A loss or gradient that makes the scaler skip a step is no error; 36 bad losses in a row are, or a scale
-  below 2^-20.
+  from the last module to the first, so a bad value that arises anywhere nearly always reaches the first module. If that
+  gradient is not finite, each rank computes its batch again on a copy of the model, with hooks on the modules'
+  gradients, and the error names the ranks on which one is bad.
+- **fp16.** A loss or gradient that makes the scaler skip a step is no error. 36 bad losses in a row are an error, and
+  so is a scale below 2^-20.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ _SUMMABLE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something not finite that one rank has seen.
+    """A value that is not finite, as one rank has found it.
 
     Attributes:
         step: Number of the step.
-        order: Rank of the cause within the step: a loss spoils the gradients of all ranks, and these the parameters.
+        order: Position in the chain of causes within a step: a bad loss spoils the gradients of all ranks, and the
+            gradients spoil the parameters.
         epoch: Number of the epoch.
         what: Description of what is not finite.
         origin: Tensor and module in which it began.
@@ -70,12 +71,12 @@ class FiniteGuard:
     The guard checks a loss on the CPU in each pass, one small gradient in each step, and a loss on another device when
     it is logged. It checks the parameters under training and the saved buffers before each save and snapshot: a state
     that is not finite is never kept, whatever `on_nan` says. Parameters and buffers that are not finite when the guard
-    is made are meant to be so: it does not check them again, nor buffers that come later.
+    is made count as intended: the guard does not check them again, and it does not check buffers that come later.
 
     Args:
         on_nan: Reaction to a loss or gradient: "raise" an error on all ranks, "warn" once, or "ignore" it.
         module: Model without its wrapper.
-        objective: Objective that computes the loss, and again to find its origin.
+        objective: Objective that computes the loss, and computes it again to find the origin of a bad one.
         ranks: All ranks of the job.
         run_log: Log that shows and records a warning.
         autocast: Context in which the loss is computed.
@@ -148,7 +149,7 @@ class FiniteGuard:
         """Check each rank's mean loss since the last log; every rank calls it.
 
         Raises:
-            NonFinite: As `settle` does.
+            NonFinite: Under the same conditions as `settle`.
         """
         if all(map(math.isfinite, losses)):
             return
@@ -172,7 +173,7 @@ class FiniteGuard:
     def look_at_gradient(self, step: int, epoch: int) -> None:
         """Check one small averaged gradient on the CPU: that of the first module that has one.
 
-        What a backward pass spoils anywhere, it nearly always carries on to the first module.
+        A bad value that arises anywhere in a backward pass nearly always reaches the first module.
         """
         batches, self._batches = self._batches, []
         grad = None if self._first_small is None or self._skips_steps else self._first_small.grad
@@ -190,7 +191,7 @@ class FiniteGuard:
     def note(self, what: str, step: int, epoch: int, batch: Any = None, *, is_past: bool = False) -> None:
         """Keep a finding about a loss, and where it began, until the ranks meet.
 
-        If the step `is_past`, an earlier one since the last check may be the cause.
+        With `is_past`, the step is over, and any earlier step since the last check may be the cause.
         """
         if self._finding is None and self._on_nan != "ignore":
             origin = UNKNOWN
@@ -202,7 +203,7 @@ class FiniteGuard:
         """Return whether the state may be saved, the same on every rank; every rank calls it.
 
         Raises:
-            NonFinite: As `settle` does.
+            NonFinite: Under the same conditions as `settle`.
         """
         bad = self._state.first_bad()
         if not bad:
@@ -282,7 +283,7 @@ class FiniteGuard:
 
 
 class _State:
-    """Parameters under training and saved floating-point buffers of a module, without those that were bad at first.
+    """Trained parameters and saved floating-point buffers of a module, without those that were bad at the beginning.
 
     Attributes:
         not_finite: Names of the parameters under training that were not finite at the beginning.
@@ -304,7 +305,7 @@ class _State:
         }
 
     def first_bad(self) -> str:
-        """Return the first that is not finite, such as ``parameter '0.weight'``; empty if all are finite."""
+        """Return the first tensor that is not finite, such as ``parameter '0.weight'``; empty if all are finite."""
         parameters = [
             (name, local(p))
             for name, p in self._module.named_parameters()

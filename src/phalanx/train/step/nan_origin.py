@@ -1,8 +1,8 @@
 """Finds the origin of a value that is not finite: the tensor, and the module whose forward or backward pass made it.
 
-The search checks the batch, then the parameters, and then the modules' outputs, by computing the batch again. That
-second pass starts from what the first one has left in buffers and counters, since a copy before each pass would cost
-time. So if it is finite, the message says just that, and not that the modules are right.
+The search checks the batch, then the parameters, and then the modules' outputs, by computing the batch again. This
+second pass starts from the buffers and counters that the first one has left, because a copy before each pass would cost
+time. So if the second pass is finite, the message says only that, and not that the modules are right.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Origin(NamedTuple):
     """Origin of a value that is not finite.
 
     Attributes:
-        words: Sentence about it.
+        words: Sentence about the origin.
         tensor: Name of the first tensor that was not finite; empty if unknown.
         module: Name of the module that computed it; empty if unknown.
     """
@@ -48,7 +48,7 @@ _REPEATED_FINITE = Origin(
 
 
 class Replay:
-    """Computes the loss of a batch again on this rank only, to find the module that made it go wrong.
+    """Computes the loss of a batch again on this rank only, to find the module that made the loss bad.
 
     Args:
         module: Model without its wrapper.
@@ -102,7 +102,7 @@ class Replay:
     def first_bad_gradient(self, batch: Any) -> Origin | None:
         """Return the module that first computed a bad gradient; None if this rank's gradients are finite.
 
-        It uses a copy of the model, so that no gradient is averaged. None, too, if a module calls a collective.
+        It uses a copy of the model, so that no gradient is averaged. Also None if a module calls a collective.
         """
         if not self.is_possible:
             return None

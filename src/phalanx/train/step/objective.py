@@ -1,8 +1,8 @@
 """The objective that a trainer minimizes, and the metrics that it evaluates besides.
 
-A batch that is a dictionary is divided as well: the entry named targets, target, labels or label holds the targets, and
-the others are keyword arguments of the model. To pass everything to the model would suit models that compute their own
-loss, but then there would be no targets for a loss function and metrics; such models use a ``training_step``.
+A batch may also be a dictionary. Then the entry named targets, target, labels or label holds the targets, and the other
+entries are keyword arguments of the model. Passing every entry to the model would suit models that compute their own
+loss, but it would leave no targets for a loss function and metrics. Such models use a ``training_step``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Objective:
 
     Args:
         loss: Function ``loss(outputs, targets)``.
-        training_step: Function ``training_step(model, batch)`` that returns the loss, or values by name and the loss as
-            one of them.
+        training_step: Function ``training_step(model, batch)`` that returns the loss, or values by name, the loss among
+            them.
         evaluation_step: Function ``evaluation_step(model, batch)`` that returns the loss, or values by name.
         metrics: Functions ``metric(outputs, targets)``, or objects with ``update``, ``compute`` and ``reset``.
 
@@ -43,7 +43,7 @@ class Objective:
         is_split: Whether an evaluation divides batches into inputs and targets.
 
     Raises:
-        ValueError: There is not exactly one of loss and training step; a metric needs outputs and targets that are not
+        ValueError: Both or neither of loss and training step are given; a metric needs outputs and targets that are not
             known; or a name is reserved.
         TypeError: `metrics` is no mapping of metrics by name.
     """
@@ -141,7 +141,7 @@ def _checked(name: str, loss: Tensor) -> Tensor:
     """Return the loss if it can be minimized.
 
     Raises:
-        ValueError: It is not a single number, or has no gradient while gradients are on.
+        ValueError: The loss is not a single number, or has no gradient while gradients are on.
     """
     if loss.dim() and loss.numel() != 1:
         raise ValueError(
@@ -157,7 +157,7 @@ def _checked(name: str, loss: Tensor) -> Tensor:
 
 
 def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Return the model's outputs and the targets, of a pair or of a mapping with one entry named like targets.
+    """Return the model's outputs and the targets, for a pair or for a mapping with one entry named like targets.
 
     Raises:
         ValueError: The batch is neither.
@@ -178,8 +178,8 @@ def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
 def outputs_of(model: nn.Module, batch: Any) -> Any:
     """Return the model's outputs for a batch, with targets or without.
 
-    The entries of a mapping other than targets are the model's keyword arguments; a single entry "inputs" is its only
-    positional argument.
+    The entries of a mapping other than targets are the model's keyword arguments; a single entry "inputs" is the
+    model's only positional argument.
 
     Raises:
         TypeError: The model does not take arguments of these names.

@@ -1,22 +1,22 @@
 """`Shards`: divides an optimizer's step among a host's ranks, in blocks that fit into the caches, with the same bits.
 
-Each large parameter is cut into a range per rank, and a range into blocks of 65,536 elements, which the optimizer
-takes for parameters while it steps: its later passes over a block find it in the caches. Cuts lie at multiples of 128
-elements, and only optimizers that treat each element by itself are divided, so no bit changes.
+Each large parameter is cut into a range per rank, and each range into blocks of 65,536 elements. While the optimizer
+steps, it takes the blocks for parameters, so its later passes over a block find the block in the caches. Cuts lie at
+multiples of 128 elements, and only optimizers that treat each element by itself are divided, so no bit changes.
 
 The state lies in memory that the ranks of the host share. Each rank has its own parameters, and gets the other ranks'
 results by one all_gather per parameter. So every rank has the whole state at any time, and checkpoints, snapshots and
 callbacks need not know of the division. Parameters are not shared, because callbacks and models may write to them.
 
-**Why this is not** `ZeroRedundancyOptimizer`, with which it shares the cut, the layout and the memory
-(`parallel.pieces`, `parallel.layout`, `parallel.shared_memory`). That one is an optimizer of its own: it owns its
-parameters' memory, is made before the first step, takes no parameter group later, and each element of the state lies on
-one rank only, on any number of hosts. Its state_dict() is therefore collective and copies: 1.5 s for 16 million
-parameters of AdamW on two ranks of a busy machine. This one divides the script's optimizer as it finds it, after steps
-that have shown that it pays: hooks, schedules, groups and states that a script adds, loads or clears keep working,
-`end` undoes it, and state_dict() takes 0.1 ms, which is what lets a Trainer keep a snapshot of every step. It needs one
-host, and the whole state on each rank for the first step, which is what ZeRO promises to avoid. It cuts each parameter
-into equal ranges, since the averaging of gradients hands out such ranges (`Division`), while ZeRO balances one flat
+**Why this is not** `ZeroRedundancyOptimizer`, although both use the same code for cuts, layout and shared memory
+(`parallel.pieces`, `parallel.layout`, `parallel.shared_memory`). `ZeroRedundancyOptimizer` is an optimizer of its own:
+it owns its parameters' memory, is made before the first step, and takes no parameter group later. Each element of its
+state lies on one rank only, on any number of hosts. So its state_dict() is a collective that copies: 1.5 s for 16
+million parameters of AdamW on two ranks of a busy machine. `Shards` divides the script's optimizer as it finds it,
+after steps that have shown that dividing pays. Hooks, schedules, groups and states that a script adds, loads or clears
+keep working, `end` undoes the division, and state_dict() takes 0.1 ms, so a Trainer can keep a snapshot of every step.
+`Shards` needs one host, and the whole state on each rank for the first step, which ZeRO avoids. It cuts each parameter
+into equal ranges, because the averaging of gradients hands out such ranges (`Division`), while ZeRO balances one flat
 buffer, whose cuts fall anywhere.
 """
 
@@ -43,7 +43,7 @@ _LEAST_ROOM = 4  # below each memory limit, this many times the shared memory mu
 
 
 class Shards:
-    """Divides the steps of an optimizer whose parameters and gradients are alike on all ranks of one host.
+    """Divides the steps of an optimizer whose parameters and gradients are equal on all ranks of one host.
 
     Each large parameter is cut into a range for each rank. A rank steps its own range block by block, and takes the
     other ranks' results. The state of such a parameter lies in memory that all ranks share, so each rank's optimizer
@@ -97,7 +97,7 @@ class Shards:
         )
 
     def step(self, step: Callable[[], object]) -> None:
-        """Step the optimizer by calling `step`, and bring the parameters of all ranks here. Every rank calls it."""
+        """Step the optimizer by calling `step`, then gather what the other ranks have stepped. Every rank calls it."""
         with _hooks_outside(self._optimizer):
             self._step(step)
 
@@ -141,7 +141,8 @@ def has_hooks(optimizer: optim.Optimizer) -> bool:
 def _hooks_outside(optimizer: optim.Optimizer) -> Iterator[None]:
     """Call an optimizer's hooks before and after the body, where they see whole parameters, and none within it.
 
-    They were registered later, maybe on one rank only; an optimizer that has hooks from the beginning is not divided.
+    These hooks were registered after the division, maybe on one rank only; an optimizer that had hooks before is not
+    divided.
     """
     own_pre, own_post = (getattr(optimizer, name, {}) for name in _torch.HOOKS_OF_OPTIMIZER)
     all_pre, all_post = _torch.global_pre_hooks_of_optimizers, _torch.global_post_hooks_of_optimizers
@@ -180,7 +181,7 @@ class _Cut:
         self._has_entered = False
 
     def enter(self, state: dict[Any, Any]) -> Sequence[nn.Parameter]:
-        """Return what the optimizer steps, with gradients and state in place: the blocks, or the whole parameter."""
+        """Return the parameters to step, with gradients and state in place: the blocks, or the whole parameter."""
         parameter, grad = self.parameter, self.parameter.grad
         if grad is None:
             return (parameter,)
@@ -200,7 +201,7 @@ class _Cut:
         return self._blocks
 
     def _has_state(self, values: dict[str, Any]) -> bool:
-        """Return whether the optimizer has all of the parameter's state, and the parameter its former layout."""
+        """Return whether the optimizer has all of the parameter's state, and the parameter's layout is unchanged."""
         return self.parameter.stride() == self._stride and self._state.keys() <= values.keys()
 
     def fits(self, state: dict[Any, Any]) -> bool:

@@ -41,7 +41,7 @@ class Stepper:
     Attributes:
         autocast: Context in which the loss is computed.
         scaler: Gradient scaler; it only scales in "fp16".
-        named: Values besides the loss since the last log.
+        named: Values that the training step has returned besides the loss since the last log.
         grad_norm: Norm of the last averaged gradient before clipping; None without clipping.
     """
 
@@ -82,11 +82,11 @@ class Stepper:
             autocast=self.autocast, skips_steps=self.scaler.is_enabled(), clips=clips, step=step,
         )  # fmt: skip
         if self._clip_norm is not None and self._ddp is not None:
-            self._ddp.grad_norm()  # from now on computed with the averaging, so all steps have the same bits
+            self._ddp.grad_norm()  # from now on the averaging computes the norm, so all steps have the same bits
         return self._guard
 
     def sentinel(self, step: int) -> tuple[Sentinel, str]:
-        """Return the sentinel that compares the ranks' copies, and a line if it can't. Every rank calls it."""
+        """Return the sentinel that compares the ranks' copies, and a line to show if it can't. Every rank calls it."""
         group, kinds = getattr(self._model, "process_group", None), []
         if self._ranks.world_size == 1 or group is None or group.size() < self._ranks.world_size:
             group = None  # one rank, FSDP2, or ranks that train independently
