@@ -95,7 +95,7 @@ def say_and_hear(store, size, act=lambda meeting: None):
         try:
             with meeting.joining():
                 act(meeting)
-                hellos = meeting.gather({**_hello(read_settings()), "host": f"life of {meeting.token}"})
+                hellos, _ = meeting.gather({**_hello(read_settings()), "host": f"life of {meeting.token}"})
                 heard[rank] = [meeting.life, *(hello["host"] for hello in hellos)]
         except PhalanxError as error:
             heard[rank] = error
@@ -119,9 +119,9 @@ def leave_a_life(store, size, process):
     for rank, one in enumerate(hellos):
         store.set(f"hello/{rank}", json.dumps(one))
     for key, value in {
-        "hellos": hellos,
+        "came": {"hellos": hellos, "place": None},
         "failed": failed,
-        "life-dead/hellos": hellos,
+        "life-dead/came": {"hellos": hellos, "place": {"nonce": "0" * 32, "offset": 1 << 40}},
         "life-dead/failed": failed,
         "life-dead/segment/0/offer": {"nonce": "0" * 32, "socket": "nobody"},
         "life-dead/segment/0/placed": {"offset": 1 << 40, "ranks": list(range(size))},

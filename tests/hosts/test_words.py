@@ -119,7 +119,7 @@ def test_a_group_failure_nested_for_ever_is_nothing():
 )
 def test_what_a_rank_says_is_understood_or_names_it(name, text):
     store = dist.HashStore()
-    key = {"hellos": "hellos", "offer": "segment/1/offer", "placed": "segment/1/placed"}.get(name, f"{name}/1")
+    key = {"came": "came", "offer": "segment/1/offer", "placed": "segment/1/placed"}.get(name, f"{name}/1")
     store.set(key, text)
     meeting = Meeting(JsonStore(store), 0, 2, "default", [5, 7], 1.0, time.monotonic() + 1.0)
     try:
@@ -129,7 +129,7 @@ def test_what_a_rank_says_is_understood_or_names_it(name, text):
     else:
         assert fits(said, _SHAPES[name])
         return
-    assert told.ranks == ((5,) if name == "hellos" else (7,))
+    assert told.ranks == ((5,) if name == "came" else (7,))
     assert "is not understood" in str(told)
 
 

@@ -189,7 +189,9 @@ def build_group(
     writer.begin(global_ranks[rank], size)
     core: Any = Formless(name, "has no ranks yet: call dist._reconfigure() on each of them")
     segment, life = None, ""
-    if not awaits_ranks:
+    if awaits_ranks:
+        settings = _settings(options)
+    else:
         joined = join_group(
             store,
             rank,
@@ -203,7 +205,7 @@ def build_group(
             op=op,
         )
         core, segment, store, processes, life = joined.core, joined.segment, joined.store, joined.processes, joined.life
-    settings = _settings(options)
+        settings = joined.settings
     every = verifies_every(settings.verify)
     ranks = Ranks(rank, size, global_ranks)
     operations: Any = (_verified().VerifiedOperations if every else Operations)(core, segment, name, ranks, timeout)

@@ -34,7 +34,7 @@ from phalanx.rendezvous.deadlines import NOTE_S, PART_S
 from phalanx.rendezvous.launched import start_time
 from phalanx.rendezvous.patience import Patience
 from phalanx.rendezvous.server import is_listening, who_left
-from phalanx.wire.messages import GarbledError, Shape, one_of, read_value
+from phalanx.wire.messages import GarbledError, Shape, one_of, read_value, understand
 from phalanx.wire.store import JsonStore, StoreGoneError, shared_pause
 from phalanx.wire.waiting import StoreSilentError, wait_until
 
@@ -206,10 +206,12 @@ class RollCall:
 
     def _call(self) -> str | None:
         """On rank 0: once all ranks have come, send each the prefix and return it; None before that."""
-        if not self._store.has(*self._keys):
+        texts = [text for text in self._store.get_all(self._keys) if text is not None]
+        if len(texts) < self._asked.world_size:
             return None
-        records = [record for record in self._all_here() if record is not None]
-        if len(records) < self._asked.world_size:
+        try:
+            records = [understand(text, _RECORD) for text in texts]
+        except GarbledError:
             return None
         self._compare(records)
         prefix = f"phalanx-{self._mine['token']}"
@@ -217,13 +219,11 @@ class RollCall:
         for rank, record in enumerate(records):
             host, pid, _ = record["process"]
             pids.setdefault(host, []).append((rank, pid))
-        for record in records:
-            self._give(record, {"prefix": prefix, "pids": pids[record["process"][0]]})
         self.pids = dict(pids[self._mine["process"][0]])
-        with contextlib.suppress(StoreSilentError):
-            for rank in range(self._asked.world_size):
-                # Overwritten rather than deleted: a rank that has just checked for the key would wait for its value.
-                self._store.set(f"rank/{rank}", None)
+        words = {f"word/{one['token']}": {"prefix": prefix, "pids": pids[one["process"][0]]} for one in records}
+        # Overwritten rather than deleted: a rank that has just checked for the key would wait for its value.
+        leftovers = {f"rank/{rank}": None for rank in range(self._asked.world_size)}
+        self._store.set_all({**words, **leftovers}, max(self._patience.left_s, PART_S))
         return prefix
 
     def _all_here(self) -> list[Record | None]:

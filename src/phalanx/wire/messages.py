@@ -107,7 +107,7 @@ def read_value(value: Any, shape: Shape) -> Any:
     Raises:
         GarbledError: The value does not have the shape.
     """
-    if shape is Any:
+    if shape is Any or type(value) is shape:
         return value
     if isinstance(shape, dict):
         require(isinstance(value, dict) and shape.keys() <= value.keys(), f"a table with {', '.join(shape)}", value)

@@ -16,7 +16,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed import Store
@@ -93,6 +93,11 @@ class JsonStore:
         said = self.ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if said is None else understand(said, shape)
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the values of the keys as they were written, read in one request; None for all if one has none."""
+        texts: list[bytes | None] | None = self.ask(lambda store: _get_all(store, [*keys]))
+        return [None] * len(keys) if texts is None else texts
+
     def has(self, *keys: str) -> bool:
         """Whether all keys have values."""
         return bool(self.ask(lambda store: store.check([*keys])))
@@ -103,6 +108,11 @@ class JsonStore:
     def set(self, key: str, value: Any, limit_s: float = _WRITE_S) -> None:
         text = json.dumps(value)
         self.ask(lambda store: store.set(key, text), limit_s)
+
+    def set_all(self, values: Mapping[str, Any], limit_s: float = _WRITE_S) -> None:
+        """Set the values of all keys, in this order, in one request."""
+        texts = {key: json.dumps(value) for key, value in values.items()}
+        self.ask(lambda store: _set_all(store, texts), limit_s)
 
     def add(self, counter: str, limit_s: float = _WRITE_S) -> int:
         """Add one and return the sum."""
@@ -133,6 +143,20 @@ class JsonStore:
             raise StoreGoneError(str(error)) from error
         result: T = answer.result()
         return result
+
+
+def _get_all(store: Any, keys: list[str]) -> Any:
+    if not store.check(keys):
+        return None
+    return store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+
+
+def _set_all(store: Any, texts: dict[str, str]) -> None:
+    if store.has_extended_api():
+        store.multi_set([*texts], [*texts.values()])
+        return
+    for key, text in texts.items():
+        store.set(key, text)
 
 
 class _Clerk:

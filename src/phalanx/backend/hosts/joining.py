@@ -56,6 +56,7 @@ class Joined:
     processes: Mapping[int, Sequence[int]]
     life: str
     num_groups: int
+    settings: Settings
 
 
 def join_group(
@@ -103,8 +104,9 @@ def join_group(
             if started:
                 meeting.watch(number, processes[member])
         prepare(meeting)
-        core, segment, num_groups = _join(meeting, (options or GroupOptions()).over(read_settings()))
-    return Joined(core, segment, meeting.life_store, meeting.processes, meeting.life, num_groups)
+        settings = (options or GroupOptions()).over(read_settings())
+        core, segment, num_groups = _join(meeting, settings)
+    return Joined(core, segment, meeting.life_store, meeting.processes, meeting.life, num_groups, settings)
 
 
 def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int]:
@@ -114,15 +116,20 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
         raise ValueError(
             f"{variable_of('verify')}={settings.verify} needs Gloo, which this torch is built without; unset it"
         )
-    hellos = meeting.gather(_hello(settings))
+    segments = dict(_segments)  # keeps those that this rank says it maps, until it has joined
+    hellos, place = meeting.gather(_hello(settings), _place)
     _check(hellos, meeting)
     hosts = _hosts_by_word(hellos)
     here = next(ranks for ranks in hosts if rank in ranks)
-    meeting.processes = {global_ranks[r]: hellos[r]["process"] for r in here}
     for r in here:
-        meeting.watch(r, hellos[r]["process"])
-    segment, offset, hosts = _map_segment(meeting, hellos, hosts)
-    here = next(ranks for ranks in hosts if rank in ranks)
+        if meeting.processes.get(global_ranks[r]) != hellos[r]["process"]:
+            meeting.watch(r, hellos[r]["process"])
+    meeting.processes = {global_ranks[r]: hellos[r]["process"] for r in here}
+    if place is not None:
+        segment, offset = segments[place["nonce"]], place["offset"]
+    else:
+        segment, offset, hosts = _map_segment(meeting, hellos, hosts)
+        here = next(ranks for ranks in hosts if rank in ranks)
     core = _core.Group.make(
         segment,
         offset,
@@ -194,6 +201,20 @@ def _hosts_by_word(hellos: list[dict[str, Any]]) -> list[list[int]]:
     return list(hosts.values())
 
 
+def _place(hellos: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Allocate the group in a segment that all its ranks map, if they are on one host; return where it is."""
+    shared = _shared(hellos) if len(_hosts_by_word(hellos)) == 1 else set()
+    if not shared:
+        return None
+    nonce = min(shared)
+    return {"nonce": nonce, "offset": _segments[nonce].create_group(len(hellos))}
+
+
+def _shared(hellos: list[dict[str, Any]]) -> set[str]:
+    """Return the nonces of the segments that all these ranks map."""
+    return set(hellos[0]["segments"]).intersection(*(hello["segments"] for hello in hellos))
+
+
 def _map_segment(
     meeting: Meeting, hellos: list[dict[str, Any]], hosts: list[list[int]]
 ) -> tuple[_core.Segment, int, list[list[int]]]:
@@ -239,8 +260,7 @@ def _offer(
     meeting: Meeting, key: str, hellos: list[dict[str, Any]], here: list[int]
 ) -> tuple[_core.Segment, dict[str, Any]]:
     """Choose a segment that every rank of this host already maps, or create one; allocate the group in it."""
-    shared = set(hellos[0]["segments"]).intersection(*(hello["segments"] for hello in hellos))
-    if shared:
+    if shared := _shared(hellos):
         segment = _segments[min(shared)]
         meeting.set(f"{key}/offer", {"nonce": segment.nonce, "socket": ""})
         together = here
