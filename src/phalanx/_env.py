@@ -1,7 +1,7 @@
 """The environment variables of phalanx: declared once, and read only here.
 
-Every ``import torch`` runs this module where phalanx is installed, so it holds names and plain functions; what the
-values mean is in `_settings`.
+Every ``import torch`` runs this module where phalanx is installed, so it holds only names and plain functions;
+`_settings` interprets the values.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ VERIFY_VARIABLE = "PHALANX_VERIFY"
 MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
 """Name easily mistaken for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
 OBEYED_BY_RANKS = (REPLACE_VARIABLE, MISTAKEN_FOR_REPLACE)
-"""Variables that take effect at ``import torch``. If torch is imported before a rank's script, which may set them, they
-are unset for that import."""
+"""Variables that take effect at ``import torch``. A rank's script may set them, so if torch is imported before the
+script runs, they are unset for that import."""
 ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
-"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they are to do about freed memory."""
+"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: how they handle freed memory."""
 COMMAND_VARIABLE = "PHALANX_COMMAND"
 """Set by ``phalanx run`` for its ranks: its own command line, for a run's report."""
 FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
@@ -157,7 +157,7 @@ def replaces_gloo(word: str) -> bool:
 
 
 def verifies_every(word: str) -> int:
-    """Return the number of calls of which one is verified, by a value of PHALANX_VERIFY; 0: none is.
+    """Return K if a value of PHALANX_VERIFY asks to verify every K-th call; 0 if it asks to verify none.
 
     Raises:
         ValueError: The value is another word.
@@ -196,9 +196,9 @@ def take(name: str) -> str:
 
 
 def watch_reads(note: Callable[[str, str | None], None]) -> Callable[[], None]:
-    """Call `note` with each variable that Python code reads, and its value, None if there is none.
+    """Call `note` with the name and value of each variable that Python code reads; None if the variable is not set.
 
-    Copying the whole environment reads nothing.
+    A copy of the whole environment does not count as a read.
 
     Returns:
         Function that ends the watch.

@@ -46,8 +46,8 @@ class Settings:
     bridge: str = "gloo"
     """Engine between hosts: ``gloo`` or ``mpi`` (mpi4py, started by mpirun)."""
     verify: str = ""
-    """Engine on which operations are done again and compared: ``gloo``, or ``gloo:K`` for every K-th; empty: none. The
-    same on all ranks."""
+    """Engine on which operations are repeated and compared: ``gloo``, or ``gloo:K`` for every K-th; empty: none. Must
+    be equal on all ranks."""
     host: str = ""
     """Name of a simulated host. Ranks with different names share no memory, so one machine can stand for several."""
 

@@ -56,7 +56,7 @@ class Bulletin(JsonStore):
         return value
 
     def sync(self, name: str, members: Sequence[int]) -> bool:
-        """Wait until all members have called this with the same name; return False if some have not in time."""
+        """Wait until all members have called this with the same name; return False if some did not in time."""
         ends_s = time.monotonic() + STAGE_S
         self.add(f"sync/{name}", STAGE_S)
         have_come = wait_until(lambda: self.count(f"sync/{name}") >= len(members) or None, ends_s, most_s=POLL_S / 4)
