@@ -1,8 +1,9 @@
 """``python -m bench.calls``: what a small call costs from Python, and how much of that is torch's own front end.
 
-The front end is ``torch.distributed`` on a group that returns at once. A world of one waits for nobody, so there ours
-minus the front end's is what this library adds; with two ranks it includes their meeting. The direct way is
-``phalanx.communicator()``; Open MPI is called with buffers that are described once.
+The front end is ``torch.distributed`` on a group that returns at once. A world of one waits for nobody, so there the
+difference between phalanx and the front end is what this library adds; with two ranks, it also includes the time that
+they wait for each other. The direct way is ``phalanx.communicator()``; Open MPI is called with buffers that are
+described once.
 """
 
 from __future__ import annotations
