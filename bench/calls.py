@@ -40,7 +40,7 @@ _TURN_S = 0.003
 def measure_world(
     world_size: int, ops: Sequence[str], sizes: Sequence[int], engines: Sequence[str], rounds: int, summary: Summary
 ) -> list[list[record.Value]]:
-    """Print what each engine takes in a world of this size, in us; return the rows of a record, in seconds."""
+    """Print the time of each engine in a world of this size, in us; return the rows of a record, in seconds."""
     rows: list[list[record.Value]] = []
     with ExitStack() as stack:
         own = stack.enter_context(RankSet("calls", world_size))

@@ -29,8 +29,8 @@ from bench.ddp import _large_mlp
 from bench.report import machine_facts, median_ratio, verdict_line
 
 _BATCH = 64
-_MOST_BLOCKED = 1.5  # of a memcpy of the state
-_LEAST_SPEED = 0.8  # of torch.save with fsync
+_MOST_BLOCKED = 1.5  # limit for `save`, in times of a memcpy of the state
+_LEAST_SPEED = 0.8  # as a fraction of the speed of torch.save with fsync
 _OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
 Samples = dict[str, list[float]]
 
@@ -107,7 +107,7 @@ def _take(state: dict[str, object], number: int) -> None:
 
 
 def measure_snapshots(rank: int, world_size: int, optimizer_name: str, rounds: int) -> Samples:
-    """Return this rank's seconds of a step of the MLP of 17 M parameters, and of a snapshot of model and optimizer."""
+    """Return this rank's seconds for a step of the MLP of 17 M parameters, and for a snapshot of its state."""
     _start(rank, world_size)
     torch.manual_seed(0)
     model = phalanx.DistributedDataParallel(_large_mlp())

@@ -63,7 +63,7 @@ class Buffers:
         """Raise if one operation after `fill` left a wrong result."""
         if self.out is not None and not torch.all(self.out == self._expected):
             raise AssertionError(f"{self._name} by {engine} left {self.out}, expected {self._expected} everywhere")
-        self.a.zero_()  # repeated sums in place do not grow
+        self.a.zero_()  # so that repeated sums in place do not grow
 
 
 class Engine(Protocol):

@@ -110,7 +110,7 @@ def _own_warm_processes(folder: str) -> Iterator[None]:
 
 
 def measure(rounds: int, restarts: int) -> dict[str, list[float]]:
-    """Return the seconds of every run, by what ran."""
+    """Return the seconds of every run, by command and by what was measured after a death."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder, _own_warm_processes(folder):
         script = Path(folder, "job.py")
         script.write_text(_JOB)

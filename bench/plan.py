@@ -71,8 +71,8 @@ QUICK = {
 class Point:
     """One operation, size and world size, measured on several engines in turns.
 
-    `size_bytes` is the larger buffer of a rank: the whole of what is scattered, gathered or exchanged, rounded up to
-    one element per rank. 0 for barrier.
+    `size_bytes` is the larger buffer of a rank, with all data that is scattered, gathered or exchanged. It is rounded
+    up to one element per rank, and 0 for barrier.
     """
 
     op: str

@@ -162,7 +162,7 @@ def main() -> None:
             parser.error(f"--allocators: there is no file {path!r}")
     console = Console(width=110, highlight=False)
     found, judged, peak_rows = {}, [], []
-    ratios: dict[str, dict[str, float]] = defaultdict(dict)  # other launcher -> model -> how many times ours is as fast
+    ratios: dict[str, dict[str, float]] = defaultdict(dict)  # other launcher -> model -> how many times as fast ours is
     for name in names:
         for num_ranks in map(int, given.ranks.split(",")):
             if num_ranks > 1 and CASES[name].optimizer is None:

@@ -77,7 +77,7 @@ def judge(times: Times, num_steps: int) -> tuple[int, float, float, float]:
 
 
 def main() -> None:
-    """Print, for stretches of several lengths, in how many a rank is named."""
+    """Print, for stretches of several lengths, the shares in which a rank is named."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=3000, help="steps to train (default: 3000)")
     parser.add_argument("--batch", type=int, default=768, help="samples of a rank in a step (default: 768)")

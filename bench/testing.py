@@ -128,7 +128,7 @@ KINDS = {
     "MultiProcessTestCase --fast-ranks": Kind(_TEST_CASE, 20, _FAST),
     "kept pool, Gloo": Kind(_JOB_BY_FILE + _POOL, 20),
 }
-"""The ways, by name."""
+"""The ways to write the test, by name."""
 
 _MOST_ON_PHALANX_S = 0.035
 _MOST_ON_GLOO_S = 0.07

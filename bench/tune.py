@@ -23,7 +23,7 @@ from phalanx.host.cpus import read_machine
 from phalanx.tune.search import default_ranks, fastest, race, threads_to_try
 from phalanx.tune.trials import Setup, Trials
 
-_NEAR = 0.95  # of the best
+_NEAR = 0.95  # fraction of the best speed from which on a choice counts as near
 _LEAST_NEAR, _MOST_S = 0.9, 60
 _STARTS_WITHIN_S = 300.0
 _OF_TRAINER = {"channels_last": True, "num_workers": 2}

@@ -33,7 +33,7 @@ from bench.engines import (
 )
 
 _TIMEOUT = timedelta(seconds=300)
-_WARM_SHARE = 8  # an eighth of the iterations, before each measurement
+_WARM_SHARE = 8  # an eighth of a measurement's iterations runs before it, as warm-up
 
 
 def torch_engines(kind: str, rank: int, world_size: int, init_method: str) -> dict[str, Engine]:

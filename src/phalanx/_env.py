@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 _GOOD_GUESS = 0.8  # least similarity of a name that an error suggests, because a bad guess is worse than none
-_MOST_DIGITS = 9  # most digits of a number of calls
+_MOST_DIGITS = 9  # digits of a number of calls that count
 _MAX_LISTED = 8  # most arguments listed in a message
 
 LONGEST_S = 1e9
-"""Longest timeout, which stands for forever: 30 years. The clocks under torch overflow after 292."""
+"""Longest timeout, which stands for forever: some 30 years. The clocks under torch overflow after 292 years."""
 
 
 def seconds(name: str, timeout: timedelta | float) -> float:
@@ -59,11 +59,11 @@ LAUNCH_VARIABLE = "PHALANX_LAUNCH"
 MEMORY_VARIABLE = "PHALANX_MEMORY"
 """The one flag of ``phalanx run`` that `phalanx.spawn` reads, too: whether ranks keep the memory that they free."""
 EPOCH_VARIABLE = "PHALANX_EPOCH"
-"""Set by ``phalanx run`` for its ranks: which attempt of which job they are, see `checkpoint.disk.claim`."""
+"""Set by ``phalanx run`` for its ranks: their job and their attempt, see `checkpoint.disk.claim`."""
 REPLACE_VARIABLE = "PHALANX_REPLACE"
 """Backend that phalanx replaces, see `_torch.replace`: ``gloo``; empty: none."""
 VERIFY_VARIABLE = "PHALANX_VERIFY"
-"""Asks groups of phalanx to do operations again on Gloo, see `backend.verify`: ``gloo``, ``gloo:K``; empty: none."""
+"""Asks groups of phalanx to repeat operations on Gloo, see `backend.verify`: ``gloo``, ``gloo:K``; empty: none."""
 MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
 """Name easily mistaken for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
 OBEYED_BY_RANKS = (REPLACE_VARIABLE, MISTAKEN_FOR_REPLACE)
@@ -122,8 +122,8 @@ def is_rank() -> bool:
     """Whether one of our launchers made this very process a rank.
 
     A process that a rank starts, such as a data loader's worker or a rank of torchrun, inherits the variable, but has
-    another pid. The variable is read from a copy of the environment, because `watch_reads` would take a direct read for
-    one by torch.
+    another pid. The variable is read from a copy of the environment, because `watch_reads` would mistake a direct read
+    for one by torch.
     """
     return environment().get(PROCESS_VARIABLE) == str(os.getpid())
 

@@ -104,7 +104,7 @@ def _check(name: str, setting: Field[Any], value: Any, shown: object = None) -> 
             raise ValueError(f"{name} {error}, got {shown!r}") from None
     if "range" in setting.metadata:
         least, most = setting.metadata["range"]
-        if not least <= value <= most:  # true of NaN, too
+        if not least <= value <= most:  # also refuses NaN
             kind = "a whole number" if setting.type == "int" else "a number"
             raise ValueError(f"{name} must be {kind} in [{least:.12g}, {most:.12g}], got {shown!r}")
 

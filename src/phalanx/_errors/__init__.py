@@ -13,7 +13,7 @@
       + NotPublished                             nobody publishes a version that phalanx.subscribe waits for
       + CheckpointError                          a checkpoint could not be saved or loaded
         + Damaged                                its files differ from what was saved (checkpoint/disk/folder.py)
-        + OtherSide                              another part of the job owns the folder (checkpoint/disk/claim.py)
+        + OtherSide                              a folder is held by another side or attempt (checkpoint/disk/claim.py)
     RankError (RuntimeError)                     a rank of phalanx.spawn or run_ranks failed (failure/ending.py)
     ArgumentError (ValueError, RuntimeError)     an operation was called with a wrong argument
       + UnsupportedLayout (NotImplementedError)  ... with a tensor whose layout it does not support
@@ -67,7 +67,7 @@ class Failure(Facts):
         num_ranks: Number of ranks in the group whose memory could not be allocated.
         errno: Error number of the failed system call.
         detail: Unstructured text: the system's message, or the reason given to ``abort()``.
-        cause: Failure that ended the group before this call; None if this rank had left the group without one.
+        cause: Failure that ended the group before this call; None if this rank had left the group itself.
     """
 
     kind: str

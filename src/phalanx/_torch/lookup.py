@@ -62,7 +62,7 @@ def _find(path: str) -> Any:
     """Return the object at a dotted path, and import the modules on the way.
 
     Raises:
-        ImportError: It is not there.
+        ImportError: There is no such object.
     """
     names = path.split(".")
     found: Any = importlib.import_module(names[0])
@@ -101,7 +101,7 @@ def attribute_of(value: object, attribute: str) -> Any:
     """Return one of `ATTRIBUTES` of an object.
 
     Raises:
-        ImportError: This torch's objects have none.
+        ImportError: This torch's objects do not have it.
     """
     try:
         return getattr(value, attribute)
@@ -114,10 +114,11 @@ def attribute_of(value: object, attribute: str) -> Any:
 
 
 def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Open an event of the profiler with the shapes of `inputs`; return a function that closes it, in any order.
+    """Open an event of the profiler with the shapes of `inputs`, and return a function that closes it.
 
-    The event is closed on another thread: the profiler then takes it for an asynchronous event, which need not nest in
-    others. torch before 2.13 would lose such an event, so there it is closed on the calling thread.
+    Events may be closed in any order: an event is closed on another thread, so that the profiler takes it for an
+    asynchronous event, which need not nest in others. torch before 2.13 would lose such an event, so there it is closed
+    on the calling thread.
     """
     try:
         enter, leave = __getattr__("record_function_enter"), __getattr__("record_function_exit")

@@ -246,7 +246,7 @@ ATTRIBUTES = {
     "_threads": ("torch.distributed.ProcessGroupGloo._Options", "to bound Gloo's threads"),
     "_devices": ("torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens"),
 }
-"""Private attributes of torch's objects: the class or module that has each, and its use. None may be missing."""
+"""Private attributes of torch's objects: the class or module that has each, and its use. All of them must exist."""
 
 MARK_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module that lists the parameters for DistributedDataParallel to ignore; torch's DDP reads it, too."""

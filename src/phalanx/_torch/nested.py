@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in mappings, tuples, lists and dataclasses, after its path.
+    """Yield a pair of path and tensor for each tensor in mappings, tuples, lists and dataclasses.
 
     Args:
         value: Tensor, or container of tensors and anything else.

@@ -64,7 +64,7 @@ def obey() -> None:
 
 
 def obey_script() -> None:
-    """Call `obey` when a script imports torch, which is already imported here; it may have set the variable before."""
+    """Call `obey` at a script's ``import torch``, if torch was imported ahead: the script may have set the variable."""
     if _env.environment().get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         try:
             obey()

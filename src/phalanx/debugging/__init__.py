@@ -5,6 +5,6 @@ Start with `breakpoints`, then `prompt`. Nothing here picks a rank or opens a de
 """
 
 HELD_BY = "a debugger at "
-"""What a rank in a debugger writes into the control blocks of its groups, followed by its line."""
+"""Text that a rank in a debugger writes into the control blocks of its groups, followed by its line."""
 IN_DEBUGGER, AT_BREAKPOINT = "debugger", "phalanx.breakpoint"
 """Phases in the black box of a rank: it is in a debugger, or it waits at a breakpoint for a rank that is."""

@@ -99,7 +99,7 @@ class Prompt(pdb.Pdb):
         self.prompt = "(Pdb) "
 
     def open_at(self, frame: FrameType) -> None:
-        """Open the prompt at once, in a signal handler that interrupted `frame`; its next line may be far off.
+        """Open the prompt at once, in a signal handler that interrupted `frame`; the next line may take long to come.
 
         The prompt shows the script's own line; the library frames in which it waits are below.
         """

@@ -111,7 +111,7 @@ def borrow_terminal(path: str, rank: int, is_shared: bool = False) -> Terminal |
 
 
 def listen_at(path: str) -> tuple[str, socket.socket]:
-    """Return the path, and a socket at which a terminal is lent there.
+    """Return `path`, and a new socket that listens there, at which a terminal can be lent.
 
     Raises:
         OSError: The socket can't be made.

@@ -63,7 +63,7 @@ class _ToldToStop(RuntimeError):
 
 
 class PlannedRestart(SystemExit):
-    """Ends a rank after a snapshot, so that another number of ranks can start. Its process is kept if possible."""
+    """Ends a rank after a snapshot, so that a different number of ranks can start. Its process is kept if possible."""
 
     def __init__(self) -> None:
         note_end_for_restart()

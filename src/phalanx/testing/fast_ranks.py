@@ -273,7 +273,7 @@ def _key(environ: Mapping[str, str]) -> object:
     """Return the inherited state that a fork can't be given."""
     read = {name: value for name, value in environ.items() if _READ_BY_INTERPRETER.fullmatch(name)}
     flags = tuple(util._args_from_interpreter_flags())  # type: ignore[attr-defined]
-    cpus = os.sched_getaffinity(0)  # they set the number of threads of OpenMP
+    cpus = os.sched_getaffinity(0)  # they determine the number of OpenMP's threads
     return {**read, **relevant(environ)}, flags, spawn.get_executable(), cpus, os.getsid(0)
 
 

@@ -133,7 +133,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Kind:
-    """How to make a call, and its expected results."""
+    """Functions that make a call and compute its expected results."""
 
     start: Callable[[Call, dict[str, Any]], Started]
     wanted: Callable[[Call], list[Wanted]]
@@ -339,7 +339,7 @@ def barrier(call: Call, how: dict[str, Any]) -> Started:
 
 @_kind(lambda call: [Wanted(call.of_rank((call.rank - 1) % call.size))] if call.size > 1 else [])
 def ring(call: Call, how: dict[str, Any]) -> Started:
-    """Pass a tensor on to the next rank. If calls block, only rank 0 sends first: two ranks in send would deadlock."""
+    """Pass a tensor on to the next rank. If calls block, rank 0 sends first and the others receive first."""
     output, tensor, group = call.empty(), call.input(), call.group
     after, before = call.peer((call.rank + 1) % call.size), call.peer((call.rank - 1) % call.size)
     tag = call.seed % 5
@@ -440,7 +440,7 @@ def all_gather_lists(call: Call, how: dict[str, Any]) -> Started:
     outputs = [[call.room.target(shape, call.dtype) for shape in shapes] for _ in range(call.size)]
     inputs = [call.input(i, shape) for i, shape in enumerate(shapes)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch prefers the manager
+        warnings.simplefilter("ignore", FutureWarning)  # torch prefers its coalescing manager
         future = dist.all_gather_coalesced(outputs, inputs, **how)
     return [future], [tensor for row in outputs for tensor in row]
 

@@ -43,7 +43,7 @@ _WEIGHTS = {
     "all_reduce": 5, "messages": 4, "reordered_messages": 3, "batched_messages": 2, "reduce_scatter_tensor": 2,
     "all_gather_into_tensor": 2, "broadcast": 2,
 }  # fmt: skip
-_LARGE_MESSAGES = (40_000, 65_536, 100_000, 262_144, 600_000)  # bytes: several fragments, more than a ring
+_LARGE_MESSAGES = (40_000, 65_536, 100_000, 262_144, 600_000)  # in bytes: up to several fragments, or more than a ring
 _OBJECTS = (
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
 )  # fmt: skip
@@ -183,7 +183,7 @@ def draw_place(draw: random.Random, world_sizes: Sequence[int], num_hosts: int |
 
 
 def draw_groups(draw: random.Random, world_size: int) -> tuple[GroupPlan, ...]:
-    """Return the world and some other groups, which may overlap: one of a single rank, some in another rank order."""
+    """Return the world and some other groups, which may overlap, have a single rank, or be in another rank order."""
     everyone = list(range(world_size))
     groups = [GroupPlan(tuple(everyone), "world")]
     for _ in range(draw.randint(0, _MOST_GROUPS - 1)):
