@@ -34,7 +34,7 @@ Turn = tuple[float, float]  # seconds without recording, and with it
 
 
 def _in_turns(measure: Callable[[], float], num_turns: int) -> list[Turn]:
-    """Return what `measure` returns without recording and with it, for each pair of turns but the first two."""
+    """Return what `measure` returns without recording and with it, for each pair of turns but the first two pairs."""
     turns = []
     for number in range(num_turns + 2):
         found = {}

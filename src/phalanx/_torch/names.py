@@ -73,7 +73,7 @@ def _disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_nothing() -> None:
-    """Stand in for a function that no process runs."""
+    """Stand in for torch's worker loop, if torch lacks it: no process runs this function."""
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

@@ -64,7 +64,10 @@ def obey() -> None:
 
 
 def obey_script() -> None:
-    """Call `obey` at a script's ``import torch``, if torch was imported ahead: the script may have set the variable."""
+    """Call `obey` at a script's ``import torch``, if torch was imported before the script ran.
+
+    The script may have set the variable in the meantime.
+    """
     if _env.environment().get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         try:
             obey()

@@ -168,7 +168,7 @@ def _is_own(name: str) -> bool:
 
 
 class _Servers:
-    """The servers of this process, started on demand: one for each environment that their packages read."""
+    """The servers of this process, started on demand: one for each set of values of the variables that imports read."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
