@@ -181,7 +181,7 @@ def tune_process() -> MemoryPolicy:
     left. Ranks of ``phalanx run`` and `phalanx.spawn` need no call, and a second call does nothing.
 
     Returns:
-        Policy that is in force now; its ``str`` says it in a few words.
+        Policy that is in force now; its ``str`` describes it in a few words.
 
     Example:
         >>> memory = phalanx.tune_process()

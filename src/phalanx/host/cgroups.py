@@ -80,7 +80,7 @@ def read_sizes(root: str = "/") -> dict[str, int]:
 
 
 class Gauge(NamedTuple):
-    """Files that tell how much memory a cgroup uses; its limit was read once."""
+    """Files that tell how much memory a cgroup uses, and the cgroup's limit, which was read once."""
 
     limit_bytes: int
     folder: str

@@ -236,7 +236,7 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
 
 
 def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, ...]]]:
-    """Return the cores of each rank; every core belongs to one.
+    """Return the cores of each rank; every core belongs to one rank.
 
     If ranks and NUMA nodes divide each other, a rank gets a part of one node or whole nodes; otherwise ranks get ranges
     of equal length.

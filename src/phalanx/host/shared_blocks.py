@@ -182,7 +182,7 @@ class Block:
         return Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino, self.size_bytes)
 
     def hold(self, *, alone: bool = False) -> bool:
-        """Lock the content against changes or, with `alone`, for a change of one's own. Never wait.
+        """Lock the content against changes or, with `alone`, in order to change it; never wait.
 
         The lock lasts until `release`, or until this block is closed and its mapping is gone, here and in forked
         children.

@@ -73,7 +73,7 @@ def num_repeated(before: Before, first: Event, loaded_step: int | None) -> int |
 
 
 class Beginning:
-    """Collects how a rank begins.
+    """Collects the events of a rank's beginning.
 
     Args:
         since_ns: Time before which events are ignored, by the clock of the host.

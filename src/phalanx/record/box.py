@@ -116,7 +116,7 @@ def read_box(data: bytes) -> Box:
     """Return the content of a box, into which its rank may be writing.
 
     Raises:
-        ValueError: It is not a box, or of another version, or torn.
+        ValueError: `data` is not a box, is of another version, or is torn.
     """
     head = read_header(data)
     end = _PAGE + head.num_slots * _EVENT.size
@@ -157,7 +157,7 @@ def read_header(data: bytes) -> Header:
     """Return the header of a box.
 
     Raises:
-        ValueError: It is not a box, or of another version, or torn.
+        ValueError: `data` is not a box, is of another version, or is torn.
     """
     if len(data) < _HEADER.size:
         raise ValueError("it is too short for a black box")
@@ -299,7 +299,7 @@ def memories_of(pid: int, name: str) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: The process has ended.
-        PermissionError: This user may not look into it.
+        PermissionError: This user may not look into that process.
     """
     return (path_of(fd, pid) for fd, target in open_files(pid).items() if target.startswith(f"/memfd:{name} "))
 
@@ -335,7 +335,7 @@ def box_of_process(pid: int) -> Box | None:
 
     Raises:
         PermissionError: This user may not look into that process.
-        ValueError: There is one, and it can't be read.
+        ValueError: There is a box, but it can't be read.
     """
     if (place := open_box(pid)) is None:
         return None
@@ -358,7 +358,7 @@ def boxes_held_by(pid: int) -> Iterator[Box]:
 
     Raises:
         PermissionError: This user may not look into that process.
-        ValueError: There is one, and it can't be read.
+        ValueError: There is a box, but it can't be read.
     """
     for path in memories_of(pid, MEMORY_NAME):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -259,7 +259,7 @@ class Notes:
         os.write(self._fd, _line("straggler", (words,)))
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Note which process a rank is."""
+        """Note the process of a rank."""
         os.write(self._fd, _line("started", (rank, pid)))
 
     def note_end(self, end: Ending) -> None:

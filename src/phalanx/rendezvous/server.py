@@ -238,7 +238,7 @@ def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:
     ended = launch.ended() if launch is not None else []
     if launch is None or launch.world_size - len(ended) >= asked.world_size:
         return None
-    end = ended[launch.world_size - asked.world_size]  # the first that is missed; later ones may be its victims
+    end = ended[launch.world_size - asked.world_size]  # the first end that left too few; later ones may be its victims
     text = (
         f"rank {end.rank} (pid {end.pid}) {end.exit_words} before all ranks had joined\n"
         f"All {asked.world_size} must come to {asked.call}: look at what rank {end.rank} printed last."

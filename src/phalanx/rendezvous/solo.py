@@ -48,7 +48,7 @@ def exchanges_uncounted() -> None:
 
 
 def count_exchanges(count: Callable[[], int]) -> None:
-    """Register the function that counts the operations with data of all phalanx groups that this process has had."""
+    """Register a function that counts the operations with data in all phalanx groups that this process has had."""
     global _num_exchanges
     _num_exchanges = count
 

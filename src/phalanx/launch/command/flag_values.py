@@ -18,7 +18,7 @@ _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # they can't be handled
 def number(
     kind: Callable[[str], float], least: float, what: str, *, most: float = math.inf, words: Sequence[str] = ()
 ) -> Callable[[str], Any]:
-    """Return a function that parses a number from `least` to `most`, or one of `words`; `what` is for errors."""
+    """Return a parser for a number from `least` to `most`, or for one of `words`; errors describe these as `what`."""
 
     def parse(text: str) -> float | str:
         if text in words:

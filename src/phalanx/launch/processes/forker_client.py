@@ -44,7 +44,7 @@ class Forker:
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
         settings: Variables that are set while torch is imported, with `preload`.
         modules_files: Files in which ranks name further modules to import, with `preload`; see `ahead.replay`.
-        left_out: Packages that are not imported although a rank names them.
+        left_out: Packages not to import, even if a rank names them.
         spare: Process that has imported torch, and becomes the reaper and the forker, with `preload`.
 
     Attributes:

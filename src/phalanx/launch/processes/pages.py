@@ -4,7 +4,7 @@ Imported modules are hidden from the garbage collector (`gc.freeze`), so that th
 interpreter does not visit them when it ends; unfreezing them at the end cost 0.3 s per rank. Each rank gets a new
 ``__main__``, because the collector would never finalise what a frozen one holds.
 
-A process that forks often (the servers of `phalanx.testing` and ``--fast-ranks``, pytest with the mark, a warm process)
+A process that forks often (the servers of `phalanx.testing` and ``--fast-ranks``, pytest with our mark, a warm process)
 has its memory collapsed into huge pages: copying and freeing the page table of 70,000 pages takes a third of the time
 of a test with two ranks. Collapsing takes memory for the unused parts of huge pages, so it is done only if these parts
 are at most a quarter of the memory that is left, and for at most a second.
@@ -27,7 +27,7 @@ _MADV_COLLAPSE = 25  # since Linux 6.1
 _HUGE_BYTES, _PIECE_BYTES = 2 << 20, 64 << 20
 _LEAST_USED = 3 / 4  # fraction of a range that must be used for huge pages to be worthwhile
 _MOST_OF_ROOM = 1 / 4  # fraction of the memory left that their unused parts may take
-_FIRST_FORKS, _NEXT_FORKS = 16, 32  # number of forks before memory is collapsed first, and again
+_FIRST_FORKS, _NEXT_FORKS = 16, 32  # memory is collapsed after this many forks, then after every this many more
 _LONG_S = 1.0  # collapsing is given up if it takes longer: much memory, or none free in one piece
 
 

@@ -219,7 +219,7 @@ class Rank:
         return last_words_in(self.folder, self.pid, self.stderr.tail)
 
     def record_end(self, status: int, *, is_reported: bool) -> Ending:
-        """Record its wait status and read its remaining output.
+        """Record the rank's wait status and read its remaining output.
 
         Args:
             is_reported: Whether the failure will be reported, so that this rank's last words need not be shown now.

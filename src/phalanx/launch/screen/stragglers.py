@@ -1,4 +1,4 @@
-"""Prints one line when a rank has slowed the others down for a minute, from what ranks record anyway."""
+"""Prints one line when a rank has slowed the others down for a minute, judging by what ranks record anyway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows a warning that several ranks print only once, and names these ranks.
+"""Shows a warning only once if several ranks print it, and names these ranks.
 
 A warning is held back for half a second, in which other ranks may print the same one.
 """
