@@ -1,4 +1,4 @@
-"""``python -m bench``: measure all engines in one interleaved run; a table, JSON and a plot come out."""
+"""``python -m bench``: measure all engines in one interleaved run, and write a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def measure(point: Point, sets: dict[str, RankSet], point_s: float) -> report.Re
     round_s = 0.0
     for engine in point.engines:
         num = 1
-        while True:  # longer and longer, until the time of one operation is known
+        while True:  # with more and more iterations, until the time of one operation is known
             seconds = max(sets[engine].measure(engine, num), 1e-9)
             if num * seconds >= point.turn_s / 8 or num == _MAX_ITERATIONS:
                 break

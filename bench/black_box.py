@@ -1,7 +1,8 @@
-"""``python -m bench.black_box``: what recording costs an event, a small collective and a training step.
+"""``python -m bench.black_box``: what recording adds to an event, a small collective and a training step.
 
-Each is measured with and without recording, in turns within the same processes, so that whatever else the machine does
-meets both. Two ranks with one thread each make the collectives, and train the MLP 784-1024-10 with batches of 64.
+Each is measured with and without recording, in turns within the same processes, so that other load on the machine
+affects both alike. Two ranks with one thread each make the collectives, and train the MLP 784-1024-10 with batches of
+64.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from phalanx import _core
 from phalanx.record import writer
 from phalanx.testing import run_ranks
 
-_CALLS = 2000  # of a turn
-_EVENTS, _TRIES = 2000, 50  # shorter than the slices of a scheduler, so that the median meets no other program
-_STEPS, _SETTLING = 6, 2  # of a turn; the first find the other's data in the caches
+_CALLS = 2000  # in a turn
+_EVENTS, _TRIES = 2000, 50  # a try is shorter than a time slice of the scheduler, so few tries are disturbed
+_STEPS, _SETTLING = 6, 2  # in a turn; the first do not count, because the caches still hold the other turn's data
 _MOST_EVENT_S = 50e-9
 _MOST_STEP = 0.01
 Turn = tuple[float, float]  # seconds without recording, and with it
 
 
 def _in_turns(measure: Callable[[], float], num_turns: int) -> list[Turn]:
-    """Return what `measure` returns without recording and with it, for each pair of turns but the first two."""
+    """Return what `measure` returns without recording and with it, for each pair of turns but the first two pairs."""
     turns = []
     for number in range(num_turns + 2):
         found = {}

@@ -1,8 +1,9 @@
 """``python -m bench.calls``: what a small call costs from Python, and how much of that is torch's own front end.
 
-The front end is ``torch.distributed`` on a group that returns at once. A world of one waits for nobody, so there ours
-minus the front end's is what this library adds; with two ranks it includes their meeting. The direct way is
-``phalanx.communicator()``; Open MPI is called with buffers that are described once.
+The front end is ``torch.distributed`` on a group that returns at once. A world of one waits for nobody, so there the
+difference between phalanx and the front end is what this library adds; with two ranks, it also includes the time that
+they wait for each other. The direct way is ``phalanx.communicator()``; Open MPI is called with buffers that are
+described once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _TURN_S = 0.003
 def measure_world(
     world_size: int, ops: Sequence[str], sizes: Sequence[int], engines: Sequence[str], rounds: int, summary: Summary
 ) -> list[list[record.Value]]:
-    """Print what each engine takes in a world of this size, in us; return the rows of a record, in seconds."""
+    """Print the time of each engine in a world of this size, in us; return the rows of a record, in seconds."""
     rows: list[list[record.Value]] = []
     with ExitStack() as stack:
         own = stack.enter_context(RankSet("calls", world_size))

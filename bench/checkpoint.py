@@ -1,8 +1,8 @@
 """``python -m bench.checkpoint``: what saving costs the training, and how fast it is in the background.
 
-On one rank and on two, with one thread each, everything in turns in the same processes: how long `save` holds a rank up
-against a memcpy of the state, how long it takes until the checkpoint is published (copied, hashed, written, synced)
-against torch.save with and without fsync, and what a snapshot in memory costs against the step of a model.
+Everything runs on one rank and on two, with one thread each, in turns in the same processes. The time for which `save`
+holds a rank up is compared with a memcpy of the state; the time until the checkpoint is published (copied, hashed,
+written, synced) with torch.save with and without fsync; and the time of a snapshot in memory with the step of a model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from bench.ddp import _large_mlp
 from bench.report import machine_facts, median_ratio, verdict_line
 
 _BATCH = 64
-_MOST_BLOCKED = 1.5  # of a memcpy of the state
-_LEAST_SPEED = 0.8  # of torch.save with fsync
+_MOST_BLOCKED = 1.5  # limit for `save`, in times of a memcpy of the state
+_LEAST_SPEED = 0.8  # as a fraction of the speed of torch.save with fsync
 _OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
 Samples = dict[str, list[float]]
 
 
 def _start(rank: int, world_size: int) -> None:
-    """As under `phalanx run`: one thread, and this rank's share of the CPUs, which threads in the background share."""
+    """Start as under `phalanx run`: with one thread, and this rank's share of the CPUs, also for background threads."""
     torch.set_num_threads(1)
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, set(cpus[rank::world_size]))
@@ -59,7 +59,7 @@ def _torch_save(state: dict[str, torch.Tensor], path: str, sync: bool) -> None:
 
 
 def measure_saves(rank: int, world_size: int, folder: str, size_mib: int, rounds: int) -> Samples:
-    """Return this rank's seconds by what was measured, the first save apart."""
+    """Return this rank's seconds, by what was measured; the first save counts separately."""
     _start(rank, world_size)
     num_tensors = 16
     state = {f"t{i}": torch.randn(size_mib * 2**18 // num_tensors) for i in range(num_tensors)}
@@ -70,7 +70,7 @@ def measure_saves(rank: int, world_size: int, folder: str, size_mib: int, rounds
             target[name].copy_(tensor)
 
     def save_with_torch(sync: bool) -> float:
-        """One file of all, which rank 0 writes, as is usual."""
+        """Let rank 0 write everything to one file, as is usual; return the seconds."""
         path = f"{folder}/torch.pt"
         took = _seconds(lambda: _torch_save(state, path, sync) if rank == 0 else None)
         dist.barrier()
@@ -107,7 +107,7 @@ def _take(state: dict[str, object], number: int) -> None:
 
 
 def measure_snapshots(rank: int, world_size: int, optimizer_name: str, rounds: int) -> Samples:
-    """Return this rank's seconds of a step of the MLP of 17 M parameters, and of a snapshot of model and optimizer."""
+    """Return this rank's seconds for a step of the MLP of 17 M parameters, and for a snapshot of its state."""
     _start(rank, world_size)
     torch.manual_seed(0)
     model = phalanx.DistributedDataParallel(_large_mlp())
@@ -132,7 +132,7 @@ def measure_snapshots(rank: int, world_size: int, optimizer_name: str, rounds: i
 
 
 def _slowest_rank(results: list[Samples]) -> Samples:
-    """A save is over when it is over on every rank."""
+    """Return the times of the slowest rank: a save is over when it is over on every rank."""
     return {name: [max(times) for times in zip(*(r[name] for r in results), strict=True)] for name in results[0]}
 
 

@@ -25,15 +25,15 @@ _TIMEOUT_S = 300.0
 class Buffers:
     """The buffers of one operation on one rank, shared by all engines.
 
-    `a` goes in, and is the result too where the operation works in place; `b` comes out elsewhere. `out` is where this
-    rank finds the result, or None.
+    `a` is the input, and also the result if the operation works in place; otherwise `b` is the result. `out` is the one
+    of them that holds this rank's result, or None.
     """
 
     def __init__(self, op: str, size_bytes: int, rank: int, world_size: int) -> None:
         on_root = rank == _ROOT
         self._name = f"rank {rank}: {op} of {size_bytes} bytes"
         self._expected = float(world_size) if op in _SUMS else 1.0
-        # A value that the others lack where only the root gives.
+        # If only the root sends data, the other ranks begin with another value.
         self._given = 1.0 if on_root or op not in ("broadcast", "send_recv") else 0.0
         block = max(size_bytes // _ITEM_BYTES // world_size, 1)
         whole = block * world_size
@@ -54,7 +54,7 @@ class Buffers:
         self.out = self.b
 
     def fill(self) -> None:
-        """Set the values that `check` counts on."""
+        """Set the values that `check` expects."""
         self.a.fill_(self._given)
         if self.b is not None:
             self.b.zero_()
@@ -63,7 +63,7 @@ class Buffers:
         """Raise if one operation after `fill` left a wrong result."""
         if self.out is not None and not torch.all(self.out == self._expected):
             raise AssertionError(f"{self._name} by {engine} left {self.out}, expected {self._expected} everywhere")
-        self.a.zero_()  # repeated sums in place do not grow
+        self.a.zero_()  # so that repeated sums in place do not grow
 
 
 class Engine(Protocol):
@@ -74,7 +74,7 @@ class Engine(Protocol):
         """Return a function that runs `op` once on these buffers."""
 
     def finish(self) -> None:
-        """Leave everything as the next engine expects it."""
+        """Restore the state that the next engine expects."""
 
 
 class TorchEngine:
@@ -113,7 +113,7 @@ class TorchEngine:
 
 
 class _AtOnce(Work):
-    """A work that is over."""
+    """A work that is already complete."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -139,10 +139,10 @@ for _name in ("send", "recv"):
 
 
 class FrontEndEngine(TorchEngine):
-    """What ``torch.distributed`` does before and after a backend's call, on a group that does nothing.
+    """The part of ``torch.distributed`` before and after a backend's call, on a group that does nothing.
 
     Args:
-        group: A group of the same ranks, for the barriers between the turns.
+        group: Another group of the same ranks, for the barriers between the turns.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -162,7 +162,7 @@ def _no_op_group() -> dist.ProcessGroup:
 
 
 class DirectEngine:
-    """``phalanx.communicator``: no front end of torch's."""
+    """``phalanx.communicator``, without torch's front end."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         import phalanx
@@ -190,7 +190,7 @@ class DirectEngine:
 
 
 def _ping_pong(send: Callable[..., object], recv: Callable[..., object], buffer: object, rank: int) -> Run:
-    """There and back between ranks 0 and 1; the others have nothing to do."""
+    """Return a function that sends there and back between ranks 0 and 1; the other ranks do nothing."""
     peer = 1 - rank
 
     def first() -> None:
@@ -205,7 +205,7 @@ def _ping_pong(send: Callable[..., object], recv: Callable[..., object], buffer:
 
 
 class CoreEngine:
-    """all_reduce of the core, called from Python without torch in between."""
+    """The core's all_reduce, called from Python without torch in between."""
 
     def __init__(self, group: dist.ProcessGroup, *, compares_calls: bool = True) -> None:
         self._core = group._operations._core
@@ -227,7 +227,7 @@ class CoreEngine:
 
 
 class MemcpyEngine:
-    """Every rank copies a buffer of that size at once: what the memory of this machine gives."""
+    """A copy of a buffer of the same size, on every rank at once: the limit that this machine's memory sets."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

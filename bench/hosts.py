@@ -1,8 +1,8 @@
 """``python -m bench.hosts``: collectives between hosts, of flat Gloo and of phalanx, over shaped links.
 
-The hosts are namespaces of this machine (`tests.namespaces`) on links of a chosen rate and delay; it needs root.
-Every rank has one thread and is in both groups; the engines take turns in small rounds. Also measured: what the links
-give to plain TCP.
+The hosts are namespaces of this machine (`tests.namespaces`) on links of a chosen rate and delay, which needs root.
+Every rank has one thread and is in both groups; the engines take turns in small rounds. Also measured: the round trip
+and the bandwidth of plain TCP over the links.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.namespaces import Host, hosts, why_no_hosts
 OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 SIZES = (4, KiB, 16 * KiB, 64 * KiB, 256 * KiB, MiB, 4 * MiB, 16 * MiB, 64 * MiB)
 ENGINES = ("phalanx", "gloo")
-_MASTER_PORT = "29500"  # of namespaces of this run's own
+_MASTER_PORT = "29500"  # surely free, because the namespaces are this run's own
 _TURN_S = 0.03
 _LINK_S = 120.0
 
@@ -53,7 +53,7 @@ class HostRanks(RankSet):
 
 
 def measure_link(here: Host, there: Host) -> dict[str, float]:
-    """Return the round trip and the bytes a second of plain TCP, see `bench.link`."""
+    """Return the round trip and the bytes per second of plain TCP, see `bench.link`."""
     command = [sys.executable, "-m", "bench.link"]
     server = there.start([*command, "serve", there.address], cwd=ROOT)
     client = here.start([*command, "measure", there.address], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -1,8 +1,8 @@
-"""``python -m bench.interface``: what the less usual members of torch's groups cost, beside what one would do without.
+"""``python -m bench.interface``: what the less usual methods of torch's groups cost, compared with the usual ones.
 
-Two ranks on one host, with one thread each, make both in turns within the same processes, so that whatever else the
-machine does meets both. A row is a function of `ROWS`; it prepares what it needs, which all ranks do alike, and returns
-the two ways with their names. Times are of one call, by the median of turns, on rank 0.
+Two ranks on one host, with one thread each, try both ways in turns within the same processes, so that other load on the
+machine affects both alike. A row is a function in `ROWS`: it prepares what it needs, in the same way on all ranks, and
+returns the two ways with their names. A time is that of one call on rank 0, the median over the turns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_CALLS = 2000
 
 
 class Ways(NamedTuple):
-    """Two ways to reach the same, each by its name and a function of no arguments that every rank calls."""
+    """Two ways to the same result, each with its name and a function without arguments that every rank calls."""
 
     name: str
     call: Callable[[], object]
@@ -35,7 +35,7 @@ class Ways(NamedTuple):
 
 
 def all_reduce_with_more_time(rank: int) -> Ways:
-    """An all_reduce of 4 bytes whose timeout is extended for it alone, and one of the usual timeout."""
+    """An all_reduce of 4 bytes with a longer timeout for this call alone, and one with the group's timeout."""
     world, tensor = dist.group.WORLD, torch.zeros(1)
     more = timedelta(seconds=1)
 
@@ -47,7 +47,7 @@ def all_reduce_with_more_time(rank: int) -> Ways:
 
 
 def group_by_split(rank: int) -> Ways:
-    """A group that is split off, and one that is made by itself, each left again."""
+    """A group that is split off and left, and a group that is made by ``new_group`` and left."""
     world = dist.group.WORLD
 
     def split() -> None:
@@ -97,7 +97,7 @@ ROWS: dict[str, Callable[[int], Ways]] = {
 
 
 def _measure(rank: int, world_size: int, names: Sequence[str], num_turns: int) -> dict[str, tuple[str, str, list]]:
-    """Return for each row the names of its ways, and the seconds of a call by each of them in every turn."""
+    """Return, for each row, the names of its two ways, and the seconds of a call of each in every turn."""
     found = {}
     for name in names:
         ways = ROWS[name](rank)

@@ -1,8 +1,8 @@
 """``python -m bench.launch``: whole jobs, command to exit, of phalanx run, torchrun and plain python in turns.
 
-The job is one all_reduce on two ranks; plain python is one rank of it. A warm start is one that finds its process: the
-turn that does not count has started it. Also measured: how long it takes from the death of a rank to the end of the
-command, and from there to the first all_reduce of the next attempt.
+The job is one all_reduce on two ranks; plain python is one rank of it. A warm start finds its warm process running: the
+first turn, which does not count, has started it. Also measured: the times from the death of a rank to the end of the
+command, and to the first all_reduce of the next attempt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ while True:
     dist.all_reduce(torch.ones(1))
 """
 
-# Ratio to another engine's median, or seconds above it, that the launcher is to stay within.
+# Limits for the launcher: as a ratio to another command's median, as seconds above it, or as seconds.
 _MOST_OF_TORCHRUN = 0.45
 _WARM_MOST_OF_COLD = 0.35
 _WARM_MOST_OF_TORCHRUN = 0.12
@@ -110,14 +110,14 @@ def _own_warm_processes(folder: str) -> Iterator[None]:
 
 
 def measure(rounds: int, restarts: int) -> dict[str, list[float]]:
-    """Return the seconds of every run, by what ran."""
+    """Return the seconds of every run, by command and by what was measured after a death."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder, _own_warm_processes(folder):
         script = Path(folder, "job.py")
         script.write_text(_JOB)
         commands = _commands(str(script))
         samples: dict[str, list[float]] = {name: [] for name in commands}
         samples.update({"death to end of command": [], "death to next all_reduce": []})
-        for number in range(-1, rounds):  # one turn first that does not count: files get into the cache
+        for number in range(-1, rounds):  # the first turn does not count: it brings files into the cache
             for name in list(commands)[:: 1 if number % 2 else -1]:
                 took = _time_of(commands[name], folder)
                 if number >= 0:
@@ -130,7 +130,7 @@ def measure(rounds: int, restarts: int) -> dict[str, list[float]]:
 
 
 def verdicts(samples: dict[str, list[float]]) -> dict[str, bool]:
-    """Return each target, worded with what was measured, and whether it was reached."""
+    """Return a text for each target, with the measured value, and whether the target was reached."""
     median = {name: statistics.median(values) for name, values in samples.items()}
     ratio = median["phalanx run"] / median["torchrun"]
     above = median["phalanx run"] - median["python, one rank"]

@@ -1,7 +1,7 @@
-"""``python -m bench.link serve ADDRESS``, and elsewhere ``… measure ADDRESS``: what plain TCP gives between the two.
+"""``python -m bench.link serve ADDRESS``, and elsewhere ``… measure ADDRESS``: how fast plain TCP is between the two.
 
-The second prints a line of JSON: the round trip of a byte, and the bytes a second of a stream to the other side and of
-two at once, one each way, in each direction.
+The second prints a line of JSON: the round trip of a small message, the bytes per second of one stream to the other
+side, and the bytes per second in each direction of two streams at once, one each way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 _PORT = 29499
 _CHUNK = 1 << 20
 _ROUND_TRIPS = 300
-_STREAM_S = 0.6  # of each
+_STREAM_S = 0.6  # duration of each stream, about
 _WAIT_S = 60.0
 
 
@@ -45,7 +45,7 @@ def _both(connection: socket.socket, num_bytes: int) -> None:
 
 
 def serve(address: str) -> None:
-    """Follow one `measure`: each line says what comes."""
+    """Serve one `measure`: each line names the transfer that follows it."""
     with socket.create_server((address, _PORT)) as listener:
         connection = listener.accept()[0]
     with connection:

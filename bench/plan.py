@@ -1,4 +1,4 @@
-"""What is measured, and the numbers to reach."""
+"""The points to measure, and the numbers to reach."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABELS = {
     "direct": "direct way",
     "front_end": "torch's front end",
 }
-"""Engines, as people know them. `phalanx_no_recorder` is `phalanx` with torch's Flight Recorder turned off."""
+"""Names of the engines in reports. `phalanx_no_recorder` is `phalanx` with torch's Flight Recorder turned off."""
 COLUMNS = ("phalanx", "gloo", "mpi", "core", "memcpy")
 
 OPS = (
@@ -44,7 +44,7 @@ CALL_CHECK_TURN_S = 2e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How much is measured."""
+    """The operations, sizes and rounds to measure."""
 
     ops: tuple[str, ...] = OPS
     world_sizes: tuple[int, ...] = (2, 4, 8)
@@ -53,7 +53,7 @@ class Settings:
     max_oversubscribed_bytes: int = MiB  # with 8 ranks
     rounds: int = 11
     turn_s: float = 0.01  # one engine's turn in a round; three times as long when ranks share cores
-    point_s: float = 3.0  # where an operation is slow, fewer rounds (at least 3) keep a point to about this
+    point_s: float = 3.0  # most time for a point, about: slow operations get fewer rounds, but at least 3
     mpi: bool = True
 
 
@@ -71,8 +71,8 @@ QUICK = {
 class Point:
     """One operation, size and world size, measured on several engines in turns.
 
-    `size_bytes` is the larger buffer of a rank: the whole of what is scattered, gathered or exchanged, rounded up to
-    one element per rank. 0 for barrier.
+    `size_bytes` is the larger buffer of a rank, with all data that is scattered, gathered or exchanged. It is rounded
+    up to one element per rank, and 0 for barrier.
     """
 
     op: str
@@ -88,7 +88,7 @@ def usable_cpus() -> int:
 
 
 def plan(settings: Settings, world_size: int) -> Iterator[Point]:
-    """Yield what is measured with `world_size` ranks."""
+    """Yield the points to measure with `world_size` ranks."""
     turn_s = settings.turn_s * (3 if world_size > usable_cpus() else 1)
     base = ("phalanx", "gloo", "mpi") if settings.mpi else ("phalanx", "gloo")
     for op in settings.ops:
@@ -111,8 +111,8 @@ def plan(settings: Settings, world_size: int) -> Iterator[Point]:
 class Target:
     """A number to reach at every measured size from `low` to `high`.
 
-    ``at_least``: how many times faster than `baseline` `engine` is. ``at_most``: its time as a multiple of that of
-    `baseline`, or in seconds if there is none.
+    ``at_least`` is how many times faster than `baseline` the `engine` must be. ``at_most`` limits the engine's time: as
+    a multiple of the time of `baseline`, or in seconds if there is none.
     """
 
     op: str

@@ -1,8 +1,8 @@
 """``python -m bench.publish``: what it costs to publish a state, to read it, and to train beside a reader.
 
-Two ways take turns within one process, so that whatever else the machine does meets both; the trainer's reader is
-another process. A row is a function of `ROWS`, which prepares what it needs and returns the two ways. Times are of one
-call, by the median of turns, and each share is the median of the turns' shares.
+Two ways take turns within one process, so that other load on the machine affects both alike; the trainer's reader is
+another process. A row is a function in `ROWS`, which prepares what it needs and returns the two ways. A time is that of
+one call, the median over the turns, and a share is the median of the turns' shares.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ for newest in phalanx.subscribe(sys.argv[1]):
 
 
 class Ways(NamedTuple):
-    """Two ways to reach the same, each by its name and a function that returns the seconds of one call."""
+    """Two ways to the same result, each with its name and a function that returns the seconds of one call."""
 
     name: str
     call: Callable[[], float]
@@ -62,16 +62,16 @@ def _copy(mib: int) -> Callable[[], object]:
 
 @contextlib.contextmanager
 def copied(mib: int) -> Iterator[Ways]:
-    """A state in ordinary memory that is published, and one that is copied into memory that has its pages."""
+    """Publishing a state from ordinary memory, beside copying it into memory whose pages exist already."""
     state = {"weight": _tensor(mib)}
     with phalanx.publish(state, NAME) as publication:
-        publication.update(state)  # both blocks are there
+        publication.update(state)  # now both blocks exist
         yield Ways("publish", timed(lambda: publication.update(state)), "copy_", timed(_copy(mib)))
 
 
 @contextlib.contextmanager
 def in_place(mib: int) -> Iterator[Ways]:
-    """A state that lies in the publication's buffers, beside a copy."""
+    """Publishing a state that lies in the publication's buffers, beside copying it."""
     with phalanx.publish({"weight": _tensor(mib)}, NAME) as publication:
 
         def publish() -> float:
@@ -85,7 +85,7 @@ def in_place(mib: int) -> Iterator[Ways]:
 
 @contextlib.contextmanager
 def mapped(mib: int) -> Iterator[Ways]:
-    """A subscription that maps a new version, and one that has it already."""
+    """A subscription that maps a new version, beside one that has mapped it already."""
     with phalanx.publish({"weight": _tensor(mib)}, NAME), phalanx.subscribe(NAME) as known:
         known.latest()
         yield Ways("latest, new", timed(lambda: phalanx.subscribe(NAME).latest()), "latest", timed(known.latest))
@@ -93,7 +93,7 @@ def mapped(mib: int) -> Iterator[Ways]:
 
 @contextlib.contextmanager
 def read(mib: int) -> Iterator[Ways]:
-    """All of a version that was just mapped is read, and as much memory that has its pages."""
+    """Reading all of a version that was just mapped, beside reading as much memory whose pages exist already."""
     own = _tensor(mib)
     with phalanx.publish({"weight": own}, NAME):
 
@@ -109,7 +109,7 @@ def _model() -> nn.Sequential:
 
 
 def _steps(name: str) -> Callable[[], None]:
-    """Return a function that makes some steps of training, the last of which publishes; an empty name publishes not."""
+    """Return a function that makes some steps of training, and then publishes the model unless the name is empty."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs, targets = torch.randn(64, 784), torch.randint(10, (64,))
@@ -127,7 +127,7 @@ def _steps(name: str) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def step_with_reader(_: int) -> Iterator[Ways]:
-    """Ten steps and a publication that another process maps each time, and the same that nobody reads."""
+    """Ten steps and a publication that another process maps each time, beside the same without a reader."""
     apart, beside = _steps(f"{NAME}-apart"), _steps(f"{NAME}-beside")
     apart(), beside()
     with subprocess.Popen([sys.executable, "-c", _READER, f"{NAME}-beside"]) as reader:
@@ -140,7 +140,7 @@ def step_with_reader(_: int) -> Iterator[Ways]:
 
 @contextlib.contextmanager
 def step_that_publishes(_: int) -> Iterator[Ways]:
-    """Ten steps and a publication that another process maps each time, and ten steps."""
+    """Ten steps and a publication that another process maps each time, beside ten steps alone."""
     with step_with_reader(0) as ways:
         yield Ways(ways.name, ways.call, "10 steps alone", timed(_steps("")))
 

@@ -24,12 +24,12 @@ _END_S = 15.0
 
 def _environment(**extra: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    mpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in most containers
+    mpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # most containers run as root
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | mpi | extra
 
 
 def mpirun_command(world_size: int) -> list[str]:
-    """Return mpirun with what serves Open MPI best: pinned and spinning, or yielding where ranks share cores."""
+    """Return mpirun with the best options for Open MPI: ranks are pinned and spin, or yield if they share cores."""
     command = ["mpirun", "-n", str(world_size)]
     if world_size <= usable_cpus():
         return [*command, "--bind-to", "core"]
@@ -63,10 +63,10 @@ class RankSet:
         self.kind, self._world_size = kind, world_size
         self._stack = ExitStack()
         self._processes: list[subprocess.Popen] = []
-        self._lines: list = []  # of rank 0, 1, ...
+        self._lines: list = []  # connections to the ranks, in rank order
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            # The ranks meet in the folder. Once they have it is gone, so that a kill leaves nothing on disk.
+            # The ranks meet in the folder. It is removed once they have met, so that a kill leaves nothing on disk.
             with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
                 self._start(folder, environment)
             on_failure.pop_all()
@@ -96,7 +96,7 @@ class RankSet:
             self._processes.append(subprocess.Popen(each, env=environment, stdin=subprocess.DEVNULL))
 
     def _meet(self, listener: socket.socket) -> None:
-        """Wait until every rank has connected; notice those that die before."""
+        """Wait until every rank has connected; raise if one ends before that."""
         by_rank = {}
         deadline = time.monotonic() + _START_S
         while len(by_rank) < self._world_size:
@@ -129,12 +129,12 @@ class RankSet:
         self._ask("prepare", op, size_bytes)
 
     def measure(self, engine: str, iterations: int) -> float:
-        """Return the seconds of one operation, by the slowest rank."""
+        """Return the seconds of one operation on the slowest rank."""
         return max(self._ask("measure", engine, iterations))
 
     def close(self) -> None:
         """End the ranks: they leave when their socket closes, or are killed."""
-        with suppress(BrokenPipeError):  # of a rank that has died
+        with suppress(BrokenPipeError):  # from the socket of a rank that has died
             self._stack.close()
         deadline = time.monotonic() + _END_S
         for process in self._processes:

@@ -1,13 +1,13 @@
-"""``python -m bench.reconfigure``: from the SIGKILL of one of three ranks to the next all_reduce of the other two.
+"""``python -m bench.reconfigure``: time from the SIGKILL of one of three ranks to the next all_reduce of the other two.
 
-Two ranks stay through all rounds. In each, another process joins them by torch's `reconfigure`, is killed while all
-three are in an all_reduce, and each of the two that gets its error reconfigures without it and runs an all_reduce. Gloo
-does the same in processes of its own, in turns with ours, over a store that outlives the killed rank, without which it
-could not go on.
+Two ranks stay through all rounds. In each round, another process joins them by torch's `reconfigure`, and is killed
+while all three are in an all_reduce. When the two get the error, they reconfigure without the killed rank and run an
+all_reduce. Gloo does the same in processes of its own, in turns with ours. Its store outlives the killed rank, because
+otherwise Gloo could not continue.
 
-In an all_reduce, a rank of Gloo that reads nothing from the killed one gets no error before its timeout, whatever the
-other does that has got one: neither its `abort` nor its `reconfigure` closes the connections. So what is measured of
-Gloo is this timeout, of 2 s here, and the bench seemed to hang with one of 30 s.
+In an all_reduce, a rank of Gloo that reads nothing from the killed rank gets no error before its timeout. The rank that
+does get an error can't change that: neither its `abort` nor its `reconfigure` closes the connections. So the result for
+Gloo is this timeout: 2 s here, because with 30 s the bench seemed to hang.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 ENGINES = ("phalanx", "gloo")
 _LIMIT, _OPERATION_LIMIT = timedelta(seconds=30), timedelta(seconds=2)
-_CONTEXT = multiprocessing.get_context("fork")  # with torch, which each would import for seconds
+_CONTEXT = multiprocessing.get_context("fork")  # so that each process has torch, whose import would take seconds
 
 
 class Rank:
@@ -55,7 +55,7 @@ class Rank:
 
 
 def _serve(pipe: Any, engine: str, rank: int) -> None:
-    """Begin with the port of the store, then: ``handle``; ``form``, uuid, handles; ``lose``, uuid, handles; ``end``.
+    """Read the port of the store, then orders: ``handle``; ``form``, uuid, handles; ``lose``, uuid, handles; ``end``.
 
     ``lose`` waits in an all_reduce until it fails, and then forms the group anew.
     """
@@ -80,14 +80,14 @@ def _serve(pipe: Any, engine: str, rank: int) -> None:
 
 
 def lose_one(ranks: list[Rank], victim: Rank, uuid: int) -> list[float]:
-    """Kill `victim`; return the seconds until it has ended, and until the others have its error, a group, a result."""
+    """Kill `victim`; return the seconds until it has ended, and until the others have the error, a group, a result."""
     _form([*ranks, victim], uuid)
     for rank in ranks:
         rank.tell("handle")
     handles = [rank.answer() for rank in ranks]  # before the death, as a program that expects it would
     for rank in ranks:
         rank.tell("lose", uuid + 1, handles)
-    time.sleep(random.uniform(0.05, 0.15))  # they wait in the all_reduce, at any point between two of their looks
+    time.sleep(random.uniform(0.05, 0.15))  # random, so that the death comes at any point between two of their checks
     begin_s = time.perf_counter()
     victim.kill()
     multiprocessing.connection.wait([victim.process.sentinel])

@@ -1,4 +1,4 @@
-"""The record of a benchmark: one form of JSON for all, with the tables that the documentation shows.
+"""The record of a benchmark: one JSON format for all benchmarks, with the tables that the documentation shows.
 
 A record says who measured what, when and where: the command, the date, the machine and the versions. Beside all samples
 it holds tables of plain numbers, seconds and bytes; `tools/tables.py` turns these into pages and pictures.
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-KINDS = ("text", "count", "bytes", "seconds", "ratio", "fraction")  # "x faster", and a share or multiple of something
+KINDS = ("text", "count", "bytes", "seconds", "ratio", "fraction")  # ratio: "x faster"; fraction: a share or a multiple
 Value = str | float | None
 _OWN_FLAGS = ("--json", "--out", "--note")
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser, default: str | None = None) -
 
 
 def command_line(module: str, arguments: Sequence[str]) -> str:
-    """Return the command that measures this again: without where the record goes and what it remarks."""
+    """Return the command that repeats the measurement, without the flags for the record's file and remark."""
     kept, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -65,7 +65,7 @@ def write(
         note: Remark for readers.
         facts: Machine and versions, as `bench.report.machine_facts` finds them.
         tables: Tables for the documentation.
-        raw: All samples and verdicts, in the benchmark's own form; its keys stand beside the others.
+        raw: All samples and verdicts, in the benchmark's own form; its keys are added to those of the record.
     """
     if path is None:
         return

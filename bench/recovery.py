@@ -1,10 +1,11 @@
-"""``python -m bench.recovery``: how long a job of several hosts stands still when one dies, and what it repeats.
+"""``python -m bench.recovery``: how long a job of several hosts stands still when one is lost, and what it repeats.
 
-Hosts are namespaces of this machine (`tests.namespaces`); it needs root. Each turn starts a job on all of them, waits
-for some steps, and takes one host away: all its processes are killed, or its cable is cut. Measured is the time from
-that to the next step elsewhere, and how many steps are done again. Under torchrun the host that others meet at has to
-live, so another is lost there; a job of its that does not go on within 240 s counts as having taken that long. In two
-cases the script takes 3 s to start: once the living ranks keep their processes, once they are started anew.
+Hosts are namespaces of this machine (`tests.namespaces`), which needs root. Each turn starts a job on all of them,
+waits for some steps, and takes one host away: all its processes are killed, or its cable is cut. The bench measures the
+time from then to the next step on another host, and counts the steps that are repeated. torchrun does not survive the
+loss of the host at which the others meet, so there another host is lost; if the job does not continue within 240 s, it
+counts as 240 s. In two cases the script takes 3 s to start: in one, the living ranks keep their processes; in the
+other, they are started anew.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ _PORT = 29511
 _STEPS_BEFORE = 30
 _STARTS_S, _RECOVERS_S = 120.0, 240.0
 _POLL_S = 0.01
-_START_S = 3.0  # of a script that imports much, or reads its data
+_START_S = 3.0  # start of a script that imports much, or reads its data
 _TORCHRUN = "torchrun: another host is killed"
 
 
 class Case(NamedTuple):
-    """What is measured; `most_s` is how long a job may stand still."""
+    """A launcher, and the loss of a host; `most_s` is the longest time for which the job may stand still."""
 
     launcher: str
     lost: int
@@ -84,7 +85,7 @@ def _command(case: Case, meeting_at: Host, num_hosts: int, host: Host, script: P
 
 
 def _steps(folder: Path, host: Host) -> list[tuple[int, int, float]]:
-    """Return number, number of ranks and time of the steps that a host has done."""
+    """Return the number, the number of ranks and the time of each step that a host has done."""
     try:
         lines = (folder / f"{host.name}.steps").read_text().splitlines(keepends=True)
     except FileNotFoundError:
@@ -142,7 +143,7 @@ def turn(case: Case, num_hosts: int) -> tuple[float, int]:
 
 
 def cases_of(num_hosts: int, *, with_torchrun: bool) -> dict[str, Case]:
-    """Return what is measured, by name."""
+    """Return the cases to measure, by name."""
     last = num_hosts - 1
     cases = {
         "phalanx: the first host is killed": Case("phalanx run", 0, "kill", 1.0),
@@ -153,7 +154,7 @@ def cases_of(num_hosts: int, *, with_torchrun: bool) -> dict[str, Case]:
         ),
         "phalanx: another host is cut off": Case("phalanx run", last, "cut", 5.0),
     }
-    if num_hosts > 2:  # of two, the one at which they met goes on
+    if num_hosts > 2:  # of two hosts, the one at which they met would go on
         cases["phalanx: the first host is cut off"] = Case("phalanx run", 0, "cut", 5.0)
     if with_torchrun:
         cases[_TORCHRUN] = Case("torchrun", last, "kill")
@@ -161,7 +162,7 @@ def cases_of(num_hosts: int, *, with_torchrun: bool) -> dict[str, Case]:
 
 
 def measure(rounds: int, num_hosts: int, cases: dict[str, Case]) -> dict[str, list[tuple[float, int]]]:
-    """Return what each turn took, by what happened."""
+    """Return the results of all turns, by case."""
     samples: dict[str, list[tuple[float, int]]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():

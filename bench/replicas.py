@@ -1,9 +1,10 @@
 """``python -m bench.replicas``: what it costs the training to keep each host's part of the state on another host, too.
 
-Two hosts are namespaces of this machine (`tests.namespaces`); it needs root. Each has one rank with half of the
+Two hosts are namespaces of this machine (`tests.namespaces`), which needs root. Each has one rank with half of the
 parameters of an MLP and of Adam's state, 17 M parameters together, and takes snapshots as often as a Trainer would. In
-turns of some seconds, the supervisors copy them to the other host as often as they choose to, or do not, so both are
-measured in one job. Each host has one processor, which does the work of its rank, of its supervisor and of its link.
+every second turn of some seconds, the supervisors copy the snapshots to the other host, as often as they choose to; in
+the other turns they do not. So both are measured in one job. Each host has one processor, which does the work of its
+rank, of its supervisor and of its link.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ _MOST_COST, _LONGER = 0.03, 2.0
 
 
 def measure(rate: str, num_turns: int, width: int, turn_s: float) -> list[dict[str, Any]]:
-    """Return what each turn measured."""
+    """Return the measurements of each turn."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as name, hosts(2, rate=rate, delay_ms=0.1) as made:
         folder = Path(name)
         (folder / "train.py").write_text(_SCRIPT)
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_good, rows = True, []
     for rate in asked.rates:
         turns = measure(rate, asked.turns, asked.width, asked.turn_s)
-        told = turns[2:]  # the first pair is to get warm
+        told = turns[2:]  # the first pair of turns is the warm-up
         mean = {is_on: statistics.fmean(s for t in told if t["is_on"] == is_on for s in t["steps"]) for is_on in (0, 1)}
         per_turn_s = [statistics.fmean(turn["steps"]) for turn in told]
         costs = sorted(on_s / off_s - 1 for off_s, on_s in zip(per_turn_s[::2], per_turn_s[1::2], strict=True))
@@ -132,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{rate}: steps of {mean[0]:.4f} s on the mean, {mean[1]:.4f} s with replicas; "
             f"the longest {longest_off:.3f} s, {longest:.3f} s with replicas"
         )
-        is_slow = not rate.endswith("gbit")  # no step is to wait for a copy there; what it costs is said
+        is_slow = not rate.endswith("gbit")  # there no step may wait for a copy; the cost is only reported
         is_quiet = longest <= _LONGER * longest_off if is_slow else cost <= _MOST_COST
         reached = num_copies > 0 and is_quiet
         is_good &= reached

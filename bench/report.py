@@ -1,4 +1,4 @@
-"""What came out: a table, the targets, JSON and a plot."""
+"""Reports the results: a table, the targets, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINES = {2: "-", 4: "--", 8: ":"}
 
 
 def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
-    """Return the median over the rounds of one time in the other's."""
+    """Return the median, over the rounds, of the ratio of one time to the other."""
     return statistics.median(a / b for a, b in zip(of, to, strict=True))
 
 
@@ -39,13 +39,13 @@ class Result:
         return statistics.median(self.samples[engine])
 
     def ratio(self, slow: str, fast: str) -> float:
-        """Return how many times faster `fast` is: by medians, or round by round where a hundredth counts."""
+        """Return how many times faster `fast` is: by medians, or for a call check, where 1 % counts, round by round."""
         if "core_unchecked" in self.samples:
             return median_ratio(self.samples[slow], self.samples[fast])
         return self.median(slow) / self.median(fast)
 
     def value(self, target: Target) -> float | None:
-        """Return what the target is about, or None if it was not measured here."""
+        """Return the value that the target limits; None if it was not measured here."""
         point = self.point
         needed = {target.engine, target.baseline} - {None}
         if not target.covers(point.op, point.size_bytes, point.world_size) or not needed <= self.samples.keys():
@@ -59,7 +59,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target with the measured value that is furthest from it, and where that is."""
+    """A target, the worst value that was measured for it, and the size at which it was measured."""
 
     target: Target
     value: float
@@ -79,7 +79,7 @@ class Verdict:
 
 
 def judge(results: Sequence[Result]) -> list[Verdict]:
-    """Return the verdict on every target that something was measured for."""
+    """Return the verdict on every target for which there are measurements."""
     verdicts = []
     for target in TARGETS:
         values = [(v, r.point.size_bytes) for r in results if (v := r.value(target)) is not None]
@@ -95,7 +95,7 @@ def time_text(seconds: float) -> str:
 
 
 def _marks(result: Result) -> str:
-    """Return what is asked for at this point and whether it is there: "30x Gloo ok, 8 us MISSED"."""
+    """Return the targets at this point, and whether each was reached: "30x Gloo ok, 8 us MISSED"."""
     marks = []
     for target in TARGETS:
         value = result.value(target)
@@ -161,7 +161,7 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
 
 
 def machine_facts(mpi_version: str) -> dict[str, object]:
-    """Return what a reader of the numbers has to know about this machine and its software."""
+    """Return the facts about this machine and its software that a reader of the numbers needs."""
     cpu = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -1,10 +1,10 @@
-"""``python -m bench.sentinel``: what a step costs more when the ranks' copies of the model are compared meanwhile.
+"""``python -m bench.sentinel``: how much longer a step takes while the ranks' copies of the model are compared.
 
-Two ranks with one thread each train a model, and agree on a number every 0.1 s, as `phalanx.Trainer` does. Every second
-turn of steps the sentinel's numbers ride along. What is reported is the median ratio of neighbouring turns, whose order
-changes, so that whatever else the machine does meets both. Beside it stands the share of a turn that the sentinel's own
-calls take, which is steadier on a busy machine but does not know what they push out of the caches; and how long
-`phalanx.check_replicas` takes, which compares everything at once.
+Two ranks with one thread each train a model, and agree on a number every 0.1 s, as `phalanx.Trainer` does. In every
+second turn of steps, the sentinel's numbers are exchanged together with that number. The result is the median ratio of
+neighbouring turns; their order alternates, so that other load on the machine affects both alike. Two more numbers are
+reported: the share of a turn that the sentinel's own calls take, which is steadier on a busy machine but leaves out
+their effect on the caches; and the time of `phalanx.check_replicas`, which compares everything at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TURN_S = 0.5
 _WARM_UP = 12  # turns, in which the sentinel finds out how often it may compare
 _MOST = 1.01
 MODELS = {name: CASES[name].build for name in ("MLP 784-1024-10", "MLP of 17 M")}
-_LR = 1e-9  # what has learnt all has gradients so small that a processor takes ten times as long
+_LR = 1e-9  # keeps the model from learning: the tiny gradients of a trained model take a processor ten times as long
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=_LR),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=_LR),
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class _Loop:
-    """A training loop of this rank, in which the sentinel rides along or does not."""
+    """A training loop of this rank, whose turns run with or without the sentinel."""
 
     def __init__(self, model: str, optimizer: str) -> None:
         torch.manual_seed(0)
@@ -51,7 +51,7 @@ class _Loop:
         self._images, self._labels = torch.randn(_BATCH, 1, 28, 28), torch.randint(10, (_BATCH,))
         self._num_steps = 0
         self._agree_every = 1
-        self._looked_s = 0.0  # in this turn
+        self._looked_s = 0.0  # time in the sentinel's calls in this turn
         assert dist.group.WORLD is not None
         self.sentinel = Sentinel(self.model, self.optimizer, dist.group.WORLD, "auto", lambda _: False, 0)
 
@@ -83,7 +83,7 @@ class _Loop:
         self._looked_s += time.perf_counter() - begin_s
 
     def settle(self) -> int:
-        """Choose how often the ranks agree and compare, and return the number of steps in a turn, a multiple of it."""
+        """Choose after how many steps the ranks agree and compare; return the steps in a turn, a multiple of that."""
         for _ in range(_WARM_UP):
             step_s, _ = self._ranks.gather_numbers(self.turn(4 * self._agree_every, compares=True))[0]
             self.sentinel.adapt(self._num_steps, step_s)

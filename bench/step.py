@@ -1,10 +1,10 @@
-"""``python -m bench.step``: what a training step takes under plain python, torchrun and ``phalanx run``.
+"""``python -m bench.step``: how long a training step takes under plain python, torchrun and ``phalanx run``.
 
 One rank with one thread and without communication, then two ranks: torchrun with torch's DistributedDataParallel on
-Gloo, torchrun and ``phalanx run`` with phalanx's on phalanx. Each turn is a process of its own, since what differs is
-how the process treats its memory; the launchers take turns, so that whatever else the machine does meets all of them.
-Beside the times stands the most memory that a rank has had. ``--allocators`` adds turns of one rank under plain python
-with another library for malloc, which are shown and not judged.
+Gloo, torchrun and ``phalanx run`` with phalanx's on phalanx. Each turn starts new processes, because the launchers
+differ in how a process handles its memory. The launchers take turns, so that other load on the machine affects all of
+them alike. The peak memory of a rank is reported, too. ``--allocators`` adds turns of one rank under plain python with
+another library for malloc, which are shown and not judged.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Variant:
     name: str
     launcher: Sequence[str]
     options: Sequence[str] = ()
-    least: float = 1.0  # how many times as long as ours a step of the cases in `_FASTER` is to take
+    least: float = 1.0  # target for its step time in the cases of `_FASTER`: at least so many times ours
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn: the median time of a step on the slowest rank, and the most memory of a rank."""
+    """One turn: the median time of a step on the slowest rank, and the peak memory of a rank."""
 
     step_s: float
     peak_mib: float
@@ -84,7 +84,7 @@ def with_allocators(num_ranks: int, libraries: Sequence[str]) -> list[Variant]:
 
 
 def _turn(variant: Variant, case: str, num_steps: int) -> Sample:
-    """Run a job and return what its ranks have left."""
+    """Run a job and return the sample that its ranks have written."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
         module = ("-m", "bench.step_worker", "--case", case, "--steps", str(num_steps), "--out", folder)
         command = [*variant.launcher, *module, *variant.options]
@@ -109,7 +109,7 @@ def measure(case: str, variants: Sequence[Variant], rounds: int, scale: float) -
 
 
 def speedup(samples: dict[str, list[Sample]], over: str) -> float:
-    """Return the median over the rounds of the other's time in ours."""
+    """Return the median, over the rounds, of the ratio of the other's time to ours."""
     return median_ratio(*([sample.step_s for sample in samples[name]] for name in (over, _OURS)))
 
 
@@ -127,7 +127,7 @@ def verdicts(case: str, num_ranks: int, samples: dict[str, list[Sample]]) -> lis
         if num_ranks == 1 or case in _FASTER:
             ratio = speedup(samples, variant.name)
             found.append((ratio >= least, f"{case}, {num_ranks}: {ratio:.2f}x {variant.name} (at least {least})"))
-    # The last of the others differs from ours in the launcher alone.
+    # The last variant before ours differs from ours in the launcher alone.
     like = _variants(num_ranks)[-2].name
     memory = _memory(samples[_OURS]) / _memory(samples[like])
     text = f"{case}, {num_ranks}: {memory:.2f} of the memory of {like} (at most {_MOST_MEMORY})"
@@ -162,7 +162,7 @@ def main() -> None:
             parser.error(f"--allocators: there is no file {path!r}")
     console = Console(width=110, highlight=False)
     found, judged, peak_rows = {}, [], []
-    ratios: dict[str, dict[str, float]] = defaultdict(dict)  # other launcher -> model -> how many times ours is as fast
+    ratios: dict[str, dict[str, float]] = defaultdict(dict)  # other launcher -> model -> how many times as fast ours is
     for name in names:
         for num_ranks in map(int, given.ranks.split(",")):
             if num_ranks > 1 and CASES[name].optimizer is None:

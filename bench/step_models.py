@@ -1,4 +1,4 @@
-"""The models of ``python -m bench.step``: what people train on a CPU, small enough for a step of under a second."""
+"""The models of ``python -m bench.step``: models that people train on a CPU, with steps of less than a second."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _text(num: int, length: int, vocabulary: int) -> Callable[[], tuple[torch.Te
 
 
 def mlp(*widths: int) -> nn.Module:
-    """Linear layers with ReLU between them."""
+    """Return linear layers with ReLU between them."""
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -49,7 +49,7 @@ def mlp(*widths: int) -> nn.Module:
 
 
 def _large_cnn() -> nn.Module:
-    """Activations of 32 MiB and more."""
+    """Return a CNN with activations of 32 MiB and more."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
         nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
@@ -59,7 +59,7 @@ def _large_cnn() -> nn.Module:
 
 
 def digits_cnn() -> nn.Module:
-    """The network of examples/train_digits.py."""
+    """Return the network of examples/train_digits.py."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(8),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -83,7 +83,7 @@ class _Residual(nn.Module):
 
 
 def _resnet18() -> nn.Module:
-    """ResNet-18 as people use it on images of 32x32: the first convolution is 3x3, without pooling."""
+    """Return ResNet-18 as people use it on images of 32x32: the first convolution is 3x3, without pooling."""
     widths = (64, 64, 128, 256, 512)
     blocks = [
         _Residual(inputs if first else outputs, outputs, stride if first else 1)
@@ -106,7 +106,7 @@ class _LSTM(nn.Module):
 
 
 class _Recommender(nn.Module):
-    """Large tables of embeddings, a few rows of which a batch touches, and a small network above them."""
+    """Large tables of embeddings, of which a batch touches a few rows, and a small network above them."""
 
     def __init__(self, num_tables: int = 8, num_rows: int = 50_000, width: int = 16) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _Encoder(nn.Module):
 
 
 class _GPT(nn.Module):
-    """The GPT of examples/train_gpt.py, as it is there."""
+    """The GPT of examples/train_gpt.py."""
 
     def __init__(self, length: int, vocabulary: int, width: int = 64, num_layers: int = 2) -> None:
         super().__init__()

@@ -31,7 +31,8 @@ def _wrap(model: nn.Module, wrapper: str) -> nn.Module:
 def peak_mib() -> float:
     """Return the most memory that this process has had, in MiB, without the files of its libraries.
 
-    A forked rank maps their pages as it touches them, one that imports torch itself all of them.
+    The pages of libraries do not count, because a forked rank maps only those that it touches, and a rank that imports
+    torch itself maps all of them.
     """
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE))
     return (int(sizes["VmHWM"]) - int(sizes["RssFile"])) / 1024

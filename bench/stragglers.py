@@ -1,10 +1,10 @@
 """``python -m bench.stragglers``: how soon a rank that computes 5 % longer is named on this machine.
 
-Two ranks with one thread each train a model and average after each step; each notes how long it computed. The rule of
-`phalanx.record.excess` then judges every stretch of so many steps: as it was, and with 5 % added to the times of one
-rank, of either in turn. Where a rank is named as it was, the cores themselves may have differed for that long, so the
-spread of their difference over the stretches stands beside it: no rule finds 5 % within a stretch, and names nobody
-without it, unless that spread is well below.
+Two ranks with one thread each train a model and average after each step; each records how long it computed. The rule of
+`phalanx.record.excess` then judges stretches of several lengths: as measured, and with 5 % added to the times of one
+rank, first of one and then of the other. If the rule names a rank in a stretch as measured, the cores themselves may
+have differed for that long. So the spread of their difference over the stretches is reported, too: only if it is well
+below 5 % can a rule find 5 % within a stretch, and name nobody without it.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ def _compute(rank: int, world_size: int, num_steps: int, batch: int) -> list[flo
 
 
 def _stretches(times: Times, num_steps: int) -> Iterator[Times]:
-    """Yield stretches of so many steps, each of which begins in the middle of the one before."""
+    """Yield stretches of `num_steps` steps, each of which begins in the middle of the one before."""
     for first in range(0, len(times) - num_steps + 1, num_steps // 2):
         yield times[first : first + num_steps]
 
 
 def _by_rank(times: Times, step_s: float, slow: int | None = None) -> list[list[float]]:
-    """Return the excesses of each rank in each step, where one of them is slower."""
+    """Return the excesses of each rank in each step, with the rank `slow` made slower."""
     made = [[one * (1 + _SLOWER * (rank == slow)) for rank, one in enumerate(row)] for row in times]
     return excesses(made, step_s)
 
 
 def judge(times: Times, num_steps: int) -> tuple[int, float, float, float]:
-    """Return the number of stretches, the share in which a rank is named, in which the slowed one is, and the spread.
+    """Return the number of stretches, two shares, and the spread.
 
+    The shares are those of the stretches in which a rank is named as measured, and in which the slowed rank is named.
     The spread is the standard deviation, over the stretches, of the second rank's mean excess.
     """
     named, found, differences = [], [], []
@@ -76,7 +77,7 @@ def judge(times: Times, num_steps: int) -> tuple[int, float, float, float]:
 
 
 def main() -> None:
-    """Print, for stretches of several lengths, in how many a rank is named."""
+    """Print, for stretches of several lengths, the shares in which a rank is named."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=3000, help="steps to train (default: 3000)")
     parser.add_argument("--batch", type=int, default=768, help="samples of a rank in a step (default: 768)")

@@ -1,8 +1,9 @@
-"""``python -m bench.testing``: what a test of two ranks with one all_reduce costs, by who starts its processes.
+"""``python -m bench.testing``: what a test of two ranks with one all_reduce costs, for each way to start its processes.
 
 In turns: `phalanx.testing.run_ranks` and the mark ``ranks(2)`` on phalanx and on Gloo, ``torch.multiprocessing.spawn``
 and torch's ``MultiProcessTestCase``, both as they are and with ``--fast-ranks``, and a pool of two kept processes. Each
-turn is one pytest of its own over tests of one kind; the first test of it, which starts what all need, does not count.
+turn is a run of pytest with tests of one kind. Its first test does not count, because it starts the processes that all
+tests need.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class Kind(NamedTuple):
     """One way to write the test.
 
     Attributes:
-        code: The test, as often as the placeholder says.
-        count: Tests of one turn that count.
+        code: Source of the test; it is repeated as often as the placeholder says.
+        count: Number of tests in a turn that count.
         flags: Flags of pytest.
     """
 
@@ -127,7 +128,7 @@ KINDS = {
     "MultiProcessTestCase --fast-ranks": Kind(_TEST_CASE, 20, _FAST),
     "kept pool, Gloo": Kind(_JOB_BY_FILE + _POOL, 20),
 }
-"""The ways, by name."""
+"""The ways to write the test, by name."""
 
 _MOST_ON_PHALANX_S = 0.035
 _MOST_ON_GLOO_S = 0.07
@@ -144,7 +145,7 @@ def _has_mark() -> bool:
 
 
 def _run(kind: Kind, count: int, folder: Path) -> list[float]:
-    """Return the seconds of each test of one turn; the first, which starts what all need, is left out."""
+    """Return the seconds of each test of one turn; the first, which starts what all tests need, is left out."""
     times = folder / "times"
     times.unlink(missing_ok=True)
     folder.joinpath("test_kind.py").write_text(_HEAD + kind.code.format(count=count + 1))
@@ -169,7 +170,7 @@ def measure(rounds: int, names: list[str]) -> dict[str, list[float]]:
 
 
 def _state_of(pid: int) -> dict[str, int]:
-    """Return what a process holds and what is below it."""
+    """Return the resources that a process and its descendants hold."""
     below, todo, memory_kb = set(), [pid], 0
     while todo:
         one = todo.pop()
@@ -197,7 +198,7 @@ def _job(rank: int, world_size: int) -> None:
 
 
 def endure(count: int) -> dict[str, dict[str, int]]:
-    """Return what there is after a hundredth of `count` tests in a row, and after all of them."""
+    """Return the resources in use after a hundredth of `count` tests in a row, and after all of them."""
     from phalanx.testing import run_ranks
 
     states = {}
@@ -209,7 +210,7 @@ def endure(count: int) -> dict[str, dict[str, int]]:
 
 
 def verdicts(samples: dict[str, list[float]], states: dict[str, dict[str, int]]) -> dict[str, bool]:
-    """Return each target, worded with what was measured, and whether it was reached."""
+    """Return a text for each target, with the measured value, and whether the target was reached."""
     median = {name: statistics.median(values) for name, values in samples.items()}
     found = {}
     for name, most_s in {"phalanx": _MOST_ON_PHALANX_S, "Gloo": _MOST_ON_GLOO_S}.items():

@@ -1,9 +1,9 @@
-"""``python -m bench.top``: what ``phalanx top`` costs the job that it watches, at a picture a second.
+"""``python -m bench.top``: what ``phalanx top`` costs the job that it watches, at one picture a second.
 
 Two ranks with one thread each train the MLP 784-1024-10, and top draws them on a terminal of 80 x 24, all pinned to the
-same two CPUs. Turns with top and turns in which it is stopped alternate, so that whatever else the machine does meets
-both: what is reported is the median over the pairs of the steps that the job makes without it and with it. Beside that
-stands top's own CPU time, which the job could have had.
+same two CPUs. Turns with top alternate with turns in which it is stopped, so that other load on the machine affects
+both alike. The result compares the job's steps without top and with it, as the median over the pairs of turns. Top's
+own CPU time, which the job could have had, is reported, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Job:
     """A job that trains, in a folder of its own.
 
     Attributes:
-        pid: Its launcher's.
+        pid: Process id of its launcher.
     """
 
     def __init__(self, folder: Path, cpus: set[int]) -> None:
@@ -60,7 +60,7 @@ class _Job:
 
     @property
     def num_steps(self) -> int:
-        """Steps that it has made so far."""
+        """Number of steps that the job has made so far."""
         return int(struct.unpack("<Q", self._count.read_bytes())[0])
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ class _Top:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of its main thread so far, which does all the work."""
+        """CPU time so far of top's main thread, which does all the work."""
         return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[0]) / 1e9
 
     def run_for(self, seconds: float) -> None:
@@ -101,7 +101,7 @@ class _Top:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self._terminal], [], [], left)[0]:
-                with contextlib.suppress(OSError):  # EIO: it has ended
+                with contextlib.suppress(OSError):  # EIO: top has ended
                     os.read(self._terminal, 65536)
 
     def end(self) -> None:
@@ -111,7 +111,7 @@ class _Top:
 
 
 def measure(num_pairs: int, turn_s: float, interval_s: float) -> Iterator[tuple[float, float, float]]:
-    """Yield for each pair of turns the steps a second without top and with it, and top's share of a CPU."""
+    """Yield, for each pair of turns, the steps per second without top and with it, and top's share of a CPU."""
     cpus = set(sorted(os.sched_getaffinity(0))[:_NUM_RANKS])
     with contextlib.ExitStack() as ended:
         folder = Path(ended.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-bench-")))

@@ -1,4 +1,4 @@
-"""One rank of ``python -m bench.top``: trains for ever, and counts its steps where the benchmark reads them."""
+"""One rank of ``python -m bench.top``: trains forever, and counts its steps where the benchmark reads them."""
 
 from __future__ import annotations
 

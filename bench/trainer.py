@@ -1,8 +1,8 @@
-"""``python -m bench.trainer``: what `phalanx.Trainer` adds to a step, against the same loop by hand.
+"""``python -m bench.trainer``: what `phalanx.Trainer` adds to a step, compared with the same loop by hand.
 
 Two ranks with one thread each train the MLP 784-1024-10 on the same data: with the Trainer, and by hand with
-phalanx.DataLoader and DistributedDataParallel. They take turns of a few steps, in one pair of processes, so that
-whatever else the machine does meets both: what is reported is the median difference of neighbouring turns.
+phalanx.DataLoader and DistributedDataParallel. The two take turns of a few steps, in one pair of processes, so that
+other load on the machine affects both alike. The result is the median difference of neighbouring turns.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from phalanx.testing import run_ranks
 
 _BATCH = 64  # of each rank
 _TURN = 6  # steps
-_SETTLING = 2  # first steps of a turn, which find the other's data in the caches: they do not count
+_SETTLING = 2  # first steps of a turn, which do not count: the caches still hold the other loop's data
 _WARM_UP = 5  # turns
 _MOST_MS = 0.05
 
 
 class _ByHand:
-    """A loop by hand that makes a turn of steps after each turn of the trainer whose callback it is.
+    """A loop by hand, which is a callback of the trainer: it makes a turn of steps after each turn of the trainer.
 
     Attributes:
-        turns: Median times of a step in each turn, by hand and of the trainer, in ms.
+        turns: Median times of a step in each turn, by hand and with the trainer, in ms.
     """
 
     def __init__(self, data: TensorDataset) -> None:
@@ -44,7 +44,7 @@ class _ByHand:
         self._batches = itertools.chain.from_iterable(
             itertools.repeat(phalanx.DataLoader(data, _BATCH, shuffle=True, num_workers=0))
         )
-        self._ends = [time.perf_counter()]  # of the trainer's steps in this turn, and the beginning
+        self._ends = [time.perf_counter()]  # beginning of this turn, and then the ends of the trainer's steps in it
         self.turns: list[tuple[float, float]] = []
 
     def on_step(self, _: object) -> None:

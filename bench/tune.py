@@ -1,7 +1,7 @@
 """``python -m bench.tune``: does ``phalanx tune`` find what an exhaustive search finds, and how long does it take?
 
-The exhaustive search measures every combination of what tune searches, in many turns. Then tune runs again and again,
-and the setup that it chooses is looked up there.
+The exhaustive search measures every combination of the settings that tune searches, in many turns. Then tune runs again
+and again, and each setup that it chooses is looked up in the results of that search.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from phalanx.host.cpus import read_machine
 from phalanx.tune.search import default_ranks, fastest, race, threads_to_try
 from phalanx.tune.trials import Setup, Trials
 
-_NEAR = 0.95  # of the best
+_NEAR = 0.95  # fraction of the best speed from which on a choice counts as near
 _LEAST_NEAR, _MOST_S = 0.9, 60
 _STARTS_WITHIN_S = 300.0
 _OF_TRAINER = {"channels_last": True, "num_workers": 2}
 
 
 def every_setup(with_trainer: bool) -> list[Setup]:
-    """Return all combinations of what ``phalanx tune`` searches on this machine."""
+    """Return all combinations of the settings that ``phalanx tune`` searches on this machine."""
     machine = read_machine()
     places = [(ranks, threads) for ranks in default_ranks(machine) for threads in threads_to_try(machine, ranks)]
     num_settings = len(_OF_TRAINER)
@@ -55,7 +55,7 @@ def exhaustive(script: list[str], *, with_trainer: bool) -> dict[Setup, float]:
 
 
 def tuned(script: list[str]) -> tuple[Setup, float]:
-    """Return the choice of ``phalanx tune``, and the seconds that it has taken."""
+    """Return the choice of ``phalanx tune``, and the seconds that it took."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
         out = os.path.join(folder, "found.json")
         began_s = time.monotonic()

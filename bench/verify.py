@@ -1,8 +1,8 @@
 """``python -m bench.verify``: what ``PHALANX_VERIFY`` costs, in small calls and in a step of training.
 
 Groups of the same ranks take turns: one that is not verified, one with every hundredth call verified, one with every
-call. The first has the classes that groups have where nothing is verified. Each number is the median of the rounds, and
-each ratio that of its rounds' ratios.
+call. The first has the same classes as a group in a process that verifies nothing. Each time is the median over the
+rounds, and each ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations

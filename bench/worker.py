@@ -1,9 +1,9 @@
-"""One rank: ``python -m bench.worker KIND SOCKET RANK WORLD_SIZE INIT_METHOD``. It measures when told to, sleeps else.
+"""One rank: ``python -m bench.worker KIND SOCKET RANK WORLD_SIZE INIT_METHOD``. It sleeps except when told to measure.
 
-KIND is "torch", "calls", "mpi", or the engines through torch.distributed that are wanted, as "gloo,phalanx".
+KIND is "torch", "calls", "mpi", or a list of engines to measure through torch.distributed, such as "gloo,phalanx".
 
 The parent's commands come as lines of JSON over a socket, so a rank that waits for its turn uses no CPU. The rank ends
-with the socket, whatever became of the parent.
+when the socket closes, however the parent ended.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from bench.engines import (
 )
 
 _TIMEOUT = timedelta(seconds=300)
-_WARM_SHARE = 8  # an eighth of the iterations, before each measurement
+_WARM_SHARE = 8  # an eighth of a measurement's iterations runs before it, as warm-up
 
 
 def torch_engines(kind: str, rank: int, world_size: int, init_method: str) -> dict[str, Engine]:
-    """Return all engines that live in one set of processes: two groups, side by side."""
+    """Return all engines that share one set of processes; their groups exist side by side."""
     dist.init_process_group("cpu:gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     if kind == "calls":
         phalanx = dist.new_group(backend="phalanx", timeout=_TIMEOUT)
@@ -67,7 +67,7 @@ class Worker:
         self._buffers: Buffers | None = None
 
     def prepare(self, op: str, size_bytes: int) -> None:
-        """Forget the buffers of the point before, and make those of this one."""
+        """Drop the buffers of the previous point, and make those of this one."""
         self._runs.clear()
         self._buffers = None
         self._op = "all_reduce" if op == plan.CALL_CHECK else op
@@ -95,7 +95,7 @@ class Worker:
         run = self._engines[engine].operation(self._op, self._buffers)
         self._buffers.fill()
         run()
-        if engine not in ("memcpy", "front_end"):  # which have no result
+        if engine not in ("memcpy", "front_end"):  # these two have no result
             self._buffers.check(engine)
         return run
 

@@ -26,8 +26,7 @@ class UsageError(ValueError):
     """A mistake in the command line, in one line.
 
     Attributes:
-        right: Call that was probably meant; empty for the command's usual call; None if there is nothing wrong with the
-            call.
+        right: Call that was probably meant; empty for the command's usual call; None if the call itself is correct.
     """
 
     def __init__(self, message: str, right: str | None = "") -> None:
@@ -133,8 +132,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def exit_code_of(command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
-    If the reader of our output goes early, as ``head`` does, the code is that of a program killed by SIGPIPE; after
-    Ctrl-C, that of one killed by SIGINT; if the output can't be written, as on a full disk, it is 1.
+    If the reader of our output ends early, as ``head`` does, the code is that of a program killed by SIGPIPE; after
+    Ctrl-C, that of a program killed by SIGINT. If the output can't be written, as on a full disk, the code is 1.
     """
     _print_any_name()
     try:

@@ -1,7 +1,7 @@
 """The environment variables of phalanx: declared once, and read only here.
 
-Every ``import torch`` runs this module where phalanx is installed, so it holds names and plain functions; what the
-values mean is in `_settings`.
+Every ``import torch`` runs this module where phalanx is installed, so it holds only names and plain functions;
+`_settings` interprets the values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 _GOOD_GUESS = 0.8  # least similarity of a name that an error suggests, because a bad guess is worse than none
-_MOST_DIGITS = 9  # most digits of a number of calls
+_MOST_DIGITS = 9  # digits of a number of calls that count
 _MAX_LISTED = 8  # most arguments listed in a message
 
 LONGEST_S = 1e9
-"""Longest timeout, which stands for forever: 30 years. The clocks under torch overflow after 292."""
+"""Longest timeout, which stands for forever: some 30 years. The clocks under torch overflow after 292 years."""
 
 
 def seconds(name: str, timeout: timedelta | float) -> float:
@@ -59,18 +59,18 @@ LAUNCH_VARIABLE = "PHALANX_LAUNCH"
 MEMORY_VARIABLE = "PHALANX_MEMORY"
 """The one flag of ``phalanx run`` that `phalanx.spawn` reads, too: whether ranks keep the memory that they free."""
 EPOCH_VARIABLE = "PHALANX_EPOCH"
-"""Set by ``phalanx run`` for its ranks: which attempt of which job they are, see `checkpoint.disk.claim`."""
+"""Set by ``phalanx run`` for its ranks: their job and their attempt, see `checkpoint.disk.claim`."""
 REPLACE_VARIABLE = "PHALANX_REPLACE"
 """Backend that phalanx replaces, see `_torch.replace`: ``gloo``; empty: none."""
 VERIFY_VARIABLE = "PHALANX_VERIFY"
-"""Asks groups of phalanx to do operations again on Gloo, see `backend.verify`: ``gloo``, ``gloo:K``; empty: none."""
+"""Asks groups of phalanx to repeat operations on Gloo, see `backend.verify`: ``gloo``, ``gloo:K``; empty: none."""
 MISTAKEN_FOR_REPLACE = "PHALANX_REPLACE_GLOO"
 """Name easily mistaken for the variable of ``--replace-gloo``, which is PHALANX_REPLACE."""
 OBEYED_BY_RANKS = (REPLACE_VARIABLE, MISTAKEN_FOR_REPLACE)
-"""Variables that take effect at ``import torch``. If torch is imported before a rank's script, which may set them, they
-are unset for that import."""
+"""Variables that take effect at ``import torch``. A rank's script may set them, so if torch is imported before the
+script runs, they are unset for that import."""
 ALLOCATION_VARIABLE = "PHALANX_ALLOCATION"
-"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: what they are to do about freed memory."""
+"""Set by ``phalanx run`` and `phalanx.spawn` for their ranks: how they handle freed memory."""
 COMMAND_VARIABLE = "PHALANX_COMMAND"
 """Set by ``phalanx run`` for its ranks: its own command line, for a run's report."""
 FOLDER_VARIABLE = "PHALANX_RUN_FOLDER"
@@ -122,8 +122,8 @@ def is_rank() -> bool:
     """Whether one of our launchers made this very process a rank.
 
     A process that a rank starts, such as a data loader's worker or a rank of torchrun, inherits the variable, but has
-    another pid. The variable is read from a copy of the environment, because `watch_reads` would take a direct read for
-    one by torch.
+    another pid. The variable is read from a copy of the environment, because `watch_reads` would mistake a direct read
+    for one by torch.
     """
     return environment().get(PROCESS_VARIABLE) == str(os.getpid())
 
@@ -157,7 +157,7 @@ def replaces_gloo(word: str) -> bool:
 
 
 def verifies_every(word: str) -> int:
-    """Return the number of calls of which one is verified, by a value of PHALANX_VERIFY; 0: none is.
+    """Return K if a value of PHALANX_VERIFY asks to verify every K-th call; 0 if it asks to verify none.
 
     Raises:
         ValueError: The value is another word.
@@ -196,9 +196,9 @@ def take(name: str) -> str:
 
 
 def watch_reads(note: Callable[[str, str | None], None]) -> Callable[[], None]:
-    """Call `note` with each variable that Python code reads, and its value, None if there is none.
+    """Call `note` with the name and value of each variable that Python code reads; None if the variable is not set.
 
-    Copying the whole environment reads nothing.
+    A copy of the whole environment does not count as a read.
 
     Returns:
         Function that ends the watch.

@@ -56,7 +56,7 @@ def replace_gloo() -> None:
 def autoload() -> None:
     """Register at ``import torch``; a failure becomes a line on stderr, because it must not break the import.
 
-    A rank that was executed, and not forked, also learns here what to do about freed memory.
+    A rank that was executed, and not forked, also learns here how to handle freed memory.
     """
     try:
         register()
@@ -128,7 +128,7 @@ def _create_group(options: Any, backend_options: Any, **named: Any) -> Any:
     from phalanx.backend.groups import create_group
     from phalanx.rendezvous.solo import wants_others
 
-    shield.watch()  # not `launch.rank.watch_torch`, whose record of Gloo needs what only our launchers set
+    shield.watch()  # not `launch.rank.watch_torch`, whose record of Gloo needs variables that only our launchers set
     postpone_import()
-    wants_others()  # lets ranks with a store of their own tell each other, too
+    wants_others()  # also for a group with a store of its own, which no rendezvous has noted
     return create_group(options, backend_options, **named)

@@ -46,8 +46,8 @@ class Settings:
     bridge: str = "gloo"
     """Engine between hosts: ``gloo`` or ``mpi`` (mpi4py, started by mpirun)."""
     verify: str = ""
-    """Engine on which operations are done again and compared: ``gloo``, or ``gloo:K`` for every K-th; empty: none. The
-    same on all ranks."""
+    """Engine on which operations are repeated and compared: ``gloo``, or ``gloo:K`` for every K-th; empty: none. Must
+    be equal on all ranks."""
     host: str = ""
     """Name of a simulated host. Ranks with different names share no memory, so one machine can stand for several."""
 
@@ -104,7 +104,7 @@ def _check(name: str, setting: Field[Any], value: Any, shown: object = None) -> 
             raise ValueError(f"{name} {error}, got {shown!r}") from None
     if "range" in setting.metadata:
         least, most = setting.metadata["range"]
-        if not least <= value <= most:  # true of NaN, too
+        if not least <= value <= most:  # also refuses NaN
             kind = "a whole number" if setting.type == "int" else "a number"
             raise ValueError(f"{name} must be {kind} in [{least:.12g}, {most:.12g}], got {shown!r}")
 

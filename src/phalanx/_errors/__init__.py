@@ -12,19 +12,19 @@
       + WrongResult                              an operation's result differs from Gloo's (PHALANX_VERIFY)
       + NotPublished                             nobody publishes a version that phalanx.subscribe waits for
       + CheckpointError                          a checkpoint could not be saved or loaded
-        + Damaged                                its files are not what was saved (checkpoint/disk/folder.py)
-        + OtherSide                              another job or a newer attempt writes there (checkpoint/disk/claim.py)
+        + Damaged                                its files differ from what was saved (checkpoint/disk/folder.py)
+        + OtherSide                              a folder is held by another side or attempt (checkpoint/disk/claim.py)
     RankError (RuntimeError)                     a rank of phalanx.spawn or run_ranks failed (failure/ending.py)
     ArgumentError (ValueError, RuntimeError)     an operation was called with a wrong argument
-      + UnsupportedLayout (NotImplementedError)  ... with a tensor of a layout that it can't take
-      + OtherDevice                              ... with tensors of another device (backend/calls/memory.py)
+      + UnsupportedLayout (NotImplementedError)  ... with a tensor whose layout it does not support
+      + OtherDevice                              ... with a tensor on another device (backend/calls/memory.py)
 
-``tests/test_error_tree.py`` checks the tree. It leaves out exceptions that never reach a user, because they are only
+``tests/test_error_tree.py`` checks the tree. The tree leaves out exceptions that never reach a user: they are only
 signals between modules of one package.
 
 Every message names the rank, the operation and what to do. Errors carry these facts as attributes and can be pickled,
-because they cross processes. Start with `facts`, which says how they travel. Nothing here finds out why something
-failed, and nothing imports torch before an error occurs.
+because they cross processes. Start with `facts`, which converts them to JSON and back. Nothing here finds out why
+something failed, and nothing imports torch before an error occurs.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from phalanx._errors.facts import Facts, MadeCall, Peer, SizeDispute, Standing, 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(Facts):
-    """Why an operation of a rank failed: the facts from which `phalanx.backend.failures.wording` forms sentences.
+    """The facts about a failed operation, from which `phalanx.backend.failures.wording` forms sentences.
 
-    It is plain data: between hosts it travels as the JSON of `to_facts`.
+    They are plain data: hosts send them to each other as the JSON of `to_facts`.
 
     Attributes:
         kind: Key of `KINDS`.
-        rank: Rank of the world that met the failure.
+        rank: Global rank on which the operation failed.
         group: Name of the group.
         op: Operation; ``"join"`` for ``init_process_group``.
         seq: Number of the collective in its group, from 1; 0 for point-to-point.
         site: Line of the call, such as ``"train.py:31"``.
         culprits: Ranks at fault: missing, dead or in disagreement.
-        by: Rank that ended the group; None if this one did.
+        by: Rank that ended the group; None if `rank` itself did.
         exit_code: Exit code of the first culprit; None if it was killed or the kernel does not tell.
         signal: Signal that killed the first culprit.
-        standings: Standing of each rank that was waited for.
-        circle: Ranks that wait for each other in a circle, `rank` first; empty if there is no such circle.
-        calls: Calls of the ranks, if they differ; for a message, first the receive, then the send.
+        standings: State of each rank that the operation was waiting for.
+        circle: Ranks that wait for each other in a circle, starting with `rank`; empty if there is none.
+        calls: Calls that the ranks made, if they differ; for a message, the receive first and then the send.
         sizes: First two sizes that contradict each other.
         hosts: Hosts whose ranks are all lost.
-        timeout_s: Deadline that has passed, in seconds from the call.
+        timeout_s: Deadline that has passed, in seconds after the call.
         size_bytes: Bytes of shared memory that could not be allocated.
-        num_ranks: Number of ranks of the group for which there was no memory.
+        num_ranks: Number of ranks in the group whose memory could not be allocated.
         errno: Error number of the failed system call.
         detail: Unstructured text: the system's message, or the reason given to ``abort()``.
-        cause: Failure that ended the group before this call; None if this rank left it in order.
+        cause: Failure that ended the group before this call; None if this rank had left the group itself.
     """
 
     kind: str
@@ -122,16 +122,17 @@ def require_linux(what: str = "the phalanx backend", instead: str = _INSTEAD) ->
 
 _ADDRESS = re.compile(r"\s*\(phalanx explain ([a-z0-9-]+)\)")
 _ASKED = "\nphalanx why: "
-"""Start of the last line of an error message, if the rank has asked why it waits; see `backend.failures.answer`."""
+"""Start of a message's last line: the answer of ``phalanx why``, if the rank asked for one; see
+`backend.failures.answer`."""
 
 
 def address(entry: str) -> str:
-    """Return the end of an error message, which says where it is explained: `` (phalanx explain ENTRY)``."""
+    """Return the end of an error message that says how to get its explanation: `` (phalanx explain ENTRY)``."""
     return f" (phalanx explain {entry})"
 
 
 def addressed(text: str) -> str:
-    """Return the entry that a text names last in the form of `address`; "" if there is none."""
+    """Return the last entry that a text names in the form that `address` returns; "" if it names none."""
     found = _ADDRESS.findall(text)
     return found[-1] if found else ""
 
@@ -139,7 +140,7 @@ def addressed(text: str) -> str:
 class PhalanxError(RuntimeError):
     """Base class of all errors that phalanx raises.
 
-    Its message ends with the address of its explanation, such as ``(phalanx explain timeout)``.
+    Its message ends with the command that explains it, such as ``(phalanx explain timeout)``.
 
     Attributes:
         entry: Name under which ``phalanx explain`` explains the error; empty if there is no explanation.
@@ -171,7 +172,7 @@ class PhalanxError(RuntimeError):
         entry: str = "",
         **facts: object,
     ):
-        # A message may contain an address already: it quotes another error, or this error was pickled.
+        # A message already contains an address if it quotes another error, or if this error was pickled.
         self.entry = entry or (_entry_of(failure) if failure else addressed(message)) or self.entry
         said, asked, answer = _ADDRESS.sub("", message).partition(_ASKED)
         super().__init__(said + (address(self.entry) if self.entry else "") + asked + answer)
@@ -225,14 +226,14 @@ class RankFailed(PhalanxError):
 
 
 class CollectiveTimeout(PhalanxError, TimeoutError):
-    """An operation passed its deadline; `ranks` are those that did not come."""
+    """An operation passed its deadline; `ranks` are those that did not arrive."""
 
     is_victim = True
     entry = "timeout"
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Global ranks that did not come."""
+        """Global ranks that did not arrive."""
         return self.ranks
 
 
@@ -284,7 +285,7 @@ class ReplicaMismatch(PhalanxError):
 
     Attributes:
         tensors: Names of the tensors that differ, in the model's order.
-        how: Kind of the first one's difference: "value", "NaN", "shape", "dtype" or "missing".
+        how: Kind of difference of the first of `tensors`: "value", "NaN", "shape", "dtype" or "missing".
         step: Number of optimizer steps after which the copies differed; None outside of a Trainer.
         since_step: Number of optimizer steps after which all these tensors were still the same; None outside of a
             Trainer.
@@ -298,13 +299,13 @@ class ReplicaMismatch(PhalanxError):
 
 
 class WrongResult(PhalanxError):
-    """An operation that was done again on Gloo had another result; `ranks` are those whose result differs.
+    """Gloo repeated an operation and got another result; `ranks` are those whose result differs.
 
-    Raised on every rank where ``PHALANX_VERIFY=gloo`` asks for it.
+    ``PHALANX_VERIFY=gloo`` turns this check on. Every rank raises the error.
 
     Attributes:
         path: Folder in which each rank has left its inputs.
-        index: Place of the first element that differs, in the result of the first of `ranks`.
+        index: Index of the first element that differs, in the result of the first of `ranks`.
         got: Value of that element, as text.
         want: Value that it should have, as text.
     """
@@ -317,14 +318,14 @@ class WrongResult(PhalanxError):
 
 
 class NotPublished(PhalanxError):
-    """There is no version, or none newer, of what `phalanx.subscribe` reads: not in time, or its publisher has ended.
+    """`phalanx.subscribe` got no version, or no newer one: the time ran out, or the publisher ended.
 
     Attributes:
         name: Name of the publication.
         pid: Process that published last under the name; None if none has.
         version: Version that it published last, or 0.
-        has_ended: Whether the publisher ended during the subscription; if not, none came in time.
-        is_closed: Whether it ended in order, by `Publication.close`.
+        has_ended: Whether the publisher ended during the subscription; if not, no version came in time.
+        is_closed: Whether the publisher ended by `Publication.close`.
     """
 
     entry = "not-published"
@@ -360,9 +361,9 @@ KINDS: dict[str, type[PhalanxError]] = {
     "system": PhalanxError,
     "refused": PhalanxError,
 }
-"""Every kind of failure and its exception. Three are not in FailureKind of csrc/control/failure.h: the connection to a
-rank of another host was lost (``rank_lost``), the ranks did not meet in time (``not_met``), or a rank was refused for
-a reason that only `Failure.detail` gives (``refused``)."""
+"""Every kind of failure and its exception. FailureKind in csrc/control/failure.h lacks three: ``rank_lost`` (the
+connection to a rank on another host was lost), ``not_met`` (the ranks did not meet in time) and ``refused`` (a rank was
+refused for a reason that only `Failure.detail` gives)."""
 
 _ENTRIES = {
     "message_differs": "message-mismatch",
@@ -378,7 +379,7 @@ _ENTRIES = {
     "nested_wait": "signal-handler",
     "system": "system",
 }
-"""Names of explanations for single kinds of failure; the other kinds are explained with their class."""
+"""Names of the explanations of individual kinds of failure; the other kinds use the explanation of their class."""
 
 
 def _entry_of(failure: Failure) -> str:
@@ -400,17 +401,17 @@ _handed_over: collections.deque[PhalanxError] = collections.deque(maxlen=16)
 
 
 def hand_over(error: BaseException) -> BaseException:
-    """Store a copy of `error` and return it: native code will pass on only its text, and `origins` finds the copy."""
+    """Store a copy of `error` for `origins` to find, because native code passes on only its text; return `error`."""
     if isinstance(error, PhalanxError):
-        # Not the original: its traceback refers to frames, which refer to the group.
+        # The original would keep the group alive: its traceback refers to frames, and the frames refer to the group.
         _handed_over.append(_rebuild(type(error), str(error), error.__dict__.copy()))
     return error
 
 
 def origins(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and the errors during whose handling it was raised, the latest first.
+    """Yield `error`, then the errors that caused it or were being handled when it was raised, latest first.
 
-    If native code made an error from one of phalanx's (see `hand_over`), that one is yielded next.
+    If native code made one of them from an error of phalanx (see `hand_over`), the copy of that error follows it.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -428,7 +429,7 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 class UnsupportedLayout(ArgumentError, NotImplementedError):
-    """An operation was called with a tensor of a layout that it can't take."""
+    """An operation was called with a tensor whose layout it does not support."""
 
 
 def warn_caller(message: str) -> None:

@@ -16,7 +16,7 @@ if typing.TYPE_CHECKING:
 
 
 class Facts:
-    """Plain data that JSON can hold."""
+    """Base class of plain data that JSON can hold."""
 
     def to_facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = as_facts(self)
@@ -24,10 +24,10 @@ class Facts:
 
     @classmethod
     def from_facts(cls, facts: object) -> Self:
-        """Return an object like the one on which `to_facts` was called; the facts may have travelled as JSON.
+        """Return an object equal to the one whose `to_facts` returned `facts`, even if they travelled as JSON.
 
         Raises:
-            ValueError: `facts` can't come from `to_facts`; they may be from an unknown sender.
+            ValueError: `facts` can't come from `to_facts`; an unknown sender may have sent them.
         """
         try:
             value: Self = read_value(facts, cls)
@@ -57,7 +57,7 @@ class Standing(Peer):
         has_joined: Whether it has joined the group.
         waits_in: Call in which it is waiting, in any group; empty if it is not waiting.
         last: Number of its last collective in the group; None: unknown.
-        is_apart: Whether it waits to join a group of another name, in which it waits for the rank that reports this.
+        is_apart: Whether it is joining a group of another name, which includes the rank that reports this.
     """
 
     has_joined: bool = True
@@ -89,7 +89,7 @@ class MadeCall(Peer):
         count: Number of elements in a rank's block; None if each rank passes its own sizes.
         sizes: Number of elements in each rank's block, if they differ and are known.
         reduce_op: Name of the reduction, such as ``SUM``.
-        root: Rank of the world that sends or receives.
+        root: Global rank that sends or receives.
         tag: Tag of a message.
         site: Line of the call, such as ``"train.py:31"``.
     """
@@ -111,14 +111,14 @@ class MadeCall(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class SizeDispute(Facts):
-    """Two sizes that contradict each other: of a message from `one` to `other`, or of the block of the rank `of`.
+    """Two ranks disagree about a size: of a message from `one` to `other`, or of the block that belongs to rank `of`.
 
     Attributes:
         one: Rank whose size is `count`.
         count: Number of elements that `one` sends, or states for the block of `of`.
         other: Rank that contradicts it.
         other_count: Number of elements that `other` expects, or states for the block of `of`.
-        of: Rank of the world that owns the block; None if the sizes are those of a message.
+        of: Global rank that owns the block; None if the sizes are those of a message.
     """
 
     one: Peer

@@ -1,13 +1,13 @@
 """torch's private names: where each is found, why phalanx uses it, and what happens in a torch that lacks it.
 
-No other package of phalanx uses a private name of torch; ``tests/test_torch_names.py`` checks that. A name of `NAMES`
-is looked up when it is first used. ``from phalanx._torch import dispatch_keys`` looks it up once, at the import, for
-hot paths and for classes; ``_torch.get_default_store()`` looks it up in the call, so that only this call fails if torch
-lacks it. All names exist in torch 2.11, 2.13 and 2.15.
+No other package of phalanx uses a private name of torch; ``tests/test_torch_names.py`` checks that. A name in `NAMES`
+is looked up on first use. Hot paths and classes write ``from phalanx._torch import dispatch_keys``, which looks the
+name up once, at import. Other code writes ``_torch.get_default_store()``, which looks it up at the call, so only that
+call fails if torch lacks the name. All names exist in torch 2.11, 2.13 and 2.15.
 
 Every ``import torch`` runs this module where phalanx is installed; `names` and `lookup` are loaded only when one of
 their names is used. Start with `names`, the table. Nothing here makes a group or trains; `replace` and `shield` are
-here because they work by private names.
+here because they rely on private names.
 """
 
 import importlib
@@ -35,7 +35,7 @@ def __getattr__(key: str) -> Any:
     if key == "rendezvous_handlers" and hasattr(
         sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers"
     ):
-        found = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # so that the table is not loaded
+        found = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers  # without loading the table
     else:
         found = getattr(importlib.import_module("phalanx._torch.lookup"), key)
     globals()[key] = found

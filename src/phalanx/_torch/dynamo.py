@@ -1,14 +1,15 @@
-"""Keeps ranks from importing ``torch._dynamo`` before they compile something: a second of CPU and 80 MB in each.
+"""Keeps ranks from importing ``torch._dynamo`` before they compile something: it costs each a second of CPU and 80 MB.
 
-torch itself imports it in places where a running compiler must be told of something: at the first optimizer, in each of
-its steps, in methods under ``torch._disable_dynamo``. Before anything is compiled, that has no effect. So four modules
-of torch get a stand-in that does nothing. As soon as any other code uses the stand-in, torch's own module is imported.
-It replaces the stand-in for good, and is told what the stand-in was told. The same happens when a program uses, without
-importing it, a package that torch._dynamo would have imported, such as torch.distributed.nn.
+torch imports it wherever a running compiler would have to be notified: when the first optimizer is made, in each step
+of an optimizer, and in methods under ``torch._disable_dynamo``. Before anything is compiled, the notification has no
+effect, so four modules of torch get a stand-in that does nothing. As soon as any other code uses the stand-in, torch's
+own module is imported. It replaces the stand-in for good, and functions that the stand-in was asked to disable are
+disabled in it. The same happens when a program uses, without importing it, a package that torch._dynamo would have
+imported, such as torch.distributed.nn.
 
-The alternative was to import it in the process that forks the ranks. But the script may set variables that it reads
-when it is imported, so the import would have to be hidden from the script, and it would still cost a second on each
-host. Ranks that use torch's own DDP really need it.
+The alternative was to import torch._dynamo in the process that forks the ranks. But it reads variables at import that
+the script may set, so the import would have to be hidden from the script, and it would still cost a second on each
+host. Ranks that use torch's own DDP need torch._dynamo in any case.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _WITHOUT_EFFECT = {
 }
 """Modules of torch that use torch._dynamo without need, each with the name that it uses."""
 _FILLED = ("torch.distributed", "torch.fx.experimental")
-"""Packages that have public modules once torch._dynamo has been imported."""
+"""Packages to which the import of torch._dynamo adds public modules."""
 
 
 def postpone_import() -> None:
@@ -62,7 +63,7 @@ class _Finder:
         """Return the spec of the stand-in; None for any other module."""
         if name == _NAME and not self.is_needed:
             return ModuleSpec(name, self)  # type: ignore[arg-type]
-        # A submodule: its import began when the stand-in was its parent, and torch's own module has imported it since.
+        # The import of this submodule began when the stand-in was its parent; torch's own module has imported it since.
         if name.startswith(f"{_NAME}.") and name in sys.modules and target is None:
             return ModuleSpec(name, _Found(sys.modules[name]))  # type: ignore[arg-type]
         return None
@@ -72,7 +73,7 @@ class _Finder:
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Make it the stand-in, now that the import system has looked at it."""
+        """Turn the module into the stand-in, now that the import system has inspected it."""
         vars(module)["_finder"] = self
         for name in _FILLED:
             if name in sys.modules:
@@ -91,7 +92,7 @@ class _Finder:
         try:
             module = importlib.import_module(_NAME)
         except BaseException:
-            self.is_needed = False  # so that the next attempt also tells it what the stand-in was told
+            self.is_needed = False  # so that the next attempt goes through here again, and empties self._missed
             raise
         while self._missed:
             function, recursive = self._missed.pop()
@@ -108,7 +109,7 @@ class _StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         finder = vars(self).get("_finder")
-        # Code that goes through all modules asks for names with underscores, which must not import torch's own.
+        # Code that inspects all modules asks for dunder names; that must not import torch's own module.
         if finder is None or (name.startswith("__") and name != "__path__" and not finder.is_needed):
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         if not finder.is_needed and _WITHOUT_EFFECT.get(sys._getframe(1).f_globals.get("__name__", "")) == name:
@@ -136,8 +137,8 @@ class _Filling:
 
     def __call__(self, name: str) -> Any:
         package, full_name = sys.modules[self._package], f"{self._package}.{name}"
-        # An import of the module itself asks, too, and needs no answer: "from package import name" looks for an
-        # attribute before it imports, and a module that is being imported is no attribute of its package yet.
+        # The import system asks, too, but needs no answer: "from package import name" looks for an attribute before it
+        # imports, and a module that is being imported is not yet an attribute of its package.
         is_imported = full_name in sys.modules or sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
         if not name.startswith("__") and not is_imported and importlib.util.find_spec(full_name) is not None:
             self._finder.torchs()
@@ -147,7 +148,7 @@ class _Filling:
 
 
 class _Found:
-    """A loader that returns a module already imported."""
+    """A loader that returns a module that is already imported."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

@@ -1,9 +1,9 @@
-"""Makes Python's fork server, which forks a rank's child processes in place of the rank, deaf to `shield.SIGNALS`.
+"""Blocks `shield.SIGNALS` in Python's fork server, which forks a rank's child processes in place of the rank.
 
-`shield` lets the server import this module, so importing it has an effect: it blocks the signals. If a signal ended the
-server, torch would take the workers that it forked for dead; it ends with the rank in any case. Processes that it forks
-start with the signals blocked. A loader's worker unblocks them when it is shielded (see `shield`), any other process at
-its start.
+`shield` makes the server import this module, so the import itself blocks the signals. If a signal ended the server,
+torch would conclude that the workers forked from it were dead. The server ends with the rank in any case. Processes
+that it forks start with the signals blocked: a loader's worker unblocks them when it is shielded (see `shield`), any
+other process at its start.
 """
 
 import signal

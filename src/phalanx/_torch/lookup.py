@@ -1,4 +1,4 @@
-"""Looks torch's private names up, and holds the functions that take several of them."""
+"""Looks up torch's private names, and holds the functions that need several of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx._torch.names import (
     Name,
 )
 
-if TYPE_CHECKING:  # no import at run time: torch, while it is being imported, calls our plugin, which needs this module
+if TYPE_CHECKING:  # not at run time: while torch is being imported, it calls our plugin, which needs this module
     import torch
 
 __all__ = [
@@ -59,10 +59,10 @@ def __getattr__(key: str) -> Any:
 
 
 def _find(path: str) -> Any:
-    """Return what is at a path; modules on the way are imported.
+    """Return the object at a dotted path, and import the modules on the way.
 
     Raises:
-        ImportError: It is not there.
+        ImportError: There is no such object.
     """
     names = path.split(".")
     found: Any = importlib.import_module(names[0])
@@ -101,7 +101,7 @@ def attribute_of(value: object, attribute: str) -> Any:
     """Return one of `ATTRIBUTES` of an object.
 
     Raises:
-        ImportError: This torch's objects have none.
+        ImportError: This torch's objects do not have it.
     """
     try:
         return getattr(value, attribute)
@@ -110,14 +110,15 @@ def attribute_of(value: object, attribute: str) -> Any:
         raise missing(f"{owner}.{attribute}", use) from None
 
 
-# ---- what takes several names --------------------------------------------------------------------------------------
+# ---- functions that need several names -----------------------------------------------------------------------------
 
 
 def begin_event(name: str, inputs: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Open an event of the profiler with the shapes of `inputs`; return a function that closes it, in any order.
+    """Open an event of the profiler with the shapes of `inputs`, and return a function that closes it.
 
-    The event is closed on another thread, so that the profiler takes it for an asynchronous one, which need not nest in
-    others. torch 2.11 would lose such an event, so there it is closed differently.
+    Events may be closed in any order: an event is closed on another thread, so that the profiler takes it for an
+    asynchronous event, which need not nest in others. torch before 2.13 would lose such an event, so there it is closed
+    on the calling thread.
     """
     try:
         enter, leave = __getattr__("record_function_enter"), __getattr__("record_function_exit")
@@ -174,7 +175,7 @@ def outside_of_workers() -> Iterator[None]:
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module that torch.compile has wrapped in `module`; None if it has not."""
+    """Return the module that torch.compile has wrapped in `module`; None if it has wrapped none."""
     from torch import nn
 
     if type(module).__name__ != "OptimizedModule" and not hasattr(module, "_orig_mod"):
@@ -183,20 +184,21 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-# ---- what torch does not tell --------------------------------------------------------------------------------------
+# ---- facts for which torch has no API ------------------------------------------------------------------------------
 
 
 def devices_of_new_group(own: str) -> dict[str, str]:
     """Return the devices of the group that torch is making, and the backend of each.
 
-    A backend's creator that returns a ProcessGroup ends torch's loop over the devices and is told only one of them. So
-    they are read from torch's stack: from the nearest local variable of any name that is a BackendConfig.
+    torch calls a backend's creator in a loop over the devices. It tells the creator only one device, and the loop ends
+    when the creator returns a ProcessGroup. So the devices are read from torch's stack: from the nearest local variable
+    of any name that is a BackendConfig.
 
     Args:
         own: Name of the backend whose creator asks.
 
     Raises:
-        ImportError: There is none, and this machine has a device beside the CPU.
+        ImportError: There is no such variable, and this machine has a device beside the CPU.
     """
     import torch
     import torch.distributed as dist
@@ -221,7 +223,7 @@ def wrap_making_of_groups(wrap: Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def begin_workers_with(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Let torch set the signal handlers of a worker inside a context; this process is about to become one."""
+    """Make torch set a worker's signal handlers inside a context. Call it in a process that is to become a worker."""
     from torch.utils.data._utils import signal_handling
 
     begin = __getattr__("begin_worker")
@@ -234,9 +236,10 @@ def begin_workers_with(around: Callable[[], contextlib.AbstractContextManager[No
 
 
 def backend_argument(frame: FrameType) -> str | None:
-    """Return the argument `backend` if `frame` runs ``init_process_group``, "" if it has none; None for other frames.
+    """Return the argument `backend` of the ``init_process_group`` that a frame runs, "" if none was given.
 
-    It is read from the frame because torch tells neither its rendezvous nor a store the backend.
+    For any other frame, return None. The argument is read from the frame because torch passes the backend neither to
+    its rendezvous nor to a store.
     """
     import torch.distributed as dist
 

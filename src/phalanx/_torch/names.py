@@ -18,10 +18,10 @@ class Name(NamedTuple):  # importing dataclasses would take a third of the time 
     """A private name of torch.
 
     Attributes:
-        path: Path at which torch has it.
+        path: Dotted path of the name in torch.
         use: Purpose for which phalanx needs it.
-        loses: Disadvantage of a torch without it; empty if it can't be replaced, so that its use raises ImportError.
-        instead: Replacement, used with a warning; None if the caller replaces it.
+        loses: Effect of its absence; empty if the name can't be replaced, so that its use raises ImportError.
+        instead: Replacement, used with a warning; None if the caller replaces it or nothing does.
     """
 
     path: str
@@ -73,7 +73,7 @@ def _disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_nothing() -> None:
-    """Stand in for a function that no process runs."""
+    """Stand in for torch's worker loop, if torch lacks it: no process runs this function."""
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ NAMES = {
         "a signal that asks ranks to save may end the processes that load data for them",
         _load_nothing,
     ),
-    # What a tensor is, and who listens.
+    # Kinds of tensors, and observers of their operations.
     "dispatch_keys": Name("torch._C._dispatch_keys", "to know whether a tensor's memory may be touched"),
     "is_torch_function_enabled": Name("torch._C._is_torch_function_enabled", "for tensors of a class of their own"),
     "num_dispatch_modes": Name(
@@ -246,25 +246,29 @@ ATTRIBUTES = {
     "_threads": ("torch.distributed.ProcessGroupGloo._Options", "to bound Gloo's threads"),
     "_devices": ("torch.distributed.ProcessGroupGloo._Options", "to say on which address Gloo listens"),
 }
-"""Private attributes of torch's objects: the class or module that has each, and its use. A missing one is an error."""
+"""Private attributes of torch's objects: the class or module that has each, and its use. All of them must exist."""
 
 MARK_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""Names on a module the parameters that DistributedDataParallel leaves alone, in torch as well."""
+"""Attribute of a module that lists the parameters for DistributedDataParallel to ignore; torch's DDP reads it, too."""
 MARK_STEPS_IN_BACKWARD = "_in_backward_optimizers"
-"""Attribute that torch sets on parameters whose optimizer steps in backward. Without it, such a model is accepted."""
+"""Attribute that torch sets on parameters whose optimizer steps in backward, by which such a model is refused. If torch
+renames it, the model is accepted."""
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Attributes in which optimizers keep hooks. Without them, a hook sees only parts of parameters in a divided step."""
+"""Attributes in which optimizers keep hooks; an optimizer with hooks is not divided. If torch renames them, it is, and
+a hook sees only parts of the parameters."""
 PARTS_OF_SCHEDULER = "_schedulers"
 MILESTONES_OF_SCHEDULER = "_milestones"
-"""Attribute in which SequentialLR and ChainedScheduler keep their schedules. Without it, these are not compared."""
+"""Attributes in which SequentialLR and ChainedScheduler keep their schedules, and SequentialLR the steps at which they
+take turns. If torch renames them, the schedules within are not checked."""
 SCHEDULER_COUNTERS = frozenset({"_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step"})
-"""Counters of schedulers, among their hyperparameters. If torch adds another one, a run refuses its own resumption."""
+"""Counters that schedulers keep among their hyperparameters. If torch adds one, it looks like a changed hyperparameter,
+and a run refuses to resume itself."""
 
 OVERRIDDEN = {
-    "torch.distributed.ProcessGroup": (  # the last four before torch 2.14
+    "torch.distributed.ProcessGroup": (  # the last four only before torch 2.14
         *("_get_backend_name", "_get_sequence_number_for_group", "_allgather_base", "_reduce_scatter_base"),
         *("_start_coalescing", "_end_coalescing"),
     ),
     "torch._C._distributed_c10d.Backend": ("_get_sequence_number_for_group", "_set_sequence_number_for_group"),
 }
-"""Private methods of torch's classes that ours replace."""
+"""Private methods of torch's classes that our subclasses override."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in mappings, tuples, lists and dataclasses, with its place.
+    """Yield a pair of path and tensor for each tensor in mappings, tuples, lists and dataclasses.
 
     Args:
         value: Tensor, or container of tensors and anything else.
-        path: Name of `value`; for ``batch``, the places are such as ``batch['image'][0]`` and ``batch.mask``.
+        path: Name of `value`; with ``batch``, paths look like ``batch['image'][0]`` and ``batch.mask``.
     """
     if isinstance(value, Tensor):
         yield path, value
@@ -53,7 +53,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def num_collated(batch: Any, num_samples: int) -> int:
     """Return how many of `num_samples` samples a collate function kept in a batch.
 
-    If all tensors have the same first dimension, and it is smaller than `num_samples`, it is that; otherwise
+    That is the first dimension of the tensors, if all have the same one and it is smaller than `num_samples`; otherwise
     `num_samples`.
     """
     lengths = {len(tensor) if tensor.dim() else num_samples for _, tensor in tensors_in(batch)}

@@ -6,17 +6,18 @@ register the name first. Older versions call `ProcessGroupGloo` in `_new_process
 
 The name, the tables that programs look into and `ProcessGroupGloo` itself stay as they are. Any failure (an ImportError
 while a group is made, an unknown word in the variable, a plugin that can't be set up) prints a line on stderr, and
-torch makes its own Gloo. The last step of the replacement makes it take effect, so Gloo is never replaced only in part.
+torch makes its own Gloo. Only the last step of the replacement takes effect, so Gloo is never replaced only in part.
 
-**A rank without the replacement** waits inside Gloo, where other ranks can't reach it. But Gloo has stored its address
-in the group's store, where a rank that waits for it in vain looks, and then names it. If the ranks compare their
-records when they meet, every rank learns of it, because the records say who replaces Gloo.
+**A rank without the replacement** waits inside Gloo, where other ranks can't reach it. But its Gloo has written an
+address into the group's store. A rank that waits in vain for it finds the address there, and names the rank in its
+error. If the ranks compare their records when they meet, every rank learns of it, because each record says whether its
+rank replaces Gloo.
 
 **torchcomms:** if it is installed and asked for, torch asks it before any plugin; a line on stderr says so.
 
-**Tensors of a GPU.** Gloo takes them in collectives, though not in messages. At the first such collective, where all
-ranks are present, they make a real Gloo group, after a barrier that names any rank that called something else. Both
-devices share one backend, as in torch, which would drop a second backend of type GLOO.
+**Tensors of a GPU.** Gloo takes them in collectives, though not in messages. The ranks make a real Gloo group at the
+first such collective, where all of them are present. A barrier before that names any rank that called something else.
+Both devices share one backend, as in torch, which would drop a second backend of type GLOO.
 
 Every ``import torch`` runs this module where the variable is set; ``python -m bench.imports`` measures what that
 costs.
@@ -63,7 +64,10 @@ def obey() -> None:
 
 
 def obey_script() -> None:
-    """Call `obey` when a script imports torch, which was imported ahead of it; the script may have set the variable."""
+    """Call `obey` at a script's ``import torch``, if torch was imported before the script ran.
+
+    The script may have set the variable in the meantime.
+    """
     if _env.environment().get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         try:
             obey()
@@ -102,7 +106,7 @@ def begin(who: str) -> None:
 
 
 class _AsPlugin:
-    """The replacement from torch 2.14 on, where Gloo is a plugin: torch takes whoever registers the name first."""
+    """The replacement from torch 2.14 on, where Gloo is a plugin: torch uses the first backend under that name."""
 
     @classmethod
     def install(cls) -> None:
@@ -132,7 +136,7 @@ class _AsPlugin:
 
 
 def _make(options: Any, backend_options: Any) -> Any:
-    """Return a group of phalanx in the place of Gloo's; None, after a line that says why, if it must be Gloo's."""
+    """Return a group of phalanx in the place of Gloo's; print why and return None if it must be Gloo's."""
     create: Any = _torch.backend_plugins["PHALANX"].creator_fn
     try:
         return create(options, backend_options, own=_GLOO)
@@ -142,7 +146,7 @@ def _make(options: Any, backend_options: Any) -> Any:
 
 
 def _note_direct_uses(gloo: Any) -> None:
-    """Log, at debug level, that a program makes a `ProcessGroupGloo` by name, which is not replaced."""
+    """Log at debug level when a program makes a `ProcessGroupGloo` by name, because that one is not replaced."""
     made = gloo.__init__
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:

@@ -3,20 +3,20 @@
 A launcher, a service manager or Slurm may send a signal to every process of a job. If it ended a loader's worker, torch
 would take that for a failure, and the rank would have no time left to save. So workers, torch's own included, are
 shielded by a handler in C (``csrc/process/shield.h``). A rank ends its workers by SIGTERM, so the handler obeys a
-signal only if the rank has sent it, which the sender's pid tells; once the rank is gone, it obeys everybody.
+signal only if the sender's pid is the rank's; once the rank is gone, it obeys every sender.
 
-- **Not by ignoring the signals:** torch and multiprocessing wait for workers that they have told to end.
+- **Not by ignoring the signals:** torch and multiprocessing end workers by a signal, and wait until they have ended.
 - **Not by blocking them for good:** a program that a worker starts would inherit the mask.
 - **When.** The handler is installed when a worker begins, and again after torch has installed its own. Until then,
   which takes seconds if a worker imports torch anew, the signals are blocked: the rank blocks them around
-  `Process.start`, and the mask survives fork and exec. A signal that is pending when they are unblocked still tells its
-  sender, so it is handled like any other. If a module starts a program while a worker imports it, the signals stay
-  blocked in that program.
+  `Process.start`, and the mask survives fork and exec. A signal that arrives meanwhile is delivered later with its
+  sender's pid, so it is handled like any other. If a module starts a program while a worker imports it, the signals
+  stay blocked in that program.
 - **How.** Every start method calls `Process.start`, which is wrapped so that the worker's target installs the handler
   first. Neither a variable nor a plugin is needed.
 - **Python's fork server**, the default since Python 3.14, blocks the signals for good (see `forkserver`). Loader
   workers that it forks unblock them when the handler is installed, other processes at their start. At its end, a rank
-  kills workers that have not come that far.
+  kills workers that still have them blocked.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _AGAIN_S = 0.5
 
 @functools.cache
 def watch() -> None:
-    """Shield the loader workers that this process starts from now on, those of torch's loaders, too.
+    """Shield the loader workers that this process starts from now on, including those of torch's own loaders.
 
-    A worker then obeys only this process, and anybody once it has ended. Until its handler is installed, the signals
-    are
-    blocked: a process inherits that from the thread that starts it, also through exec.
+    A worker obeys only signals from this process, and after the end of this process those of every sender. Until the
+    worker's handler is installed, the signals are blocked: a process inherits the mask from the thread that starts it,
+    also through exec.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -86,7 +86,10 @@ def _held_back() -> Iterator[None]:
 
 
 def _start_tracker(process: Any) -> None:
-    """Start multiprocessing's resource tracker before an executed worker, because its start unblocks some signals."""
+    """Start multiprocessing's resource tracker, which unblocks signals, so that a worker's start need not start it.
+
+    Only a worker that is not forked needs the tracker.
+    """
     import multiprocessing
     from multiprocessing import resource_tracker
 
@@ -121,8 +124,8 @@ def _hear_owner() -> Iterator[None]:
 def _end_workers(pid: int) -> None:
     """End the workers that still run at the end of this process, before multiprocessing would do so.
 
-    multiprocessing signals each once and waits for ever. But a signal is lost while the same one from somebody else is
-    pending, and a worker whose handler is not installed yet has it blocked.
+    multiprocessing signals each worker once and waits forever. But its signal is lost if the same signal from another
+    sender is pending, and a worker whose handler is not yet installed has the signal blocked.
     """
     import multiprocessing
 

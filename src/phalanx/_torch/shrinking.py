@@ -1,7 +1,8 @@
-"""Has torch's `shrink_group` return the group that a backend brings.
+"""Makes torch's `shrink_group` return the group that a backend provides.
 
-torch wraps whatever a backend's `shrink` returns in a plain group named gloo, which would have none of the methods of
-our groups, and the logger of torch's DDP would read our backend as if it were Gloo's. So a backend may bring its own.
+torch wraps the backend that `shrink` returns in a plain group named gloo. That group would have none of the methods of
+our groups, and the logger of torch's DDP would read our backend as if it were Gloo's. So a backend may provide its own
+group.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ def can_shrink() -> bool:
 
 
 def return_own_groups(group_of: Callable[[Any], Any]) -> None:
-    """Have `dist.shrink_group` return the group that a backend brings.
+    """Make `dist.shrink_group` return the group that a backend provides.
 
     Args:
-        group_of: Function that returns the group of a backend that `shrink` made; None for other backends.
+        group_of: Function that returns the group for a backend that `shrink` made, or None for other backends.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -39,7 +40,7 @@ def return_own_groups(group_of: Callable[[Any], Any]) -> None:
         group = group_of(new_backend)
         if group is None:
             return torchs(new_backend, remaining_ranks, metadata, is_default_group)
-        # torch takes ranks of the group for ranks of the world, and keeps the former numbers of the world's.
+        # torch lists ranks of the group here where it needs global ranks, and does not renumber those of the world.
         remaining_ranks[:] = group.global_ranks
         _torch.set_group_name(group, metadata["new_group_name"])
         _torch.set_group_desc(

@@ -20,8 +20,8 @@ def install(make: Callable[[Any, Any], Any]) -> None:
     """Let `make` make every group for which torch would use Gloo.
 
     Args:
-        make: Function of a group's options and of the user's ``pg_options``, which returns the group, or None if torch
-            is to make it with Gloo.
+        make: Function that takes a group's options and the user's ``pg_options``. It returns the group, or None if
+            torch should make it with Gloo.
     """
 
     def wrap(torchs: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ def install(make: Callable[[Any, Any], Any]) -> None:
 
 
 class _StandIn:
-    """Stands where torch finds `ProcessGroupGloo` while it makes a group, and makes phalanx's.
+    """Takes the place of `ProcessGroupGloo` while torch makes a group; a call of it makes phalanx's group.
 
     Args:
         gloo: torch's class.

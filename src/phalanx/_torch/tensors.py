@@ -1,8 +1,8 @@
 """Tests whether a tensor's elements lie in CPU memory, and whether its storage holds all of them.
 
 A tensor with its elements in CPU memory is called dense here. The address of any other tensor (a DTensor, a FakeTensor,
-one wrapped by torch.func) is meaningless until torch's dispatcher has unwrapped it. The dispatch keys tell which it is,
-for every class.
+one wrapped by torch.func) is meaningless until torch's dispatcher has unwrapped it. The dispatch keys tell the two
+kinds apart, whatever the class of the tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OWN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Overridden(TypeError):
-    """The tensor is dense, but its class overrides torch's functions outside `DisableTorchFunctionSubclass`."""
+    """The tensor is dense, but its class may override torch's functions, outside `DisableTorchFunctionSubclass`."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -45,13 +45,13 @@ def _key_names(tensor: torch.Tensor) -> frozenset[str]:
 
 
 def is_stored(tensor: torch.Tensor) -> bool:
-    """Whether the storage of a dense tensor, which may have been resized, holds all of its elements."""
+    """Whether the storage of a dense tensor holds all of its elements; a resized storage may not."""
     end = tensor.storage_offset() * tensor.itemsize + span_bytes(tensor)
     return bool(tensor.untyped_storage().nbytes() >= end) or tensor.numel() == 0
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which each rank has a part. Does not import torch.distributed.tensor."""
+    """Whether a tensor is a DTensor: each rank holds a part of it. Does not import torch.distributed.tensor."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 

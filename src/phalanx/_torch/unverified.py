@@ -1,6 +1,6 @@
-"""Says that a group of torch's own Gloo is not verified, in a process where PHALANX_VERIFY asks for verification.
+"""Prints a line about groups of torch's own Gloo, which are not verified, where PHALANX_VERIFY asks for verification.
 
-Otherwise a script on Gloo would run in silence, as if all its results had been compared.
+Without that line, a script on Gloo would run silently, as if all its results had been compared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phalanx._torch.replace import say_once
 
 
 def watch() -> None:
-    """Look at each group that this process makes from now on."""
+    """Check each group that this process makes from now on."""
     from torch.distributed import is_available
 
     if is_available():

@@ -1,10 +1,11 @@
 """The rank's side of ``phalanx attach``: a signal opens pdb, which talks to the terminal that the command lends.
 
-Only Python 3.14 and newer can be told to run code (PEP 768); a signal works with every version. A rank sets the handler
-after the fork and before the script, unless somebody has set one. The command writes the socket at which it lends its
-terminal into the launcher's notes, which ranks read through ``/proc``, and sends the signal; the kernel tells which
-user connects. The prompt opens within the handler, because it may take long until the next line of the script runs.
-This does not work between containers, because the socket may lie in another file system than the rank's.
+Only Python 3.14 and newer can be told from outside to run code (PEP 768); a signal works with every version. A rank
+sets the handler after the fork and before the script, unless somebody has set one. The command lends its terminal at a
+socket, whose path it writes into the launcher's notes; ranks read them through ``/proc``. Then it sends the signal. The
+rank asks the kernel which user lends the terminal. The prompt opens within the handler, because it may take long until
+the next line of the script runs. This does not work between containers, because the socket may lie in another file
+system than the rank's.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from phalanx import _env
 from phalanx.debugging.terminal import borrow_terminal
 from phalanx.rendezvous.launched import Launch
 
-SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # other systems have none, and no phalanx run
-"""Signal that opens a debugger in a rank. Its default action ends a process: check that the rank handles it."""
+SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # systems without SIGRTMIN have no phalanx run either
+"""Signal that opens a debugger in a rank. By default it ends a process, so first check that the rank handles it."""
 
 _is_open = False
 

@@ -1,9 +1,9 @@
 """`phalanx.breakpoint`: every rank stops at a line of the script, and one of them has the debugger.
 
-Ranks meet in the default group's store, under a key of the line and how often it was reached. So if a condition keeps a
-rank from one line, the ranks still meet at the next. The rank with the debugger enters pdb, and the others wait, with
-any backend, until it releases them through the store. It does so when its prompt is left for the first time, so that
-the others take part if the user then steps over a collective.
+Ranks meet in the default group's store, under a key that names the line and how often it was reached. So if a condition
+keeps a rank from one line, the ranks still meet at the next. The rank with the debugger enters pdb, and the others
+wait, with any backend, until it releases them through the store. It does so when the user leaves its prompt for the
+first time, so that the others take part if the user then steps over a collective.
 
 In a thread other than the main one, ``quit`` ends the process, because ``SystemExit`` would end only the thread. A rank
 counts as being in the debugger until its last thread has left it. A forked worker of a data loader does not meet the
@@ -73,7 +73,7 @@ def breakpoint(rank: int | None = None) -> None:
 
 
 def _debug(frame: FrameType, rank: int, meeting: _Meeting | None) -> None:
-    is_nested = is_held()  # called at a prompt: a second one would wait for the terminal that the first one uses
+    is_nested = is_held()  # called at a prompt: a second prompt would wait for the terminal that the first one uses
     terminal = None if is_nested else open_terminal(rank)
     if terminal is None:
         why = "has no terminal for a debugger, so no rank stops"
@@ -129,7 +129,7 @@ def _place(frame: FrameType) -> tuple[int, int, _Meeting | None]:
 
 
 class _Meeting:
-    """One stop of all ranks at a line, in the store of the default group."""
+    """One stop of all ranks at a line; they meet in the store of the default group."""
 
     def __init__(self, frame: FrameType) -> None:
         import torch.distributed as dist
@@ -139,7 +139,7 @@ class _Meeting:
 
         self._line = line_of(frame)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        # Counted by line: conditions may keep some ranks from a line, but then the counts of other lines still agree.
+        # Counted by line: if a condition keeps some ranks from one line, the counts of the other lines still agree.
         num_stops = _num_stops.setdefault(dist.group.WORLD, collections.Counter())
         num_stops[place] += 1
         self._key = f"phalanx/breakpoint/{place}/{num_stops[place]}"

@@ -1,10 +1,11 @@
 """pdb in one rank. Time at its prompt does not count towards the timeouts of ranks that wait for this one.
 
 A rank at a prompt locks a byte of the job's shared memory. It opens the memory anew for that (OFD locks belong to an
-open file, and all ranks share the one that was handed over). A rank that waits in any group of that memory looks every
-50 ms whether anybody has locked a byte, and extends its deadline by that time. Groups need not know each other, and the
-kernel drops the lock when the process ends, whereas a flag in memory would stay. Waits inside Gloo, and ranks on other
-hosts, still time out. A forked worker of a loader locks its rank's byte through an open file of its own.
+open file, and all ranks share the one that was handed over). A rank that waits in any group of that memory checks every
+50 ms whether any byte is locked, and extends its deadline by the time that one is. This works between groups that do
+not know each other. The kernel drops the lock when the process ends, whereas a flag in memory would stay. Waits inside
+Gloo, and ranks on other hosts, still time out. A forked worker of a loader locks its rank's byte through an open file
+of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def line_of(frame: FrameType) -> str:
 
 @contextlib.contextmanager
 def held(where: str) -> Iterator[None]:
-    """Let the ranks that wait for this one know, during a block, that it is in a debugger at a line; in any thread."""
+    """Show the ranks that wait for this one, during a block, that it is in a debugger at `where`. Thread-safe."""
     core: Any = None
     with contextlib.suppress(ImportError):  # raised outside Linux, where there are no groups of ours
         from phalanx import _core as core
@@ -56,7 +57,7 @@ def held(where: str) -> Iterator[None]:
 
 
 def is_held() -> bool:
-    """Whether this thread is at a prompt, so that whatever it runs was typed there."""
+    """Whether this thread is at a prompt; if it is, the code that it runs was typed there."""
     return threading.get_ident() in _held_threads
 
 
@@ -85,9 +86,9 @@ class Prompt(pdb.Pdb):
     """A debugger of this process.
 
     Args:
-        terminal: Terminal for it, given back while the program runs, and closed at the end.
-        on_resume: Function called whenever the program resumes, if only for a line.
-        on_quit: Function called by ``quit`` and at the end of the input. The program resumes unless it raises.
+        terminal: Terminal of the prompt. It is given back while the program runs, and closed at the end.
+        on_resume: Function called whenever the program resumes, even if only for a line.
+        on_quit: Function called by ``quit`` and at the end of the input. Unless it raises, the program resumes.
     """
 
     def __init__(self, terminal: Terminal, on_resume: Callable[[], None], on_quit: Callable[[], None]) -> None:
@@ -98,7 +99,7 @@ class Prompt(pdb.Pdb):
         self.prompt = "(Pdb) "
 
     def open_at(self, frame: FrameType) -> None:
-        """Open the prompt now, in a signal handler that has interrupted `frame`: its next line may be long in coming.
+        """Open the prompt at once, in a signal handler that interrupted `frame`; the next line may take long to come.
 
         The prompt shows the script's own line; the library frames in which it waits are below.
         """

@@ -1,10 +1,10 @@
 """The terminal on which a rank's debugger talks: its own, or one that another process lends over a socket.
 
 Under ``phalanx run`` a rank asks the supervisor for the terminal, over a socket in a folder that only this user can
-enter. What is typed then goes to that rank instead of the first one, whichever streams of the rank are shown. Several
-debuggers take turns: when one lets its program run, even for a line, it says so, and the supervisor lends the terminal
-to the next. Under other launchers a rank uses its own stdin, if that is a terminal and reading would not stop the
-process; then debuggers take turns by a lock on the terminal.
+enter. The user's input then goes to that rank instead of the first one, whichever streams of the rank are shown.
+Several debuggers take turns: when one lets its program run, even for a line, it says so, and the supervisor lends the
+terminal to the next. Under other launchers a rank uses its own stdin, if that is a terminal and reading would not stop
+the process; debuggers then take turns by locking the terminal.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Terminal:
         self._unlock()
 
     def take(self) -> None:
-        """Wait until no other debugger uses it. With a lender, the first read waits instead."""
+        """Wait until no other debugger uses the terminal. If the terminal is lent, the first read waits instead."""
         if self._connection is None and self._lock < 0:
             self._lock = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
             with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def give_back(self) -> None:
-        """Let other debuggers use it until the next `take`."""
+        """Let other debuggers use the terminal until the next `take`."""
         self._unlock()
         if self._is_shared and self.stdout is not None:
             with contextlib.suppress(OSError):  # the lender is gone, which the next prompt notices
@@ -111,10 +111,10 @@ def borrow_terminal(path: str, rank: int, is_shared: bool = False) -> Terminal |
 
 
 def listen_at(path: str) -> tuple[str, socket.socket]:
-    """Return the path, and a socket at which a terminal is lent there.
+    """Return `path`, and a new socket that listens there, at which a terminal can be lent.
 
     Raises:
-        OSError: It can't be made.
+        OSError: The socket can't be made.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -98,7 +98,7 @@ def _role_of(settings: Mapping[str, Setting], environ: Mapping[str, str]) -> Hos
 
 
 def _is_own(host: str) -> bool:
-    """Whether a name or address is this host's, by which torch's c10d rendezvous decides who serves."""
+    """Whether a name or address is this host's: torch's c10d rendezvous is served by the host that it names."""
     if host in (socket.gethostname(), socket.getfqdn()):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Rates the installed engines and the all_reduce on each; runs the one over MPI, which needs no torch."""
+"""Rates the installed engines and an all_reduce on each. The one over MPI also runs here, because it needs no torch."""
 
 from __future__ import annotations
 

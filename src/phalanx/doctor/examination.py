@@ -28,7 +28,7 @@ class HostRole:
     """This host's role in the job.
 
     Attributes:
-        num_hosts: Number of hosts in the job; with ``--nnodes MIN:MAX`` the largest.
+        num_hosts: Number of hosts in the job; MAX with ``--nnodes MIN:MAX``.
         least_hosts: Number of hosts with which the job can begin.
         node_rank: Number of this host; meaningless before the meeting if `is_counted`.
         is_counted: Whether node ranks are assigned in the order in which hosts come (c10d).
@@ -128,7 +128,7 @@ def _look_towards_master(role: HostRole) -> tuple[HostRole, list[Finding]]:
         return findings
 
     findings = _guarded("master", look)
-    if not towards:  # takes any address, at which the others may reach this host nevertheless
+    if not towards:  # takes any address: the others may reach this host there nevertheless
         towards = [one for one in interfaces() if one.is_up and not one.is_loopback and one.address]
     if not towards:
         return role, findings
@@ -181,7 +181,7 @@ def _judge_torch(told: Mapping[str, Any], role: HostRole, environ: Mapping[str, 
 
 
 def _guarded(topic: str, test: Callable[[], list[Finding]], deadline_s: float = _TEST_S) -> list[Finding]:
-    """Return the findings of a test; if it hangs or raises, that is the finding."""
+    """Return the findings of a test; if it hangs or raises, return a finding that says so."""
     try:
         return within(deadline_s, test)
     except UnansweredError:

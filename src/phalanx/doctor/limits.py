@@ -70,7 +70,7 @@ def examine_memory(num_ranks: int, root: str = "/") -> list[Finding]:
 
 
 def examine_freed_memory(num_ranks: int, environ: Mapping[str, str], root: str = "/") -> list[Finding]:
-    """Say whether ranks would keep the memory that they free, and in huge pages."""
+    """Report whether ranks would keep the memory that they free, and whether in huge pages."""
     policy = choose(environ, num_ranks=num_ranks, root=root)
     facts = {"keeps": policy.keeps, "huge_pages": policy.huge_pages}
     if policy.huge_pages:

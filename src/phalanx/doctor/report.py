@@ -51,7 +51,7 @@ def print_report(diagnosis: Diagnosis) -> None:
 def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     """Return the findings, each with its hosts; equal findings of several hosts become one.
 
-    Findings of level ok merge by topic: the first host's is shown for all, and only the JSON has the others.
+    Findings of level ok merge by topic: the first host's finding stands for all, and the others are only in the JSON.
     """
     groups: dict[tuple[str, ...], list[Finding]] = {}
     seen: dict[tuple[int | None, str], int] = {}

@@ -3,8 +3,8 @@
 The core keeps them (``csrc/process/blocks.h`` has the reasons and numbers): a tensor's block comes from a pool and
 returns to it, so that the next step reuses its pages. The pool gives unused blocks back to the kernel, and all blocks
 once a memory limit comes near. A limit or a usage file that exists but can't be read counts as a limit that is near,
-both when the launcher decides and while a rank runs. After a kill by the OOM killer, the launcher's next attempt keeps
-nothing.
+both when the launcher decides and while a rank runs. If the OOM killer has killed a process, the launcher's next
+attempt keeps no blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx._text import in_units
 from phalanx.host.cgroups import cgroup_memory, host_memory, memory_gauges, read, unreadable
 
 CHOICES = ("auto", "default")
-_LEAST_BYTES = 1 << 30  # that must be left for each rank; with less, kept blocks would be given back all the time
+_LEAST_BYTES = 1 << 30  # must be left for each rank; with less, kept blocks would be given back all the time
 _LEAST_SHARE = 8  # a limit is near if less than an eighth of it is left, see Headroom in block_pool.cpp
 _MORE_MEMORY = "free memory, start fewer ranks, or raise the limit (docker run --memory, srun --mem, limits.memory)"
 _HUGE_PAGES = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; steps may then be faster"
@@ -33,8 +33,8 @@ class MemoryPolicy:
     """Treatment of the large blocks of memory that torch frees in a process.
 
     Attributes:
-        keeps: Whether they are kept and reused while memory is plentiful; otherwise they go back to the system.
-        huge_pages: Whether they lie in huge pages.
+        keeps: Whether the blocks are kept and reused while memory is plentiful; otherwise they go back to the system.
+        huge_pages: Whether the blocks lie in huge pages.
         why: Reason why blocks are not kept, or not in huge pages; "" if both are.
         todo: Advice on what to change to have both; "" if there is none.
     """
@@ -137,7 +137,7 @@ def _apply(policy: MemoryPolicy) -> MemoryPolicy:
     if policy.keeps and (other := _foreign_allocator()):  # asked here, because the launcher may have another allocator
         policy = _left_alone(other)
     if policy.keeps:
-        from phalanx import _core  # not at the top, because the supervisor, which only chooses, loads no core
+        from phalanx import _core  # not at the top: the supervisor only chooses, and does not load the core
 
         limits = [
             (gauge.limit_bytes, *(os.path.join(gauge.folder, name) for name in (gauge.used_name, "memory.stat")),
@@ -145,7 +145,7 @@ def _apply(policy: MemoryPolicy) -> MemoryPolicy:
             for gauge in memory_gauges()
         ]  # fmt: skip
         try:
-            # Reserves addresses, not memory: twice as much as there can be memory, because free spans lie between
+            # This reserves addresses, not memory. It reserves twice the host's memory, because free spans lie between
             # blocks.
             done = _core.start_block_pool(2 * host_memory().limit_bytes, policy.huge_pages, limits)
             why = "" if done else "this torch allocates otherwise"
@@ -172,16 +172,16 @@ def tune_process() -> MemoryPolicy:
     A training step frees its activations and gradients, and the next one allocates them again. glibc gives large blocks
     back to the kernel each time, which then has to clear new pages. From this call on, blocks of CPU tensors of 1 MiB
     and more are kept and reused, in huge pages where the kernel offers them. At most 1/8 more memory is resident than
-    tensors needed at once. Blocks that are unused for 20 s are given back; when a limit of the host or of a cgroup
-    comes near, all are, for good.
+    tensors needed at once. Blocks that are unused for 20 s are given back. When a limit of the host or of a cgroup
+    comes near, all blocks are given back, and none are kept from then on.
 
-    Call it first thing in the script, before other threads run. Tensors from before stay where they are. With another
-    C library or allocator, with ``GLIBC_TUNABLES``, ``MALLOC_*`` or ``THP_MEM_ALLOC_ENABLE`` in the environment, or
-    where less than 1 GiB is left, nothing is done, and the result says why. Ranks of ``phalanx run`` and
-    `phalanx.spawn` need no call, and a second call does nothing.
+    Call it first thing in the script, before other threads run. Tensors that exist already stay where they are. Nothing
+    is done, and the result says why, if the process has another C library or allocator, if ``GLIBC_TUNABLES``,
+    ``MALLOC_*`` or ``THP_MEM_ALLOC_ENABLE`` is set in the environment, or if less than 1 GiB or an eighth of a limit is
+    left. Ranks of ``phalanx run`` and `phalanx.spawn` need no call, and a second call does nothing.
 
     Returns:
-        Policy that is in force now; its ``str`` says it in a few words.
+        Policy that is in force now; its ``str`` describes it in a few words.
 
     Example:
         >>> memory = phalanx.tune_process()
@@ -199,9 +199,9 @@ def of_rank(policy: MemoryPolicy) -> dict[str, str]:
 
 
 def obey_launcher() -> None:
-    """Put into force what the launcher of this rank has chosen, if there is one and nothing is in force yet.
+    """Apply the policy that this rank's launcher has chosen, if there is a launcher and no policy is in force yet.
 
-    torch must have been imported, or be about to end its import.
+    torch must have been imported, or be about to finish its import.
     """
     text = _env.environment().get(_env.ALLOCATION_VARIABLE)
     if text and _in_force is None:

@@ -38,14 +38,14 @@ def usable_cpus() -> list[int]:
 
 
 def folders(controller: str, root: str = "/") -> Iterator[str]:
-    """Yield the folders of our cgroup and of the visible ones above it, nearest first; not all need exist."""
+    """Yield the folders of our cgroup and of the visible ones above it, nearest first; some may not exist."""
     mounts = _mounts(controller, root)
     for line in read(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         for top, point in mounts["cgroup" if controllers else "cgroup2"]:
-            # In a container, the mount may show only our part of the tree, while the path is relative to the host's
+            # In a container, the mount may show only our part of the tree, whereas the path is relative to the host's
             # root.
             below = path.removeprefix(top.rstrip("/")) if f"{path}/".startswith(f"{top.rstrip('/')}/") else ""
             below = "" if "/.." in below else below.strip("/")
@@ -56,7 +56,7 @@ def folders(controller: str, root: str = "/") -> Iterator[str]:
 
 
 def _mounts(controller: str, root: str) -> dict[str, list[tuple[str, str]]]:
-    """Return where parts of each version's tree are mounted."""
+    """Return, for each version, the parts of its tree that are mounted, and where."""
     found: dict[str, list[tuple[str, str]]] = {"cgroup": [], "cgroup2": []}
     for line in read(root, "proc/self/mountinfo").splitlines():
         fields, _, rest = (part.split() for part in line.partition(" - "))
@@ -80,7 +80,7 @@ def read_sizes(root: str = "/") -> dict[str, int]:
 
 
 class Gauge(NamedTuple):
-    """Files that tell how much memory a cgroup uses; its limit was read once."""
+    """Files that tell how much memory a cgroup uses, and the cgroup's limit, which was read once."""
 
     limit_bytes: int
     folder: str
@@ -145,7 +145,7 @@ def count_oom_kills(root: str = "/") -> int:
 
 
 def cpu_throttling(root: str = "/") -> tuple[int, int]:
-    """Return how many periods the CPU quota of our own cgroup has had, and in how many of them it ran out."""
+    """Return how many periods our own cgroup's CPU quota has had so far, and in how many of them it ran out."""
     for folder in folders("cpu", root):
         if "nr_periods" in (numbers := read_numbers(folder, "cpu.stat")):
             return numbers["nr_periods"], numbers.get("nr_throttled", 0)

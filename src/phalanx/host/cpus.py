@@ -1,7 +1,7 @@
 """The CPUs, cores and GPUs that we may use on this machine, and their division among ranks.
 
-Read from ``/proc``, ``/sys`` and ``/dev``: no program is run and no library is loaded. Tests build a machine of their
-own in a folder and pass it as `root`.
+Everything is read from ``/proc``, ``/sys`` and ``/dev``: no program is run and no library is loaded. Tests build a
+machine of their own in a folder and pass it as `root`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Share:
     """One rank's part of the machine.
 
     Attributes:
-        num_threads: Value of OMP_NUM_THREADS and its like, at least 1.
+        num_threads: Value of OMP_NUM_THREADS and similar variables, at least 1.
         used_threads: Number of threads that the rank will have: `num_threads`, unless the user has set OMP_NUM_THREADS.
         cpus: Numbers of the CPUs that the rank is pinned to; empty: not pinned.
         is_crowded: Whether all ranks together have more threads than there are CPUs, so that a thread that spins while
@@ -56,13 +56,13 @@ class Division(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this process may use of the machine.
+    """The part of the machine that this process may use.
 
     Attributes:
         cores: CPUs of each physical core, in the order of their NUMA nodes.
         numa_nodes: Node of each core.
-        quota_cpus: CPUs' worth of time that the cgroups grant; None: no limit.
-        num_split_cores: Number of cores with another hardware thread that is not ours.
+        quota_cpus: CPU time that the cgroups grant, in CPUs; None: no limit.
+        num_split_cores: Number of cores with a hardware thread that this process may not use.
     """
 
     cores: tuple[tuple[int, ...], ...]
@@ -86,7 +86,7 @@ class Machine:
 
     @property
     def budget_cpus(self) -> float:
-        """CPUs that can be busy at once."""
+        """Number of CPUs that this process can keep busy at once."""
         return min(self.num_cpus, self.quota_cpus or self.num_cpus)
 
     def describe(self) -> str:
@@ -95,7 +95,7 @@ class Machine:
 
 
 def read_machine(root: str = "/", usable: Sequence[int] | None = None) -> Machine:
-    """Return the machine as this process's affinity and cgroups leave it.
+    """Return the part of the machine that this process's affinity and cgroups allow.
 
     Args:
         usable: CPUs of the affinity mask; default: this process's own.
@@ -139,7 +139,7 @@ def _quota_of(cgroup: str) -> float | None:
     return None
 
 
-# ---------------------------------------------------------------- GPUs
+# ---------------------------------------------------------------- clocks and GPUs
 
 
 def clock_governors(cpus: Iterable[int], root: str = "/") -> list[str]:
@@ -200,13 +200,13 @@ def _find_spec(name: str) -> ModuleSpec | None:
 def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str = "", num_threads: int = 0) -> Division:
     """Divide the machine among `num_ranks`.
 
-    Every rank gets the same number of threads. Ranks are pinned to whole cores of their own, within one NUMA node if
-    that divides evenly enough. They are not pinned if there are fewer cores than ranks, fewer CPUs than threads, or a
-    quota for fewer CPUs than there are: then other processes run on the CPUs, too, and a pinned rank could not move
-    away.
+    Every rank gets the same number of threads. Each rank is pinned to whole cores of its own, within one NUMA node if
+    the nodes divide evenly enough. Ranks are not pinned if there are fewer cores than ranks or fewer CPUs than threads,
+    or if a quota pays for fewer CPUs than there are: then other processes run on these CPUs, too, and a pinned rank
+    could not move away. A single rank is never pinned.
 
     Args:
-        omp_num_threads: OMP_NUM_THREADS as the user has set it; it stays.
+        omp_num_threads: Value of OMP_NUM_THREADS that the user has set, which is kept; empty: none.
         num_threads: Number of threads of each rank; 0: as many as it has cores.
     """
     given_threads = int(omp_num_threads) if omp_num_threads.isdigit() else num_threads
@@ -236,7 +236,7 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
 
 
 def _divide_cores(num_ranks: int, machine: Machine) -> list[Sequence[tuple[int, ...]]]:
-    """Return the cores of each rank; every core belongs to one.
+    """Return the cores of each rank; every core belongs to one rank.
 
     If ranks and NUMA nodes divide each other, a rank gets a part of one node or whole nodes; otherwise ranks get ranges
     of equal length.

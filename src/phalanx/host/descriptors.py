@@ -13,7 +13,7 @@ _PER_RANK, _OF_OURS = 6, 32
 
 
 def open_streams() -> None:
-    """Open those standard streams that are closed, so that no socket gets their numbers."""
+    """Open standard streams that are closed, so that no socket gets their numbers."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

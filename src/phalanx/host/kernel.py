@@ -41,10 +41,10 @@ class Stand:
     """A thread as the kernel sees it.
 
     Attributes:
-        state: Letter of its state, as of `processes.Process`.
-        still_s: Seconds since it last ran; None if the kernel does not tell, or it runs.
+        state: Letter of its state, as in `processes.Process`.
+        still_s: Seconds since it last ran; None if it is running or the kernel does not tell.
         place: Function of the kernel in which it sleeps; empty if it runs or the kernel does not tell.
-        call: System call that it is in; empty if it is in none, or this user may not know.
+        call: System call that it is in; empty if it is in none or this user may not see it.
         descriptor: Descriptor in that call; -1 if the call has none.
         path: File or device behind that descriptor, such as ``/dev/pts/3``.
         tracer_pid: Process that traces it, such as a debugger; 0: none.
@@ -60,7 +60,7 @@ class Stand:
 
 
 def stand_of(pid: int, thread: int = 0) -> Stand:
-    """Return where a thread stands, by default the main one. If it has ended, its state is ""."""
+    """Return the state of a thread in the kernel, by default of the main thread; its `state` is "" if it has ended."""
     folder = f"/proc/{pid}/task/{thread or pid}"
     status = status_of(pid, thread)
     state = status.get("State", " ")[0].strip()
@@ -96,7 +96,7 @@ def number_inside(pid: int) -> int:
 
 
 def ptrace_scope() -> int:
-    """Return Yama's rule on who may look into a process; 0: every process of the same user."""
+    """Return Yama's rule on who may trace a process; 0: every process of the same user may."""
     return int(_read("/proc/sys/kernel/yama/ptrace_scope") or 0)
 
 
@@ -133,7 +133,7 @@ def _still_s(folder: str) -> float | None:
     """Return how long a thread has not run, by the scheduler's clock, which only a thread on the same CPU can read."""
     then, cpu = _last_ran_ms(f"{folder}/sched"), _last_cpu(folder)
     now = _clock_ms(cpu) if then else 0.0
-    # Read again, because it may have moved meanwhile to another CPU, which has another clock.
+    # Read again, because the thread may have moved to another CPU meanwhile, which has another clock.
     is_same = cpu == _last_cpu(folder) and then == _last_ran_ms(f"{folder}/sched")
     return max(now - then, 0.0) / 1000 if then and now and is_same else None
 

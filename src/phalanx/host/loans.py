@@ -1,15 +1,18 @@
 """Writable memory of a block that is lent to a user, and called back while the user may still have tensors there.
 
-What was lent must not be written any more once others read the block. To take the mapping away, or its right to write,
-would end the process of whoever writes by mistake with SIGSEGV. So the address keeps its content and is no longer
-shared: the kernel copies each page before its next write there, and the block never sees it.
+Once others read the block, writes to the lent memory must no longer reach the block. If the memory were unmapped or
+made read-only, a process that writes there by mistake would die of SIGSEGV. Instead, the memory keeps its address and
+content but is no longer shared: the kernel copies each page before the next write to it, so the write never reaches the
+block.
 
-To map 1 GiB anew would free 262,144 entries of the page table (65 ms), which the next loan needs again (a page fault
-each). ``mremap`` moves whole tables to another address instead, if both lie alike within 2 MiB: both steps take 0.2 ms
-together, and the next loan has its pages. It needs Linux 5.13 (MREMAP_DONTUNMAP of shared memory, so that no thread
-meets a hole); an older kernel takes the slow way.
+Mapping 1 GiB anew at the same address would free 262,144 entries of the page table (65 ms), and the next loan would
+need a page fault for each of them. So ``mremap`` first moves whole page tables to another address, which must have the
+same offset within 2 MiB. Moving and mapping then take 0.2 ms together, and the next loan finds its pages mapped. This
+needs Linux 5.13, where MREMAP_DONTUNMAP works on shared memory, so that no thread ever sees a hole; an older kernel
+takes the slow way.
 
-A child that is forked while memory is lent keeps that mapping, which nobody can call back: `Loans.are_inherited` tells.
+A child that is forked while memory is lent keeps the shared mapping, which nobody can call back; `Loans.are_inherited`
+tells whether there may be such a child.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ _MAY_MOVE, _FIXED_ADDRESS, _KEEP_OLD = 1, 2, 4  # flags of mremap(2)
 _MAP_FIXED, _MAP_POPULATE = 0x10, 0x8000
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_TABLE_BYTES = 2 << 20  # what one page of the page table maps
+_TABLE_BYTES = 2 << 20  # memory that one page of the page table maps
 _FAILED = ctypes.c_void_p(-1).value
 
 
-_num_forks = 0  # of this process, since it has lent
+_num_forks = 0  # forks of this process since its first loan
 
 
 @functools.cache
@@ -43,18 +46,18 @@ def _count_forks() -> None:
 
 
 class Loans:
-    """The loans of one block, one at a time.
+    """The loans of one block; there is at most one at a time.
 
     Args:
-        fd: Descriptor of the block, which stays open for as long as this is used.
+        fd: Descriptor of the block, which must stay open for as long as this object is used.
         size_bytes: Size of the block.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd, self._size = fd, size_bytes
-        self._ready: int | None = None  # address of a writable mapping that nobody has
+        self._ready: int | None = None  # address of a writable mapping that is not lent
         self._lent: weakref.ref[memoryview] | None = None
-        self._forks = 0  # before the loan
+        self._forks = 0  # number of forks before the loan
 
     @property
     def are_lent(self) -> bool:
@@ -63,11 +66,11 @@ class Loans:
 
     @property
     def are_inherited(self) -> bool:
-        """Whether this process has been forked since it lent the memory, so that the child may write there for ever."""
+        """Whether this process has forked since it lent the memory, so that a child may write there for ever."""
         return self._lent is not None and self._forks != _num_forks
 
     def lend(self) -> memoryview:
-        """Return the block's memory, writable until `call_back`. It stays mapped while the view lives.
+        """Return the block's memory; writes reach the block until `call_back`. It stays mapped while the view lives.
 
         Raises:
             OSError: There is no address space.
@@ -83,7 +86,7 @@ class Loans:
         return view
 
     def call_back(self) -> None:
-        """Make what is written into the lent memory from now on private to it.
+        """Keep later writes to the lent memory out of the block.
 
         Raises:
             OSError: The kernel refuses.
@@ -95,7 +98,7 @@ class Loans:
         self._lent = None
 
     def _moved(self, address: int) -> int | None:
-        """Return the new address of the pages that are mapped at another, which has none then; None: they stay."""
+        """Move the pages mapped at `address` to a new address, and return that; None if they can't be moved."""
         libc = _libc()
         room = self._size + _TABLE_BYTES
         try:

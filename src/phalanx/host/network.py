@@ -2,7 +2,7 @@
 
 The kernel provides both: addresses through ``SIOCGIFCONF`` and ``/proc/net/if_inet6``, the route through the source
 address of a connected UDP socket. Nothing is sent except the resolver's queries. The standard library can't list
-addresses, and psutil would be another dependency in place of thirty lines.
+addresses, and psutil would be another dependency just to save thirty lines.
 """
 
 from __future__ import annotations

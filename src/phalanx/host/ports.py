@@ -15,8 +15,8 @@ _BACKLOG = 128  # connections that wait to be accepted
 class ReservedPort:
     """A TCP port bound but not listened on, so that no other job is given it.
 
-    SO_REUSEADDR on both sides lets rank 0 bind and listen on it although we hold it. The kernel does not give it to a
-    process that asks for any free port, nor to an outgoing connection (``inet_csk_get_port``).
+    SO_REUSEADDR on both sides lets rank 0 bind and listen on the port although we hold it. The kernel gives the port
+    neither to a process that asks for any free port, nor to an outgoing connection (``inet_csk_get_port``).
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -48,7 +48,7 @@ def port_advice(max_nodes: int) -> str:
 
 
 def bound_socket(port: int = 0) -> socket.socket:
-    """Return a socket bound to a port of all addresses, of IPv6 too where this host has it; 0: a free port.
+    """Return a socket bound to `port` on all addresses, including IPv6 where this host has it; 0: any free port.
 
     Raises:
         OSError: Somebody listens on the port.
@@ -62,9 +62,9 @@ def bound_socket(port: int = 0) -> socket.socket:
 
 
 def open_listener(port: int) -> socket.socket:
-    """Return a socket that listens on a port of all addresses; 0: a free port.
+    """Return a socket that listens on `port` on all addresses; 0: any free port.
 
-    Of two processes that come at once, both may bind, but only one listens.
+    If two processes do this at once, both may bind, but only one can listen.
 
     Raises:
         OSError: The port is taken.

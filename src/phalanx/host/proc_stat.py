@@ -10,7 +10,7 @@ import os
 
 
 def stat_fields(process: int | str = "self") -> list[str]:
-    """Return the fields of a process or thread, numbered as in proc_pid_stat(5): field 4 is the parent; the first is 1.
+    """Return the fields of a process or thread, numbered from 1 as in proc_pid_stat(5): field 4 is the parent.
 
     Args:
         process: Process id, or a path below ``/proc``, such as ``12/task/13``.

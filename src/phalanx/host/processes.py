@@ -24,7 +24,7 @@ class Process:
         start_time: Clock ticks from the host's boot to its start: tells a reused pid apart.
         cpu_s: CPU time of all its threads so far, in seconds.
         rss_bytes: Resident memory; shared pages count in each process.
-        is_kernel: Whether it is a kernel thread, and no program.
+        is_kernel: Whether it is a kernel thread rather than a program.
     """
 
     pid: int
@@ -97,7 +97,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def working_folder(pid: int) -> str:
-    """Return the current folder of a process; empty if it has ended, or this user may not know."""
+    """Return the current folder of a process; empty if it has ended, or this user may not see it."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/cwd")
     return ""
@@ -161,7 +161,7 @@ def off_limits(pid: int) -> str:
 
 
 def descendants(root: int, processes: Mapping[int, Process]) -> list[Process]:
-    """Return the processes below one, each after its parent."""
+    """Return the processes below `root`, each after its parent."""
     found: list[Process] = []
     parents = {root}
     left = dict(processes)

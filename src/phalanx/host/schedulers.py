@@ -1,7 +1,7 @@
-"""Which launcher started this process, and its rank and host there: torchrun's contract, MPI, Slurm or Kubeflow.
+"""Finds the launcher that started this process, and its place there: torchrun's contract, MPI, Slurm or Kubeflow.
 
-One small class per environment answers one question, `place`. They are asked from the innermost launcher outwards, and
-the first answer counts: a rank that ``phalanx run`` starts inside a Slurm job has the variables of both.
+One small class per environment answers one question, `place`. The classes are asked from the innermost launcher
+outwards, and the first answer counts: a rank that ``phalanx run`` starts inside a Slurm job has the variables of both.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Placement:
         rank: Rank of this process among `world_size`.
         local_rank: Rank of this process among the `local_world_size` on this host.
         node_rank: Number of this host among `num_nodes`.
-        master_addr: Host of rank 0; None: not told.
-        hosts: All hosts, that of rank 0 first; empty: not told.
-        master_port: Port on that host, the same on every rank and used by no other job; None: not told.
+        master_addr: Host of rank 0; None: unknown.
+        hosts: All hosts, that of rank 0 first; empty: unknown.
+        master_port: Port on that host, the same on every rank and used by no other job; None: unknown.
         rank_variable: Environment variable that the launcher sets in each process, but does not have itself.
         knows_hosts: Whether the environment tells which ranks share a host; otherwise `local_rank` and the like mean
             nothing.
@@ -105,7 +105,7 @@ class Contract:
 
 
 class OpenMpi:
-    """``mpirun`` of Open MPI. Ranks are taken to be mapped to hosts in order, as it does by default."""
+    """``mpirun`` of Open MPI. Ranks are assumed to be mapped to hosts in order, which is its default."""
 
     name = "Open MPI"
 
@@ -146,7 +146,7 @@ class Slurm:
         per_node = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
         counts = expand_counts(per_node) if per_node else [size // num_nodes] * num_nodes
         hosts = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-        # The port: every task computes the same, and other steps and jobs, which may share the host, another one.
+        # Every task of a step computes the same port. Other steps and jobs, which may share the host, compute another.
         job, step = _int(environ, "SLURM_JOB_ID", 0), _int(environ, "SLURM_STEP_ID", 0)
         return Placement(
             scheduler=self.name,
@@ -210,10 +210,10 @@ def detect(environ: Mapping[str, str]) -> Placement | None:
 
 
 def detect_node(environ: Mapping[str, str]) -> Placement | None:
-    """Return the place of a launcher that has this environment, one task of what a scheduler started.
+    """Return the place of a launcher with this environment among the tasks that a scheduler started.
 
-    None if the environment is that of a rank, because a launcher that a rank starts runs a job of its own. Variables
-    PET_* are not considered: for a launcher they are flags.
+    Return None for the environment of a rank, because a launcher that a rank starts runs a job of its own. The PET_*
+    variables are ignored: for a launcher, they are flags.
     """
     if "LOCAL_RANK" in environ and "RANK" in environ:
         return None

@@ -2,37 +2,41 @@
 
 A **block** is a memfd: it has no name, so nothing is left when its last holder has ended, however that happened, and
 the size of ``/dev/shm`` does not matter. `Block.create` allocates every page before anybody uses one, so a shortage is
-an OSError here and never a SIGBUS later, and seals the size, so no process can take pages from under another. Limits
-of the host and of cgroups are checked before: past them, the kernel would kill a process instead of refusing.
+an OSError here and never a SIGBUS later. It also seals the size, so no process can take pages away from another. Before
+that, it checks the limits of the host and of cgroups, because the kernel does not refuse memory beyond a limit, but
+kills a process.
 
-**Hand-over.** `Block.address` is plain data (JSON will do): the process, the number of the descriptor, the file's inode
-and size. A peer of the same user on this host calls `Block.open(address)`, which goes through ``/proc/PID/fd``, and
-compares inode, size and seal with what was announced. So the holder needs no serving thread, and a holder that
-has ended, or whose pid was reused, is an OSError. Passing the descriptor over a socket (SCM_RIGHTS) was
-the alternative. It works across pid namespaces, and costs a thread or a moment in which both sides are there; only the
-job's segment (``csrc/memory/segment.h``), which is handed over before ranks know each other, needs it.
+**Hand-over.** `Block.address` is plain data that fits into JSON: the process, the number of the descriptor, the file's
+inode and size. A peer of the same user on this host calls `Block.open(address)`, which opens ``/proc/PID/fd`` and
+compares inode, size and seal with the address. So the holder needs no serving thread, and the peer gets an OSError if
+the holder has ended or its pid was reused. The alternative is to pass the descriptor over a socket (SCM_RIGHTS). That
+works across pid namespaces, but needs a thread, or a moment in which both sides are there. Only the job's segment
+(``csrc/memory/segment.h``) is passed in this way, because it is handed over before ranks know each other.
 
-**Who holds it.** Memory lives as long as somebody maps it or has it open. The creator is the owner: it may `close`, and
-those who have mapped the block keep what they have. To let a block outlive a rank, a process that lives longer (the
-supervisor of ``phalanx run``) opens it and passes its own `address` on. Nothing here imports torch, so it can.
+**Who holds it.** Memory lives as long as somebody maps it or has it open. The creator is the owner: it may `close` the
+block, and processes that have mapped it keep their mappings. To let a block outlive a rank, a process that lives longer
+(the supervisor of ``phalanx run``) opens it and passes on its own `address`. This module does not import torch, so the
+supervisor can use it.
 
-**Who reads it now.** Memory that changes after others have mapped it needs more: `Block.hold` is a lock of the kernel
-(``flock``) on the memfd, shared by readers or of one writer alone. It belongs to the open file, which the mapping keeps
-open: so it lasts until the last tensor of the mapping is gone, in forked children too, and a process that is killed
-holds nothing. Counters in the memory would stay as a dead reader left them. ``/proc/locks`` names who holds it.
+**Who reads it now.** Memory that changes after others have mapped it needs a lock, too. `Block.hold` takes a lock of
+the kernel (``flock``) on the memfd, which either several readers share or one writer has alone. The lock belongs to the
+open file, which the mapping keeps open. So it lasts until the last tensor of the mapping is gone, in forked children
+too, and a process that is killed holds nothing. Counters in the memory, by contrast, would stay as a dead reader left
+them. ``/proc/locks`` names the holders.
 
 **To build on it.** A rank that publishes: ``block = Block.create(size, "dataset")``, write into `block.memory`, then
-tell the others `block.address` by a store or a collective, and keep the block. A reader: ``Block.open(address,
+send the others `block.address` through a store or a collective, and keep the block. A reader: ``Block.open(address,
 "dataset")``, then ``torch.frombuffer(block.memory, ...)``; the tensor keeps the mapping, so the block need not be kept.
 A block that was handed over is never used for anything else: others may map it for as long as they like. Memory that
 only its owner has ever seen may be used again (`phalanx.backend.windows.tensors` keeps such blocks, and gives them back
-under pressure). For blocks of torch that peers read directly, the pool of ``csrc/process/blocks.h`` would lie in one
-block, whose address is handed over once; `Block.create` with ``is_allocated=False`` leaves allocating parts to it.
+when memory is short). If peers are to read torch's blocks directly, the pool of ``csrc/process/blocks.h`` can lie in
+one block, whose address is handed over once; with ``is_allocated=False``, `Block.create` leaves it to the pool to
+allocate parts of the block.
 
-**Counting.** `held_bytes` counts what this process maps, by purpose. The kernel counts the pages for the cgroup of the
-process that created them, and, while they are mapped and touched, in the RSS of each that maps them (``RssShmem`` in
-``/proc/PID/status``): so ``phalanx top`` shows shared memory once for each rank that uses it. ``/proc/PID/fd`` shows
-``/memfd:phalanx-PURPOSE`` for each block that a process holds.
+**Counting.** `held_bytes` counts what this process maps, by purpose. The kernel charges the pages to the cgroup of the
+process that created them. It also counts them, while they are mapped and touched, in the RSS of each process that maps
+them (``RssShmem`` in ``/proc/PID/status``), so ``phalanx top`` shows shared memory once for each rank that uses it.
+``/proc/PID/fd`` shows ``/memfd:phalanx-PURPOSE`` for each block that a process holds.
 
 `unnamed_file` makes the other memfds of this library, files that only happen to lie in memory: boxes, notes, snapshots.
 """
@@ -57,11 +61,11 @@ _SMALL = 1 << 20  # below this many bytes, checking the limits costs more than t
 _PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # pages that nobody writes take no memory
 
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, str] = weakref.WeakKeyDictionary()
-"""The mappings of this process, and what each is for."""
+"""The mappings of this process, and the purpose of each."""
 
 
 class Address(NamedTuple):
-    """Where another process of this host finds a block, and how it checks that it is the right one."""
+    """The place where another process of this host finds a block, with facts that identify the block."""
 
     pid: int
     fd: int
@@ -79,7 +83,7 @@ def unnamed_file(name: str, *, can_seal: bool = False) -> int:
 
 
 def path_of(fd: int, pid: int | None = None) -> str:
-    """Return the path at which processes of the same user open what this process, or another, holds open."""
+    """Return the path at which processes of the same user can open descriptor `fd` of this process, or of `pid`."""
     return f"/proc/{os.getpid() if pid is None else pid}/fd/{fd}"
 
 
@@ -120,7 +124,7 @@ class Block:
         Args:
             size_bytes: Size, at least 1.
             purpose: Word for its use, which is part of the memory's name in ``/proc``.
-            is_allocated: False leaves all pages to the caller, who must allocate them before they are used.
+            is_allocated: Whether to allocate all pages; otherwise the caller must allocate them before they are used.
 
         Raises:
             OSError: The host, a cgroup or a limit of this process (``ulimit -f``, ``-n``, ``-v``) has no room for it.
@@ -145,15 +149,16 @@ class Block:
         Args:
             address: Address that its holder has announced.
             purpose: Word for its use.
-            is_private: Whether what this process writes is its own: the kernel copies each page before its first write,
-                and nothing reaches the block.
+            is_private: Whether this process's writes stay private: the kernel copies each page before the first write
+                to it, and no write reaches the block.
 
         Raises:
-            OSError: That process has ended or is another by now, belongs to another user or lives in another container;
-                or a limit of this one (``ulimit -n``, ``-v``) has no room for it.
+            OSError: The holder has ended, or another process has its pid by now; the holder belongs to another user or
+                runs in another container; or a limit of this process (``ulimit -n``, ``-v``) has no room for the block.
         """
         access = os.O_RDONLY if is_private else os.O_RDWR
-        # Nothing waits or changes, whatever that process has under this number by now: a pipe, a terminal.
+        # By now, that process may have a pipe or a terminal under this number; with these flags, opening it does no
+        # harm.
         fd = os.open(path_of(address.fd, address.pid), access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             found = os.fstat(fd)
@@ -167,22 +172,23 @@ class Block:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process is a forked child of the one that made or opened the block, and shares it with it."""
+        """Whether this process is a forked child of the process that made or opened the block, and shares it."""
         return self._pid != os.getpid()
 
     @property
     def address(self) -> Address:
-        """What another process needs to open the block while this one holds it."""
+        """Address at which another process can open the block while this process holds it."""
         assert not self.is_closed, "a closed block can't be handed over"
         return Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino, self.size_bytes)
 
     def hold(self, *, alone: bool = False) -> bool:
-        """Hold the content, so that nobody changes it, or `alone`, to change it. Never waits.
+        """Lock the content against changes or, with `alone`, in order to change it; never wait.
 
-        It lasts until `release`, or until this block is closed and its mapping is gone, here and in forked children.
+        The lock lasts until `release`, or until this block is closed and its mapping is gone, here and in forked
+        children.
 
         Returns:
-            Whether that succeeded; False if another holds it alone, or with `alone`, if another holds it at all.
+            Whether the lock was taken; False if another process has it alone or, with `alone`, has it at all.
         """
         try:
             fcntl.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -191,11 +197,11 @@ class Block:
         return True
 
     def release(self) -> None:
-        """Hold the content no longer."""
+        """Release the lock on the content."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Stop holding the block. Mappings stay, here and elsewhere; with the last one the memory is freed."""
+        """Stop holding the block. Mappings stay, here and elsewhere; the memory is freed with the last of them."""
         if not self.is_closed:
             self.is_closed = True
             os.close(self._fd)
@@ -217,7 +223,7 @@ def holders_of(inode: int) -> set[int]:
 
 
 def require_room(size_bytes: int) -> None:
-    """Raise an OSError if the host or a cgroup has no room for that many bytes more."""
+    """Raise an OSError if the host or a cgroup has no room for that many more bytes."""
     for memory in known_memory():
         if size_bytes + _LEAST_LEFT > memory.left_bytes:
             raise OSError(

@@ -1,6 +1,6 @@
 """The record of a run: the black boxes of its ranks, and the folder with their logs and notes.
 
-A rank writes into memory that outlives it; an event costs some 20 ns, and other processes of the same user may read it.
-Start with `box`, which reads black boxes, then `writer`, the rank's side. Nothing here decides what happens to a job:
-the record says which rank is slow or failed, and other rooms act on it.
+A rank writes into memory that outlives it and that other processes of the same user may read; an event costs some 20
+ns. Start with `box`, which reads black boxes, then `writer`, the rank's side. Nothing here decides what happens to a
+job: the record says which rank is slow or has failed, and other packages act on it.
 """

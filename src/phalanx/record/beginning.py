@@ -1,11 +1,12 @@
 """The beginning of a rank, from its black box: the checkpoint that it loaded, its first step, and repeated steps.
 
-Repeated steps are those of the previous attempt after the checkpoint from which this one continues. If a script caught
-an error and loaded a checkpoint by itself during the previous attempt, the steps that it took back then are not counted
-again. Only under a Trainer do steps have numbers in the run; for a manual loop, the loaded checkpoint tells.
+Repeated steps are the steps that the previous attempt took after the checkpoint from which this attempt continues. If
+the script caught an error during the previous attempt and loaded a checkpoint by itself, the steps that it thereby lost
+do not count. Steps have numbers in the run only under a Trainer; for a manual loop, the count starts at the time when
+the previous attempt last saved or loaded that checkpoint.
 
 A rank writes a failure note when an operation fails. If nothing began between the first step or collective and such a
-note, that step or collective has failed. It is no progress, so the line of a recovery does not name it.
+note, that step or collective has failed. It is no progress, so the launcher's line about the recovery does not name it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class Before(NamedTuple):
     """A rank's record of the previous attempt.
 
     Attributes:
-        last_step: Number in the run of the last finished step, which may not be the largest, because a script may
-            catch an error and load a checkpoint by itself; 0: none, or steps have no such numbers.
-        saved: Time at which it last saved or loaded a checkpoint, by the step of the checkpoint.
+        last_step: Number, in the run, of the step that finished last; 0: none, or steps have no such numbers. It may
+            not be the largest number, because a script may catch an error and load a checkpoint by itself.
+        saved: Time at which the rank last saved or loaded a checkpoint, by the step of the checkpoint.
         steps: Start times of its finished steps, in order.
-        has_steps: Whether it has recorded any step.
-        uses_checkpoints: Whether it has loaded or saved any.
+        has_steps: Whether the rank has recorded any step.
+        uses_checkpoints: Whether the rank has loaded or saved any checkpoint.
     """
 
     last_step: int
@@ -72,13 +73,13 @@ def num_repeated(before: Before, first: Event, loaded_step: int | None) -> int |
 
 
 class Beginning:
-    """Collects how a rank begins.
+    """Collects the events of a rank's beginning.
 
     Args:
         since_ns: Time before which events are ignored, by the clock of the host.
 
     Attributes:
-        loaded_step: Step of the checkpoint that it has loaded; None: none.
+        loaded_step: Step of the checkpoint that the rank has loaded; None: none.
         has_gap: Whether events were overwritten before they were read, possibly the first ones.
     """
 
@@ -123,7 +124,7 @@ class Beginning:
         return min(load.begun_ns for load in loads), max(load.ended_ns for load in loads)
 
     def first(self, before: Before) -> Event | None:
-        """Return the first step, or the first collective of a rank that records none; None if it has not ended."""
+        """Return the first step, or the first collective of a rank that records no steps; None if it has not ended."""
         loading = self.loading_ns
         if loading is None and self._events["load"]:
             return None

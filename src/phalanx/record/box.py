@@ -1,7 +1,7 @@
 """Reads black boxes, of running processes and saved ones. ``csrc/memory/record.h`` has the layout.
 
 Imports neither torch nor the core, so that a job can be inspected where it could not run. A file may hold anything, so
-a saved one is read only if it is at most twice as large as a box in memory (`GzipFile` would read trailing zeros to
+a saved box is read only if it is at most twice as large as a box in memory (`GzipFile` would read trailing zeros to
 their end), and its rank is taken from its contents, not from its name.
 """
 
@@ -34,7 +34,7 @@ FAILED = "operation failed: "
 LOADED = "checkpoint loaded"
 """Text of a note whose number is the step of the checkpoint that a rank has loaded."""
 LOADING = "load checkpoint"
-"""Text of the phase before such a note."""
+"""Text of the phase in which a rank loads a checkpoint; such a note follows it."""
 MEMORY = "resident memory"
 """Text of a note whose value is the number of bytes of memory that a rank has."""
 
@@ -66,12 +66,13 @@ class Event(NamedTuple):
         ended_ns: Time of its end; 0 if it has not ended.
         kind: "collective", "message", "step", "phase", "note", or "call" for a collective whose end is not recorded.
         op: Name of the collective or the message, such as ``all_reduce``.
-        text: Name of the group or of the phase, or the text of a note; for a step, ``of N``, the largest possible.
+        text: Name of the group or of the phase, or the text of a note; for a step, ``of N`` with the largest possible
+            number.
         site: Line of the call, such as ``train.py:31``; empty if it is not known.
         thread: The kernel's id of the thread.
         seq: Number of a collective in its group, or of a step; for a message, the peer's rank in the
             group + 1; for the note of a loaded checkpoint, its step.
-        value: Elements of a collective or a message; samples of a step; bytes of a note of memory.
+        value: Elements of a collective or a message; samples of a step; bytes of a note about memory.
     """
 
     number: int
@@ -88,7 +89,7 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """What a rank has recorded.
+    """The record of one rank.
 
     Attributes:
         start_time: Start of the process in clock ticks since boot, which tells a reused pid apart.
@@ -115,7 +116,7 @@ def read_box(data: bytes) -> Box:
     """Return the content of a box, into which its rank may be writing.
 
     Raises:
-        ValueError: It is not a box, or of another version, or torn.
+        ValueError: `data` is not a box, is of another version, or is torn.
     """
     head = read_header(data)
     end = _PAGE + head.num_slots * _EVENT.size
@@ -128,7 +129,7 @@ def read_box(data: bytes) -> Box:
 
 
 class Header(NamedTuple):
-    """The first bytes of a box, as `csrc/memory/record.h` names them."""
+    """The header of a box, with the names of `csrc/memory/record.h`."""
 
     magic: bytes
     version: int
@@ -156,7 +157,7 @@ def read_header(data: bytes) -> Header:
     """Return the header of a box.
 
     Raises:
-        ValueError: It is not a box, or of another version, or torn.
+        ValueError: `data` is not a box, is of another version, or is torn.
     """
     if len(data) < _HEADER.size:
         raise ValueError("it is too short for a black box")
@@ -172,7 +173,7 @@ def read_header(data: bytes) -> Header:
 
 
 def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ()) -> Iterator[Event]:
-    """Yield the events in slots of a ring; one that is being written is left out.
+    """Yield the events in slots of a ring, except an event that is being written.
 
     Args:
         slots: Whole slots.
@@ -205,10 +206,10 @@ def _texts(data: bytes) -> Iterator[str]:
 
 
 class Tail:
-    """Reads only what is new in a box, in a fraction of the time that reading all of it takes.
+    """Reads only the new events of a box, in a fraction of the time that reading the whole box takes.
 
     Args:
-        fd: Open file of the box, which stays the caller's.
+        fd: Open file of the box, which the caller keeps open and closes.
         offset: Place in the file where the box begins.
         most: Largest number of events to read at a time; older ones are left out.
         kinds: Kinds of events to read, see `read_events`.
@@ -228,7 +229,7 @@ class Tail:
         """Return a box with the events that have begun or ended since the last call; None before a rank writes to it.
 
         Raises:
-            ValueError: It can't be read.
+            ValueError: The box can't be read.
         """
         data = os.pread(self._fd, _HEADER.size, self._offset)
         if not data.startswith(_MAGIC):
@@ -269,9 +270,9 @@ def _ranges_of(first: int, last: int, num_slots: int) -> Iterator[tuple[int, int
 
 
 def boxes_in(fd: int) -> Iterator[bytes]:
-    """Yield the bytes of all boxes in an open file; boxes that were never written are skipped.
+    """Yield the bytes of all boxes in an open file, except boxes that were never written.
 
-    An event that is written meanwhile is left out.
+    Events that are written during the call are left out.
     """
     for at in range(0, os.fstat(fd).st_size, BOX_BYTES):
         data = os.pread(fd, BOX_BYTES, at)
@@ -280,7 +281,7 @@ def boxes_in(fd: int) -> Iterator[bytes]:
 
 
 def _at_rest(data: bytes, later: bytes) -> bytes:
-    """Return `later`, a second read of the box `data`, leaving out events that changed (not just ended) since."""
+    """Return `later`, a second read of the box `data`, without events that changed since (other than by ending)."""
     first, second = memoryview(data), memoryview(later)
     end = min(len(data), len(later), BOX_BYTES - _TEXT_BYTES)
     if first[_PAGE:end] == second[_PAGE:end]:
@@ -298,7 +299,7 @@ def memories_of(pid: int, name: str) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: The process has ended.
-        PermissionError: This user may not look into it.
+        PermissionError: This user may not look into that process.
     """
     return (path_of(fd, pid) for fd, target in open_files(pid).items() if target.startswith(f"/memfd:{name} "))
 
@@ -308,7 +309,7 @@ def open_box(pid: int) -> tuple[int, int] | None:
 
     Raises:
         PermissionError: This user may not look into that process.
-        ValueError: There is a box, and it can't be read.
+        ValueError: There is a box, but it can't be read.
     """
     inside = number_inside(pid)
     for path in memories_of(pid, MEMORY_NAME):
@@ -329,11 +330,12 @@ def open_box(pid: int) -> tuple[int, int] | None:
 def box_of_process(pid: int) -> Box | None:
     """Return the box of a running process; None if it has none.
 
-    The process id and that of the main thread are those in our pid namespace, even if it runs in a container.
+    The ids of the process and of its main thread are those in our pid namespace, even if the process runs in a
+    container.
 
     Raises:
         PermissionError: This user may not look into that process.
-        ValueError: There is one, and it can't be read.
+        ValueError: There is a box, but it can't be read.
     """
     if (place := open_box(pid)) is None:
         return None
@@ -351,12 +353,12 @@ def box_of_process(pid: int) -> Box | None:
 def boxes_held_by(pid: int) -> Iterator[Box]:
     """Yield the boxes in memory that a running process holds.
 
-    A rank holds its own, and under a launcher those of all ranks of its host, also of killed ones. So does the process
-    that started them.
+    A rank holds its own box. Under a launcher, each rank holds the boxes of all ranks of its host, including killed
+    ones, and so does the process that started the ranks.
 
     Raises:
         PermissionError: This user may not look into that process.
-        ValueError: There is one, and it can't be read.
+        ValueError: There is a box, but it can't be read.
     """
     for path in memories_of(pid, MEMORY_NAME):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -371,7 +373,7 @@ def save_boxes(fd: int, folder: Path) -> list[Path]:
     """Write each box of an open file into a file of its own, and return their paths."""
     saved = []
     for data in boxes_in(fd):
-        with contextlib.suppress(ValueError):  # a box of another version: the script uses another phalanx
+        with contextlib.suppress(ValueError):  # a box of another version, because the script uses another phalanx
             path = folder / _name_of(read_box(data).rank)
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, gzip.compress(data, 1))
@@ -383,7 +385,7 @@ def load_box(path: Path) -> Box:
     """Return a saved box.
 
     Raises:
-        ValueError: It can't be read; the message names its file.
+        ValueError: The box can't be read; the message names its file.
     """
     try:
         with open_regular(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
@@ -414,7 +416,7 @@ class SavedBoxes:
 
 
 def load_boxes(folder: Path) -> SavedBoxes:
-    """Return the boxes saved in a folder. Each holds its rank; of two copies, the one in the rank's own file counts."""
+    """Return the boxes saved in a folder. If two are of the same rank, the one in the file named after it counts."""
     found: dict[int, tuple[bool, Path, Box]] = {}
     problems: dict[Path, str] = {}
     for path in sorted(folder.glob(f"rank_*{SUFFIX}")):

@@ -15,7 +15,7 @@ Ahead = dict[str, tuple[int, int]]  # for each host name: how far its clock is a
 
 
 def save_clocks(clocks: Mapping[str, Sequence[float]], folder: Path) -> None:
-    """Save how many seconds each host's monotonic clock is ahead, and the largest error; no file for no hosts.
+    """Save how many seconds each host's monotonic clock is ahead, and the largest error; without hosts, save nothing.
 
     Raises:
         OSError: The file can't be written.

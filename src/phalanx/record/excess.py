@@ -3,20 +3,21 @@
 **The rule.** A rank's *excess* in a step is the time that it computes, minus the median of the others' times in the
 same step, as a fraction of the median step. A rank is named if its mean excess is at least `LEAST_COST`, and more than
 z standard errors above 0. The mean leaves out a fifth of the steps at each end, so that single pauses count for
-nothing. Its error is Yuen's, of the winsorized steps, widened by their autocorrelation, because another program that
-takes a core slows several steps in a row. z is chosen so that all ranks together are named by chance in a fraction
-`FALSE_ALARMS` of the decisions. Pauses that recur, but in few steps, are found by applying the same rule to sums of
-`BLOCK` steps.
+nothing. Its standard error is Yuen's, computed from the winsorized steps and widened by their autocorrelation, because
+another program that takes a core slows several steps in a row. z is chosen so that any rank at all is named by chance
+in a fraction `FALSE_ALARMS` of the decisions. Pauses that recur, but only in few steps, are found by applying the same
+rule to sums of `BLOCK` steps.
 
-**Why.** The median of the others, because with one slow rank of four the mean makes the three others look fast.
-Trimmed means, because steps have heavy tails. Of 120 simulated runs of 1,000 steps with independent jitter of 3 and 8
-%, judged every 50 steps, none named a rank; where the noise of successive steps is correlated by 0.9, one run in ten
-names a rank that was slow for some dozens of steps.
+**Why.** A rank is compared with the median of the others, because with one slow rank of four, the mean makes the three
+others look fast. Means are trimmed, because step times have heavy tails. In 120 simulated runs of 1,000 steps with
+independent jitter of 3 and 8 %, judged every 50 steps, no rank was named. If the noise of successive steps is
+correlated by 0.9, one run in ten names a rank that was slow for some dozens of steps.
 
-**Tried: the lower tenth of the times** in place of the mean, since interruptions only add time. On recorded steps of
-two equal computing ranks, in stretches of 50, their difference then spreads by 1.3 % instead of 1.9 % on a quiet
-machine, by 3.6 % instead of 2.4 % beside other programs, and equally on an idle one. The rest is not noise: cores do
-differ in speed for dozens of steps (``python -m bench.stragglers``), and a stricter rule would find slow ranks later.
+**Tried: the lower tenth of the times** instead of the mean, since interruptions only add time. Two ranks with equal
+work were recorded and compared in stretches of 50 steps. With the lower tenth, the spread of their difference was 1.3 %
+instead of 1.9 % on a quiet machine, 3.6 % instead of 2.4 % beside other programs, and the same on an idle machine. The
+spread that remains is not noise: cores do differ in speed for dozens of steps (``python -m bench.stragglers``), and a
+stricter rule would find slow ranks later.
 
 Source of mean and error: K. K. Yuen, "The two-sample trimmed t for unequal population variances", Biometrika 61, 1974.
 """
@@ -67,7 +68,7 @@ def excesses(times: Sequence[Sequence[float]], step_ns: float) -> list[list[floa
 
 
 def is_clear(values: Sequence[float], num_ranks: int) -> bool:
-    """Whether a rank's excesses in successive steps are more than chance; see the rule of this module."""
+    """Whether a rank's excesses in successive steps can't be explained by chance; see the rule of this module."""
     mean = trimmed_mean(values)
     if mean < LEAST_COST:
         return False
@@ -76,7 +77,7 @@ def is_clear(values: Sequence[float], num_ranks: int) -> bool:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Return the standard error of the trimmed mean of values that follow one another."""
+    """Return the standard error of the trimmed mean of successive values."""
     ordered = sorted(values)
     cut = int(_TRIMMED * len(ordered))
     low, high = ordered[cut], ordered[len(ordered) - 1 - cut]

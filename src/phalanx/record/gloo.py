@@ -2,8 +2,8 @@
 
 A hook tells when a collective is called, and `Work.wait` when a caller has waited for it. A collective that a program
 or DDP starts and waits for later is recorded as a "call", an event without an end. Whether a rank waits for it can be
-seen only from its stack, and the straggler ledger leaves such ranks out. Messages are not recorded, because it is not
-known whether they had to wait.
+seen only from its stack, so the straggler ledger does not judge jobs with such calls. Messages are not recorded,
+because it is not known whether they had to wait.
 
 A callback on the work's future would tell every end, but Gloo calls it in a thread of its own, even after Python has
 ended: of sixteen jobs in which a rank left while a collective ran, seven crashed.
@@ -89,7 +89,7 @@ def _is_gloo(group: Any) -> bool:
     import torch
     import torch.distributed as dist
 
-    if type(group) is not dist.ProcessGroup:  # it is a group of phalanx's, or this rank is no member
+    if type(group) is not dist.ProcessGroup:  # phalanx made the group, or this rank is not in it
         return False
     backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config(group)).split(",")}
     return backends == {"gloo"} and isinstance(_torch.get_backend(group, torch.device("cpu")), dist.ProcessGroupGloo)
@@ -131,7 +131,7 @@ class _Group:
 
 
 def _end_what_is_over() -> None:
-    """End the events of calls whose wait was in native code, so that `_ending` did not see its end."""
+    """End the events of finished calls whose wait ran in native code, where `_ending` did not see it end."""
     for work, event in [*_awaited.values()]:
         if work.is_completed():
             _awaited.pop(id(work), None)

@@ -13,14 +13,14 @@ from phalanx.record import writer
 
 
 class Loop:
-    """Records the steps of a model in a manual loop: each lasts from its first forward pass to that of the next.
+    """Records the steps of a model in a manual loop; a step lasts from its first forward pass to that of the next step.
 
     A model calls these methods in turn. While a Trainer records steps and phases, nothing is recorded here.
     """
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._step = self._phase = 0  # events of the present step and phase
+        self._step = self._phase = 0  # events of the current step and phase
         self._has_averaged = True
 
     def begin_forward(self) -> None:

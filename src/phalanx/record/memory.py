@@ -1,9 +1,9 @@
-"""`BoxMemory`: memory for the boxes of ranks, held by the process that starts them and outliving them.
+"""`BoxMemory`: memory for the boxes of ranks, which the process that starts the ranks holds, so it outlives them.
 
-Each rank writes a ring of 8,192 events, one cache line each, into 640 KiB of a memfd that ranks open through
-``/proc``. The supervisor saves it after each attempt. Under torchrun or mpirun, or without a launcher, a rank's box
-lies in a memfd of its own and is gone when the rank ends: no other process holds it, and a file in ``/dev/shm`` or
-``/tmp`` would have to be removed by somebody. A process that may read the rank's ``/proc/PID/fd`` can read its box.
+Each rank writes a ring of 8,192 events, one cache line each, into 640 KiB of a memfd that ranks open through ``/proc``.
+The supervisor saves the boxes after each attempt. Under torchrun or mpirun, or without a launcher, a rank's box lies in
+a memfd of its own and is gone when the rank ends: no other process holds it, and a file in ``/dev/shm`` or ``/tmp``
+would have to be removed by somebody. A process that may read the rank's ``/proc/PID/fd`` can read its box.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.wire.files import free_pages
 class BoxMemory:
     """Memory for one box of each rank on this host, in the order of local ranks.
 
-    If memory or descriptors are short, there is none, and each rank records in memory of its own.
+    If memory or descriptors are short, no such memory is made, and each rank records in memory of its own.
     """
 
     def __init__(self, num_boxes: int) -> None:

@@ -1,4 +1,4 @@
-"""Notes that a rank leaves for its supervisor in the folder of its logs. No torch."""
+"""Notes that a rank leaves for its supervisor in the folder of its logs. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def note_checkpoints(folder: str) -> None:
 
 
 def words_of_checkpoints(rank_folder: str) -> str:
-    """Return a phrase about the newest checkpoint of the rank's job on disk; "" if the rank has not told the folder."""
+    """Return a phrase about the newest checkpoint of the rank's job on disk; "" if the rank named no folder."""
     with contextlib.suppress(OSError, UnicodeDecodeError), open(os.path.join(rank_folder, _CHECKPOINTS)) as file:
         return words_on_disk(file.read())
     return ""

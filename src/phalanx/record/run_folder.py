@@ -16,7 +16,7 @@ NUM_KEPT = 20
 """Number of runs of a script whose logs are kept in the default folder."""
 _BASE, _TRAINERS = "logs", "runs"  # default parents of run folders, and of Trainers' folders
 _OWN = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")  # matches the name of a run's folder
-_PART = re.compile(r"attempt_\d+|blackbox")  # matches the names of the folders in it
+_PART = re.compile(r"attempt_\d+|blackbox")  # matches the names of the folders in a run's folder
 
 
 class RunFolder:
@@ -34,7 +34,7 @@ class RunFolder:
     def __init__(self, log_dir: str, command: Sequence[str]) -> None:
         self.note: str = ""
         base = base_of(log_dir, command)
-        self._lock = -1  # descriptor of a lock, held as long as this process lives, so that no run removes the logs
+        self._lock = -1  # descriptor of a lock, held until this process ends, so that no other run removes the logs
         run = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         try:
             os.makedirs(base, exist_ok=True)
@@ -72,7 +72,7 @@ def _lock(path: str) -> int:
 
 def _remove_old(base: str) -> None:
     """Remove what launchers wrote into the folders of old runs that have ended; other files stay."""
-    import shutil  # here, because most runs do not need it
+    import shutil  # not at the top: most runs do not need it
 
     with contextlib.suppress(OSError):
         for name in sorted(filter(_OWN.fullmatch, os.listdir(base)))[:-NUM_KEPT]:

@@ -1,12 +1,13 @@
 """The time that each rank computed before each collective, from the black boxes of all ranks.
 
 A *stage* begins when a rank leaves a collective and ends when it arrives at the next one, so no stage contains a wait
-for other ranks. Only durations by a rank's own clock are compared, never times of two hosts. Comparing the times of
-arrival instead would blame a rank that the scheduler woke late, and would need one clock for all hosts.
+for other ranks. Only durations by a rank's own clock are compared, never times of two hosts. Comparing times of arrival
+instead would blame a rank that the scheduler woke late, and would need a common clock for all hosts.
 
 Collectives that overlap on any rank (started asynchronously, waited for later) count as one: a stage then ends with the
-last arrival. If no steps are recorded, a step ends with the collective before which ranks compute the most. Buckets of
-gradients come in a burst, and the time before one bucket is not that of a step.
+last arrival. If no steps are recorded, a step ends with the collective before which ranks compute the most. Not every
+collective can count as a step: buckets of gradients come in a burst, and the time before one bucket is not that of a
+step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from phalanx.record.box import Box, Event
 
 NO_STEP = -1
 """Value of `Stage.step` if no steps are recorded."""
-_MAX_PENDING = 1024  # most collectives that some ranks have left and others have not; older ones are dropped
+_MAX_PENDING = 1024  # most collectives kept that some ranks have left and others have not; older ones are dropped
 Call = tuple[str, int]  # a collective: its group, and its number in the group
 
 
@@ -60,10 +61,10 @@ class _Rank:
         self.groups: set[str] = set()
         self.hides_waits = False  # whether it calls collectives whose end is not recorded
         self.left_ns = 0  # when this rank left the last collective of the previous stage
-        self.arrived_ns = 0  # when it arrived at the newest collective of the present stage
-        self.leaves_ns = 0  # when it left the last of the collectives of the present stage
+        self.arrived_ns = 0  # when it arrived at the newest collective of the current stage
+        self.leaves_ns = 0  # when it left the last of the collectives of the current stage
         self.step = NO_STEP
-        self._next = 0  # number of the first event that was not read yet
+        self._next = 0  # number of the first event that has not been read yet
         self._open: set[int] = set()  # numbers of earlier events that had not ended when they were read
         self._phases: deque[_Phase] = deque()
         self._open_phases: dict[int, _Phase] = {}
@@ -109,13 +110,13 @@ class _Rank:
             self._open_phases[event.number] = phase
 
     def step_at(self, time_ns: int) -> int:
-        """Return the last step that had begun at a time, which must not be earlier than in the last call."""
+        """Return the last step that had begun by `time_ns`; successive calls must not go back in time."""
         while self._steps and self._steps[0][0] <= time_ns:
             self.step = self._steps.popleft()[1]
         return self.step
 
     def phases_within(self, begin_ns: int, end_ns: int) -> dict[str, int]:
-        """Return how long each phase took between two times, which must not be earlier than in the last call."""
+        """Return how long each phase took between two times; successive calls must not go back in time."""
         found: dict[str, int] = {}
         while self._phases and 0 < self._phases[0].ended_ns <= begin_ns:
             self._phases.popleft()
@@ -132,15 +133,15 @@ class Stages:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._states = [_Rank() for _ in boxes]
-        self._calls: dict[Call, list[Event | None]] = {}  # events by rank, in the order in which a first rank left
+        self._calls: dict[Call, list[Event | None]] = {}  # events by rank; calls in the order of their first end
         self._has_gap = True
-        self._present: Event | None = None  # newest collective of the present stage: the event of the first rank
+        self._present: Event | None = None  # newest collective of the current stage: the event of the first rank
 
     def add(self, boxes: Sequence[Box]) -> list[Stage]:
         """Return the stages that have ended since the last call.
 
         Args:
-            boxes: Boxes of the same ranks in the same order, whole or with their newest events alone.
+            boxes: Boxes of the same ranks in the same order, whole or with only their newest events.
         """
         for place, (state, box) in enumerate(zip(self._states, boxes, strict=True)):
             for event in state.news(box):
@@ -148,7 +149,7 @@ class Stages:
         return [] if any(state.hides_waits for state in self._states) else self._complete()
 
     def _complete(self) -> list[Stage]:
-        """Remove the calls that all ranks have left, in order; drop those that can no longer be completed."""
+        """Take the calls that all ranks have left, and return the stages they end; drop calls that can't complete."""
         stages = []
         newest = {group: seq for (group, seq), events in self._calls.items() if None not in events}
         num_extra = len(self._calls) - _MAX_PENDING
@@ -174,7 +175,7 @@ class Stages:
             state.left_ns = state.leaves_ns = 0
 
     def _take(self, events: list[Event]) -> Stage | None:
-        """Add a collective that all ranks have left; return the stage before it if it has begun another."""
+        """Add a collective that all ranks have left; if it begins a new stage, return the previous one."""
         states = self._states
         overlaps = any(event.begun_ns < state.leaves_ns for event, state in zip(events, states, strict=True))
         stage = None if overlaps else self._close()
@@ -185,7 +186,7 @@ class Stages:
         return stage
 
     def _close(self) -> Stage | None:
-        """End the present stage."""
+        """End the current stage, and return it; None if its beginning is unknown."""
         stage, states, last = None, self._states, self._present
         if last is not None and all(state.left_ns for state in states):
             busy = tuple(state.arrived_ns - state.left_ns for state in states)

@@ -1,4 +1,4 @@
-"""The straggler ledger: which rank the others wait for, how long, in which phase, and whether that is chance.
+"""The straggler ledger: which rank the others wait for, how long, in which phase, and whether that may be chance.
 
 The launcher, the report and the commands all use it, the launcher without torch. It costs 7 us for each collective that
 is read, and 34 ms for a decision over 1,000 steps of 4 ranks; so the launcher reads at most 2,000 events per second,
@@ -37,10 +37,11 @@ class Account:
 
     Attributes:
         cost: Compute time beyond the median of the others, as a fraction of a step; may be negative.
-        awaited_s: Total seconds that the others waited for it.
-        phase: If it is named, the phase in which it loses the most, or "before OP at LINE" if no phase is recorded.
-        ratio: Time in that phase, divided by the median of the others'; infinite if theirs is 0.
-        is_named: Whether it is slower, and not by chance; see `excess`.
+        awaited_s: Total seconds that the others waited for this rank.
+        phase: Phase in which a named rank loses the most time, or "before OP at LINE" if no phase is recorded; empty if
+            the rank is not named.
+        ratio: The rank's time in that phase, divided by the median of the others' times; infinite if that is 0.
+        is_named: Whether the rank is slower, and not by chance; see `excess`.
     """
 
     rank: int
@@ -67,9 +68,9 @@ class Summary:
     """Result of a ledger for the steps that it remembers.
 
     Attributes:
-        kind: "rank" (one), "ranks" (several), "host" (all of one host), "jitter" (a different one each time), "even"
-            (no long waits), "unknown" (too few steps, or a single rank).
-        cost: The highest cost of a rank that is named; with "jitter", the fraction of their time that ranks wait.
+        kind: "rank" (one), "ranks" (several), "host" (all of one host), "jitter" (ranks wait, for a different rank each
+            time), "even" (no long waits), "unknown" (too few steps, or a single rank).
+        cost: Highest cost of a named rank; with "jitter", the fraction of their time that ranks wait.
         num_steps: Number of steps covered: optimizer steps if they are recorded, otherwise see `stages`.
         step_s: Median duration of a step, in seconds.
         accounts: Account of each rank, in rank order.
@@ -109,7 +110,7 @@ class Summary:
 
 @dataclasses.dataclass
 class _Step:
-    """What all ranks did in one step; each field has a time in nanoseconds per rank."""
+    """The times of all ranks in one step, in nanoseconds; each list has one time for each rank."""
 
     busy: list[int]
     phases: dict[str, list[int]]
@@ -152,7 +153,7 @@ class Ledger:
         self._kept: deque[Stage] = deque(maxlen=_MAX_STAGES)
 
     def add(self, boxes: Iterable[Box]) -> None:
-        """Add what is new in the boxes of all ranks; start over if the ranks are not the previous ones.
+        """Add the new events in the boxes of all ranks; start over if these are not the same processes as before.
 
         Args:
             boxes: Boxes of the ranks of one host or of several, whole or as `Tail` reads them.
@@ -235,7 +236,7 @@ class _Look:
 
 
 def _added_up(steps: Sequence[_Step]) -> list[_Step]:
-    """Return the sums of every `BLOCK` steps; the remainder at the beginning is dropped."""
+    """Return the sums of successive groups of `BLOCK` steps, without the remainder at the beginning."""
     first = len(steps) % BLOCK
     return [sum(steps[at + 1 : at + BLOCK], steps[at]) for at in range(first, len(steps), BLOCK)]
 

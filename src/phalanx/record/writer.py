@@ -1,9 +1,10 @@
 """The rank's side of the record: where its box lies, and the events that Python writes.
 
 The core records the collectives of its groups, and messages that had to wait. In a group of several hosts, the core's
-collectives are only steps, so it does not record them; the group records its calls through this module, and so does
-everything else. While a Trainer records its steps and phases (`telling`), models and loaders don't. An event that an
-error interrupted never gets an end in the box, which shows where the error came from.
+collectives are only steps of the group's calls, so the core does not record them, and the group records its calls
+through this module. Everything else is recorded through this module, too. While a Trainer records its steps and phases
+(`telling`), models and loaders don't. If an error interrupts a step or a collective, its event never gets an end in the
+box, which shows where the error came from.
 
 Every function may be called at any time: without memory, descriptors or ``/proc``, nothing is recorded and nothing
 happens. A forked child forgets its parent's box.
@@ -116,7 +117,7 @@ def _begin(kind: int, code: int, text: str, seq: int, value: int, site: str = ""
 
 
 def end(event: int) -> None:
-    """Record that an event has ended; does nothing for 0."""
+    """Record that an event has ended; do nothing for 0."""
     if event:
         _core.end_event(event)
 

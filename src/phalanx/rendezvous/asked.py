@@ -18,7 +18,7 @@ from phalanx._torch import replace
 from phalanx.rendezvous.launched import Launch
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-_DEFAULT_S = 300.0  # torch's default, used for anything that is not a positive time
+_DEFAULT_S = 300.0  # default of torch's stores, used for anything that is not a positive time
 _RIGHT = 'init_process_group("{}") takes rank and world size from the launcher'
 
 
@@ -39,8 +39,8 @@ class Asked:
         use_libuv: Whether the store is served by libuv.
         is_served: Whether torchrun's agent serves the store, instead of rank 0.
         launch: Launch of this process, if phalanx started it and all ranks are on this host.
-        launcher: Name of the launcher that starts all ranks, ``phalanx run`` or ``phalanx.spawn``; empty: it is
-            neither.
+        launcher: Name of the launcher that starts all ranks, ``phalanx run`` or ``phalanx.spawn``; empty if neither
+            does.
     """
 
     rank: int
@@ -111,7 +111,7 @@ class Asked:
 
 
 def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group") -> Asked | None:
-    """Return the request to torch's rendezvous; None if it is incomplete, or of a kind that only torch knows."""
+    """Return the request that a URL describes; None if it is incomplete, or of a kind that only torch knows."""
     parts, environ = urlsplit(url), _env.environment()
     query = dict(parse_qsl(parts.query))
     if parts.scheme == "env":
@@ -152,7 +152,7 @@ def read_url(url: str, timeout: Any, where: str, call: str = "init_process_group
 
 
 def _launcher_of(asked: Asked, environ: dict[str, str]) -> str:
-    """Return our launcher that starts all ranks of this world, on all hosts; empty if there is none."""
+    """Return the name of our launcher if it starts all ranks of this world, on all hosts; otherwise ""."""
     if asked.own_launch is not None:
         return asked.own_launch.launcher
     its_point = (environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
@@ -161,7 +161,7 @@ def _launcher_of(asked: Asked, environ: dict[str, str]) -> str:
 
 
 def cpu_backend(backend: str) -> str:
-    """Return the backend for CPU tensors if ``init_process_group`` is called with `backend`.
+    """Return the backend that handles CPU tensors if ``init_process_group`` is called with `backend`.
 
     Different values may mean the same: ``cpu:gloo,cuda:nccl``, ``gloo``, or nothing.
     """

@@ -3,15 +3,15 @@
 The launcher (``phalanx run`` or `phalanx.spawn`) notes each rank that has ended, and with which exception. The notes,
 one per line, lie in memory that the launcher holds and ranks open through ``/proc``, so a full disk does not matter.
 
-**Ranks that can't come any more.** Waiting ranks raise `RankFailed` once fewer ranks live than the world needs, if the
-world consists of the launch's ranks, that is, if it meets where the launcher said; elsewhere a rank may meet other
-programs, and ranks may have other numbers. A rank also notes that it waits for rank 0. If all ranks of the launch do,
-each learns that none of them is rank 0.
+**Ranks that can't come any more.** Waiting ranks raise `RankFailed` once fewer ranks are alive than the world needs.
+They do so only if the world consists of the launch's ranks, that is, if it meets at the launcher's address: elsewhere,
+a rank may meet other programs, and ranks may have other numbers. A rank also notes that it is waiting for rank 0. If
+all ranks of the launch have noted this, each learns that none of them is rank 0.
 
-A group that is being formed reads the notes as well, for processes that are known to be its members. For the world, the
-roll call tells them; for other groups, the world does. For a group that a program makes by hand over a store of its
-own, no process is known before the ranks have said hello. An end counts only at the second look, because a rank may
-have done what others awaited just before it ended.
+A group that is being formed also reads the notes about processes that are known to be its members. The members of the
+world are known from the roll call, those of other groups from the world. For a group that a program makes by hand over
+a store of its own, no member is known before the ranks have said hello. An end counts only if a second look confirms
+it, because a rank may have done what others wait for just before it ended.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Launch:
     Attributes:
         launcher: Name of the launcher for users: ``phalanx run`` or ``phalanx.spawn``.
         notes: Path of the file in which the launcher notes the ends of ranks, and ranks note that they wait for rank 0.
-        rank: Rank that this process was given, whatever it calls itself.
+        rank: Rank that the launcher gave this process; the process may claim another one.
     """
 
     launcher: str
@@ -92,7 +92,7 @@ class Launch:
         return same and port == self.master_port
 
     def is_world(self, rank: int, world_size: int) -> bool:
-        """Whether a world in which this process has this rank consists of the launcher's ranks.
+        """Whether a world of this size, in which this process has this rank, consists of the launcher's ranks.
 
         Ask `_env.is_rank` first: a process that a rank starts has worlds of its own.
         """
@@ -105,7 +105,7 @@ class Launch:
         return []
 
     def note_wait(self, rank: int, where: str) -> None:
-        """Note that this process, as `rank`, waits for rank 0 to open the store; -1: it no longer waits."""
+        """Note that this process, as `rank`, waits for rank 0 to open the store; with -1, that it no longer waits."""
         self._note("waits", (self.rank, rank, where))
 
     def note_progress(self) -> None:
@@ -121,7 +121,7 @@ class Launch:
         self._note("apart", (self.rank,))
 
     def waiting(self) -> dict[int, tuple[int, str]]:
-        """Return the waiting ranks, by the rank that the launcher gave: the rank that each claims, and its line."""
+        """Return the rank that each waiting process claims, and its line, by the rank that the launcher gave it."""
         waits = {facts[0]: (facts[1], facts[2]) for kind, facts in self._read() if kind == "waits"}
         return {given: wait for given, wait in waits.items() if wait[0] >= 0}
 
@@ -140,7 +140,7 @@ class Launch:
 
 
 def note_progress(launch: str) -> None:
-    """Tell this process's launcher, if it has one, that it has come far enough for a restart to be worthwhile.
+    """Tell this process's launcher, if any, that the process has come far enough for a restart to be worthwhile.
 
     Args:
         launch: Text from the launcher, see `Launch.to_text`; may be empty.
@@ -150,7 +150,7 @@ def note_progress(launch: str) -> None:
 
 
 def note_lender(notes: str, pid: int, path: str) -> None:
-    """Note that a terminal is lent to the debugger of a rank's process at a socket.
+    """Note the socket at which the debugger of a rank's process can borrow a terminal.
 
     Args:
         notes: Path of the launcher's notes.
@@ -169,10 +169,10 @@ class Started:
         folder: Folder of the run's logs; empty if there is none.
         world_size: Number of ranks, also on other hosts; 0: not known yet.
         pids: Processes of the ranks of this host, by rank.
-        ended: Those of them that have ended.
+        ended: Ends of the ranks of this host that have ended, by rank.
         state: Activity of the launcher while none of its ranks runs, such as ``waiting for other nodes``; empty if it
             has noted none since it started its ranks.
-        straggler: Launcher's words about a rank that costs the others time; empty if there is none.
+        straggler: The launcher's words about a rank that costs the others time; empty if there is none.
     """
 
     launcher: str
@@ -190,7 +190,7 @@ def read_started(path: str) -> Started | None:
 
     Raises:
         OSError: The notes can't be read.
-        ValueError: A launcher of this version does not write such notes.
+        ValueError: The notes are not in the form that a launcher of this version writes.
     """
     with open(path) as file:
         notes = _notes_in(file.read())
@@ -221,7 +221,7 @@ def _words_of_state(state: str, deadline_s: float | None = None) -> str:
 def start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot, which tells it apart from others with the same pid.
 
-    0: it has ended, or is ending.
+    Return 0 if the process has ended or is ending.
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
         fields = stat_fields(pid)
@@ -250,7 +250,7 @@ class Notes:
         """Note what the launcher does while none of its ranks runs, for commands that ask; see `Started`.
 
         Args:
-            left_s: Seconds after which it gives up; None: it does not.
+            left_s: Seconds after which the launcher gives up; None: it does not.
         """
         os.write(self._fd, _line("state", (state, None if left_s is None else time.monotonic() + left_s)))
 
@@ -259,7 +259,7 @@ class Notes:
         os.write(self._fd, _line("straggler", (words,)))
 
     def note_start(self, rank: int, pid: int) -> None:
-        """Note which process a rank is."""
+        """Note the process of a rank."""
         os.write(self._fd, _line("started", (rank, pid)))
 
     def note_end(self, end: Ending) -> None:

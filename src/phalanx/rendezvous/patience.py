@@ -18,11 +18,11 @@ class Patience:
 
     If a launcher of ours starts all ranks, the first line comes after 15 s, and says so instead of giving advice.
 
-    It uses a thread of its own, because a resolver or torch's store may block the waiting thread inside native code.
+    A separate thread prints the lines, because a resolver or torch's store may block the waiting thread in native code.
 
     Attributes:
         awaits: Phrase for what the rank is waiting for, and advice.
-        awaits_ranks: Whether it waits for other ranks, which a launcher may be starting.
+        awaits_ranks: Whether the rank waits for other ranks, which a launcher may be starting.
         deadline: End of the wait on the monotonic clock.
     """
 

@@ -1,17 +1,17 @@
 """The roll call: rank 0 waits until every rank has come to the store, then tells each that all are there.
 
-Each rank writes a record into the store (rank, world size, backend, process, line of the script). When it finds the
-record of rank 0, which contains a fresh token, it writes its own again under that token, and waits for an answer to
-itself. Rank 0 reads the records under its token, compares them, and answers every rank with the same fresh prefix for
-the keys of the group. So two processes with one rank, contradicting world sizes and different backends are detected,
-and every rank raises the same error.
+Each rank writes a record into the store (rank, world size, backend, process, line of the script). When a rank finds the
+record of rank 0, which contains a fresh token, it writes its own record again under that token, and waits for an answer
+addressed to it. Rank 0 reads the records under its token, compares them, and answers every rank with the same fresh
+prefix for the keys of the group. This detects two processes with the same rank, contradictory world sizes and different
+backends, and every rank raises the same error.
 
 **Leftovers do no harm.** A file, or the store of torchrun's agent, may hold the records of an earlier group, attempt or
 run: the agent keeps one store for all attempts, and its restart count may differ between nodes. None of these records
-is under the present token, because dead ranks answer none. A rank answers a rank 0 only after it has seen that this
-rank 0
-lives: in ``/proc`` on its own host, elsewhere by reports that rank 0 keeps writing. If a rank dies during the roll
-call, the ranks of its host notice in ``/proc``.
+is under the current token, because dead ranks answer no token. A rank answers every rank 0 whose record it finds,
+unless ``/proc`` shows that this rank 0 has ended. But it compares its numbers only with a rank 0 that it has seen
+alive: in ``/proc`` on its own host, elsewhere by reports that rank 0 keeps writing. If a rank dies during the roll
+call, rank 0 notices it in ``/proc`` on the same host, and so do the others if rank 0 dies.
 """
 
 from __future__ import annotations
@@ -93,16 +93,17 @@ class RollCall:
         self._keys = [f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)]  # used on rank 0
         self._answered = ""  # token of the rank 0 that this rank has answered
         self._rank_0 = ""  # token of a rank 0 known to be alive
-        self._server: Record | None = None  # process that serves this store, if ranks have met in it before
+        self._server: Record | None = None  # record of the store's server, if ranks have met in it before
         self._beat: dict[str, Any] = {}  # rank 0's last report of missing ranks
         self._num_looks = 0
         self._missing: list[int] = []
-        self._doubts = False  # whether the last look saw a rank end, which may have written something before its end
+        self._doubts = False  # whether the last look saw a dead rank, which may have written before its end
 
     def answer(self) -> str | None:
-        """Return the prefix of the group's keys, once all ranks have come; None if the store is gone and rank 0 lives.
+        """Return the prefix of the group's keys once all ranks have come; None if the store is gone but rank 0 lives.
 
-        Then the store was that of an earlier group, which rank 0 has just left, and it will serve another one.
+        In that case, the store belonged to an earlier group that rank 0 has just left, and rank 0 will serve another
+        one.
 
         Raises:
             CollectiveTimeout: Ranks did not come within the timeout.
@@ -130,7 +131,7 @@ class RollCall:
             self._store.close()
 
     def _arrive(self) -> bool:
-        """Write that this rank is here; return True. To be called again if the store did not answer."""
+        """Write that this rank is here; return True. If the store does not answer, this can be called again."""
         rank, here = self._asked.rank, self._mine["process"][0]
         self._server = self._read("server", _RECORD)
         before = self._record(rank)
@@ -145,7 +146,7 @@ class RollCall:
         return True
 
     def raise_rival(self) -> None:
-        """Raise if the rank 0 that serves this store is alive; it is not this process."""
+        """Raise if the rank 0 that serves this store, which is another process, is alive."""
         deadline = min(self._patience.deadline, time.monotonic() + NOTE_S)
         with contextlib.suppress(StoreGoneError, StoreSilentError):  # the store may just be closing
             # The rival may listen for a moment before it has written its record.
@@ -188,13 +189,13 @@ class RollCall:
             self._answered = told["token"]
 
     def _reply(self) -> str | None:
-        """On other ranks: answer rank 0, if that is not done yet; return the prefix once rank 0 has sent it."""
+        """On other ranks: answer rank 0, unless that is done; return the prefix once rank 0 has sent it, else None."""
         if not self._answered:
             self._answer()
         return self._word()
 
     def _word(self) -> str | None:
-        """Return the prefix that rank 0 has sent to this rank, None if it has not; raise the error that it sent."""
+        """Return the prefix that rank 0 has sent to this rank, or None if it has not; raise an error that was sent."""
         word = self._read(f"word/{self._mine['token']}", _read_word)
         if word is None:
             return None
@@ -304,7 +305,7 @@ class RollCall:
         self._doubts = left is not None or bool(dead)
 
     def _compare(self, records: Sequence[Record | None]) -> None:
-        """Raise if the ranks that have come disagree on the world size, or if only some asked for our backend."""
+        """Raise if the ranks that have come differ in world size or version, or if only some asked for our backend."""
         here = [record for record in records if record is not None]
         sizes = _first_of_each(here, lambda record: record["world_size"])
         if len(sizes) > 1:
@@ -337,7 +338,7 @@ class RollCall:
         facts: dict[str, Any] | None = None,
         also: Record | None = None,
     ) -> None:
-        """Tell the others the error, and raise it. `also`: record of another process that claims this rank."""
+        """Tell the others the error, and raise it; `also` is the record of another process that claims this rank."""
         self._tell(text, ranks, kind, facts, also)
         raise kind(f"{self._asked.name}: {text}", op="join", ranks=ranks, **(facts or {}))
 
@@ -362,7 +363,7 @@ class RollCall:
                 time.sleep(PART_S)
 
     def _is_served_again(self) -> bool:
-        """Whether rank 0 has only closed the store, which is gone: it listens again, or its process lives."""
+        """Whether rank 0 has merely closed the store that is gone: rank 0 listens again, or its process lives."""
         asked, deadline = self._asked, time.monotonic() + NOTE_S
         is_rank_0s = not (asked.is_served or asked.path)
 
@@ -378,7 +379,7 @@ class RollCall:
         return self._server is not None and _is_here(self._server) and not _has_ended(self._server)
 
     def _lost_store(self, error: Exception) -> PhalanxError:
-        """Return the error for a store that is gone, and with it rank 0 if that served it."""
+        """Return the error for a store that is gone together with the process that served it."""
         if (left := who_left(self._asked)) is not None:
             return RankFailed(f"{self._asked.name}: {left[0]}", op="join", entry="rank-failed-early", **left[1])
         server = "the launcher's agent" if self._asked.is_served else "rank 0"
@@ -427,6 +428,6 @@ def _is_here(record: Record) -> bool:
 
 
 def _has_ended(record: Record) -> bool:
-    """Whether a process of this host has ended; False for other hosts, whose processes can't be seen."""
+    """Whether a record's process has ended; False on other hosts, whose processes can't be seen."""
     _, pid, started = record["process"]
     return _is_here(record) and start_time(pid) != started

@@ -77,7 +77,7 @@ def _refuse_stranger(asked: Asked) -> None:
 
 
 def _listens(port: int) -> bool:
-    """Whether this process listens there itself, as with the store of an earlier group, which may be slow to answer."""
+    """Whether this process itself listens on `port`, as for the store of an earlier group, which may answer slowly."""
     for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
             fd = os.dup(int(number))
@@ -109,7 +109,7 @@ def store_of_another(asked: Asked) -> dist.Store | None:
 
 
 def _open_file(asked: Asked, patience: Patience) -> dist.Store:
-    """Return a file store, after a check that its folder exists: without one, torch would try for minutes."""
+    """Return a file store, after a check that its folder exists: without the folder, torch would try for minutes."""
     folder = os.path.dirname(asked.path) or "/"
     has_come = wait_until(lambda: os.path.isdir(folder) or None, time.monotonic() + FOLDER_S, most_s=_PAUSE_S)
     why = ""
@@ -154,7 +154,7 @@ def _await_server(asked: Asked, patience: Patience) -> None:
     try:
         _try_to_connect(asked, patience)
     except PhalanxError as error:
-        still_waits = type(error) is PhalanxError  # no rank is rank 0: the note stays, for ranks that look later
+        still_waits = type(error) is PhalanxError  # no rank is rank 0: the note stays for ranks that look later
         raise
     finally:
         if launch is not None and not still_waits and launch.rank in launch.waiting():
@@ -238,7 +238,7 @@ def who_left(asked: Asked) -> tuple[str, dict[str, Any]] | None:
     ended = launch.ended() if launch is not None else []
     if launch is None or launch.world_size - len(ended) >= asked.world_size:
         return None
-    end = ended[launch.world_size - asked.world_size]  # the first one too many; later ones may be its victims
+    end = ended[launch.world_size - asked.world_size]  # the first end that left too few; later ones may be its victims
     text = (
         f"rank {end.rank} (pid {end.pid}) {end.exit_words} before all ranks had joined\n"
         f"All {asked.world_size} must come to {asked.call}: look at what rank {end.rank} printed last."

@@ -1,18 +1,19 @@
 """Detects ranks that train without each other, because the user forgot to join them.
 
-Each tells its launcher at its end.
+Each such rank tells its launcher when it ends.
 
 A rank without a group has trained alone if its optimizer has stepped. A rank in a group has trained apart if its
-optimizer has stepped twice, and nothing but barriers ran in any group since the first optimizer was made. (Twice,
-because what the first step needed may have been exchanged before.) The launcher warns if all its ranks note the same.
+optimizer has stepped twice, and nothing but barriers ran in any group since the first optimizer was made. (It must be
+two steps, because what the first step needed may have been exchanged before.) The launcher warns if all its ranks note
+the same.
 
 **A correct program must never be warned.** A process whose exchanges can't all be counted notes nothing: one with a
-group of another backend, RPC, a GPU in use, or torch before 2.14, which has ways past Python. A single all_reduce of a
-loss is enough for silence, since evolution strategies exchange no more than that. Groups count collectives in the core
-anyway; barriers and messages are counted where Python starts them.
+group of another backend, RPC, a GPU in use, or a torch before 2.14, where some calls bypass Python. A single all_reduce
+of a loss is enough for silence, since evolution strategies exchange no more than that. Groups count collectives in the
+core anyway; barriers and messages are counted where Python starts them.
 
-torch calls `Optimizer.profile_hook_step` when it makes the first optimizer of a class: that is where optimizers and
-their steps are seen. A hook on optimizers would keep a Trainer from dividing the step.
+torch calls `Optimizer.profile_hook_step` when it makes the first optimizer of a class, so this module replaces that
+function to see optimizers and their steps. A hook on optimizers would keep a Trainer from dividing the step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def exchanges_uncounted() -> None:
 
 
 def count_exchanges(count: Callable[[], int]) -> None:
-    """Register the function that counts the operations with data of all phalanx groups that this process has had."""
+    """Register a function that counts the operations with data in all phalanx groups that this process has had."""
     global _num_exchanges
     _num_exchanges = count
 
@@ -70,8 +71,8 @@ class _Training:
     """Steps that the optimizers of this process have taken.
 
     Attributes:
-        has_begun: Whether one has stepped.
-        goes_on: Whether one has stepped twice. Then it trains without an exchange between the two steps.
+        has_begun: Whether an optimizer has stepped.
+        goes_on: Whether the same optimizer has stepped twice.
         was_in_group: Whether there was a group of several ranks at the second step.
         num_before: Number of operations with data when the first optimizer was made.
     """
@@ -84,7 +85,7 @@ class _Training:
         self._first: Callable[[], Any] = lambda: None
 
     def watch(self) -> None:
-        """Wrap `step` of each optimizer class when torch hooks it, which is when the first optimizer of it is made."""
+        """Wrap `step` of each optimizer class when torch hooks it: when the first optimizer of the class is made."""
         from torch.compiler import is_dynamo_compiling
         from torch.optim import Optimizer
 

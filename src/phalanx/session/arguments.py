@@ -17,7 +17,7 @@ def naming_arguments(
     """Return a decorator: if a function is called with an unknown argument, it raises the error that `unknown` returns.
 
     Args:
-        unknown: Function of the function's name, the argument's name and all known names, which returns the error.
+        unknown: Function that takes the function's name, the argument's name and all known names; returns the error.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

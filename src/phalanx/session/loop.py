@@ -44,7 +44,7 @@ def checked_precision(call: str, precision: str) -> str:
     """Return the precision if it exists.
 
     Raises:
-        ValueError: It does not; the error suggests the right call if another library uses the name.
+        ValueError: There is no such precision; the error suggests the right call if another library uses the name.
     """
     if precision in DTYPES:
         return precision

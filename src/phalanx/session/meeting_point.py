@@ -4,12 +4,13 @@ torch's ``env://`` knows only RANK. The plugin puts this reader of schedulers in
 without `phalanx.init`.
 
 - **mpirun on one host:** ranks meet through a file named after their launcher (pid and start time of the nearest
-  ancestor that is no rank). A port derived from a job's number might be in use by another program.
+  ancestor that is no rank). They do not use a port derived from the job's number, which another program might use.
 - **mpirun across hosts:** ranks meet at MASTER_ADDR, because MPI does not say where rank 0 is; or, if mpi4py is the
-  bridge, through a broadcast of MPI's.
+  bridge, through a broadcast over MPI.
 - **Slurm:** the port is derived from job and step, because a job's tasks don't necessarily share a folder.
 - **Ranks set by hand** exchange their hosts (boot, network namespace) through the store before `phalanx.init` chooses a
-  backend. When they guessed from MASTER_ADDR, they found different numbers of hosts, and so chose different backends.
+  backend. An earlier version guessed the hosts from MASTER_ADDR: ranks then found different numbers of hosts, and so
+  chose different backends.
 """
 
 from __future__ import annotations
@@ -189,9 +190,9 @@ def meet_under_scheduler() -> tuple[Any, int, int] | None:
 
 
 def _launcher_of(rank_variable: str) -> str:
-    """Return a name, unique to one process, for the process that started the ranks of this host.
+    """Return a name that identifies the process that started the ranks of this host.
 
-    That is the nearest ancestor without a rank, because a rank may run under a shell or another wrapper.
+    That process is the nearest ancestor without a rank: a rank may run under a shell or another wrapper.
     """
     pid = os.getpid()
     while True:

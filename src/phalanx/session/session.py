@@ -4,7 +4,7 @@ A process has at most one session, `_current`. `init` finds the place (see `meet
 chooses backend and device, and makes the default group; if the script has made that group, `init` adopts it.
 `shutdown`, the end of the outermost ``with`` block, or the script's own `destroy_process_group` ends the session; a
 group that the script made is left to the script. `survival` calls `init_again` after another rank has failed: the same
-object then describes the new place. The methods for hand-written loops only pass on to `loop`.
+object then describes the new place. The methods for hand-written loops only call functions of `loop`.
 """
 
 from __future__ import annotations
@@ -112,12 +112,12 @@ class Session:
         Ranks may have different numbers of rows.
 
         Args:
-            value: Tensor, or mappings, lists and tuples of tensors, which are gathered position by position: each batch
-                in a list of batches becomes that batch of all ranks. For one tensor, join the batches first with
-                ``torch.cat(batches)``. A tensor without a dimension counts as one row; anything else becomes a list
-                with one entry for each rank.
-            total: Number of samples in the dataset. The rows are then returned in the dataset's order, assuming that
-                our `DistributedSampler` or torch's has dealt it out without shuffling, and padding is dropped. By
+            value: Tensor, or mappings, lists and tuples of tensors, which are gathered position by position: a list of
+                batches becomes a list in which each batch has the rows of all ranks. For one tensor, join the batches
+                first with ``torch.cat(batches)``. A tensor without a dimension counts as one row; anything else becomes
+                a list with one entry for each rank.
+            total: Number of samples in the dataset. The rows are then returned in the dataset's order, without padding,
+                assuming that our `DistributedSampler` or torch's has dealt out the samples without shuffling. By
                 default the rows of rank 0 come first, then those of rank 1, and so on.
 
         Raises:
@@ -135,8 +135,8 @@ class Session:
         is True in a pass after which the optimizer should step.
 
         Args:
-            model: Model wrapped in our or torch's DistributedDataParallel, or sharded by FSDP2; any other model leaves
-                only the counting of passes.
+            model: Model wrapped in our or torch's DistributedDataParallel, or sharded by FSDP2; for any other model,
+                passes are only counted.
             step: Number of the pass in the epoch, from 0.
             every: Number of passes for each optimizer step.
             num_steps: Number of passes in the epoch, the last of which always ends with a step; None: unknown.
@@ -190,7 +190,7 @@ class Made:
     Attributes:
         arguments: Arguments of `init`.
         exported: Names of the environment variables that `init` set for its group; None: the script made the group.
-        use: Use of the group before this session, as `use_of_group` returns it.
+        use: Use of the group when the session was made, as `use_of_group` returns it.
         num_blocks: Number of open ``with`` blocks of the session.
     """
 
@@ -222,8 +222,8 @@ def init(
     """Join the job that this process belongs to and return its `Session`. A process without a job is a world of one.
 
     The place in the job comes from the arguments, or from the launcher: ``phalanx run``, torchrun, ``srun``,
-    ``mpirun``, Kubeflow, or variables set by hand. Those of torchrun's variables that are missing are set until
-    `shutdown`. A second call with the same arguments returns the same session.
+    ``mpirun``, Kubeflow, or variables set by hand. Variables that torchrun would set, and that are missing, are set
+    until `shutdown`. A second call with the same arguments returns the same session.
 
     Args:
         backend: Backend, as ``init_process_group`` takes it; default: ``"phalanx"``, and with CUDA
@@ -278,7 +278,7 @@ def made() -> Made | None:
 
 
 def use_of_group() -> tuple[int, bool] | None:
-    """Return how many collectives the default group has run, and whether it sent messages; None if it can't tell."""
+    """Return how many collectives the default group has run, and whether it sent messages; None if it can't count."""
     group: Any = dist.group.WORLD
     return (group.num_collectives, group.has_messages) if hasattr(group, "num_collectives") else None
 
@@ -403,7 +403,7 @@ def _known(backend: str) -> str:
     """Return the backend that the script asked for, if torch knows it.
 
     Raises:
-        ValueError: It does not; the error suggests the right name, and lists all.
+        ValueError: torch does not know it; the error suggests the right name, and lists all.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it does not know the devices of an unknown backend

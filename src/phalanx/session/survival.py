@@ -1,25 +1,26 @@
 """Outliving the failure of another rank: this process leaves its groups, waits, and takes a place in new ones.
 
 - **A function that is called again,** not an iterator, because a generator can't catch what the body of a loop raises.
-  What the script makes outside the function is kept; inside belong the group, the wrapper and `load`. Our wrappers and
-  torch's remove their hooks from the parameters once nothing refers to them, so the frames of the exception, which do,
-  are cleared before anything else.
+  Objects that the script makes outside the function are kept; the group, the wrapper and `load` belong inside. Our
+  wrappers and torch's remove their hooks from the parameters once nothing refers to the wrappers. The frames of the
+  exception refer to them, so these frames are cleared before the groups are destroyed.
 - **State in place.** `load` restores into the existing objects, and drops gradients of the interrupted step. A kept
   process does not have the initial values of a new one, so a process is kept only if everything that it has loaded
   could be loaded again.
 - **Meeting new processes.** A new process runs the script from the top, so kept processes can meet it only at the
-  script's first group. If there was a group before the call of the function, or if it is the script's second such call,
-  processes are not kept. Otherwise the new process would have to skip what the others have done together, for which a
-  log of it would be needed.
-- **Without peers.** A solo rank has no collective that could raise. It checks where it would meet others, at a
-  Trainer's step or at a snapshot (`wire.rank_group.call_when_solo`).
+  script's first group. Processes are not kept if there was a group before the function was called, or if this is the
+  script's second such call: the new process would then have to skip everything that the others had done together, and
+  would need a log of it.
+- **Without peers.** A solo rank has no collective that could raise. It asks whether it must stop at the points where it
+  would otherwise meet others: at a Trainer's step or at a snapshot (`wire.rank_group.call_when_solo`).
 
 **Alternatives.** torchft's Manager keeps processes, too: it reconfigures its groups at each step's quorum, and skips a
-step that fails. As there, the group is made anew under the objects that use it, and state is restored in place. We did
-not take over its wrappers of groups, optimizers and collectives, because programs must be written for them, nor steps
-with fewer ranks, because results then depend on which ranks took part. torch 2.14's `reconfigure` gives a living group
-other ranks, new processes as well, and phalanx has it (`backend/membership.py`). It would save nothing here: all other
-groups, and what wraps the models, must be made again in any case, and that works with every backend and torch version.
+step that fails. As in torchft, a new group takes the place of the old one, and state is restored in place. We did not
+adopt its wrappers of groups, optimizers and collectives, because programs must be written for them. Nor did we adopt
+steps with fewer ranks, because results then depend on which ranks took part. torch 2.14's `reconfigure` gives a living
+group other ranks, even new processes, and phalanx implements it (`backend/membership.py`). It would save nothing here:
+all other groups and the wrappers of the models must be made again in any case, and making everything again works with
+every backend and torch version.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _ToldToStop(RuntimeError):
 
 
 class PlannedRestart(SystemExit):
-    """Ends a rank after a snapshot, so that another number of ranks can start. Its process is kept if possible."""
+    """Ends a rank after a snapshot, so that a different number of ranks can start. Its process is kept if possible."""
 
     def __init__(self) -> None:
         note_end_for_restart()
@@ -73,12 +74,12 @@ class Survivor:
     """While open, this process can outlive the failure of another rank, if ``phalanx run`` keeps processes.
 
     A failure arrives as an exception: from this rank's next collective, or because the launcher has told it to stop,
-    whereupon a thread aborts all groups. A solo rank has no collective that could fail: it checks where it would meet
-    others (`call_when_solo`), at a step of a Trainer or at a snapshot.
+    whereupon a thread aborts all groups. A solo rank has no collective that could fail: it asks whether it must stop
+    (`call_when_solo`) at each step of a Trainer and at each snapshot.
 
     Args:
         why_not: Function that returns why this process can't continue after another rank has failed; empty: it can.
-        let_go: Function that drops what belongs to the groups, before they are destroyed.
+        let_go: Function called before the groups are destroyed, to drop the objects that belong to them.
     """
 
     def __init__(self, why_not: Callable[[], str], let_go: Callable[[], None] = lambda: None) -> None:
@@ -226,8 +227,8 @@ def resilient(train: Callable[[], _T]) -> _T:
 
     Under ``phalanx run --max-restarts N``, a rank that did not cause a failure keeps its process, with its imports, its
     data and its device. `train` ends with the exception of the failed collective, all process groups are destroyed, and
-    `train` is called again as part of the next attempt, while a new process takes the place of the lost one. Without a
-    launcher that does so, this is a plain call.
+    `train` is called again as part of the next attempt, while a new process takes the place of the lost one. Without
+    such a launcher, this is a plain call.
 
     `train` makes the process group, wraps the model and calls `checkpoint.load`, since all this must be done again.
     Anything that it does not load keeps the value that it had at the failure.

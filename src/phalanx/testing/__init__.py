@@ -14,7 +14,7 @@ for tests that kill, stop or step them.
 Ranks are forked from one server process that has imported torch, so a group of two starts in well under a tenth of a
 second. A rank never outlives the test: it is killed at its time limit, at the end of the block, and when the test's own
 process dies. Start with `ranks`, the test's side, then `rank`, the rank's side. Nothing here is used outside of tests:
-no other room imports it.
+no other package of phalanx imports it.
 """
 
 from typing import TYPE_CHECKING

@@ -44,7 +44,7 @@ def installed_modules(besides: Collection[str] = ()) -> list[str]:
 
 
 class Settings:
-    """State that a spawned process inherits from its parent, and a forked one must be given.
+    """State that a spawned process inherits from its parent, and that a fork of the server must be given.
 
     Attributes:
         folder: The server's folder, in which this process notes its imports.
@@ -54,7 +54,7 @@ class Settings:
         self.folder = folder
         self._environ = _env.environment()
         self._group = os.getpgrp()
-        # Not read with os.umask, which would change it for a moment, also for other threads.
+        # Read from /proc: os.umask would change the mask for a moment, also for other threads.
         self._umask = int(status_of(os.getpid()).get("Umask", "022"), 8)
         self._limits = {which: resource.getrlimit(which) for which in _RESOURCES}
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -96,7 +96,10 @@ def _forget_server() -> None:
 
 
 class Preparation:
-    """What multiprocessing first sends to a child, preceded by `Settings`; unpickles to multiprocessing's data."""
+    """The data that multiprocessing first sends to a child, preceded by `Settings`.
+
+    Unpickling it applies the settings and returns multiprocessing's data.
+    """
 
     def __init__(self, settings: Settings, told: Mapping[str, Any]) -> None:
         self._settings, self._told = settings, dict(told)
@@ -136,14 +139,14 @@ class Child:
 
 
 class Nobody:
-    """A child that does nothing. That it was started shows that the server has finished its imports."""
+    """A child that does nothing: it can start only after the server has finished its imports."""
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
         return 0
 
 
 def _note_imports(folder: str) -> None:
-    """Tell the parent which modules only this process has imported, so that the server imports them, too."""
+    """Tell the parent which modules this process has imported beyond the server's, so that the server imports them."""
     if names := installed_modules(imported_by_server):
         path, line = os.path.join(folder, "imported"), f"{json.dumps(names)}\n".encode()
         with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:

@@ -7,14 +7,14 @@ rules make a fork the same as a new process:
 - State that a child would inherit by exec is sent to it, and applied before anything of the test is unpickled
   (`fast_child`).
 - State that can't be sent (variables that the interpreter and torch read, the CPUs, variables that packages read while
-  the server imported them) determines which server is used. After two values of a variable, each child imports the
-  modules that read it, instead of a third server: torch's own tests, for one, use a different folder in each test.
-- The server imports only installed packages, in a process of its own, so it has nothing of the test's. Before each fork
-  it also imports what children have imported meanwhile.
+  the server imported them) determines which server is used. When a variable takes a third value, the modules that read
+  it are left to each child to import: torch's own tests, for example, use a different folder in each test.
+- The server imports only installed packages, in a process of its own, so it contains nothing of the tests. Before each
+  fork it also imports what children have imported meanwhile.
 
-If a package leaves a thread behind, the server ends, and the next one leaves that package out (OpenBLAS's threads end
-before a fork, so threads are counted after one). A child runs its exit functions, but its interpreter is not finalized.
-If a fork can't be the same as a new process, a new process is started, and a line says why.
+If a package leaves a thread behind, the server ends, and the next one leaves that package out. Threads are counted
+after a fork, because OpenBLAS ends its own before one. A child runs its exit functions, but its interpreter is not
+finalized. If a fork can't be the same as a new process, a new process is started, and a line says why.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Server:
 
     Attributes:
         read: Environment variables that its packages read during import, with their values.
-        readers: Modules that read a variable, or imported one that did, by variable.
+        readers: Modules that read a variable, or imported a module that did, by variable.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -86,13 +86,13 @@ class _Server:
             raise
 
     def ask_for(self, modules: Sequence[str]) -> None:
-        """Make it import these modules, unless it already has."""
+        """Make the server import these modules, unless it already has."""
         if new := [name for name in modules if name not in self._asked]:
             self._write_wanted(new)
             self._await_imports()
 
     def learned(self) -> list[str]:
-        """Return the modules that only its children have imported."""
+        """Return the modules that the server's children have imported and the server has not."""
         with contextlib.suppress(OSError), open(os.path.join(self.folder, "imported")) as file:
             return [name for line in file for name in json.loads(line)]
         return []
@@ -107,7 +107,7 @@ class _Server:
         return any(map(children_of, children_of(self._forks._forkserver_pid)))
 
     def connect(self, fds: list[int]) -> tuple[int, int]:
-        """Make it fork; return the descriptors of its status and of the child's input."""
+        """Make the server fork; return the descriptors of the child's status and of its input."""
         ended = _Stays("the process that others are forked from has ended")
         if not self.lives:
             raise ended
@@ -120,7 +120,7 @@ class _Server:
     def close(self) -> None:
         """End the server and all its children."""
         if self.lives:
-            os.kill(self._forks._forkserver_pid, signal.SIGKILL)  # its reaper: the kernel ends the server then
+            os.kill(self._forks._forkserver_pid, signal.SIGKILL)  # this is its reaper: the kernel then ends the server
         with contextlib.suppress(OSError, TypeError):
             self._forks._stop()
         self._folder.cleanup()
@@ -133,10 +133,10 @@ class _Server:
         os.replace(f"{path}.new", path)
 
     def _await_imports(self) -> None:
-        """Return once it has imported the requested modules.
+        """Return once the server has imported the requested modules.
 
         Raises:
-            _LeftOut: It has ended because of one of the packages.
+            _LeftOut: The server has ended because of one of the packages.
         """
         status, data = self.connect([])
         try:
@@ -168,7 +168,7 @@ def _is_own(name: str) -> bool:
 
 
 class _Servers:
-    """The servers of this process, started on demand: one for each environment that their packages read."""
+    """The servers of this process, started on demand: one for each set of values of the variables that imports read."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -184,7 +184,7 @@ class _Servers:
         """Return a server whose forks are equivalent to new processes.
 
         Raises:
-            _Stays: There can't be one.
+            _Stays: There can't be such a server.
         """
         with self._lock:
             environ = _env.environment()
@@ -234,7 +234,7 @@ class _Servers:
         return [name for name in known if name.partition(".")[0] not in self._left_out]
 
     def _leave_out_readers(self, servers: Sequence[_Server], environ: Mapping[str, str]) -> None:
-        """Leave out modules that read a variable of which two other values already have servers."""
+        """Leave out modules that read a variable for which `servers` already have two other values."""
         for name in {name for server in servers for name in server.read}:
             others = {server.read[name] for server in servers if name in server.read} - {environ.get(name)}
             readers = {reader for server in servers for reader in server.readers.get(name, ())} - self._varying
@@ -273,7 +273,7 @@ def _key(environ: Mapping[str, str]) -> object:
     """Return the inherited state that a fork can't be given."""
     read = {name: value for name, value in environ.items() if _READ_BY_INTERPRETER.fullmatch(name)}
     flags = tuple(util._args_from_interpreter_flags())  # type: ignore[attr-defined]
-    cpus = os.sched_getaffinity(0)  # they set the number of threads of OpenMP
+    cpus = os.sched_getaffinity(0)  # they determine the number of OpenMP's threads
     return {**read, **relevant(environ)}, flags, spawn.get_executable(), cpus, os.getsid(0)
 
 
@@ -287,7 +287,7 @@ def _has_cuda() -> bool:
 
 
 class _Popen(popen_forkserver.Popen):
-    """A process forked from a server; otherwise like one of the start method."""
+    """A process forked from a server, but otherwise like one that `method` starts."""
 
     _fds: list[int]
 
@@ -319,7 +319,7 @@ _originals: dict[str, Any] = {}
 
 
 def begin() -> None:
-    """From now on, fork processes from a server that are started by spawn or forkserver. Idempotent."""
+    """From now on, fork from a server all processes that are started by spawn or forkserver. Idempotent."""
     global _servers
     if _servers is not None or not sys.platform.startswith("linux"):
         return
@@ -330,7 +330,7 @@ def begin() -> None:
 
 
 def end() -> list[str]:
-    """Undo `begin`, and end processes that still run below a server.
+    """Undo `begin`, and end the servers with the processes that still run below them.
 
     Returns:
         Lines that say what was started normally, and why.
@@ -387,7 +387,7 @@ class Plugin:
 
 
 class XdistPlugin(Plugin):
-    """The same in a process that has workers of pytest-xdist."""
+    """The plugin for a process that has workers of pytest-xdist: it also shows their lines."""
 
     def pytest_testnodedown(self, node: Any) -> None:
         lines = getattr(node, "workeroutput", {}).get("phalanx_fast_ranks", ())

@@ -1,7 +1,8 @@
-"""The program of the fork server of `phalanx.testing.fast_ranks`, which alone imports it: imports what the tests use.
+"""The program of the fork server of `phalanx.testing.fast_ranks`: imports the packages that the tests use.
 
 Before each fork it checks for requests to import more. It reports which variables its imports have read. If an import
-has left a thread or touched a device, neither of which survives a fork, it says so and ends.
+has left a thread or touched a device, neither of which survives a fork, it says so and ends. Only the fork server
+imports this module.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _num_threads() -> int:
 
 
 def _num_threads_after_fork() -> int:
-    """Return how many threads remain after a fork: OpenBLAS ends its own before, and restarts them when used."""
+    """Return how many threads remain after a fork: OpenBLAS ends its own before one, and restarts them when used."""
     if not (pid := os.fork()):
         os._exit(0)
     os.waitpid(pid, 0)
@@ -110,7 +111,7 @@ def _has_touched_device() -> bool:
 
 _folder = _env.take(_env.FAST_RANKS_VARIABLE)
 fork_server()
-warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # it reaps what it has adopted
+warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # the pid of an adopted process
 atexit.register(gc.unfreeze)
 _server = _Server(_folder)
 _server.look()

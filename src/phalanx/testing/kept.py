@@ -1,6 +1,6 @@
 """Ranks that are kept: one function after another runs in the same processes, for a fraction of what fresh ranks cost.
 
-Whatever a function leaves in a process, the next one finds. After a failure the ranks are gone.
+State that a function leaves in a process is there for the next one. After a failure, the ranks end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from phalanx.testing.rank import await_release, reached
 from phalanx.testing.ranks import spawn_ranks
 
 _NEVER_S = 1e6  # a rank waits for its next call until it is ended
-_AFTER_HANG_S = 1.0  # for those that have done their part, and end as soon as they are told
-_MAX_ROWS = 400  # of a failure, as of fresh ranks
+_AFTER_HANG_S = 1.0  # time for ranks that have returned: they end as soon as they are told
+_MAX_ROWS = 400  # most lines of a failure's report, as for fresh ranks
 
 
 class KeptRanks:
@@ -62,10 +62,10 @@ class KeptRanks:
         self._ranks.release(f"call {next(self._num_calls)}", None)
 
     def end(self, timeout_s: float) -> None:
-        """End the ranks in order.
+        """Let the ranks end by themselves.
 
         Raises:
-            RankError: A rank can't end as ranks do.
+            RankError: A rank failed, or did not end within `timeout_s`.
         """
         self._tell_to_end()
         outcomes = self._ranks.join(timeout_s, stop_at_failure=True)

@@ -19,7 +19,7 @@ from phalanx.testing.results import make_portable
 
 
 def reached(point: str, payload: Any = None) -> None:
-    """Tell the test that this rank has reached `point`, for which it waits in `Ranks.wait_until_reached`.
+    """Tell the test, which waits in `Ranks.wait_until_reached`, that this rank has reached `point`.
 
     Args:
         point: Name of the point.
@@ -82,7 +82,7 @@ class Group:
             "tcp": f"tcp://127.0.0.1:{_env.environment()['MASTER_PORT']}",
             "env": "env://",
         }
-        # Gloo's init may return while another rank still connects, which then fails if this rank ends at once.
+        # Gloo's init may return while another rank is still connecting; that rank fails if this one ends at once.
         lent = _env.export({"TORCH_DIST_INIT_BARRIER": "1"}) if "gloo" in (self.backend or "") else ()
         dist.init_process_group(
             self.backend,

@@ -19,7 +19,7 @@ from phalanx.testing.rank import group_in_folder, run_in_group
 from phalanx.testing.results import ends_session, result_of
 
 HELD = "held by a debugger"
-"""Point that a rank reaches with True when a debugger opens, and with False when it resumes the rank."""
+"""Point that a rank reports with True when a debugger opens, and with False when the rank continues."""
 _MAX_ROWS = 400  # most lines of a failure's report
 
 
@@ -50,8 +50,8 @@ def run_ranks(
         options: Keyword arguments of `spawn_ranks`.
 
     Raises:
-        RankError: A rank raised, died or hung. The error names the first true failure: a rank that was killed comes
-            before one that raised or exited, one that raised because a peer was gone after both, one that hung last.
+        RankError: A rank raised, died or hung. The error names the first true failure. Ranks that were killed come
+            first, then ranks that raised or exited, then ranks that raised because a peer was gone, then hung ranks.
 
     Example:
         >>> phalanx.testing.run_ranks(divmod, 2)  # divmod(rank, world_size)
@@ -100,9 +100,9 @@ def spawn_ranks(
             "file".
         group_timeout_s: Timeout of the default group, in seconds; None: the backend's.
         env: Variables to add to the environment of every rank.
-        hosts: Numbers of ranks on simulated hosts, in rank order. Ranks of different hosts share no memory, so what
-            crosses hosts can be tested on one. Empty: all ranks are on one host.
-        warm: Whether the process that ranks are forked from may come from one that outlives the tests, see
+        hosts: Numbers of ranks on simulated hosts, in rank order. Ranks of different hosts share no memory, so traffic
+            between hosts can be tested on one. Empty: all ranks are on one host.
+        warm: Whether the server that ranks are forked from is itself forked from a process that outlives the tests, see
             `phalanx.spawn`. The first call decides.
 
     Raises:
@@ -195,7 +195,7 @@ class Ranks:
             self._workers.handles[rank].send(("release", point, payload))
 
     def _forget(self, point: str) -> None:
-        """Let go of what ranks have sent with ``reached(point, payload)``."""
+        """Drop the payloads that ranks have sent with ``reached(point, payload)``."""
         for handle in self._workers.handles:
             handle.points.pop(point, None)
 

@@ -1,4 +1,4 @@
-"""What a rank may decide about the whole test: skip it, expect its failure, end the session. Imports no pytest."""
+"""Decisions of a rank about the whole test: skip it, expect its failure, end the session. Imports no pytest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.failure.ending import Ending
 
-_RESULTS = ("skip", "xfail", "exit")  # functions of pytest that do so; fail() is left out, as it only fails its rank
+_RESULTS = ("skip", "xfail", "exit")  # functions of pytest that decide; fail() is left out, as it only fails its rank
 
 
 def make_portable(error: BaseException) -> None:
@@ -22,10 +22,10 @@ def make_portable(error: BaseException) -> None:
 
 
 def result_of(outcomes: Sequence[Ending]) -> BaseException | None:
-    """Return the exception by which a rank decided about the whole test; None if there is none, or a rank has failed.
+    """Return the exception by which a rank decided about the whole test; None if no rank did, or a rank has failed.
 
-    Ranks that failed only because that rank left, or that still wait for it, do not count as failed. The rank's
-    `Ending` is marked as ``skipped``, so that it is not taken for the cause of another's failure.
+    Ranks that failed only because the deciding rank left, or that still wait for it, do not count as failed. The
+    `Ending` of the deciding rank is marked as ``skipped``, so that it is not taken for the cause of another's failure.
     """
     for outcome in outcomes:
         outcome.skipped = _is_result(outcome.error)

@@ -24,7 +24,7 @@ _MOST_BYTES = 4 << 20  # most bytes of a JSON file: 10,000 hosts or ranks, each 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> FileIO:
     """Open a regular file, unbuffered. A FIFO or device, which may block or never end, is an error.
 
-    On a full disk, a write may be cut short without an error: `write_regular` writes all.
+    On a full disk, a write to the file may be cut short without an error; `write_regular` writes everything or raises.
 
     Raises:
         OSError: `path` can't be opened, or is not a regular file.
@@ -64,7 +64,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         OSError: `path` can't be opened, or is not a regular file.
-        ValueError: It is larger than 4 MiB, or holds no such JSON.
+        ValueError: The file is larger than 4 MiB, or `parse_json` rejects its content.
     """
     with io.BufferedReader(open_regular(path)) as file:
         data = file.read(_MOST_BYTES + 1)

@@ -1,16 +1,16 @@
 """Reads what other processes send: turns plain data into a value of a declared form, or says why that is impossible.
 
-Data from outside this process (an agent's line, the value of a key in a store, a file in a run's folder) may be
-from another version or another program, cut short, or made up. So no code picks fields out of parsed JSON. It declares
-a form, most often a dataclass, and `read_value` returns an object of that form or raises a `GarbledError` that says
-what is wrong. Bounds are part of the form::
+Data from outside this process (an agent's line, the value of a key in a store, a file in a run's folder) may be from
+another version or another program, cut short, or made up. So no code picks fields out of parsed JSON. Instead, a reader
+declares a form, most often a dataclass, and `read_value` returns an object of that form or raises a `GarbledError` that
+says what is wrong. Bounds are part of the form::
 
     @dataclass(frozen=True)
     class Node:
         host: Annotated[str, cropped(300)]
         port: Annotated[int, between(1, 65535)]
 
-pydantic and msgspec read in the same way; neither is needed for a hundred lines.
+pydantic and msgspec read in the same way, but a hundred lines are no reason for a dependency.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOCAL = types.MappingProxyType({"local": True})
 
 _MOST = 2**63
 _MOST_DIGITS = 20
-_SHOWN = 80  # characters of a refused value that its error shows
+_SHOWN = 80  # number of characters of a rejected value that the error shows
 _NAMES = {
     str: "a text",
     int: "a whole number",
@@ -54,7 +54,7 @@ class GarbledError(ValueError):
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """Return the value of JSON whose numbers are safe to compute with: finite, with integer parts that fit 64 bits.
+    """Return the value of a JSON text whose numbers are safe to compute with: finite, and within 64 bits.
 
     Raises:
         ValueError: The text is not JSON, has another number, or is nested too deeply.
@@ -89,7 +89,7 @@ def as_facts(value: Any) -> Any:
 
 
 def understand(text: bytes | bytearray | str, shape: Shape) -> Any:
-    """Return the JSON in `text`, read by its shape.
+    """Return the value of the JSON in `text`, read as `shape`.
 
     Raises:
         GarbledError: The text is not JSON, or its value does not have the shape.
@@ -102,7 +102,7 @@ def understand(text: bytes | bytearray | str, shape: Shape) -> Any:
 
 
 def read_value(value: Any, shape: Shape) -> Any:
-    """Return a value of JSON, read by its shape.
+    """Return a parsed JSON value, read as `shape`.
 
     Raises:
         GarbledError: The value does not have the shape.
@@ -156,7 +156,7 @@ def _read_field(name: str, value: Any, shape: Shape) -> Any:
 
 @functools.cache
 def _hints(shape: Any) -> dict[str, Any]:
-    """Return the form of each field of a dataclass that leaves this process."""
+    """Return the form of each field of a dataclass, without fields that never leave this process."""
     hints = typing.get_type_hints(shape, include_extras=True)
     return {
         field.name: hints[field.name]
@@ -203,7 +203,7 @@ def _first_that_fits(value: Any, options: tuple[Shape, ...]) -> Any:
     for option in others:
         with contextlib.suppress(GarbledError):
             return read_value(value, option)
-    return read_value(value, last)  # not within `try`, so that its error is raised
+    return read_value(value, last)  # outside of `suppress`, so that its error is raised
 
 
 def _apply(check: Callable[[Any], Any], value: Any) -> Any:
@@ -239,7 +239,7 @@ def _shown(value: Any) -> str:
 
 
 def one_of(*values: Any) -> Callable[[Any], Any]:
-    """Return the check that a value is one of these."""
+    """Return a check that a value is one of `values`."""
 
     def check(value: Any) -> Any:
         require(value in values, f"one of {', '.join(map(str, values))}", value)
@@ -249,7 +249,7 @@ def one_of(*values: Any) -> Callable[[Any], Any]:
 
 
 def between(least: float, most: float) -> Callable[[Any], Any]:
-    """Return the check that a number lies in ``[least, most]``."""
+    """Return a check that a number lies in ``[least, most]``."""
 
     def check(value: Any) -> Any:
         require(least <= value <= most, f"a number from {least} to {most}", value)
@@ -259,5 +259,5 @@ def between(least: float, most: float) -> Callable[[Any], Any]:
 
 
 def cropped(most: int) -> Callable[[Any], Any]:
-    """Return the check that cuts a text or a list after `most` characters or items."""
+    """Return a check that accepts a text or a list, and cuts it after `most` characters or items."""
     return lambda value: value[:most]

@@ -1,8 +1,8 @@
 """Packets between two processes of one host and one user, optionally with descriptors.
 
 Packets are JSON. A warm process and its clients use marshal instead: both run the same Python, and a client, which only
-hands a job over, would spend more time on importing json than on using it. For the same reason this module imports next
-to nothing.
+hands a job over, would spend more time on importing json than on using it. For the same reason, this module imports
+almost nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PacketSocket:
 
     Args:
         end: A connected ``SOCK_SEQPACKET`` socket, owned from now on.
-        marshals: Whether packets are marshalled instead of JSON.
+        marshals: Whether packets are encoded with marshal instead of JSON.
 
     Attributes:
         alive: Whether the other end was still open at the last operation.
@@ -41,7 +41,7 @@ class PacketSocket:
 
     @staticmethod
     def pair() -> tuple[PacketSocket, socket.socket]:
-        """Return our end, and the other for a child process."""
+        """Return our end, and the other end for a child process."""
         import socket
 
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,7 +72,7 @@ class PacketSocket:
         return self._packet_alone(0)
 
     def take(self, flags: int = 0) -> tuple[Any, list[int]]:
-        """Return the next packet and its descriptors; None when the other end has gone, or after the timeout."""
+        """Return the next packet and its descriptors; None if the other end has gone, or if none came in time."""
         fds: list[int] = []
         try:
             data, rights = self._next(flags) if self.alive else (b"", [])

@@ -36,12 +36,12 @@ def folders() -> list[str]:
 
 
 def common_folders() -> list[str]:
-    """Return those of the folders that every process of this user finds, whatever its environment; memory first."""
+    """Return the folders that every process of this user finds, whatever its environment; the one in memory first."""
     return [f"{shared}/phalanx-{os.geteuid()}" for shared in ("/dev/shm", "/tmp")]
 
 
 def common_files(name: str) -> list[str]:
-    """Return the paths at which a file of that name may lie, in those common folders that nobody else can enter."""
+    """Return the paths at which a file of that name may lie, in the common folders that nobody else can enter."""
     found = []
     for folder in common_folders():
         with contextlib.suppress(OSError):
@@ -51,10 +51,10 @@ def common_files(name: str) -> list[str]:
 
 
 def in_common_folder(use: Callable[[str], _T]) -> _T:
-    """Return what `use` returns for the first common folder that serves, created if it does not exist.
+    """Return what `use` returns for the first common folder that can be used; create the folder if it does not exist.
 
     Raises:
-        OSError: None serves; the error of the first.
+        OSError: None can be used; this is the error of the first one.
     """
     return _in_first_folder(use, common_folders())
 
@@ -63,7 +63,7 @@ def make_folder() -> str:
     """Return the first folder in which sockets can lie, created if it does not exist.
 
     Raises:
-        OSError: There is none that only this user can enter.
+        OSError: There is no folder that only this user can enter.
     """
     return _in_first_folder(lambda folder: folder)
 
@@ -84,10 +84,10 @@ def make_path(kind: str) -> str:
 
 
 def _is_stale(path: str) -> bool:
-    """Whether no process has that socket any more; a process that has it is not disturbed."""
+    """Whether no process has that socket open any more; the check does not disturb a process that has it open."""
     with contextlib.suppress(OSError), contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)) as asker:
         is_made = time.time() - os.lstat(path).st_mtime > _MADE_S
-        return is_made and asker.connect_ex(path) == errno.ECONNREFUSED  # another error: another type of socket
+        return is_made and asker.connect_ex(path) == errno.ECONNREFUSED  # a live one gives another error
     return False
 
 
@@ -102,7 +102,7 @@ def make_socket() -> tuple[str, _socket.socket]:
 
 
 def _in_first_folder(use: Callable[[str], _T], places: list[str] | None = None) -> _T:
-    """Return what `use` returns for the first folder that serves; raise the error of the preferred one if none does."""
+    """Return what `use` returns for the first folder that works; if none works, raise the error of the first."""
     errors = []
     for folder in folders() if places is None else places:
         try:
@@ -159,7 +159,7 @@ def connect(path: str) -> _socket.socket | None:
     """
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     try:
-        # Linux waits so long for room in the backlog; with a Python timeout, the socket would not wait at all.
+        # Linux waits this long for room in the backlog; with a timeout set in Python, it would not wait at all.
         connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(READY_S))
         connection.connect(path)
         connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDTIMEO, _timeval(0))
@@ -181,13 +181,13 @@ def _timeval(limit_s: float) -> bytes:
 
 
 def announce_ready(path: str) -> None:
-    """Mark the socket: its process has imported torch, and so must answer at once."""
+    """Mark the socket: its process has imported torch, so from now on it must answer at once."""
     with contextlib.suppress(OSError):
         os.chmod(path, _READY_MODE)
 
 
 def is_importing(path: str) -> bool:
-    """Whether the process of that socket has not imported torch yet; otherwise it answers at once, or never."""
+    """Whether the process of that socket is still importing torch; if it is not, it answers at once or never."""
     try:
         return stat.S_IMODE(os.lstat(path).st_mode) == _IMPORTING_MODE
     except OSError:

@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell each other; a process without a group counts as rank 0 of 1."""
+"""Exchange of values among the ranks of a process group; a process without a group counts as rank 0 of 1."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RankGroup:
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Device whose tensors the group exchanges: the CPU if the group takes it, else the current accelerator."""
+        """Device whose tensors the group exchanges: the CPU if one of its backends takes it, else the accelerator."""
         if self.world_size > 1 and not any(name in self._backends for name in ("phalanx", "gloo", "mpi")):
             return torch.accelerator.current_accelerator() or torch.device("cpu")
         return torch.device("cpu")
@@ -107,7 +107,7 @@ class RankGroup:
         return tensor.tolist()
 
     def barrier(self, timeout_s: float) -> None:
-        """Return once every rank has called this; at once if the group has only NCCL or the like, which can't wait.
+        """Return once every rank has called this; at once if the group has neither Gloo nor phalanx: others can't wait.
 
         Raises:
             RuntimeError: Ranks did not call it within the timeout; the message names them.

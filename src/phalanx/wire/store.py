@@ -3,8 +3,8 @@
 Most calls of a store have no deadline: if the process that serves it is stopped, they wait inside native code. So a
 separate thread makes the call, and the caller waits for a limited time. If no answer comes, the thread is left behind.
 
-Waits poll the store and do not use its own `wait`, which notices nothing but its key and, in TCPStore, prints a
-warning whenever it times out. With four ranks, polling costs some 3 ms for each new group.
+Waits poll the store. The store's own `wait` notices nothing but its key, and in TCPStore, it prints a warning whenever
+it times out. With four ranks, polling costs some 3 ms for each new group.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ def shared_pause(shortest_s: float, num_ranks: int) -> float:
 
 
 def connect_within(limit_s: float, connect: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
-    """Return what `connect` returns, a store that is connected; torch's own timeout does not cover all of that.
+    """Return the connected store that `connect` returns; torch's own timeout does not cover all of the connecting.
 
     Args:
-        look: Function called every tenth of a second meanwhile. What it raises ends the wait.
+        look: Function called every tenth of a second meanwhile. An exception that it raises ends the wait.
 
     Raises:
-        StoreSilentError: It takes longer, as with a process that is stopped, and goes on in a thread that is left.
+        StoreSilentError: `connect` takes longer, as with a stopped process, and goes on in a thread that is left
+            behind.
         Exception: `connect` raised it.
     """
     answer = (clerk := _Clerk()).take(connect)
@@ -62,9 +63,9 @@ def connect_within(limit_s: float, connect: Callable[[], T], look: Callable[[], 
 class JsonStore:
     """A store of torch's that holds JSON and answers within a limited time. Threads and signal handlers may share it.
 
-    Once the store has failed, every method raises `StoreGoneError` without asking it again, because TCPStore prints a
-    traceback on each failure. If no answer comes in time, a method raises `StoreSilentError`; until that answer comes,
-    further calls raise the same at once.
+    Once the store has failed, every method raises `StoreGoneError` without asking the store again, because TCPStore
+    prints a traceback on each failure. If no answer comes in time, a method raises `StoreSilentError`; until that
+    answer comes, further calls raise the same at once.
 
     Attributes:
         raw: torch's store, for code that must talk to it directly.
@@ -160,7 +161,7 @@ def _set_all(store: Any, texts: dict[str, str]) -> None:
 
 
 class _Clerk:
-    """The thread that asks the store: it starts with the first request, and ends when there has been none for a while.
+    """The thread that asks the store: it starts with the first request, and ends after a while without requests.
 
     If memory is short, a new thread may fail before its first line, and `threading.Thread` would wait for it forever.
     So the thread is started by `_thread`, and if it does not begin, the caller makes the request itself.

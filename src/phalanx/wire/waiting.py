@@ -1,8 +1,8 @@
-"""The way in which this package waits for what it can only look at: ever longer pauses, until a deadline.
+"""The way in which this package waits for what it can only poll: with ever longer pauses, until a deadline.
 
-A look is cheap at first and rare later, so a wait adds a quarter of its own length at most. What can be waited for (a
-descriptor, a process, a lock of this process) is, by its own means. Nothing here imports torch: the launcher and the
-commands wait without it.
+Looks are frequent at first and rare later, so polling adds at most a quarter to the length of a wait. Where the kernel
+or Python can wait (for a descriptor, a process, a lock of this process), nothing is polled. This module does not import
+torch: the launcher and the commands wait without it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def wait_until(
     """Call `look` repeatedly until it returns something other than None, and return that; None at the deadline.
 
     Args:
-        look: Function that looks once, called ever less often. If it raises `StoreSilentError`, nothing was found.
+        look: Function that looks once, called ever less often. If it raises `StoreSilentError`, that counts as None.
         deadline: Time on the monotonic clock.
         seldom: Function called every `seldom_s` during the wait, which may raise to end it.
         least_s: First pause between two looks.

@@ -46,8 +46,8 @@ class Bulletin(JsonStore):
         """Wait for a value and return it.
 
         Raises:
-            NotMetError: There was none by `ends_s`.
-            GarbledError: It does not have the shape.
+            NotMetError: There was no value by `ends_s`.
+            GarbledError: The value does not have the shape.
         """
         value = wait_until(lambda: self.get(key, shape), ends_s, most_s=POLL_S)
         if value is None:
@@ -56,7 +56,7 @@ class Bulletin(JsonStore):
         return value
 
     def sync(self, name: str, members: Sequence[int]) -> bool:
-        """Wait until all members have called this with the same name; return False if some have not in time."""
+        """Wait until all members have called this with the same name; return False if some did not in time."""
         ends_s = time.monotonic() + STAGE_S
         self.add(f"sync/{name}", STAGE_S)
         have_come = wait_until(lambda: self.count(f"sync/{name}") >= len(members) or None, ends_s, most_s=POLL_S / 4)
@@ -109,7 +109,7 @@ def _knock(host: str, port: int, ends_s: float, send: Send) -> None:
     said, last = False, OSError()
 
     def connect() -> bool | None:
-        """Return False if the host has no name and won't get one."""
+        """Return True once connected, None to try again, and False if the name does not resolve and won't."""
         nonlocal said, last
         left_s = ends_s - time.monotonic()
         try:

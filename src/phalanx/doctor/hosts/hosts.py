@@ -4,10 +4,10 @@ This runs in the process that has torch. Host 0 decides which hosts take part; t
 even if others are missing. Every wait has a deadline in seconds (``--timeout``); missing hosts are named, and the
 others go on.
 
-Gloo is first tried as configured, as in a job. If that fails, it is tried over the interface towards host
-0. If that works, the usual fault is the reason (a host's own name leads to loopback), and not a closed network. If Gloo
-fails at once on one host, it waits for five times its timeout on another, so hosts note a failure in the store, and the
-others then abandon the try.
+Gloo is first tried as configured, as in a job. If that fails, it is tried over the interface towards host 0. If the
+second try works, the network is open, and the reason is the usual one: a host's own name leads to loopback. If Gloo
+fails at once on one host, it still waits on the others, for five times its timeout. So a host notes its failure in the
+store, and the others then abandon the try.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class HostExamination:
             findings += job.judge(self.hosts, measured)
         self.level = worst([*findings, *(Finding(**found) for found in self._go["findings"])])
         bulletin.set("level", self.level)
-        # This process serves the store.
+        # This process serves the store, so it stays until the others have read the level.
         wait_until(
             lambda: bulletin.count("bye") >= len(members) - 1 or None, time.monotonic() + PATIENCE_S, most_s=POLL_S
         )

@@ -31,7 +31,7 @@ _LEAST_S = 1e-6  # shortest plausible stream
 
 
 class Trip(NamedTuple):
-    """Result of small messages: the median round-trip time, and how far the other wall clock is ahead."""
+    """Result of sending small messages: the median round-trip time, and how far the other host's clock is ahead."""
 
     round_trip_s: float
     clock_ahead_s: float
@@ -165,7 +165,7 @@ def why_not(error: OSError) -> tuple[str, str]:
 def schedule(num: int, most: int = 6) -> list[list[tuple[int, int]]]:
     """Return rounds of (sender, receiver) pairs in which each host sends or receives at most once.
 
-    They cover all pairs in both directions; with many hosts, only the first `most` rounds.
+    All rounds together cover every pair in both directions; at most the first `most` rounds are returned.
 
     Source: the circle method for round-robin tournaments.
     """

@@ -1,4 +1,4 @@
-"""Parsers of flags' values. Each raises `ValueError` with the form that a value must have."""
+"""Parsers for the values of flags. Each raises a `ValueError` that says which form the value must have."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from phalanx._env import is_off, is_on, replaces_gloo, verifies_every
 
 PROVIDERS = ("aws", "gcp", "azure")
-"""Providers whose notices `notices` knows."""
+"""Cloud providers whose preemption notices `launch.nodes.notices` can read."""
 _FORBIDDEN_SIGNALS = {"SIGKILL", "SIGSTOP"}  # they can't be handled
 
 
 def number(
     kind: Callable[[str], float], least: float, what: str, *, most: float = math.inf, words: Sequence[str] = ()
 ) -> Callable[[str], Any]:
-    """Return a function that parses a number from `least` to `most`, or one of `words`; `what` describes them."""
+    """Return a parser for a number from `least` to `most`, or for one of `words`; errors describe these as `what`."""
 
     def parse(text: str) -> float | str:
         if text in words:
@@ -41,11 +41,11 @@ def switch(text: str) -> bool:
 
 
 def gloo(text: str) -> bool:
-    return text == "1" or replaces_gloo(text)  # the value of the switch, or one of PHALANX_REPLACE
+    return text == "1" or replaces_gloo(text)  # 1 comes from the switch itself, other values from PHALANX_REPLACE
 
 
 def verification(text: str) -> str:
-    """Return a value of PHALANX_VERIFY."""
+    """Check a value of PHALANX_VERIFY, and return it."""
     verifies_every(text)
     return text
 
@@ -60,7 +60,7 @@ def choice(*choices: str) -> Callable[[str], str]:
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """Return the least and the largest number of nodes."""
+    """Return the smallest and the largest number of nodes."""
     least, _, most = text.partition(":")
     if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= int(most or least)):
         raise ValueError("must be N or MIN:MAX with 1 <= MIN <= MAX")
@@ -68,7 +68,7 @@ def nodes(text: str) -> tuple[int, int]:
 
 
 def hosts(text: str) -> str:
-    """Return a host or an address, or several with commas between them."""
+    """Return one host or address, or several separated by commas, without duplicates."""
     hosts = [part.strip() for part in text.split(",")]
     if text and not all(hosts):
         raise ValueError("must be one host, or several as HOST,HOST")
@@ -82,7 +82,7 @@ def notice_url(text: str) -> str:
 
 
 def _is_url(text: str) -> bool:
-    """Return whether this is a valid URL. It must be checked: a wrong one would silently never give a notice."""
+    """Return whether `text` is a valid URL. Without this check, a wrong URL would silently never give a notice."""
     try:
         parts = urllib.parse.urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
@@ -135,7 +135,7 @@ def rendezvous_settings(text: str) -> dict[str, str]:
 
 
 def streams(text: str) -> int | dict[int, int]:
-    """Return the streams (1 is stdout, 2 is stderr, 3 both) of all local ranks, or a dict of them by local rank."""
+    """Return the streams (1 is stdout, 2 is stderr, 3 is both) of all local ranks, or a dict of them by local rank."""
     try:
         pairs = [tuple(map(int, part.split(":"))) for part in text.split(",")]
     except ValueError:

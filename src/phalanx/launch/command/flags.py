@@ -1,7 +1,8 @@
 """The flags of ``phalanx run``, declared once.
 
-Names and meanings are torchrun's; the last group is our own. Each flag is also an environment variable, ours before
-torchrun's: ``--max-restarts``, ``PHALANX_MAX_RESTARTS``, ``PET_MAX_RESTARTS``.
+Names and meanings are torchrun's; the last group is our own. Each flag can also be set by an environment variable, and
+ours takes precedence over torchrun's: for ``--max-restarts``, these are ``PHALANX_MAX_RESTARTS`` and
+``PET_MAX_RESTARTS``.
 
 Source of the names: ``torch/distributed/run.py`` and ``torch/distributed/launch.py``.
 """

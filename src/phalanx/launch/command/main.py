@@ -31,11 +31,11 @@ def main(args: Sequence[str]) -> int:
 
 
 def _run_warm(plan: Plan, args: Sequence[str], *, is_trial: bool = False) -> str:
-    """Have a warm process run the job, and end as it ends. Returns only if none does, with the reason.
+    """Have a warm process run the job, and end as the job ends. If no warm process can run it, return the reason.
 
     With `is_trial`, nothing is run, and the return value says what would be done.
     """
-    from phalanx.launch.warm import starter  # a cold start does without this import
+    from phalanx.launch.warm import starter  # not at the top: a cold start does not need it
 
     if not plan.job.preload:
         return f"{starter.NOT_WARM}: each rank imports torch for itself"

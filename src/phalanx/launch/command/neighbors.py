@@ -1,14 +1,15 @@
 """Launchers of one user on one machine find each other in a folder, and the last to start warns if cores are short.
 
-The warning only says what to set; each launcher still takes all cores that it may use. Sharing them out automatically
-would not do: the numbers of ranks and threads decide the result, to the bit; a running job can't change its own; and
-nobody knows which job ends first. On two cores, a step of a small model with two threads took 0.29 ms alone, 7 and 14
-ms in two jobs at once, 0.98 ms in both with OMP_NUM_THREADS=1, and 1.7 ms with threads that sleep while they wait. If
-only the second job has one thread, only that one is fast. Two ranks in each of two jobs took 1.7 ms, where one job took
-0.58 ms.
+The warning only says what to set: each launcher still takes all cores that it may use. Launchers do not divide the
+cores among themselves, for three reasons: the numbers of ranks and threads decide the result, to the bit; a running job
+can't change these numbers; and nobody knows which job ends first. On two cores, a step of a small model with two
+threads took 0.29 ms in a job that ran alone. In two jobs at once, it took 7 and 14 ms, 0.98 ms in both with
+OMP_NUM_THREADS=1, and 1.7 ms with threads that sleep while they wait. If only the second job was limited to one thread,
+only the second job was fast. With two ranks in each job, a step took 1.7 ms in two jobs at once, and 0.58 ms in one job
+alone.
 
-Each launcher keeps a file in its user's folder under a record lock. The lock ends with the process, and no child
-inherits it.
+Each launcher keeps a file in its user's folder, and holds a record lock on it. The lock ends with the process, and no
+child inherits it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _KIND = "launcher-"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a launcher uses of the machine.
+    """The part of a machine that a launcher uses.
 
     Attributes:
         launcher: Name of the launcher for users, such as ``phalanx run``.
         cpus: CPUs that it may use.
         num_ranks: Number of its ranks on this machine.
         num_threads: Number of threads of all ranks.
-        job: Identity that all nodes of its job share; empty: it is the only node.
+        job: Identity that all nodes of the launcher's job share; empty if the job has only this node.
     """
 
     launcher: str
@@ -60,10 +61,10 @@ class Presence:
     """Shows a claim to other launchers until `close`.
 
     Attributes:
-        others: Claims of the launchers that were there before, by pid.
+        others: Claims of the launchers that were already running, by pid.
 
-    Two kinds of launchers are left out: one that a rank has started, since it uses the rank's cores, and trials of
-    ``phalanx tune``, which take turns. If the folder can't be made, there are no others.
+    Two kinds of launchers take no part: launchers that a rank has started, since they use the rank's cores, and trials
+    of ``phalanx tune``, since they run one at a time. If the folder can't be made, `others` is empty.
 
     Source: POSIX record locks. They end with their process, whatever ends it, and are not inherited by fork.
     """
@@ -76,7 +77,7 @@ class Presence:
             return
         with contextlib.suppress(OSError):
             folder = make_folder()
-            self._announce(folder, claim)  # before the look: if two start at once, at least one sees the other
+            self._announce(folder, claim)  # before looking: if two start at once, at least one sees the other
             self.others = _claims_in(folder)
 
     def _announce(self, folder: str, claim: Claim) -> None:
@@ -86,7 +87,7 @@ class Presence:
         try:
             os.write(self._fd, json.dumps(dataclasses.asdict(claim)).encode())
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
-            os.rename(hidden, path)  # the lock is held by now, because others remove an unlocked file
+            os.rename(hidden, path)  # only after locking: others remove an unlocked file
         except OSError:
             os.unlink(hidden)
             raise
@@ -119,7 +120,7 @@ def _claims_in(folder: str) -> dict[int, Claim]:
             open(os.path.join(folder, name), "rb") as file,
         ):
             try:
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, because two may read at once
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two readers must not lock each other out
             except OSError:
                 claims[int(pid)] = understand(file.read(), Claim)
             else:
@@ -128,9 +129,10 @@ def _claims_in(folder: str) -> dict[int, Claim]:
 
 
 def crowding(own: Claim, others: Mapping[int, Claim]) -> list[str]:
-    """If our cores are too few for all jobs on them, return lines that name the others and say what to set.
+    """If our cores are too few for all jobs that use them, return lines that name the other jobs and say what to set.
 
-    Nodes of one job on one machine imitate a cluster, so only their threads count, not their ranks.
+    Several nodes of one job on one machine imitate a cluster. They may have more ranks than there are cores, as long as
+    each rank has only one thread.
     """
     sharing = {pid: other for pid, other in others.items() if set(other.cpus) & set(own.cpus)}
     everyone = [own, *sharing.values()]

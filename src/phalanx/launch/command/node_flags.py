@@ -1,4 +1,4 @@
-"""The flags about nodes and their meeting place: completed, checked against each other, and put into the job."""
+"""The flags about nodes and their meeting place: completed, checked for contradictions, and put into the job."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phalanx.host.schedulers import Placement
 from phalanx.launch.command.flags import ELASTIC_CALL, STATIC_CALL, Setting
 
 STATIC_PORT = 29500
-"""Port of the static rendezvous. Both default ports are torchrun's."""
+"""Default port of the static rendezvous. It and `_C10D_PORT` are the defaults of torchrun."""
 _C10D_PORT = 29400
 _MOST_MEETING_PLACES = 4  # hosts of a scheduler that become meeting places; each new node connects to all of them
 
 
 def scheduled_flags(place: Placement | None) -> dict[str, str]:
-    """Return the scheduler's settings as texts of flags."""
+    """Return the scheduler's settings as text for the flags that they set."""
     if place is None or place.num_nodes == 1:
         return {}
     found = {"nnodes": str(place.num_nodes), "node-rank": str(place.node_rank)}
@@ -30,10 +30,10 @@ def scheduled_flags(place: Placement | None) -> dict[str, str]:
 
 
 def with_spares(settings: dict[str, Setting], place: Placement | None) -> dict[str, Setting]:
-    """Return the settings as --spares changes them.
+    """Return the settings, adjusted for --spares.
 
-    The nodes that a scheduler has started include the spares, so they are subtracted. A node that takes another's place
-    can't have a fixed number, so the rendezvous backend becomes c10d unless one was named.
+    A scheduler counts the spares among the nodes that it has started, so they are subtracted. A node that takes
+    another's place can't have a fixed number, so the rendezvous backend becomes c10d unless the user has named one.
     """
     spares, nnodes, changed = settings["spares"], settings["nnodes"], {}
     if not spares.value or settings["standalone"].value:
@@ -54,7 +54,7 @@ def with_spares(settings: dict[str, Setting], place: Placement | None) -> dict[s
 
 
 def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> None:
-    """Refuse settings of the nodes that contradict each other or the scheduler."""
+    """Reject settings about nodes that contradict each other or the scheduler."""
     nnodes, backend = settings["nnodes"], settings["rdzv-backend"].value
     least, most = nnodes.value
     replicas = settings["replicas"]

@@ -1,16 +1,17 @@
-"""Plans the job from the flags, the scheduler and the machine: finds every number, refuses every contradiction.
+"""Plans the job from the flags, the scheduler and the machine: works out every number and rejects contradictions.
 
-``--nproc-per-node`` is ``auto`` by default, where torchrun starts one rank. ``cpu`` means every usable CPU, as in
+``--nproc-per-node`` is ``auto`` by default, whereas torchrun starts one rank. ``cpu`` means every usable CPU, as in
 torchrun; ``auto`` counts physical cores, since two ranks on one core gain nothing, and counts GPUs only if the
 installed torch is built for GPUs.
 
-On one node, the rendezvous flags set only the port and the run's id: ranks need no agent's store there.
+On one node, the rendezvous flags set only the master's address and port, and the run's id: ranks do not need an agent's
+store there.
 
-Ranks are not pinned if a cgroup quota pays for fewer CPUs than there are, or if the user asks for more threads than a
-rank has CPUs: other processes then run on those CPUs, too, and a pinned rank could not move away.
+Ranks are not pinned if a cgroup quota pays for fewer CPUs than there are: other processes then run on those CPUs, too,
+and a pinned rank could not move away. Nor are they pinned if the user asks for more threads than a rank has CPUs.
 
-Inter-op threads and malloc arenas are left alone. torch starts inter-op threads when something asks for them, and lets
-a process set their number only once: if the launcher did, the script's own call would be an error.
+The numbers of inter-op threads and malloc arenas keep their defaults. torch starts inter-op threads only when they are
+first used, and lets a process set their number only once: if the launcher set it, the script's own call would fail.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class Plan:
     Attributes:
         settings: Settings from which the plan was made, by flag.
         nproc_origin: Origin of the number of ranks.
-        is_dry: Whether only to show the plan (``--dry-run``).
+        is_dry: Whether to show the plan and run nothing (``--dry-run``).
         is_warm: Whether to fork the job from a process that has already imported torch.
-        variables: Environment variables that flags ask for; the ranks inherit them.
+        variables: Environment variables that flags set; the ranks inherit them.
         shared: Environment in which torch is imported for all ranks.
     """
 
@@ -150,7 +151,10 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
 def _tuned(
     settings: Mapping[str, Setting], command: Sequence[str], machine: Machine, environ: Mapping[str, str]
 ) -> Tuned | None:
-    """Return what ``phalanx tune`` has found for this command; None if nothing, or if the user set the ranks."""
+    """Return the settings that ``phalanx tune`` has found for this command.
+
+    Return None if there are none, if the user chose the number of ranks or nodes, or if the ranks use GPUs.
+    """
     is_free = settings["nproc-per-node"].value == "auto" and settings["nnodes"].value == (1, 1)
     if not is_free or (torch_uses_gpus() and count_gpus(environ)):
         return None

@@ -1,4 +1,4 @@
-"""Runs a whole job: refuses what can't work, makes attempts, and ends with last words and an exit code."""
+"""Runs a whole job: rejects a job that can't work, makes attempts, and ends with a report and an exit code."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 def run(job: Job, spare: Spare | None = None) -> int:
     """Run `job` and return the exit code for the shell.
 
-    It is 0 if every rank exits with 0. Otherwise it is the exit code of the rank that caused the failure, or 128 plus
-    the signal that ended that rank. If the supervisor itself is told to end while ranks live, it is 128 plus that
-    signal; the end of the process that reads its output counts as SIGPIPE. When this returns, nothing that the job has
-    started is alive, and signals are blocked, since the outcome is decided.
+    The code is 0 if every rank exits with 0. Otherwise, it is the exit code of the rank that caused the failure, or 128
+    plus the signal that ended that rank. If the supervisor itself receives a signal to end while ranks are alive, the
+    code is 128 plus that signal; if the process that reads the supervisor's output ends, that counts as SIGPIPE. If the
+    ranks have saved because they were preempted, the code is `_env.PREEMPTED_CODE`. When this function returns, no
+    process that the job has started is alive, and signals are blocked, because the outcome is decided.
 
     Args:
         spare: Process that becomes the first forker in a warm start.
@@ -97,7 +98,7 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
 
 
 def _hint_for_usage(culprit: Ending, job: Job) -> str:
-    """If a script has ended because it was given a flag that is ours, return what to do; otherwise ""."""
+    """If a script has ended because it was given one of our flags, return advice; otherwise ""."""
     words = culprit.last_words
     if culprit.signal or words.name not in ("", "SystemExit"):
         return ""

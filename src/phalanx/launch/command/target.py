@@ -35,7 +35,7 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
     return (sys.executable, *target)
 
 
-_OURS = {  # flags of ours that few scripts use for themselves
+_OURS = {  # our flags that few scripts define themselves
     *("--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts", "--standalone", "--shutdown-timeout"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--regrow-after", "--replace-gloo"),
     *("--no-preload", "--no-keep", "--no-pin"),
@@ -43,7 +43,7 @@ _OURS = {  # flags of ours that few scripts use for themselves
 
 
 def flags_behind_the_script(target: Sequence[str]) -> str:
-    """Return a remark if flags of ours were put after a script that does not know them; otherwise ""."""
+    """Return a remark if some of our flags were put after a script that does not know them; otherwise ""."""
     given = [word.partition("=")[0] for word in target[1:]]
     ours = [word for word in dict.fromkeys(given) if word.replace("_", "-") in _OURS]
     source = b""

@@ -1,4 +1,4 @@
-"""What ``phalanx tune`` found for a script, in ``logs/<script>/tuned.json``; ``auto`` then means these settings."""
+"""Settings that ``phalanx tune`` found for a script, in ``logs/<script>/tuned.json``; ``auto`` then means these."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def remember(tuned: Tuned, file: str) -> None:
 
 
 def recall(log_dir: str, command: Sequence[str], machine: Machine) -> Tuned | None:
-    """Return the settings that were found for exactly this command on such a machine; None if there are none."""
+    """Return the settings that were found for exactly this command on an equal machine; None if there are none."""
     with contextlib.suppress(OSError, ValueError, TypeError):  # the file may hold anything
         tuned = Tuned(**read_json(tuned_file(log_dir, command)))
         numbers = tuned.ranks, tuned.threads

@@ -1,12 +1,14 @@
-"""Imports modules ahead of the script, hidden from it until it imports them, and checks that nothing differs then.
+"""Imports modules ahead of the script, hides them until the script imports them, and then checks the environment.
 
-A module that is imported ahead reads the environment before the script has run, and the script might have changed it.
-So the process that imports ahead notes which package has read which variables. A rank that is forked from it hides the
-packages; when the script imports one, the rank compares. A variable that differs is reported by name. Reads by native
-code can't be noted; for torch, every variable in `READ_BY_TORCH` counts as read. This module imports no torch.
+A module that is imported ahead reads the environment before the script has run, although the script may change it. So
+the process that imports ahead notes which package has read which variables. A rank that is forked from it hides the
+packages. When the script imports one of them, the rank compares the noted values with the present ones, and reports the
+names of variables that differ. Reads by native code can't be noted, so for torch, every variable that matches
+`READ_BY_TORCH` counts as read. This module does not import torch.
 
-Our own variables that ``import torch`` obeys (``PHALANX_REPLACE``) are unset while the forker or a fork server imports
-it, and obeyed later in the rank: at its import of torch, or before the function of `phalanx.spawn`.
+``import torch`` also obeys variables of our own (``PHALANX_REPLACE``). They are unset while the forker or a fork server
+imports torch. The rank obeys them later: when its script imports torch, or before it calls the function of
+`phalanx.spawn`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ READ_BY_TORCH = re.compile(
     """,
     re.VERBOSE,
 )
-"""Variables that ``import torch``, or what it loads, may read. Those read only later, at use, are left out."""
+"""Variables that ``import torch``, or a library that it loads, may read. Those read only on later use are left out."""
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
@@ -51,7 +53,7 @@ class Imports:
 
     def __init__(self) -> None:
         self.read: dict[str, dict[str, str | None]] = {}
-        self.outer: dict[str, set[str]] = {"phalanx": {"torch"}}  # torch imports it as an entry point
+        self.outer: dict[str, set[str]] = {"phalanx": {"torch"}}  # torch imports phalanx as an entry point
         self.readers: dict[str, set[str]] = {}
         self._set: set[str] = set()  # variables that the packages themselves have set
 
@@ -60,7 +62,7 @@ class Imports:
         """Note what is imported within this context.
 
         Args:
-            changes: Variables to set within it; None unsets one.
+            changes: Variables to set within the context; None unsets a variable.
         """
         own = _env.environment()
         _env.change(changes)
@@ -79,7 +81,7 @@ class Imports:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Note that a package is being imported; others find it."""
+        """Note that a package is being imported, and leave it to other finders to find it."""
         if "." not in name and name not in self.outer:
             self.outer[name] = set(map(_package_of, _being_imported(sys._getframe())))
             if name == "torch":
@@ -99,7 +101,7 @@ class Imports:
 
 
 def _being_imported(frame: FrameType | None) -> Iterator[str]:
-    """Return the modules whose import is running, innermost first, without those of Python itself."""
+    """Yield the modules whose import is running, innermost first, except those of Python itself."""
     while frame is not None:
         if frame.f_code.co_name == "<module>":
             name = str(frame.f_globals.get("__name__", ""))
@@ -109,7 +111,7 @@ def _being_imported(frame: FrameType | None) -> Iterator[str]:
 
 
 class Hidden:
-    """An import finder that keeps packages out of ``sys.modules`` until they are imported, and then puts them back.
+    """An import finder that keeps packages out of ``sys.modules`` and restores each when the script imports it.
 
     Args:
         imports: Record of how the packages were imported.
@@ -144,7 +146,7 @@ class Hidden:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore all modules of the package, and of those that were imported together with it."""
+        """Restore all modules of the package, and of the packages that were imported while it was being imported."""
         name, outer = module.__name__, self._imports.outer
         module.__spec__ = self._specs.pop(name)
         packages = [one for one in self._modules if one == name or name in outer.get(one, ())]
@@ -180,7 +182,7 @@ class Log:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Note that a module is being imported; others find it."""
+        """Note that a module is being imported, and leave it to other finders to find it."""
         if _env.raw() != self._last:
             self._last = dict(_env.raw())
             now = _env.environment()
@@ -191,7 +193,7 @@ class Log:
         return None
 
     def summary(self, wanted: Collection[str]) -> dict[str, Any]:
-        """Return what another process needs to import the wanted modules as this one has, see `replay`.
+        """Return a record from which `replay` can import the wanted modules in another process as in this one.
 
         Modules imported before the log began come first.
         """
@@ -212,16 +214,16 @@ def begin_log(given: Collection[str]) -> None:
 
 
 def replay(logs: Sequence[Mapping[str, Any]], imports: Imports, left_out: Collection[str]) -> set[str]:
-    """Import what the first of several ranks has imported, in the same steps.
+    """Import the modules that the first of several ranks has imported, in the same order and environments.
 
-    Errors are ignored, because the script will meet them.
+    Errors are ignored, because the script will run into them itself.
 
     Args:
         logs: Results of `Log.summary` in each rank.
-        left_out: Packages that are not imported.
+        left_out: Packages not to import.
 
     Returns:
-        Packages to leave out: they read variables that differ between ranks, or import a package that does.
+        Packages to leave out, because they read variables that differ between ranks or import a package that does.
     """
     varying = {name for one in logs for name in one["given"]}
     histories = [_histories(one) for one in logs]

@@ -1,4 +1,4 @@
-"""Descendants of this process: with which process they end, who adopts orphans, and how to end all of them."""
+"""Descendants of this process: whether they end with their parent, who adopts orphans, and how to kill all of them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SUPERVISORS_SIGNALS = (
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
+    """Have the kernel kill this process when its parent ends, in whatever way."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the line above
+    if os.getppid() != parent_pid:  # the parent ended before the line above
         os._exit(128 + signal.SIGKILL)
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`, where a process has something to do after its parent's end."""
+    """Undo `die_with_parent`, for a process that has work to do after its parent has ended."""
     _libc.prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def hold_signals() -> None:
-    """Hold back, in this process and what it executes, the signals that the supervisor obeys.
+    """Block the signals that the supervisor obeys, in this process and in programs that it executes.
 
     Schedulers and service managers may send them to every process of a job.
     """
@@ -43,7 +43,7 @@ def hold_signals() -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Become the parent of every descendant whose own parent ends; with False, no longer."""
+    """Become the parent of every descendant whose own parent ends; with ``adopt=False``, stop doing so."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
@@ -55,10 +55,10 @@ def adopts_orphans() -> bool:
 
 
 def end_children(keep: Collection[int] = ()) -> None:
-    """Kill all descendants of this process; return when none is left, or at the limit.
+    """Kill all descendants of this process; return when none is left, or after `CHILDREN_S` at the latest.
 
     Args:
-        keep: Children that stay.
+        keep: Children that are not killed.
     """
     deadline = time.monotonic() + CHILDREN_S
     while (pids := set(children_of(os.getpid())).difference(keep)) and time.monotonic() < deadline:
@@ -70,7 +70,7 @@ def end_children(keep: Collection[int] = ()) -> None:
 
 
 def has_ended(pid: int, limit_s: float = 0.0) -> bool:
-    """Wait for a process to end, at most `limit_s`; return whether it has."""
+    """Wait at most `limit_s` for a process to end; return whether it has ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -92,14 +92,14 @@ def reap(pid: int, limit_s: float) -> int | None:
 
 
 def start_helper(program: str, fds: Sequence[int], *words: str, pause_s: float = 0.0) -> int:
-    """Start Python on `program` as a child that ends with this process, and return its pid.
+    """Start a child that runs the Python code `program` and ends with this process; return its pid.
 
-    It leads a process group, and the signals that the supervisor obeys are blocked.
+    The child leads a process group, and blocks the signals that the supervisor obeys.
 
     Args:
-        fds: Descriptors that it inherits; their numbers are its first arguments.
+        fds: Descriptors that the child inherits; their numbers are its first arguments.
         words: Further arguments.
-        pause_s: Seconds for which it sleeps first.
+        pause_s: Seconds that the child sleeps before it begins.
     """
     parent_pid = os.getpid()
     if pid := os.fork():

@@ -1,4 +1,4 @@
-"""Ends this process in the way another has ended. Imports next to nothing: a client of a warm start needs it."""
+"""Ends this process in the way another has ended. Imports almost nothing, to keep a warm start's client fast."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NoReturn
 
 
 def end_like(code: int) -> NoReturn:
-    """End this process with exit code `code`; if it is negative, by the signal -`code`."""
+    """End this process with exit code `code`, or by the signal ``-code`` if `code` is negative."""
     if code >= 0:
         os._exit(code)
-    import resource  # here, because it is seldom needed
+    import resource  # not at the top: it is seldom needed
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # SIGKILL has no handler to reset

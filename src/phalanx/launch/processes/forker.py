@@ -1,22 +1,27 @@
-"""The parent of the ranks: forks them, hears of their end, and lets nothing outlive the supervisor.
+"""The parent of the ranks: forks them, reports their ends, and lets nothing outlive the supervisor.
 
-One process, one thread, no output of its own: what it forks is as clean as a new process. It takes requests over a
-socket from the supervisor. When that socket closes, however the supervisor ended, it kills the ranks and all that they
-have started, and exits. It is a child subreaper, and so is each rank: a process whose parent has died becomes the
-child of its rank, and when that has died, of the forker, which ends it. So no daemon of a rank escapes or outlives the
-rank. The forker ends what a dead rank has started before it reports the rank's end; other ranks are not touched.
+The forker has one thread and no output of its own, so its forks are as clean as new processes. It takes requests from
+the supervisor over a socket. When that socket closes, however the supervisor ended, the forker kills the ranks and all
+processes that they have started, and exits. It is a child subreaper, and so is each rank: a process whose parent has
+died becomes a child of its rank. Once the rank has died, too, the process becomes a child of the forker, which kills
+it. So no daemon of a rank escapes or outlives the rank. The forker kills what a dead rank has started before it reports
+the rank's end, and does not touch other ranks.
 
 **Ranks are forked inside the user's own interpreter.** The forker is ``python train.py`` itself, stopped before the
 script is opened: a ``sitecustomize`` of ours is first on ``PYTHONPATH``, imports torch, and serves the supervisor's
-requests. A rank is a fork that returns from that hook; the interpreter then goes on and runs the script. Running the
-script with `runpy` from a server was the alternative: tracebacks then show its frames, ``__main__`` is a stand-in that
-multiprocessing's spawn and pickle do not find, and ``-m``, zip files and folders each need an imitation of their own.
+requests. A rank is a fork that returns from that hook; the interpreter then goes on and runs the script. The
+alternative is to run the script with `runpy` from a server. But then tracebacks show the frames of `runpy`,
+``__main__`` is a stand-in that multiprocessing's spawn and pickle do not find, and ``-m``, zip files and folders each
+need an imitation of their own.
 
-**In some cases a rank executes the command anew instead:** with ``--no-preload`` and ``--no-python``; if the user lets
-OpenMP bind threads to CPUs (``OMP_PLACES`` and the like), because it chooses the CPUs when torch is imported, and then
-the same ones for all ranks; if there are threads or a device in use before the fork, because something else that Python
-loads at start made them; and if the script's folder has a module with the name of one that torch needs, such as its own
-``json.py``.
+**In some cases a rank executes the command anew instead:**
+
+- with ``--no-preload`` or ``--no-python``;
+- if the user lets OpenMP bind threads to CPUs (``OMP_PLACES`` and the like): OpenMP chooses the CPUs when torch is
+  imported, and all ranks would get the same ones;
+- if threads or a device are in use before the fork, because another module that Python loads at start has begun to use
+  them;
+- if the script's folder has a module, such as its own ``json.py``, with the name of a module that torch needs.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ from phalanx.launch.processes.descendants import (
 )
 from phalanx.launch.rank import watch_torch
 from phalanx.rendezvous import solo
-from phalanx.wire import messages as _messages  # noqa: F401 with all that it imports, before `way_into_script` looks
+from phalanx.wire import messages as _messages  # noqa: F401 here, so that `way_into_script` sees what it imports
 from phalanx.wire.packets import PacketSocket
 
 FD_VARIABLE = "PHALANX_FORKER_FD"
@@ -78,16 +83,16 @@ Begin = Callable[[Mapping[str, Any]], None]
 
 
 def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
-    """Obey the supervisor until it closes its end; return only in a forked rank, after `begin`.
+    """Obey the supervisor until it closes its end of the socket; return only in a forked rank, after `begin`.
 
     Packets from the supervisor are JSON objects: ``{"start": rank, "environ": ...}`` with the three descriptors of a
-    rank, or ``{"signal": number, "pids": [...], "groups": bool}``, with groups also to what those ranks have started.
-    Packets to it: ``{"ready": true}``, ``{"started": pid, "rank": r}`` and ``{"ended": pid, "status": s}`` with `s` as
-    from ``os.waitpid``.
+    rank, or ``{"signal": number, "pids": [...], "groups": bool}``, where ``groups`` also signals the processes that
+    those ranks have started. Packets to the supervisor: ``{"ready": true}``, ``{"started": pid, "rank": r}`` and
+    ``{"ended": pid, "status": s}`` with `s` as from ``os.waitpid``.
     """
     adopt_orphans()
     forker_pid, reaper = os.getpid(), os.pidfd_open(os.getppid())
-    outlive_parent()  # from here on this process outlives supervisor and reaper to clean up
+    outlive_parent()  # from here on, this process must outlive supervisor and reaper to clean up
     channel = PacketSocket(end)
     living: dict[int, int] = {}  # pidfd of each rank, by its pid
     channel.send({"ready": True, **hello})
@@ -112,7 +117,7 @@ def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
                     os.close(fd)
                 _become_rank(packet, fds, forker_pid)
                 its.shutdown(socket.SHUT_WR)
-                its.recv(1)  # returns when the supervisor has been told of this rank, which may end at once
+                its.recv(1)  # returns once the supervisor knows of this rank, which must not end before
                 its.close()
                 return begin(packet)
             its.close()
@@ -132,11 +137,11 @@ def serve(end: socket.socket, begin: Begin, **hello: object) -> None:
 
 def _bury(channel: PacketSocket, living: dict[int, int], pid: int) -> None:
     """Reap a rank that has ended, end everything that it has started, and report its end."""
-    # Until waitpid nobody else can get this pid, so the process group of that number is the rank's.
+    # Until waitpid, no other process can get this pid, so the process group with this number is the rank's.
     _signal_group(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(living.pop(pid))
-    end_children(living)  # processes that had left its group; orphans of living ranks are children of those ranks
+    end_children(living)  # kills what had left the rank's group; orphans of living ranks are not our children
     channel.send({"ended": pid, "status": status})
 
 
@@ -150,7 +155,7 @@ def _become_rank(packet: Mapping[str, Any], fds: Sequence[int], forker_pid: int)
     die_with_parent(forker_pid)
     adopt_orphans()  # so that daemons of this rank become its children, and end with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISORS_SIGNALS)
-    os.setsid()  # otherwise it could open /dev/tty, and would be stopped, because it is not in the foreground
+    os.setsid()  # otherwise it could open /dev/tty, and would be stopped for using it in the background
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     for fd in fds:
@@ -185,9 +190,9 @@ def execute(command: Sequence[str]) -> Begin:
 
 
 def serve_preloaded(loaded_before: Collection[str]) -> None:
-    """Import what ranks share, and serve the supervisor; return in each rank, which then goes on into its script.
+    """Import what ranks share, and serve the supervisor; return only in a rank, which then goes on into its script.
 
-    If a fork could not go on as if nothing had been imported, it executes the command anew.
+    A rank that could not go on as if nothing had been imported executes the command anew instead.
 
     Args:
         loaded_before: Modules that Python itself loads at start.
@@ -232,7 +237,7 @@ def import_shared(imports: Imports, settings: Mapping[str, str]) -> str:
         for name in RANK_MODULES:
             try:
                 __import__(name)
-            except BaseException as error:  # no loss: the script will meet the error and report it
+            except BaseException as error:  # ignored: the script will run into the same error and report it
                 return f"{type(error).__name__}: {error}"
     return ""
 
@@ -249,9 +254,9 @@ def _read_json(path: str) -> Any:
 
 
 def has_threads_or_devices() -> bool:
-    """Return whether threads or a device, which a fork would break, are in use: another site hook may start them.
+    """Return whether threads or a device, which a fork would break, are in use; another site hook may use them.
 
-    OpenBLAS's threads do not count: it ends them before a fork and starts them again afterwards.
+    OpenBLAS's threads do not count: OpenBLAS ends them before a fork and starts them again afterwards.
     """
     threading, cuda = sys.modules.get("threading"), sys.modules.get("torch.cuda")
     has_threads = threading is not None and threading.active_count() > 1
@@ -259,7 +264,7 @@ def has_threads_or_devices() -> bool:
 
 
 def _hides_modules_of_the_script(command: Sequence[str], loaded_before: Collection[str]) -> bool:
-    """Whether the script's folder has a module, such as its own json.py, whose name is that of one we have imported."""
+    """Whether the script's folder has a module, such as its own json.py, with the name of a module that we imported."""
     if getattr(sys.flags, "safe_path", False):
         return False
     first = command[1]
@@ -273,19 +278,20 @@ def _hides_modules_of_the_script(command: Sequence[str], loaded_before: Collecti
 def _leave_libraries_alone() -> None:
     """Skip, at exit, the destructors of libraries that this process shares with the forker.
 
-    torch's alone take longer than the rest of the interpreter's end, and free only what the kernel frees anyway.
-    Destructors of libraries that the script has loaded still run. Nothing is skipped if a library was preloaded
-    (LD_PRELOAD), because it may do its work at exit, as profilers do.
+    The destructors of torch alone take longer than the rest of the interpreter's shutdown, and free only what the
+    kernel frees anyway. Destructors of libraries that the script has loaded still run. Nothing is skipped if a library
+    was preloaded (LD_PRELOAD), because it may do its work at exit, as profilers do.
     """
     if not _env.environment().get("LD_PRELOAD") and hasattr(_libc, "on_exit"):
         _libc.on_exit(_libc._exit, None)  # calls _exit with the exit status
-        _libc.__cxa_atexit(_libc.fflush, None, None)  # registered later, so it runs before that
+        _libc.__cxa_atexit(_libc.fflush, None, None)  # registered later, so it runs before _exit
 
 
 def draw_anew() -> None:
     """Reseed generators that were seeded at import: otherwise all forks would draw the same numbers.
 
-    Not needed for ``random``, which reseeds itself after a fork, or for GPUs, whose generators start from a constant.
+    This is not needed for ``random``, which reseeds itself after a fork, or for GPUs, whose generators start from a
+    constant.
     """
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
@@ -302,7 +308,7 @@ def _go_on(imports: Imports, loaded_before: Collection[str], packet: Mapping[str
         watch_torch()
         rank_trial.begin()
     attached.listen()
-    # The script gets a fresh namespace, because the collector ignores everything that the frozen one refers to.
+    # The script gets a fresh namespace: the collector would never free what a frozen namespace refers to.
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)
     if "__annotations__" in main.__dict__:

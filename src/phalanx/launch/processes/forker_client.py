@@ -32,9 +32,9 @@ _PRELOAD_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "prel
 
 
 class Forker:
-    """The process that is the parent of all ranks; owns the channel to it and its exit status.
+    """Handle of the forker, the parent of all ranks; owns the channel to it and its exit status.
 
-    Its reaper stands between it and this process, and ends all ranks if both are killed.
+    The reaper stands between the forker and this process, and kills all ranks if both of them are killed.
 
     Args:
         command: Command of a rank.
@@ -44,12 +44,12 @@ class Forker:
         descriptors: RLIMIT_NOFILE of a rank, soft and hard.
         settings: Variables that are set while torch is imported, with `preload`.
         modules_files: Files in which ranks name further modules to import, with `preload`; see `ahead.replay`.
-        left_out: Packages that are not imported although a rank names them.
+        left_out: Packages not to import, even if a rank names them.
         spare: Process that has imported torch, and becomes the reaper and the forker, with `preload`.
 
     Attributes:
         pid: Process id of the forker.
-        reaper_pid: Process id of its parent, which is a child of this process.
+        reaper_pid: Process id of the reaper, which is the forker's parent and a child of this process.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Forker:
     def start_rank(
         self, rank: int, environ: Mapping[str, str], fds: Sequence[int], cpus: Sequence[int], argument: str = ""
     ) -> None:
-        """Have a rank forked; ``{"started": pid, "rank": rank}`` will tell its pid."""
+        """Ask for a rank to be forked; the packet ``{"started": pid, "rank": rank}`` will tell its pid."""
         packet = {
             "start": rank,
             "environ": environ,
@@ -110,7 +110,7 @@ class Forker:
         self._send(packet, fds)
 
     def signal(self, sig: int, pids: Sequence[int], *, groups: bool) -> None:
-        """Send `sig` to ranks, with `groups` also to what they have started; skip those that have ended."""
+        """Send `sig` to ranks, with `groups` also to what they have started; skip ranks that have ended."""
         self._send({"signal": sig, "pids": list(pids), "groups": groups})
 
     def _send(self, packet: Mapping[str, object], fds: Sequence[int] = ()) -> None:
@@ -124,7 +124,7 @@ class Forker:
                 os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> int:
-        """Return the forker's wait status. To be called once its channel has closed, since it then ends soon."""
+        """Return the forker's wait status. Call this only after the channel has closed: the forker then ends soon."""
         if self._status is None:
             self._status = reap(self.reaper_pid, KILL_S)  # the reaper ends with the forker's status
         return signal.SIGKILL if self._status is None else self._status
@@ -141,7 +141,7 @@ class Forker:
         end_children(keep)  # also ends orphans of a forker that was killed
 
     def kill(self) -> None:
-        """Kill the forker, instead of asking it to end: it may be busy importing, as long as it has no ranks."""
+        """Kill the forker instead of asking it to end: it reads no requests before it has imported everything."""
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)

@@ -36,10 +36,10 @@ class Forkers:
 
     Args:
         screen: Screen for what a forker prints.
-        descriptors: Limits that ranks keep.
+        descriptors: RLIMIT_NOFILE of the ranks, soft and hard.
         on_start: Function to call with the rank and the pid of a forked process.
         on_end: Function to call with the pid and the wait status of a forked process that has ended.
-        on_loss: Function to call with a forker that has ended, with which all its processes have ended.
+        on_loss: Function to call with a forker that has ended; all its processes have ended with it.
 
     Attributes:
         environ: Environment of the forker in use, which all its ranks share.
@@ -112,13 +112,13 @@ class Forkers:
             return
         before = self._current
         self._serve(Serving(*ready, is_ready=True))
-        if before.pids:  # it has ranks that are kept, so it must stay
+        if before.pids:  # the parent of ranks that are kept must stay
             self._relieved.append(before)
         else:
             self._end(before)
 
     def prepare_standby(self, rank_folders: Sequence[str]) -> bool:
-        """Start a standby when the ranks of those folders have noted their imports; return whether to call again."""
+        """Start a standby once the ranks of those folders have noted their imports; return whether to call again."""
         return self._standby.prepare(self.environ, rank_folders)
 
     @property
@@ -138,16 +138,17 @@ class Forkers:
         self._current.forker.start_rank(rank, environ, fds, cpus, argument)
 
     def end(self, sig: int, pids: Sequence[int]) -> None:
-        """Tell ranks to end by `sig`; skip those that have ended.
+        """Send `sig` to ranks to end them; skip ranks that have ended.
 
-        If ranks are Python scripts, only they receive it: to shut down, they may need processes that they have started,
-        such as a logger's. Any other program may not pass it on, so its whole process group receives it.
+        If the ranks are Python scripts, only the ranks themselves receive the signal: to shut down, they may need
+        processes that they have started, such as a logger's. Other programs may not pass the signal on, so their whole
+        process groups receive it. SIGKILL always goes to the whole group.
         """
         self.signal(sig, pids, groups=sig == signal.SIGKILL or not self._job.is_python)
         self.signal(signal.SIGCONT, pids, groups=True)  # a stopped rank could not obey
 
     def signal(self, sig: int, pids: Sequence[int], *, groups: bool = False) -> None:
-        """Send `sig` to ranks, with `groups` also to what they have started; skip those that have ended."""
+        """Send `sig` to ranks, with `groups` also to what they have started; skip ranks that have ended."""
         for serving in (*self._relieved, self._current):
             if own := [pid for pid in pids if pid in serving.pids]:
                 serving.forker.signal(sig, own, groups=groups)

@@ -1,10 +1,10 @@
-"""Makes this interpreter run another script or module than the one it was started on.
+"""Makes this interpreter run a script or module other than the one that it was started with.
 
-A warm process is Python stopped in the site hook, before it has opened its script. The name of the script is in
-CPython's ``PyConfig``. It is replaced there with the functions that embedders use, so the interpreter itself makes
-``__main__``, ``sys.path`` and tracebacks; `runpy` would show in every traceback. The layout of that structure differs
-between versions, so its members are found by their contents, and read back by name after each change. If that fails,
-this Python gets no warm start.
+A warm process is a Python process that waits in the site hook, before it opens its script. CPython keeps the name of
+the script in a ``PyConfig``. This module changes the name there, with the functions that embedders use, so the
+interpreter itself makes ``__main__``, ``sys.path`` and tracebacks; `runpy` would show in every traceback. The layout of
+``PyConfig`` differs between versions, so its members are found by their contents, and read back by name after each
+change. If that fails, this Python gets no warm start.
 
 Source: PEP 587; ``pymain_run_python`` in CPython's ``Modules/main.c``; PR_SET_MM_MAP in prctl(2).
 """

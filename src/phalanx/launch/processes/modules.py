@@ -21,9 +21,9 @@ def modules_file(rank_folder: str) -> str:
 
 
 def note_modules() -> None:
-    """Tell the supervisor which installed modules this rank has imported, and how. To be called once it trains.
+    """Tell the supervisor which installed modules this rank has imported, and how. Call this once the rank trains.
 
-    Does nothing outside ``phalanx run``, if no restart is allowed, or without preloading.
+    This does nothing outside ``phalanx run``, if no restart is allowed, or without preloading.
     """
     folder = own_folder()
     if ahead.log is None or not folder:
@@ -32,7 +32,7 @@ def note_modules() -> None:
     names = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
-        is_ours = name.partition(".")[0] == "phalanx"  # left out: its modules hold the rank and the attempt
+        is_ours = name.partition(".")[0] == "phalanx"  # left out: our modules hold state of this rank and attempt
         if spec is not None and spec.name == name and str(spec.origin).startswith(places) and not is_ours:
             names.append(name)
     path = modules_file(folder)

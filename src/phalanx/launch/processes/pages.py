@@ -1,13 +1,13 @@
 """Keeps memory shared between a process and its forks, and makes forking it cheap.
 
-Imported modules are hidden from the garbage collector (`gc.freeze`), so that their pages stay shared and the end of the
-interpreter does not visit them; unfreezing them at the end cost 0.3 s per rank. ``__main__`` is made anew in each rank,
-because the collector would never finalise what a frozen one holds.
+Imported modules are hidden from the garbage collector (`gc.freeze`), so that their pages stay shared and the
+interpreter does not visit them when it ends; unfreezing them at the end cost 0.3 s per rank. Each rank gets a new
+``__main__``, because the collector would never finalise what a frozen one holds.
 
-A process that forks often (the servers of `phalanx.testing` and ``--fast-ranks``, pytest with the mark, a warm
-process) has its memory collapsed into huge pages: copying and freeing the list of 70,000 pages is a third of what a
-test of two ranks costs. Collapsing takes memory for the unused parts of huge pages, so it is done only if they are at
-most a quarter of the memory that is left, and for at most a second.
+A process that forks often (the servers of `phalanx.testing` and ``--fast-ranks``, pytest with our mark, a warm process)
+has its memory collapsed into huge pages: copying and freeing the page table of 70,000 pages takes a third of the time
+of a test with two ranks. Collapsing takes memory for the unused parts of huge pages, so it is done only if these parts
+are at most a quarter of the memory that is left, and for at most a second.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MADV_COLLAPSE = 25  # since Linux 6.1
 _HUGE_BYTES, _PIECE_BYTES = 2 << 20, 64 << 20
 _LEAST_USED = 3 / 4  # fraction of a range that must be used for huge pages to be worthwhile
 _MOST_OF_ROOM = 1 / 4  # fraction of the memory left that their unused parts may take
-_FIRST_FORKS, _NEXT_FORKS = 16, 32  # forks whose savings pay for collapsing
-_LONG_S = 1.0  # collapsing that takes longer (much memory, or none free in one piece) is given up
+_FIRST_FORKS, _NEXT_FORKS = 16, 32  # memory is collapsed after this many forks, then after every this many more
+_LONG_S = 1.0  # collapsing is given up if it takes longer: much memory, or none free in one piece
 
 
 def share_pages() -> None:
     """Have all processes that this one forks share what it has imported, and make the forks cheap.
 
-    Otherwise a garbage collection in a fork would touch, and so copy, every page: a third of a second. Not to be used
-    in a process whose signal handlers raise, because an exception in the hook of a fork is printed and lost.
+    Otherwise a garbage collection in a fork would touch, and so copy, every page, which takes a third of a second. Do
+    not call this in a process whose signal handlers raise: Python prints an exception in a fork hook and drops it.
     """
     global _sharing
     gc.freeze()
@@ -49,10 +49,11 @@ _forks = (0, 0)  # pid of the process whose forks are counted, and their number
 
 
 def fork_cheaply(num_forks: int) -> None:
-    """Move this process, which is about to fork, into huge pages once that pays and the kernel allows it.
+    """Collapse this process's memory into huge pages before it forks, once that pays and if the kernel allows it.
 
-    A fork copies the list of the pages and an end frees it: some 20 ms for the 70,000 pages of torch, 5 ms for huge
-    ones. Collecting them takes 0.2 to 0.6 s, and part of that again after more forks, for pages written since.
+    A fork copies the page table, and the end of the fork frees it. Together, this takes some 20 ms for the 70,000 pages
+    of torch, and 5 ms with huge pages. Collapsing takes 0.2 to 0.6 s. It is repeated after more forks, for the pages
+    that were written since, and then takes part of that time.
     """
     global _forks
     before = _forks[1] if _forks[0] == os.getpid() else 0

@@ -1,20 +1,20 @@
 """The parent of a forker: kills everything that the forker has started, once the supervisor or the forker is gone.
 
-Supervisor, reaper and forker watch each other: if some of the three are killed, one that is left ends the job. It
-learns of the others' end from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each is a subreaper
-and each rank leads a session, so every process under the forker has a living ancestor that kills it. When the
-supervisor is gone, the forker has six seconds to end the ranks by itself before the reaper kills it. If the reaper
-killed it at once and were itself killed in the next millisecond, nobody would be left to end the ranks.
+Supervisor, reaper and forker watch each other: if one or two of the three are killed, a survivor ends the job. The
+survivor learns of the others' end from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each of
+the three is a subreaper and each rank leads a session, so every process under the forker has a living ancestor that
+kills it. When the supervisor is gone, the forker has six seconds to end the ranks by itself before the reaper kills it.
+If the reaper killed it at once and were itself killed in the next millisecond, nobody would be left to end the ranks.
 
 The reaper does nothing else. It has a name and a command line of its own, because people kill a job by name (``pkill
 -9 -f train.py``), and would otherwise kill all three at once. If all three are killed, processes that ranks have
 started stay alive, unless the whole cgroup was killed.
 
-The fork server of `phalanx.spawn` has a reaper, too: the first module that the server imports forks it, and the process
-that multiprocessing started becomes the reaper. A server serves all calls of a script, so what ranks leave behind is
-ended only when the script ends, in whatever way. Reaper and server are in a process group of their own, because
-``timeout -k`` and shells kill by group. The server runs multiprocessing's loop, and can't do all that a forker does: if
-the reaper alone is killed, the ranks end, but their daemons stay.
+The fork server of `phalanx.spawn` has a reaper, too: the first module that the server imports forks. The child becomes
+the server, and the process that multiprocessing started becomes the reaper. A server serves all calls of a script, so
+processes that ranks leave behind are killed only when the script ends, in whatever way. Reaper and server are in a
+process group of their own, because ``timeout -k`` and shells kill by group. The server runs multiprocessing's loop, and
+can't do all that a forker does: if the reaper alone is killed, the ranks end, but their daemons stay.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def fork_server() -> None:
 
 
 def _close_all_but(descriptor: int) -> None:
-    """Close inherited descriptors: a copy of a socket's end would keep others from seeing that its owner is gone."""
+    """Close all inherited descriptors but one: a copy of a socket would hide from its peer that the owner is gone."""
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
@@ -86,9 +86,9 @@ def _fork_below(parent_pid: int) -> tuple[int, int]:
     """Become a subreaper and fork; return a pidfd of the parent and what ``os.fork`` returned."""
     reaper_pid = os.getpid()
     parent = os.pidfd_open(parent_pid)
-    if os.getppid() != parent_pid:  # it ended before the line above
+    if os.getppid() != parent_pid:  # the parent ended before the line above
         os._exit(128 + signal.SIGKILL)
-    outlive_parent()  # a warm start ties it to its parent; from here on it must outlive the parent to clean up
+    outlive_parent()  # a warm start tied us to the parent; from here on, we must outlive it to clean up
     adopt_orphans()
     pid = os.fork()
     if pid == 0:
@@ -107,7 +107,7 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
     _take_name()
     child = os.pidfd_open(pid)
     select.select([parent, child], [], [])
-    if children_of(pid):  # the child gets no time if it has none, like a standby that still imports
+    if children_of(pid):  # a child without children, such as a standby that still imports, gets no time
         select.select([child], [], [], patience_s)
     os.kill(pid, signal.SIGKILL)  # the kernel then kills the ranks, and makes us the parent of the rest
     # The child stays a zombie until we end, so that no other process gets its pid while the supervisor may kill it.
@@ -118,7 +118,7 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
 
 
 def _take_name() -> None:
-    """Give this process a name and a command line of its own: users kill jobs by theirs."""
+    """Give this process a name and a command line of its own, because users kill jobs by their names."""
     _libc.prctl(_PR_SET_NAME, NAME.encode())
     with contextlib.suppress(OSError):
         fields = stat_fields()

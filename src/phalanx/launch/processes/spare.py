@@ -27,7 +27,7 @@ from phalanx.wire.packets import PacketSocket
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What a warm process passes on to its jobs.
+    """State that a warm process passes on to its jobs.
 
     Attributes:
         interpreter: Interpreter of the process, which can go on into any script.
@@ -111,7 +111,7 @@ def _become_forker(channel: PacketSocket, loaded: Loaded, supervisor_pid: int) -
 
 
 def forget_all_but(shared: Collection[str]) -> None:
-    """Make this process look as if it had imported only those modules: the script may have modules with other names."""
+    """Make this process look as if it had imported only `shared`: the script may have modules named like the others."""
     for name in set(sys.modules).difference(shared):
         module = sys.modules.pop(name)
         for path in getattr(module, "__path__", ()):
@@ -127,14 +127,14 @@ def forget_all_but(shared: Collection[str]) -> None:
 
 
 def _draw_anew() -> None:
-    """Redo what modules did once at import, such as seeding; otherwise all jobs of a warm process would share it.
+    """Redo what modules did once at import, such as seeding; otherwise all jobs of a warm process share the result.
 
-    Not needed for ``tempfile``, which seeds in each process, or ``uuid`` and ``secrets``, which use the kernel's
-    numbers.
+    This is not needed for ``tempfile``, which seeds in each process, or ``uuid`` and ``secrets``, which use the
+    kernel's numbers.
     """
     draw_anew()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
-    if "logging" in sys.modules:  # the start from which relativeCreated counts; nanoseconds since Python 3.13
+    if "logging" in sys.modules:  # relativeCreated counts from this time, in nanoseconds since Python 3.13
         logging = sys.modules["logging"]
         logging._startTime = time.time_ns() if isinstance(logging._startTime, int) else time.time()  # type: ignore[attr-defined]

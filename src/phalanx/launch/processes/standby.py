@@ -1,9 +1,9 @@
 """A second forker, prepared while the ranks run: it has imported what their script imports, so a restart is fast.
 
-The first forker knows nothing of the script. If restarts are allowed, the ranks tell, once rank 0 trains, which modules
-of the standard library and of installed packages they have imported, and in which environment. The next attempt is
-forked from a process that has imported these, too. Modules of the user's own folder are never imported ahead, and
-packages that read variables which differ between ranks or attempts are left to the ranks. The standby takes some
+The first forker knows nothing of the script. If restarts are allowed, each rank notes after its first step which
+modules of the standard library and of installed packages it has imported, and in which environment. The next attempt is
+forked from a process that has imported these modules, too. Modules of the user's own folder are never imported ahead,
+and packages that read variables which differ between ranks or attempts are left to the ranks. The standby takes some
 seconds of one core, once.
 """
 
@@ -25,8 +25,8 @@ class Standby:
     """At most one forker that is ready, or getting ready.
 
     Args:
-        screen: Screen on which its output would be shown.
-        log: File for its log.
+        screen: Screen of the launcher; the standby's output is not shown on it.
+        log: Path of the standby's log.
         descriptors: RLIMIT_NOFILE of its ranks, soft and hard.
     """
 
@@ -98,7 +98,7 @@ class Standby:
             self.drop()
 
     def drop(self) -> None:
-        """End it, if there is one."""
+        """End the standby, if there is one."""
         if self._forker is not None:
             forker, self._forker = self._forker, None
             self._events.unwatch(forker.channel.fileno())

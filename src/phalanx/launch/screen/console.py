@@ -20,10 +20,10 @@ _STREAMS = {"stdout": 1, "stderr": 2}
 
 
 class Console:
-    """Shows the streams of all ranks, and keeps each in its log.
+    """Shows the streams of all ranks, and writes each to its log.
 
     Args:
-        is_ending: Function that returns whether the launcher is ending, so that output without a reader is dropped.
+        is_ending: Function that returns whether the launcher is ending; output that nobody reads is then dropped.
         on_closed: Function to call once, when the reader of our output has gone.
 
     Attributes:
@@ -90,7 +90,7 @@ class Console:
         return self._filter.is_waiting or any(rank.stderr.is_holding for rank in ranks)
 
     def release_late(self, ranks: Sequence[Rank]) -> None:
-        """Show what has been held back for long enough."""
+        """Show output that has been held back for long enough."""
         for rank in ranks:
             rank.stderr.release_late()
         self._filter.flush(late_only=True)
@@ -102,7 +102,7 @@ class Console:
     # ------------------------------------------------------------ our own words
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher, above a debugger's prompt."""
+        """Write a line of the launcher; if a debugger's prompt is open, write the line above it."""
         if self.out.borrower is None:
             self.out.end_line()
             self.err.end_line()
@@ -118,7 +118,7 @@ class Console:
         self._log(printable(text))
 
     def _broken(self, text: str) -> str:
-        """Return the text with lines broken between words to fit the terminal; unchanged if there is none."""
+        """Return the text with lines broken between words to fit the terminal, if there is one."""
         if not self.err.is_terminal:
             return text
         try:

@@ -52,13 +52,13 @@ class EventLoop:
             os.write(self._wake_write, b"\0")
 
     def stop_process(self) -> None:
-        """Stop this process as SIGTSTP does by default; return when it continues, or at once if no shell can do so."""
+        """Stop as SIGTSTP does by default; return once continued, or at once if no shell can continue this process."""
         before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, before)
 
     def hold_signals(self) -> None:
-        """Block the caught signals for good. While Python exits, its handlers are gone, and a signal would kill it."""
+        """Block the caught signals for good: while Python exits, its handlers are gone, and a signal would kill it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, self._caught)
 
     def close(self) -> None:

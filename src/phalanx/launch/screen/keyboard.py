@@ -18,7 +18,7 @@ from phalanx.wire.peer import peer_of
 from phalanx.wire.places import make_path
 
 _END_OF_INPUT = b"\x04"  # Ctrl-D, which a terminal takes for the end of input
-_HELLO_S = 1.0  # time for a process that asks for the terminal to tell its rank
+_HELLO_S = 1.0  # time in which a process that asks for the terminal must tell its rank
 _RUNS = RUNS.encode()
 
 
@@ -99,7 +99,7 @@ class Keyboard:
             with contextlib.suppress(BlockingIOError):  # the rank does not read, so what is typed ahead is dropped
                 os.write(self._first.stdout.fd, typed or _END_OF_INPUT)
 
-    # ------------------------------------------------------------ debuggers have it by turns
+    # ------------------------------------------------------------ debuggers take turns
 
     def _lend(self) -> None:
         """Accept a rank that asks for the terminal."""
@@ -120,7 +120,7 @@ class Keyboard:
         """Give the terminal to the debugger that has waited longest, unless another is at its prompt."""
         if not self._queue or (self._debugger is not None and not self._runs):
             return
-        if (before := self._debugger) is not None:  # it is queued again when it writes
+        if (before := self._debugger) is not None:  # `before` is queued again when it writes
             self._end_turn()
             self._running.append(before)
             self._events.watch(before.connection.fileno(), lambda: self._ask_again(before))

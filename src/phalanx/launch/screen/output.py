@@ -6,8 +6,9 @@ writing. While a debugger's prompt is open, the prompt is live, and rank 0 is sh
 
 If we are on a terminal, rank 0 writes to a pseudo-terminal; all others write to pipes. The pseudo-terminal is narrower
 than the screen by the length of the prefix, because a progress bar that wraps can't be rewritten in place; for the same
-reason a COLUMNS that is too wide is emptied for the rank. The Trainer's bar is rich's, which captures stderr and shows
-it on stdout; under ``phalanx run``, warnings bypass it, or those of rank 0 would look different from the others'.
+reason, a COLUMNS variable that is too large is emptied for the rank. The Trainer's bar uses rich, which captures stderr
+and shows it on stdout. Under ``phalanx run``, warnings bypass rich; otherwise those of rank 0 would look different from
+those of other ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _STDOUT, _STDERR = 1, 2
 _ATOMIC_BYTES = select.PIPE_BUF  # once a pipe has room, writing this much never blocks
 _LOOK_UP_MS = 100
 _MAX_LINE_BYTES = 1 << 20  # a longer line is cut, so that a rank that never ends its line can't fill the memory
-_MAX_KEPT_BYTES = 1 << 14  # kept of the line under the cursor: more than a terminal shows
-_MAX_SEQUENCE_BYTES = 1 << 12  # a longer escape sequence is not taken for one
+_MAX_KEPT_BYTES = 1 << 14  # most that is kept of the line under the cursor: more than a terminal shows
+_MAX_SEQUENCE_BYTES = 1 << 12  # anything longer does not count as an escape sequence
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd")
@@ -52,7 +53,8 @@ class Screen:
     """One of the launcher's own outputs, shared by all ranks; nothing else writes to it.
 
     Args:
-        is_ending: Function that is asked while nobody reads: whether to drop the rest, because the launcher ends.
+        is_ending: Function that is called while nobody reads the output, and returns whether to drop the rest because
+            the launcher is ending.
         on_closed: Function to call once, when the reader of this output is gone.
     """
 
@@ -120,7 +122,7 @@ class Screen:
 
 
 class LineStream:
-    """Forwards the output of a rank in whole lines; of a line that was rewritten, only its last state."""
+    """Forwards the output of a rank in whole lines. If a line was rewritten, only its last state is forwarded."""
 
     def __init__(self, screen: Screen, line_prefix: bytes) -> None:
         self._screen = screen

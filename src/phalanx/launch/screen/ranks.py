@@ -1,9 +1,9 @@
 """One rank as the supervisor sees it: a process and two streams.
 
-When a traceback begins on a rank's stderr, it is held back on the screen. If the rank ends, the traceback goes into the
-report of the failure. If it does not end within 5 s (30 s after torch's own prefix, which only an uncaught exception
-has), the rank has evidently gone on, and the traceback is shown. The logs get everything at once. A log that can't be
-written does not end the job: training may write to another disk, and this one may be full because of the logs.
+A traceback that begins on a rank's stderr is not shown on the screen at once. If the rank ends, the traceback goes into
+the report of the failure. If the rank does not end within 5 s (30 s after torch's own prefix, which only an uncaught
+exception has), it has evidently gone on, and the traceback is shown. The logs get everything at once. A log that can't
+be written does not end the job: training may write to another disk, and this one may be full because of the logs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Output:
     Attributes:
         fd: The launcher's end of the pipe or terminal; reading it does not block.
         rank_fd: The rank's end, until it is handed over.
-        tail: Last part of the output, in which the cause of a failure is looked for.
+        tail: Last part of the output, which is searched for the cause of a failure.
         log_problem: Reason why the log is incomplete; "" if it is complete.
         ended: Whether no process can write to it any more.
     """
@@ -113,8 +113,8 @@ class Output:
         """Forward all remaining output of a rank that has ended, with the unfinished last line.
 
         Args:
-            drops_last_words: Whether to drop the traceback with which it ended, if that is still held back, because a
-                report shows it.
+            drops_last_words: Whether to drop a traceback that is still held back, because the report of the failure
+                shows it.
         """
         for _ in range(_MAX_READS):  # not for ever: a process that escaped from the rank may still write
             if not self.carry():
@@ -145,7 +145,7 @@ class Output:
         return self._num_lost > before
 
     def has_room(self, columns: str) -> bool:
-        """Return whether lines as long as COLUMNS says fit the stream's terminal, if it has one."""
+        """Return whether lines as long as `columns`, the value of COLUMNS, fit the stream's terminal, if it has one."""
         if not self._live or not columns.isdecimal():
             return True
         room = os.get_terminal_size(self.fd).columns
@@ -195,12 +195,12 @@ class Rank:
 
     @property
     def is_running(self) -> bool:
-        """Whether it is in this attempt: it has not ended, and does not wait for the next one."""
+        """Whether the rank is part of this attempt: it has not ended, and does not wait for the next attempt."""
         return self.end is None and self.pause is None
 
     @property
     def is_kept(self) -> bool:
-        """Whether its process waits for the next attempt."""
+        """Whether the rank's process waits for the next attempt."""
         return self.end is None and self.pause is not None
 
     def has_ended(self) -> bool:
@@ -219,14 +219,14 @@ class Rank:
         return last_words_in(self.folder, self.pid, self.stderr.tail)
 
     def record_end(self, status: int, *, is_reported: bool) -> Ending:
-        """Record its wait status and read its remaining output.
+        """Record the rank's wait status and read its remaining output.
 
         Args:
             is_reported: Whether the failure will be reported, so that this rank's last words need not be shown now.
         """
         code = os.waitstatus_to_exitcode(status)
         self._drain(is_reported=is_reported and code != 0)
-        is_crash = code < 0 and not self.asked_to_end  # even if it raised before: stderr says what it was doing
+        is_crash = code < 0 and not self.asked_to_end  # even if it raised before: stderr shows where it crashed
         words = read_stderr(self.stderr.tail) if is_crash else self._last_words() if code else LastWords()
         self.end = self._outcome(code, words)
         if self.end.failed:
@@ -234,7 +234,7 @@ class Rank:
         return self.end
 
     def record_pause(self) -> Ending:
-        """Record that an exception ended its part of the attempt and that its process waits for the next one."""
+        """Record that an exception ended the rank's part in this attempt, and that its process waits for the next."""
         self._drain(is_reported=True)
         code = PREEMPTED_CODE if has_ended_for_restart(self.folder) else 1
         self.pause = self._outcome(code, self._last_words())

@@ -1,4 +1,4 @@
-"""Prints one line when a rank has slowed the others down for a minute, from what ranks record anyway."""
+"""Prints one line when a rank has slowed the others down for a minute, judging by what ranks record anyway."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ LOOK_S = 1.0
 _LEAST_COST = 0.05  # fraction of a step that a rank must cost the others to be named
 _LEAST_S = 60.0
 _JUDGE_S = 10.0
-_MOST_EVENTS = 2000  # most events read, of all ranks together; of more, the newest are a sample
-_LEAST_EVENTS = 100  # fewest events read of each rank, however many ranks there are
+_MOST_EVENTS = 2000  # most events read from all ranks together; if there are more, the newest serve as a sample
+_LEAST_EVENTS = 100  # fewest events read from each rank, however many ranks there are
 
 
 class StragglerWatch:
     """Compares the ranks of one attempt on this host.
 
     Args:
-        places: Open file and offset of each rank's box; the files stay the caller's.
+        places: Open file and offset of each rank's box; the caller keeps the files open and closes them.
         say: Function to call once with a line about a rank that has cost too much for a minute.
         now_s: Function that returns the time.
 
     Attributes:
-        line: Present summary, if a rank costs too much; otherwise "".
+        line: Current summary, if a rank costs too much; otherwise "".
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class StragglerWatch:
 
     @property
     def timeout_s(self) -> float | None:
-        """How long the launcher may wait for other events; None: for ever."""
+        """Longest time that the launcher may wait for other events; None: no limit."""
         return LOOK_S if len(self._tails) > 1 else None
 
     def look(self) -> None:
-        """Read what is new, if a second has passed."""
+        """Read new events, if a second has passed since the last look."""
         if len(self._tails) < 2 or self._now_s() < self._next_s:
             return
         self._next_s = self._now_s() + LOOK_S
         if self._ledger is None:
-            from phalanx.record.stragglers import Ledger  # here, so that short jobs do without it
+            from phalanx.record.stragglers import Ledger  # not at the top: short jobs do not need it
 
             self._ledger = Ledger(_LEAST_S)
         try:

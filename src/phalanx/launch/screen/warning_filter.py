@@ -1,6 +1,6 @@
-"""Shows a warning that several ranks print only once, with the ranks.
+"""Shows a warning only once if several ranks print it, and names these ranks.
 
-A warning is held back for half a second, in which other ranks may print the same.
+A warning is held back for half a second, in which other ranks may print the same one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Warning:
 
 
 class WarningFilter:
-    """Gathers the warnings of an attempt's ranks and shows each once.
+    """Gathers the warnings of an attempt's ranks, and shows each one once.
 
     Args:
         show: Function that writes whole lines above the unfinished one.
@@ -44,7 +44,7 @@ class WarningFilter:
         return any(not warning.is_shown for warning in self._warnings.values())
 
     def take(self, rank: int, text: bytes) -> None:
-        """Take a warning of a rank, which must consist of whole lines; show it once all ranks have printed it."""
+        """Take a rank's warning, which must consist of whole lines; show it as soon as all ranks have printed it."""
         key = _LOGGED.sub(b"", text)
         warning = self._warnings.setdefault(key, _Warning(text, time.monotonic()))
         warning.ranks.add(rank)

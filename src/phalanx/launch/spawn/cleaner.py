@@ -1,8 +1,8 @@
 """Ends the processes that forked ranks have started, however the ranks or their parent end.
 
 If the parent is killed, the kernel kills the ranks, but not the processes below them. Those are killed by the cleaner,
-a shell that knows the ranks' process groups and waits for the end of its input. As long as the parent lives, it adopts
-processes that ranks leave behind, recognises them by the rank in their environment, and ends them itself.
+a shell that knows the ranks' process groups and waits for the end of its input. As long as the parent lives, the parent
+itself adopts processes that ranks leave behind, recognises them by the rank's pid in their environment, and kills them.
 """
 
 from __future__ import annotations
@@ -82,10 +82,11 @@ cleaner = Cleaner()
 
 
 class Orphans:
-    """Adopts and ends processes that ranks, forked from now on, leave behind, whatever their session.
+    """Adopts the processes that ranks forked from now on leave behind, in any session, and kills them in `end`.
 
-    While this exists, the process also adopts orphans of other descendants; those are left alone. Children that another
-    thread has started are in that thread's list in ``/proc``, and are not taken for orphans.
+    While this object is in use, the process also adopts orphans of its other descendants, but leaves them alone.
+    Children that another thread has started appear in that thread's list in ``/proc``, so they are not mistaken for
+    orphans.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class Orphans:
 
 
 def _is_of_ranks(pid: int, marks: Sequence[bytes]) -> bool:
-    """Return whether an adopted process comes from a rank, by the environment with which it or its ancestor started."""
+    """Return whether an adopted process comes from a rank, judging by the environment that it was started with."""
     own = Path(f"/proc/{pid}")
     try:
         environ = (own / "environ").read_bytes()

@@ -1,7 +1,7 @@
 """The first module that the fork server of `phalanx.spawn` imports: puts a reaper between the server and its parent.
 
 Nothing else imports it. With a warm start, the server is a fork of a warm process, which runs this module again; the
-process that multiprocessing started then only stands for the server.
+process that multiprocessing started is then only a stand-in for the server.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from phalanx.launch.environment import thread_environment
 from phalanx.launch.spawn.workers import Workers
 
 _RIGHT = "right: phalanx.spawn(fn, args=(first, second), nprocs=2)"
-_said: set[str] = set()  # remarks about other launchers that were printed
+_said: set[str] = set()  # remarks about other launchers that have been printed
 _INSTEAD = "\nor call fn(phalanx.init().rank) alone: a launcher has started this script on each rank"
 
 
@@ -51,14 +51,14 @@ def spawn(
         join: Whether to wait for the ranks and return their results in rank order; otherwise a `SpawnContext` is
             returned at once.
         daemon: Whether the ranks are daemonic, as in ``multiprocessing.Process``: they may have no children.
-        start_method: Accepted as in torch, which warns of anything but "spawn", too. Ranks are forked from a server
-            process that has imported torch.
-        warm: Whether that server is forked from a process that has already imported torch and outlives this script, so
-            that the first call of a script is as fast as later ones. PHALANX_WARM=1 asks for it, too.
+        start_method: Accepted for the sake of torch's signature and otherwise ignored; as in torch, any value but
+            "spawn" causes a warning. Ranks are always forked from a server process that has imported torch.
+        warm: Whether the server itself is forked from a process that has already imported torch and outlives this
+            script, so that the first call of a script is as fast as later ones. PHALANX_WARM=1 has the same effect.
 
     Raises:
-        RankError: A rank raised or died. It names the first true failure and has its remote traceback; its
-            ``error`` is the exception itself.
+        RankError: A rank raised or died. The error names the first rank that failed by itself, not because of another,
+            and has the remote traceback; its ``error`` is the exception itself.
         TypeError: `fn` is not a function, or `fn` or `args` can't be sent to another process.
         ValueError: `nprocs` is not a whole number of at least 1.
 
@@ -205,7 +205,7 @@ class SpawnContext:
 
 
 def _say_once(pieces: list[str]) -> None:
-    """Print a remark that cores are short on this machine, but not the same one again."""
+    """Print a remark that cores are short on this machine, unless it was printed before."""
     if pieces and pieces[0] not in _said:
         _said.add(pieces[0])
         print(f"phalanx.spawn: {'; '.join(pieces)}", file=sys.stderr)

@@ -33,11 +33,11 @@ from phalanx.launch.spawn.cleaner import cleaner
 
 @dataclasses.dataclass
 class Assignment:
-    """What a rank is sent; the same for all ranks of one call.
+    """Data that the parent sends to a rank; the same for all ranks of one call.
 
     Attributes:
         call: Function and arguments, pickled by `dumps` in the parent so that tensors travel by value and not by shared
-            descriptors; the pair itself for a rank that is forked from the parent.
+            descriptors. A rank that is forked from the parent gets the pair itself.
         folder: Folder for the files of this call's ranks.
         notes: File in which the parent records the ranks that have ended.
         environ: Environment of every rank, beside the variables from `attempt`.
@@ -122,7 +122,7 @@ def _load_call(
 
 
 def _named_by(fn: Callable[..., Any]) -> object:
-    """Return the object to which the name of `fn` refers; that is another one if the name was bound again."""
+    """Return the object to which the name of `fn` refers; it is not `fn` if the name was bound again."""
     found: object = sys.modules.get(fn.__module__)
     for part in fn.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -137,8 +137,8 @@ def load_function(function: Function | Callable[..., Any]) -> Callable[..., Any]
 def dumps(value: object) -> bytes:
     """Return `value` pickled for another process of this group.
 
-    Functions and classes are pickled by name if they can be imported there. Those that a notebook's cell or ``python
-    -c`` defines, and lambdas, can't be, and are pickled by value.
+    Functions and classes are pickled by name if that process can import them. Lambdas, and what a notebook's cell or
+    ``python -c`` defines, can't be imported, and are pickled by value.
     """
     if _main_can_be_imported():
         with contextlib.suppress(Exception):
@@ -157,8 +157,8 @@ def _main_can_be_imported() -> bool:
 class Inherited:
     """A descriptor of the parent, which the rank gets under the same number.
 
-    It is needed for stdout and stderr: those of the server, of which ranks are forks, may lead elsewhere (pytest's
-    capture changes between tests).
+    This is needed for stdout and stderr. A rank is a fork of the server, whose own streams may lead elsewhere: pytest's
+    capture, for example, changes between tests.
     """
 
     def __init__(self, fd: int) -> None:
@@ -205,7 +205,7 @@ def worker_main(
     except BaseException as error:
         _report(pipe, error)
         code = error.code if isinstance(error, SystemExit) else 1
-        # Ends without finalizers: in a broken group they could hang, and hide the failure.
+        # End without finalizers: in a broken group, they could hang and hide the failure.
         _leave(code if isinstance(code, int) else 1)
     if isinstance(answer, Exception):
         _report(pipe, answer)
@@ -230,7 +230,7 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
     """Return what the user's function returns.
 
     Args:
-        form: Form of the call, such as ``rank, *args``; shown in the error if it takes other arguments.
+        form: Form of the call, such as ``rank, *args``; shown in the error if `fn` takes other arguments.
     """
     try:
         return fn(*args, **kwargs)
@@ -244,7 +244,7 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
 
 
 def _call(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], *, is_script: bool) -> Any:
-    """Return what a rank's function returns. With `is_script`, ``sys.exit()`` ends it normally; in a test it fails."""
+    """Return what a rank's function returns; ``sys.exit()`` is a normal end with `is_script`, a failure without."""
     try:
         return call(fn, "rank, *args", rank, *args)
     except SystemExit as end:
@@ -259,7 +259,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
     os.setpgid(0, 0)  # out of the terminal's group: the spawning process passes Ctrl-C on
     _let_go_of_server()
     cleaner.let_go()
-    if isinstance(assignment.call, bytes):  # not in a test, which continues its parent's random state
+    if isinstance(assignment.call, bytes):  # not in a test, which goes on with its parent's random state
         draw_anew()
     os.sched_setaffinity(0, assignment.cpus)
     stacks = open(os.path.join(assignment.folder, f"stacks_{rank}"), "w")  # noqa: SIM115 until the end
@@ -271,7 +271,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
     obey_launcher()
     replace.obey()  # PHALANX_REPLACE, which was unset while the server imported torch
     watch_torch()
-    # Set, because the server's own start method would make children of this rank import everything.
+    # With the server's own start method, children of this rank would import everything anew.
     multiprocessing.set_start_method(assignment.start_method, force=True)
     for stream in (sys.stdout, sys.stderr):
         if is_terminal(stream):
@@ -281,7 +281,7 @@ def _settle(rank: int, assignment: Assignment) -> None:
 def _let_go_of_server() -> None:
     """Close this rank's copy of the descriptor that keeps the server running: only the parent's copy may do that.
 
-    multiprocessing hands the number on to children of this rank, so it stays open, on /dev/null.
+    multiprocessing passes the descriptor's number on to children of this rank, so the number stays open, on /dev/null.
     """
     alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
     if alive_fd is not None:
@@ -293,7 +293,7 @@ def _let_go_of_server() -> None:
 def _report(pipe: connection.Connection, error: BaseException) -> None:
     when_s = time.monotonic()
     words = LastWords.of_error(error)
-    from phalanx.record import writer  # here, because it loads the core, which the spawning process may do without
+    from phalanx.record import writer  # here: it loads the core, which the spawning process may not need
 
     writer.note(words.note)
     stand_in = RuntimeError(class_and_message(error))

@@ -1,10 +1,10 @@
-"""The parent's side of `phalanx.spawn`: starts the ranks, hears from them, signals them, ends them.
+"""The parent's side of `phalanx.spawn`: starts the ranks, receives their messages, signals them and ends them.
 
 Ranks are forked from a server process that has imported torch and that ends with this process, so that a group of two
-starts in a tenth of a second. torch has read the environment when it was imported, so each set of variables that it
-reads needs a server of its own. At most four are kept; the least recently used one without ranks ends first. Variables
-that the launcher itself sets (the number of threads, and how they wait) need no other server, since the number of
-threads is also set in the rank.
+starts in a tenth of a second. torch read the environment when it was imported, so each set of values of the variables
+that it reads needs a server of its own. At most four are kept; the least recently used one without ranks ends first.
+Variables that the launcher itself sets do not need another server: the number of threads is also set in the rank, and
+the way in which threads wait is decided when a server starts.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from phalanx.record.memory import BoxMemory
 from phalanx.rendezvous.launched import Notes
 from phalanx.wire.sockets import keep_paths_short
 
-# Modules that every rank needs, imported once in the server. The first puts a reaper above it. None may start a thread.
+# Modules that every rank needs, imported once in the server. The first one puts a reaper above the server. None may
+# start a thread.
 _PRELOAD = ("phalanx.launch.spawn.server", *RANK_MODULES, "phalanx.launch.spawn.worker")
-# If this process has imported one of these, its ranks will soon need it, too. torch._dynamo is slow to import, and the
-# first optimizer does so.
+# If this process has imported one of these modules, its ranks will soon need it, too. The first optimizer imports
+# torch._dynamo, which is slow.
 _PRELOAD_IF_LOADED = re.compile(r"numpy|pytest|torch\._dynamo|phalanx\..*")
 _NO_GUARD = 88  # exit code of a rank that, while importing the script, reached the call that starts ranks
 
@@ -55,7 +56,7 @@ _MAX_SERVERS = 4
 class _Servers:
     """The servers from which ranks are forked: one for each set of variables that ``import torch`` may read.
 
-    multiprocessing knows only one at a time, the one that was chosen last.
+    multiprocessing knows only one server at a time, the one that was chosen last.
     """
 
     def __init__(self) -> None:
@@ -79,14 +80,15 @@ class _Servers:
 
     @property
     def known(self) -> tuple[set[int], set[int]]:
-        """Return the process ids of all servers, and the descriptors that keep them alive."""
+        """Process ids of all servers, and the descriptors that keep them alive."""
         states = self._states.values()
         return {one["_forkserver_pid"] for one in states}, {one["_forkserver_alive_fd"] for one in states}
 
     def _end_one(self) -> bool:
-        """End the least recently used server without ranks; return whether there is one.
+        """End the least recently used server without ranks; return whether there was one.
 
-        A server that a warm process has forked is left alone: it is no descendant of this process's reaper.
+        A server that a warm process has forked is left alone, because it is not a child of the process that
+        multiprocessing started.
         """
         for key, state in self._states.items():
             reaper = state["_forkserver_pid"]
@@ -109,13 +111,13 @@ servers = _Servers()
 def start_server(environ: Mapping[str, str] | None = None, *, warm: bool = False) -> None:
     """Start the process that ranks are forked from, unless it runs; it ends with this process, and its ranks with it.
 
-    Ranks with other settings for ``import torch`` are forked from another server. Up to four servers are kept, and all
-    that are in use.
+    Ranks with other settings for ``import torch`` are forked from another server. Up to four servers are kept; a server
+    that has ranks is always kept.
 
     Args:
-        environ: Environment of its ranks; None: that of this process.
-        warm: Whether it is forked from a process that has torch imported and outlives this one, as with ``phalanx run
-            --warm``. PHALANX_WARM=1 asks for it, too.
+        environ: Environment of the server's ranks; None: that of this process.
+        warm: Whether the server is forked from a process that has imported torch and outlives this process, as with
+            ``phalanx run --warm``. PHALANX_WARM=1 has the same effect.
 
     Example:
         >>> phalanx.testing.start_server()
@@ -184,7 +186,7 @@ class Workers:
         self._notes = Notes()
         self._notes.note_attempt("phalanx.spawn", "", "", num_ranks)
         self._boxes = BoxMemory(num_ranks)
-        # Ranks that are forked from this process run a test, which ends before keeping memory pays.
+        # Ranks that are forked from this process run a test, which ends before it pays to keep freed memory.
         wanted = environ.get(_env.MEMORY_VARIABLE, "default" if forked else "auto")
         self._forked = forked
         self._orphans = Orphans() if forked else None
@@ -249,7 +251,7 @@ class Workers:
         return all(handle.ended for handle in self.handles)
 
     def check_guard(self, call: str, instead: str = "") -> None:
-        """Refuse a script that starts ranks when it is imported, because each rank imports it.
+        """Reject a script that starts ranks when it is imported, because each rank imports it.
 
         Args:
             call: Call that has started the ranks.
@@ -265,7 +267,10 @@ class Workers:
             )
 
     def pump(self, deadline: float | None) -> None:
-        """Process what the ranks have sent; return after the first event, at `deadline`, or within the hour."""
+        """Process what the ranks have sent; return after the first event or at `deadline`.
+
+        If the deadline is more than an hour away, return after an hour without an event. None: no deadline.
+        """
         sources: dict[Any, Handle] = {}
         for handle in self.handles:
             sources.update((source, handle) for source in handle.sources())
@@ -321,7 +326,7 @@ def _sendable(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 @contextlib.contextmanager
 def _without_pseudo_file() -> Iterator[None]:
-    """Hide ``__main__.__file__`` if there is no such file, as in ``python - < train.py``: ranks would import it."""
+    """Hide ``__main__.__file__`` if there is no such file, as in ``python - < train.py``; ranks would import it."""
     main = sys.modules["__main__"]
     name = getattr(main, "__file__", None)
     if name is None or os.path.exists(name):
@@ -355,7 +360,8 @@ class Handle:
             self._pidfd: int | None = os.pidfd_open(process.pid)
         except ProcessLookupError:
             self._pidfd = None
-        # For a forked rank the pidfd: multiprocessing's sentinel reports its end only when all its children have ended.
+        # A forked rank's end is seen by its pidfd: multiprocessing's sentinel tells only when its children have ended,
+        # too.
         self._end = process.sentinel if self._pidfd is None or not forked else self._pidfd
 
     def sources(self) -> list[Any]:
@@ -375,7 +381,7 @@ class Handle:
             self._pipe.send_bytes(pickle.dumps(message))
 
     def take_news(self) -> None:
-        ended = not self.process.is_alive()  # checked first, so that the pipe then holds all that the rank has sent
+        ended = not self.process.is_alive()  # checked first: if it has ended, the pipe holds all that it has sent
         try:
             while not self._pipe.closed and self._pipe.poll():
                 self._take(self._pipe.recv_bytes())

@@ -1,7 +1,7 @@
 """Every operation of ``torch.distributed`` as one kind of call, so that it runs on phalanx and on Gloo alike.
 
-Only the rank differs in a `Call` on the ranks of its group. Its inputs are derived from its seed, the rank and the
-index of the tensor, so each rank knows all others' inputs, and `wanted` computes the expected results.
+On all ranks of its group, a `Call` is the same except for the rank. Its inputs are derived from its seed, the rank and
+the index of the tensor, so each rank knows all others' inputs, and `wanted` computes the expected results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Call:
         root: Rank of the group that sends or receives for all, where there is one.
         seed: Seed of the inputs.
         async_op: Whether the call is asynchronous.
-        in_place: Whether the output of this rank's own block is its input, where both exist.
+        in_place: Whether the input of this rank is its own block of the output, where both exist.
         factor: Factor of a ``PREMUL_SUM``.
         values: Key of `VALUES`.
         room: Memory of the tensors.
@@ -75,11 +75,11 @@ class Call:
         return self.reduce_op if self.factor is None else _torch.make_premul_sum(self.factor)
 
     def peer(self, rank: int) -> int:
-        """Return the number in the world of a rank of the group."""
+        """Return the global rank of a rank of the group."""
         return dist.get_global_rank(self.group, rank)
 
     def of_rank(self, rank: int, block: int = 0, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return the input of a rank; `block` is its index if the call has several."""
+        """Return the input of a rank; `block` is the index of the input if each rank has several."""
         seed = (self.seed * 1009 + rank) * 1009 + block
         return VALUES[self.values](seed, self.shape if shape is None else shape, self.dtype)
 
@@ -99,7 +99,7 @@ class Call:
         return [self.input(i) for i in range(self.size)]
 
     def empty(self, num: int | None = None) -> Tensor:
-        """Return memory for a result of `num` blocks, or one without a dimension of its own."""
+        """Return memory for a result of `num` blocks; None: of one block."""
         shape = self.shape if num is None else (num * self.shape[0], *self.shape[1:])
         return self.room.target(shape, self.dtype)
 
@@ -125,7 +125,7 @@ Started = tuple[list[Any], list[Tensor]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """An expected result: a tensor that is moved, or the reduction of the inputs of all ranks."""
+    """An expected result: a tensor that is only moved, or the reduction of the inputs of all ranks."""
 
     moved: Tensor | None = None
     parts: Sequence[Tensor] = ()
@@ -133,16 +133,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Kind:
-    """How to make a call, and its expected results."""
+    """Functions that make a call and compute its expected results."""
 
     start: Callable[[Call, dict[str, Any]], Started]
     wanted: Callable[[Call], list[Wanted]]
 
 
 CALLS: dict[str, Kind] = {}
-"""Those that Gloo has as well, with blocks of one size."""
+"""Calls that Gloo has as well, with blocks of one size."""
 MORE_CALLS: dict[str, Kind] = {}
-"""Other forms, some of which Gloo lacks."""
+"""Other calls, some of which Gloo lacks."""
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -156,7 +156,7 @@ def _kind(wanted: Callable[[Call], list[Wanted]], kinds: dict[str, Kind] = CALLS
     return add
 
 
-# ---- what calls give ------------------------------------------------------------------------------------------------
+# ---- expected results -----------------------------------------------------------------------------------------------
 
 
 def _nothing(call: Call) -> list[Wanted]:
@@ -294,7 +294,7 @@ def all_to_all_single(call: Call, how: dict[str, Any]) -> Started:
 
 
 def splits(call: Call, rank: int | None = None) -> tuple[list[int], list[int]]:
-    """Return rows to and from each rank; some are none. The diagonal is the largest, so the sum is never 0."""
+    """Return the numbers of rows to each rank and from each rank; some are 0."""
     rank = call.rank if rank is None else rank
     rows = [[(src * 3 + dst * 5 + call.seed) % 4 for dst in range(call.size)] for src in range(call.size)]
     return rows[rank], [row[rank] for row in rows]
@@ -339,7 +339,7 @@ def barrier(call: Call, how: dict[str, Any]) -> Started:
 
 @_kind(lambda call: [Wanted(call.of_rank((call.rank - 1) % call.size))] if call.size > 1 else [])
 def ring(call: Call, how: dict[str, Any]) -> Started:
-    """Pass a tensor on to the next rank; blocking calls alternate, else two blocking sends would face each other."""
+    """Pass a tensor on to the next rank. If calls block, rank 0 sends first and the others receive first."""
     output, tensor, group = call.empty(), call.input(), call.group
     after, before = call.peer((call.rank + 1) % call.size), call.peer((call.rank - 1) % call.size)
     tag = call.seed % 5
@@ -368,7 +368,7 @@ def monitored_barrier(call: Call, how: dict[str, Any]) -> Started:
 
 
 def uneven(call: Call) -> list[tuple[int, ...]]:
-    """Return the shape of each rank's block: some rows of the call's own, often none."""
+    """Return the shape of each rank's block: that of the call with as many rows or fewer, at times none."""
     draw = random.Random(call.seed)
     first = max(call.shape[0], 1)
     rows = [draw.choice((0, 1, first // 2, first, first)) for _ in range(call.size)]
@@ -440,7 +440,7 @@ def all_gather_lists(call: Call, how: dict[str, Any]) -> Started:
     outputs = [[call.room.target(shape, call.dtype) for shape in shapes] for _ in range(call.size)]
     inputs = [call.input(i, shape) for i, shape in enumerate(shapes)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch prefers the manager
+        warnings.simplefilter("ignore", FutureWarning)  # torch prefers its coalescing manager
         future = dist.all_gather_coalesced(outputs, inputs, **how)
     return [future], [tensor for row in outputs for tensor in row]
 
@@ -454,7 +454,7 @@ def _functional() -> Any:
 
 
 class _Awaited:
-    """The work of a functional collective, whose result is another tensor."""
+    """The work of a functional collective, which returns its result as a new tensor."""
 
     def __init__(self, call: Call, made: Tensor, result: Tensor) -> None:
         self._call, self._made, self._result = call, made, result
@@ -574,7 +574,7 @@ class _FromAnybody:
 
 
 def _posted(call: Call, *, by_name: bool) -> tuple[list[Any], list[Tensor]]:
-    """Start the messages of a call one by one; `by_name`: receives from any source name theirs."""
+    """Start the messages of a call one by one; with `by_name`, receives from any source name their source instead."""
     works: list[Any] = []
     results: list[Tensor] = []
     anybody: dict[int, Tensor] = {}
@@ -605,7 +605,7 @@ def messages(call: Call, how: dict[str, Any]) -> Started:
 
 
 def _has_sources(group: Any) -> bool:
-    """Whether the works of a group name a message's sender: Gloo's do not, once they are wrapped."""
+    """Whether the works of a group name a message's sender; Gloo's works do not, once they are wrapped."""
     return type(group).__name__ == "PhalanxGroup"
 
 
@@ -636,7 +636,7 @@ def blocking_messages(call: Call, how: dict[str, Any]) -> Started:
 
 @_kind(_received, MORE_CALLS)
 def reordered_messages(call: Call, how: dict[str, Any]) -> Started:
-    """Receive in descending order of tags what was sent in any order, so most messages arrive before their receive."""
+    """Receive messages in descending order of their tags, so that most of them arrive before their receive."""
     planned = list(enumerate(messages_of(call)))
     works = [
         dist.isend(call.input(i, (one.num,)), call.peer(one.dst), group=call.group, tag=one.tag)
@@ -663,7 +663,7 @@ def _flood_size(call: Call) -> int:
     MORE_CALLS,
 )
 def flood(call: Call, how: dict[str, Any]) -> Started:
-    """More small messages than the rings between two ranks can hold, before the first of them is received."""
+    """Send more small messages than the rings between two ranks can hold, before the first of them is received."""
     to, works, results = (call.root + 1) % call.size, [], []
     numbers = range(_flood_size(call)) if call.size > 1 else ()
     for i in numbers if call.rank == call.root else ():

@@ -22,7 +22,7 @@ from phalanx.testing.fuzz.shrink import shrink, write_script
 
 JUDGES = ("gloo", "mpi", "arithmetic")
 _RIGHT = "python -m phalanx.testing.fuzz --against gloo --seconds 60 --ranks 4 --hosts 2"
-_PROGRAMS_OF_SESSION = 10  # then start new ranks, for other sizes, hosts and settings
+_PROGRAMS_OF_SESSION = 10  # new ranks then start, with other numbers of ranks and hosts and other settings
 _MOST_RANKS = 64
 _SIZES = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)  # world sizes by default
 
@@ -118,7 +118,7 @@ class Fuzzer:
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
         self._seed = random.SystemRandom().randrange(1 << 30) if given.seed is None else given.seed
-        self._began_s = 0.0  # once the first ranks have started
+        self._began_s = 0.0  # set when the first ranks have started
         self._num_programs = 0
         self._calls: Counter[str] = Counter()
         self._judged: Counter[str] = Counter()
@@ -141,7 +141,7 @@ class Fuzzer:
         return self._began_s > 0 and time.monotonic() - self._began_s >= self._given.seconds
 
     def _session(self, number: int) -> int:
-        """Run the programs of one place."""
+        """Run programs on ranks that are started once; return the exit code."""
         given = self._given
         place = draw_place(random.Random(f"{self._seed} {number}"), given.ranks, given.hosts)
         programs: list[Program] = []

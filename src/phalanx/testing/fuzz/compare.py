@@ -1,8 +1,9 @@
 """Computes the expected result of an operation, and describes how a result differs from it.
 
-Data that is only moved has the same bits on both sides. So has every reduction of integers and of bool: integers wrap,
-an average of integers is truncated towards zero, and any non-zero byte of bool is true. Reductions of floats depend on
-the order of the ranks, so two right results may differ: `phalanx.backend.verify.bounds` says which ones are right.
+Data that is only moved must have the same bits on both sides. So must the result of a reduction of integers or of bool:
+integers wrap, an average of integers is truncated towards zero, and any non-zero byte of bool is true. Reductions of
+floats depend on the order of the ranks, so two right results may differ: `phalanx.backend.verify.bounds` says which
+ones are right.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _reduced_integers(parts: Sequence[Tensor], reduce_op: str) -> Tensor:
     values = [part.contiguous().view(signed) for part in parts]
     if reduce_op == "AVG":
         return _mean(values, is_unsigned=dtype in _UNSIGNED).to(signed).view(dtype)
-    # The smallest signed number is the sign bit alone: added to both, it puts unsigned numbers into signed order.
+    # The smallest signed number is the sign bit alone. With that bit flipped, unsigned numbers compare as signed ones.
     turn = torch.iinfo(signed).min if dtype in _UNSIGNED and reduce_op in ("MIN", "MAX") else 0
     combine = {
         "SUM": torch.add,

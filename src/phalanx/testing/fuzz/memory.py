@@ -1,8 +1,8 @@
 """The memory of a call's tensors: views of every kind, with guard bytes around them.
 
 A tensor lies inside a block filled with one odd byte value, so an out-of-bounds write is detected. After the call the
-tensor itself is filled with that value: a rank that reads a peer's input too late reads nonsense, and an output that
-was not written holds nonsense from the start.
+tensor itself is filled with that value, so a rank that reads a peer's input too late reads nonsense. An output holds
+that value from the start, so a call that does not write it returns nonsense.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AS_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Block:
-    """A tensor of a layout in memory of its own.
+    """A tensor with a given layout, in memory of its own.
 
     Args:
         values: Contents, which give shape and dtype; None: nonsense.
@@ -85,12 +85,12 @@ def _as_whole(tensor: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, which may still have any stride if it has one element."""
+    """Return the bytes of a contiguous tensor; one with a single element counts as contiguous with any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def copy_bits(to: Tensor, values: Tensor) -> None:
-    """Copy elements bit by bit, also to and from where torch's own loops, which rely on alignment, would crash."""
+    """Copy elements bit by bit, even if a tensor is misaligned, where torch's own loops would crash."""
     if to.is_contiguous() and values.is_contiguous():
         to, values = _as_bytes(to), _as_bytes(values)
     elif to.itemsize in _AS_WHOLE:  # torch would turn any byte of a bool into 0 or 1
@@ -151,7 +151,7 @@ _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool)
 
 
 def small_numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return small whole numbers, from -4 to 4 or 0 to 4: their sums and products of a few are exact in every dtype."""
+    """Return whole numbers from -4 to 4, or 0 to 4: sums and products of a few of them are exact in every dtype."""
     made = torch.Generator().manual_seed(seed)
     low = 0 if dtype in _UNSIGNED else -4
     whole = torch.randint(low, 5, tuple(shape), generator=made)
@@ -161,7 +161,7 @@ def small_numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor
 
 
 def real_numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return numbers whose sums are rounded: of any size in one tensor, and of any bits if they are whole."""
+    """Return floats whose sums are rounded, with a random scale for the whole tensor; for other dtypes, any bits."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return any_bits(seed, shape, dtype)
     made = torch.Generator().manual_seed(seed)
@@ -173,7 +173,7 @@ def real_numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def rare_numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return numbers among which are infinite ones, NaN, zeros of both signs, the largest and the smallest."""
+    """Return numbers that include infinities, NaN, zeros of both signs, and the largest and smallest numbers."""
     if not dtype.is_floating_point or dtype.itemsize == 1:
         return real_numbers(seed, shape, dtype)
     info = torch.finfo(dtype)
@@ -185,7 +185,7 @@ def rare_numbers(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def any_bits(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return elements of any bits; of bool, 0 and 1."""
+    """Return elements with random bits; for bool, 0 and 1."""
     made = torch.Generator().manual_seed(seed)
     num = torch.Size(shape).numel()
     if dtype is torch.bool:

@@ -1,4 +1,4 @@
-"""Which messages the ranks of a group send each other in one call of the fuzzer."""
+"""The messages that the ranks of a group send each other in one call of the fuzzer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Message:
 
 
 def messages_of(call: Any) -> list[Message]:
-    """Return some messages among the ranks: equal tags in chains, large among small ones, receives from any source."""
+    """Return messages among the ranks: many with equal tags, large among small ones, some received from any source."""
     draw = random.Random(call.seed)
     if call.size == 1:
         return []
@@ -30,8 +30,8 @@ def messages_of(call: Any) -> list[Message]:
     for i in range(draw.randint(1, 3 * call.size)):
         src, dst = draw.sample(range(call.size), 2)
         found.append(Message(src, dst, draw.randrange(3), draw.choice((num, num, 0, 1, num // 2, i))))
-    # From anybody: to one rank, one message from each of some others, under a tag of their own, as other steps may
-    # still be on the way.
+    # For receives from any source, some ranks send one message each to one rank. These messages have a tag of their
+    # own, because messages of other steps may still be on the way.
     if draw.random() < 0.4:
         dst = draw.randrange(call.size)
         others = [r for r in range(call.size) if r != dst]

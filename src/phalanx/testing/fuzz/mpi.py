@@ -1,6 +1,6 @@
 """Open MPI as the reference, by mpi4py: ranks started by mpirun make a program's calls and write the results to files.
 
-Each waits for a program at a socket, because ranks that wait inside MPI spin on the cores that the tested ranks need.
+Each rank waits for a program at a socket: if it waited inside MPI, it would spin on a core that the tested ranks need.
 Data is passed as mpi4py's own buffers and bytes; results without an MPI datatype are checked by arithmetic.
 """
 
@@ -41,7 +41,7 @@ _OPS = {
 
 
 def mpirun() -> str | None:
-    """Return Open MPI's mpirun, or another one if there is no such name."""
+    """Return the path of ``mpirun.openmpi``, or of any mpirun if there is no such name; None if there is none."""
     return shutil.which("mpirun.openmpi") or shutil.which("mpirun")
 
 
@@ -62,7 +62,7 @@ class MpiRanks:
         world_size: Number of ranks.
 
     Raises:
-        NoJudge: They do not start.
+        NoJudge: The ranks do not start.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -131,7 +131,7 @@ def results_of(folder: str, rank: int) -> dict[int, list[Tensor]]:
 
 
 class _Group:
-    """What a `Call` asks of its group."""
+    """The part of a process group that a `Call` uses."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm

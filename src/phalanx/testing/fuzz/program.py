@@ -1,8 +1,8 @@
 """A random program: groups and the calls of their ranks, as data that can be drawn, printed, shrunk and run again.
 
-Every choice is drawn from a seed, so a seed is a program. Sizes lie around the edges of the core's algorithms: the
-48 bytes that travel in a line, 32 KiB from which peers read each other's memory, stages, slots and fragments of
-64 KiB, rings of 256 KiB, and shares of these.
+Every choice is drawn from a seed, so a seed is a program. Sizes lie around the limits of the core's algorithms: the 48
+bytes that travel in a cache line, the 32 KiB from which peers read each other's memory, the 64 KiB of stages, slots and
+fragments, the 256 KiB of rings, and fractions of these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOVED_DTYPES = (*REDUCED_DTYPES, *_STORED)
 
 _REDUCING = (*REDUCING, "reduce_scatter_uneven", "reduce_scatter_coalesced", "functional_all_reduce",
              "functional_reduce_scatter")  # fmt: skip
-# Sizes of a block in bytes, and how often: most are small, for many calls in little time.
+# Sizes of a block in bytes, each with its weight: most are small, for many calls in little time.
 _EDGES = (
     (0, 1), (1, 3), (8, 4), (48, 4), (63, 2), (64, 2), (65, 2), (1000, 4), (4096, 3), (16_384, 3), (32_768, 4),
     (65_536, 5), (98_304, 2), (131_072, 3), (196_608, 2), (262_144, 3), (524_288, 1), (1_048_576, 1), (1_300_000, 1),
@@ -43,22 +43,22 @@ _WEIGHTS = {
     "all_reduce": 5, "messages": 4, "reordered_messages": 3, "batched_messages": 2, "reduce_scatter_tensor": 2,
     "all_gather_into_tensor": 2, "broadcast": 2,
 }  # fmt: skip
-_LARGE_MESSAGES = (40_000, 65_536, 100_000, 262_144, 600_000)  # bytes: several fragments, more than a ring
+_LARGE_MESSAGES = (40_000, 65_536, 100_000, 262_144, 600_000)  # in bytes: up to several fragments, or more than a ring
 _OBJECTS = (
     "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
 )  # fmt: skip
 _IN_PLACE = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
-# Gloo's functional collectives do not exist before torch leads its dispatcher to Python backends.
+# Functional collectives reach Python backends only from torch 2.14 on, when torch's dispatcher calls them.
 _KINDS = [name for name in (*CALLS, *MORE_CALLS) if not name.startswith("functional") or version() >= (2, 14)]
 _MOST_GROUPS = 4
 IN_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
-"""Arguments of ``new_group`` for a group whose ranks stay in the order given, where torch can make one."""
+"""Arguments of ``new_group`` for a group whose ranks stay in the given order; empty if torch can't make one."""
 _MOST_LAG = 6
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group: its ranks in the world, in the order of the group, and how it is made: world, new, local or split."""
+    """A group: its global ranks, in the order of the group, and how it is made: world, new, local or split."""
 
     ranks: tuple[int, ...]
     how: str = "new"
@@ -66,7 +66,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of all ranks of a group: a `Call` without what differs between ranks.
+    """One call of all ranks of a group: a `Call` without its rank and memory.
 
     Attributes:
         group: Index of the group in the program.
@@ -148,7 +148,7 @@ class Program:
 
     @property
     def place(self) -> str:
-        """Where it runs, in words."""
+        """Description of the ranks and hosts on which the program runs."""
         hosts = f" on {len(self.hosts)} hosts ({' + '.join(map(str, self.hosts))})" if self.hosts else ""
         return f"{self.world_size} rank{'s' * (self.world_size > 1)}{hosts}"
 
@@ -183,7 +183,7 @@ def draw_place(draw: random.Random, world_sizes: Sequence[int], num_hosts: int |
 
 
 def draw_groups(draw: random.Random, world_size: int) -> tuple[GroupPlan, ...]:
-    """Return the world and some other groups, which may overlap: one of a single rank, some in another rank order."""
+    """Return the world and some other groups, which may overlap, have a single rank, or be in another rank order."""
     everyone = list(range(world_size))
     groups = [GroupPlan(tuple(everyone), "world")]
     for _ in range(draw.randint(0, _MOST_GROUPS - 1)):
@@ -196,7 +196,7 @@ def draw_groups(draw: random.Random, world_size: int) -> tuple[GroupPlan, ...]:
 
 
 def draw_program(draw: random.Random, place: Program, num_steps: int) -> Program:
-    """Return a program of some steps in the place of another."""
+    """Return a program of `num_steps` random steps, with the ranks, hosts and settings of `place`."""
     groups = draw_groups(draw, place.world_size)
     names = draw.choices(_KINDS, [_WEIGHTS.get(name, 1) for name in _KINDS], k=num_steps)
     steps = [draw_step(draw, name, groups) for name in names]
@@ -245,7 +245,7 @@ def draw_reduction(draw: random.Random, name: str, dtype: torch.dtype) -> tuple[
 
 
 def draw_shape(draw: random.Random, name: str, dtype: torch.dtype, size: int) -> tuple[int, ...]:
-    """Return the shape of a block: near an edge of the algorithms, alone or with all its peers' blocks."""
+    """Return the shape of a block whose size, alone or with its peers' blocks, is near a limit of the algorithms."""
     num_bytes = draw.choices([edge for edge, _ in _EDGES], [weight for _, weight in _EDGES])[0]
     sharers = draw.choice((1, 1, max(size - 1, 1), size))
     if "messages" in name and draw.random() < 0.5:

@@ -1,7 +1,7 @@
 """The rank's side: makes the groups, runs a program on phalanx, then compares the results with the reference.
 
-These are two separate calls, so that no reference backend synchronizes the ranks while a program runs. The
-program runs several times with other delays between its calls; all results must have the same bits.
+Running and comparing are two separate calls, so that no reference backend synchronizes the ranks while a program runs.
+The program runs several times with different delays between its calls; all results must have the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from phalanx.testing.fuzz.compare import difference, reduced
 from phalanx.testing.fuzz.memory import taken
 from phalanx.testing.fuzz.program import IN_ORDER, GroupPlan, Program, Step
 
-_MOST_GROUPS = 24  # beside the world, for one program after the other
+_MOST_GROUPS = 24  # once so many groups are kept, the next program makes its own anew
 _OF_GLOO = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.uint8,
     torch.bool,
@@ -51,9 +51,9 @@ class Verdict:
 
     Attributes:
         faults: Step and description of each wrong result.
-        judged: Number of calls by the backend or method that judged their results.
+        judged: Number of judged calls, by the backend or method that judged them.
         of_judge: Description of each result that the judge got wrong, according to arithmetic.
-        digests: Digest of the results of a step that must be the same on all ranks of its group, by step.
+        digests: Digests, by step, of results that must be the same on all ranks of the step's group.
     """
 
     faults: list[tuple[int, str]] = field(default_factory=list)
@@ -79,7 +79,7 @@ _player = _Player()
 def start(rank: int, init_method: str, world_size: int, limit_s: float) -> None:
     """Make the world's group."""
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")  # it is only moved here
-    warnings.filterwarnings("ignore", category=FutureWarning)  # names that newer torch prefers others to
+    warnings.filterwarnings("ignore", category=FutureWarning)  # newer torch prefers other names for some functions
     _player.limit = limit = timedelta(seconds=limit_s)
     dist.init_process_group("phalanx", init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
 
@@ -95,7 +95,7 @@ def _make(plan: GroupPlan) -> Any:
         return dist.group.WORLD
     if plan.how == "new":
         return dist.new_group(list(plan.ranks), _player.limit, **IN_ORDER)
-    # torch counts the groups of each rank, so each rank gets one.
+    # torch counts the groups that each rank has made, so the other ranks must make one, too.
     rest = [rank for rank in range(dist.get_world_size()) if rank not in plan.ranks]
     if plan.how == "split":
         halves = [half for half in (list(plan.ranks), rest) if half]
@@ -164,7 +164,7 @@ class _Running:
         self._pending.append((due, number, call, works, results))
 
     def _settle_due(self, now: int | None) -> None:
-        """Wait for the calls whose time has come, in any order."""
+        """Wait for the calls that are due, in random order."""
         due = [one for one in self._pending if now is None or one[0] <= now]
         self._draw.shuffle(due)
         for one in due:
@@ -259,7 +259,7 @@ def _differences(
 
 
 def _as_ours(got: Tensor, theirs: Tensor) -> Tensor:
-    """Return a judge's result in the dtype and shape of ours: it may have moved bytes, or left sums in a bool."""
+    """Return a judge's result in the dtype and shape of ours: it may consist of bytes, or of sums in a bool."""
     if theirs.dtype != got.dtype:
         theirs = taken(theirs).as_strided((theirs.numel(),), (1,)).view(got.dtype)
     if theirs.dtype is torch.bool:
@@ -276,14 +276,14 @@ def _against(got: Tensor, want: Wanted, right: Tensor, step: Step) -> str:
 
 
 def _on_gloo(step: Step, call: Call) -> list[Tensor] | None:
-    """Run a call on contiguous copies with Gloo; None if it can't."""
+    """Return the results of a call that Gloo runs on contiguous copies; None if Gloo can't run it."""
     is_own = step.name in CALLS or step.name in _ALSO_ON_GLOO
     if not is_own or (step.name == "all_to_all" and version() < (2, 13)):
         return None
     call = replace(call, async_op=False, in_place=False)
     if step.is_reduction:
         has_op = step.reduce_op not in ("PREMUL_SUM", "AVG") or (step.reduce_op == "AVG" and version() >= (2, 15))
-        is_ordered = step.reduce_op in ("MIN", "MAX") and step.values == "rare"  # of NaN it takes any
+        is_ordered = step.reduce_op in ("MIN", "MAX") and step.values == "rare"  # with NaN, Gloo may return either
         is_whole = not (call.dtype.is_floating_point or call.dtype.is_complex)
         if not has_op or is_ordered or (is_whole and step.reduce_op == "AVG"):
             return None

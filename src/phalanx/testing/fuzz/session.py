@@ -24,7 +24,7 @@ class Outcome:
 
     Attributes:
         fault: Description of the first fault; empty if there is none.
-        step: Index of the step in which it is; None: the ranks ended without saying.
+        step: Index of the step with the fault; None: the ranks ended without naming one.
         judged: Number of calls, counted on each rank, by the backend or method that judged their results.
         of_judge: Descriptions of results that the judge got wrong.
     """
@@ -36,10 +36,10 @@ class Outcome:
 
 
 class Session:
-    """Ranks that run the programs of one place. They end with the first program in which one raises, dies or hangs.
+    """Ranks that run programs one after another. They end with the first program in which a rank raises, dies or hangs.
 
     Args:
-        place: Program that gives the number of ranks, the hosts and the settings, together the place.
+        place: Program whose number of ranks, hosts and settings are those of all programs to run.
         against: Judge, see `command`.
         limit_s: Seconds that a program may take; the groups' timeout is half of that.
     """
@@ -62,7 +62,7 @@ class Session:
             raise
 
     def fits(self, program: Program) -> bool:
-        """Whether a program can run here."""
+        """Whether a program can run on these ranks."""
         own = self.place.world_size, self.place.hosts, self.place.environ
         return not self.has_ended and own == (program.world_size, program.hosts, program.environ)
 
@@ -104,7 +104,7 @@ class Session:
 
 
 def joined(programs: list[Program]) -> Program:
-    """Return programs of one place, one after the other, as one."""
+    """Return one program that does what the given ones do, one after another; all have the same ranks and settings."""
     groups: list[GroupPlan] = []
     steps = []
     for program in programs:

@@ -56,7 +56,7 @@ class Shrinker:
             self._session.close()
 
     def reproduces(self, program: Program, num_tries: int) -> bool:
-        """Whether a program fails in ranks of its own; sets how often later ones are tried."""
+        """Whether a program fails on ranks of its own; also sets how often each smaller program is tried."""
         num_failed = 0
         for number in range(num_tries):
             num_failed += self._fails_once(program, fresh=True)

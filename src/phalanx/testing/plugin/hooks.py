@@ -26,7 +26,7 @@ _NOT_LINUX = (
     "@pytest.mark.skipif(sys.platform != 'linux', reason='ranks need Linux')"
 )
 
-# pytest would rewrite the asserts of all modules of phalanx, as of any plugin's distribution. This keeps it from that.
+# pytest rewrites the asserts in all modules of a plugin's distribution. This keeps it from doing so in phalanx.
 for _finder in sys.meta_path:
     _rewritten: Any = getattr(_finder, "_must_rewrite", ())
     if "phalanx" in _rewritten:
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """Let a module with marked tests call ``torch.cuda.is_available()``, after which forks could not use CUDA."""
+    """Let a module with marked tests call ``torch.cuda.is_available()``, which otherwise breaks CUDA in forks."""
     path = getattr(collector, "path", None) if isinstance(collector, pytest.Module) else None
     if path is not None and path.is_file() and b"mark.ranks" in path.read_bytes():
         from phalanx import _env
@@ -128,7 +128,7 @@ def _one_of_the_sizes(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """Number of ranks that run this test, which @pytest.mark.ranks gives."""
+    """Number of ranks that run this test, as given to @pytest.mark.ranks."""
     from phalanx.testing.plugin.item import world_size_of
 
     return world_size_of(request)

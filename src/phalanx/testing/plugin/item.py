@@ -190,7 +190,7 @@ def _terminal_comes_back() -> Iterator[None]:
             shown.take_terminal(os.getpgrp())
 
 
-# ---------------------------------------------------------------- its result
+# ---------------------------------------------------------------- the result
 
 
 def _take_over(item: pytest.Item, told: list[Told]) -> None:

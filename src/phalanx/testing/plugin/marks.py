@@ -78,7 +78,7 @@ def checked_sizes(mark: pytest.Mark, options: Options) -> tuple[int, ...]:
     """Return the world sizes that a mark names.
 
     Raises:
-        ValueError: There is none, one is invalid, or the hosts do not add up to it.
+        ValueError: The mark names no world size, one is invalid, or the hosts do not add up to one.
     """
     sizes = sizes_of(mark)
     if not sizes:

@@ -49,7 +49,7 @@ class Told:
         longrepr: Failure as pytest shows it; None: none.
         out, err: Captured output, where pytest captures in memory.
         log: Captured log.
-        warnings: Message, category, file and line of each.
+        warnings: Message, category, file and line of each warning.
         properties: Names and values recorded by ``record_property``.
         subtests: Reports of subtests, as pytest serializes them.
         coverage: Data of coverage.py, as it dumps them.
@@ -68,7 +68,7 @@ class Told:
 
 
 _TORCHS_OWN = re.compile(r"^.*\bc10d-NullHandler-default:c10d_logger.py:.*\n?", re.MULTILINE)
-"""Long line that torch logs for each error of a collective, which is shown anyway."""
+"""Long line that torch logs for each error of a collective; the error itself is shown anyway."""
 
 _HYPOTHESIS = "_hypothesis_global_random"  # attribute with Hypothesis's random generator
 _rank: int | None = None  # rank of this process; None: it is not a rank
@@ -163,7 +163,7 @@ def _begin_threads(item: Any) -> list[Callable[[], object]]:
 
 
 class _Listener:
-    """Collects what pytest would have taken from this process."""
+    """Collects the output, warnings and other records that pytest would have taken from this process."""
 
     def __init__(self, item: Any) -> None:
         self._item = item
@@ -246,7 +246,7 @@ def _can_be_sent(value: object) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- its debugger
+# ---------------------------------------------------------------- the debugger
 
 _debugging = contextlib.ExitStack()
 

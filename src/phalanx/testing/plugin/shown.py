@@ -52,7 +52,7 @@ def fitted(lines: Sequence[str], item: pytest.Item) -> list[str]:
 
 
 def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:
-    """Return a rank's failure below lines about all ranks."""
+    """Return a rank's failure with lines about all ranks above it."""
     made = below_lines(heads, longrepr)
     crash = made.chain[-1][1] if isinstance(made, ExceptionChainRepr) else None
     if crash is not None:
@@ -61,7 +61,7 @@ def below_heads(heads: Sequence[str], longrepr: Any, rank: int) -> Any:
 
 
 def below_lines(lines: Sequence[str], longrepr: Any) -> Any:
-    """Return a failure of pytest below lines."""
+    """Return a failure of pytest with lines above it."""
     chain = getattr(longrepr, "chain", None)
     if chain is None and hasattr(longrepr, "reprtraceback"):
         chain = [(longrepr.reprtraceback, longrepr.reprcrash, None)]

@@ -1,9 +1,9 @@
 """The forker's program: ``phalanx run`` puts this folder first on PYTHONPATH, and starts Python on the user's script.
 
-Python imports this module at start, before it opens the script. It imports torch once, and the process stays
-here as the forker. Each rank is a fork that returns from :func:`serve_preloaded` and goes on as ``python script.py``
-would: the interpreter itself runs the script, so ``__main__``, ``sys.argv``, ``sys.path`` and tracebacks are its own. A
-warm process stays here, too, started on no script, and waits for jobs.
+Python imports this module at start, before it opens the script. It imports torch once, and the process stays here as
+the forker. Each rank is a fork that returns from :func:`serve_preloaded` and goes on as ``python script.py`` would: the
+interpreter itself runs the script, so ``__main__``, ``sys.argv``, ``sys.path`` and tracebacks are its own. A warm
+process stays here, too: it was started without a user's script, and waits for jobs.
 """
 
 import os
