@@ -223,7 +223,7 @@ def say_nonsense(rank, world_size, folder):
     """Rank 1 says a hello that is none."""
     if rank == 1:
         gather = Meeting.gather
-        Meeting.gather = lambda self, hello: gather(self, {**hello, "pid": "none"})
+        Meeting.gather = lambda self, hello, *place: gather(self, {**hello, "pid": "none"}, *place)
     began_s = time.monotonic()
     with pytest.raises(PhalanxError) as told:
         dist.init_process_group(
