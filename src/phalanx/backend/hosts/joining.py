@@ -122,7 +122,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
     hosts = _hosts_by_word(hellos)
     here = next(ranks for ranks in hosts if rank in ranks)
     for r in here:
-        if meeting.processes.get(global_ranks[r]) != hellos[r]["process"]:
+        if r not in meeting.watches or meeting.processes.get(global_ranks[r]) != hellos[r]["process"]:
             meeting.watch(r, hellos[r]["process"])
     meeting.processes = {global_ranks[r]: hellos[r]["process"] for r in here}
     if place is not None:

@@ -12,8 +12,8 @@ as fast as without tokens, and eight take up to 3.6 ms longer, out of 12 ms.
 **What a hello holds.** Kernel, network and host name, process, torch version, and the segments that the rank maps.
 Rank 0 sends all hellos to all ranks, so every rank decides from the same facts. Hosts are ordered by their first rank,
 which fixes every later order. If all ranks already map one segment, as those of a further group on one host do, rank 0
-allocates the group in it and sends the place along: the ranks then meet in two requests of the store each, and rank 0
-in five, however many they are.
+allocates the group in it and sends the place along. So a rank makes two requests of the store if it need not wait, and
+rank 0 makes three, however many ranks there are.
 
 **A rank that can't join says why.** If a rank fails between its hello and the end of the join (a denied system call, a
 limit, a setting out of range), it writes its error into the group's store. Every rank that waits (for the store, the
