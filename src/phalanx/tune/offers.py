@@ -71,7 +71,8 @@ def _of_trainer(base: Setup, facts: Mapping[str, Any], loading_share: float) -> 
     if shutil.which(_env.environment().get("CXX", "g++")):
         setup = _with(base, **{rank_trial.COMPILE: True})
         found.append(Offer(name="model.compile()", setup=setup, needs_s=_COMPILING_S))
-    return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]  # not what the script sets
+    # A setting that the script passes itself stays as it is.
+    return [offer for offer in found if offer.setup.changes[-1][0] not in facts["trainer"]]
 
 
 def _of_workers(maker: str, base: Setup, loading_share: float) -> Offer:
