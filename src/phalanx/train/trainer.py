@@ -254,8 +254,7 @@ class Trainer:
             data: Map-style dataset, which the ranks divide; or a loader of this rank's own batches, each of which is
                 this rank's part of a step. `Settings.global_batch_size` must then be the total size of the batches of
                 all ranks. The weight of a batch is its number of samples, and a rank whose loader has ended takes part
-                until all loaders have. If a batch's tensors differ in their first dimension, all batches weigh the
-                same.
+                until all loaders have. If the first dimensions of a batch's tensors differ, all batches weigh the same.
             validation_data: Data for `evaluate` after each epoch. One batch of a dataset is also evaluated before the
                 first step, to learn which values an evaluation has.
             batch_sampler: Iterable of lists of a dataset's indices to use instead of `Settings.global_batch_size`: each
@@ -330,12 +329,12 @@ class Trainer:
             data: Map-style dataset, of which each sample counts once, whatever the number of ranks; or a loader. If all
                 ranks have the same loader, they take turns at its batches. With a loader that divides its data, a
                 loader of this rank's own ``Subset``, a stream or a list of batches, each rank counts what it gets, so a
-                sample that the sampler repeats counts twice. A dataset's batch counts as many samples as were requested
-                for it; if a `collate_fn` drops samples, those that remain, provided that all tensors agree on a smaller
-                number.
+                repeated sample counts twice. A dataset's batch counts as many samples as were requested for it; if a
+                `collate_fn` drops samples, those that remain, provided that all tensors have the same, smaller first
+                dimension.
 
         Raises:
-            ValueError: A value is neither one number per sample nor their mean, or a metric does not combine the
+            ValueError: A value is neither one number per sample nor their mean, or a metric does not combine the ranks'
                 states.
         """
         self._say_if_untrained("evaluate")
@@ -671,9 +670,8 @@ class _Attempt:
     def _preempt(self, number: int) -> None:
         """End this rank after it has saved; or after a snapshot, if the job restarts at once with more ranks."""
         step = self._trainer.step
-        if self._ranks.largest(
-            memory().restart_is_planned
-        ):  # asked on all ranks: on several hosts, one launcher may know of the restart before the others
+        # All ranks are asked, because on several hosts, one launcher may know of the restart before the others.
+        if self._ranks.largest(memory().restart_is_planned):
             self._snapshots.take(step)
             raise PlannedRestart
         if self.run_log.has_news:
