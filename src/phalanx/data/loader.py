@@ -44,8 +44,8 @@ class DataLoader(torch_data.DataLoader[Any]):
       of indices. If such a sampler is as long as the dataset, rank 0 warns when training first iterates the loader,
       unless `is_own_part` is given.
     - Without `worker_init_fn`, each worker of each rank draws its own random numbers from Python, NumPy and torch.
-    - Ranks take turns at the items of an ``IterableDataset``, so it must yield the same items on each rank. As in
-      torch, the dataset itself must divide its items among workers: a stream that does not look at
+    - Ranks take turns at the items of an ``IterableDataset``, so the dataset must yield the same items on each rank. As
+      in torch, the dataset itself must divide its items among workers: a stream that does not look at
       ``get_worker_info()`` yields every item in every worker. `shard_iterable` divides any stream.
     - `state_dict` and `load_state_dict` resume in the middle of an epoch, on any number of ranks. With the same number
       of ranks, each rank gets the batches that it would have got without the interruption, and, if a `RandomState` is

@@ -33,7 +33,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
     Args:
         dataset: Dataset with a length.
         num_replicas: Number of ranks that share the dataset; default: the size of the default group.
-        rank: Rank of this process among them; default: its rank in the default group.
+        rank: Rank of this process among these ranks; default: its rank in the default group.
         shuffle: Whether each epoch has a new order.
         seed: Seed of the order, the same on all ranks.
         drop_last: Whether the last samples of an epoch are dropped if there are too few for one per rank.

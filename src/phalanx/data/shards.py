@@ -31,7 +31,7 @@ def shard_iterable(
     Args:
         iterable: Stream that every worker can iterate anew: an ``IterableDataset`` or a list, but not a generator.
         num_replicas: Number of ranks that share the stream; default: the size of the default group.
-        rank: Rank of this process among them; default: its rank in the default group.
+        rank: Rank of this process among these ranks; default: its rank in the default group.
 
     Raises:
         TypeError: `iterable` is an iterator, which can be read only once.

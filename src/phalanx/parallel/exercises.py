@@ -24,9 +24,9 @@ def average_gradients(
     """Replace every parameter's ``.grad`` by its mean over the ranks. Call it between ``backward()`` and ``step()``.
 
     The tutorials loop over the parameters, with one all_reduce for each parameter; this function calls one for each 25
-    MiB of gradients. A gradient that is None on some ranks counts as zeros there; a gradient that is None on all ranks
-    stays None. Sparse gradients stay sparse. For real training, DistributedDataParallel does the same during the
-    backward pass.
+    MiB of gradients. A gradient that is None on some ranks counts as zeros on these ranks; a gradient that is None on
+    all ranks stays None. Sparse gradients stay sparse. For real training, DistributedDataParallel does the same during
+    the backward pass.
 
     Args:
         model: Module, or its parameters in the same order on all ranks.

@@ -255,8 +255,7 @@ class LocalSGD:
             state_dict: State that `state_dict` returned.
 
         Raises:
-            ValueError: The state has other parameters, or an outer optimizer where this object has none, or the
-                reverse.
+            ValueError: The state has other parameters, or only one of the state and this object has an outer optimizer.
         """
         saved = [list(start.shape) for start in state_dict["starts"]]
         own = [list(window.start.shape) for window in self._windows]

@@ -39,7 +39,7 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     - ``add_param_group()`` raises NotImplementedError.
 
     Args:
-        params: Parameters, or groups of them, as `optimizer_class` takes them; the same on all ranks.
+        params: Parameters, or groups of them, as `optimizer_class` accepts them; the same on all ranks.
         optimizer_class: Class of the plain optimizer, from torch.optim or with the same interface.
         process_group: Group of the ranks among which the state is divided; by default all ranks.
         parameters_as_bucket_view: Ignored; the parameters move into one buffer for each dtype and device in any case.

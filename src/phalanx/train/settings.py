@@ -1,4 +1,4 @@
-"""`Settings`: arguments of a `Trainer` besides model, optimizer and data, and the batch sizes that follow."""
+"""`Settings`: arguments of a `Trainer` besides model, optimizer and data, and the batch sizes that follow from them."""
 
 from __future__ import annotations
 

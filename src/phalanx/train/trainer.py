@@ -8,9 +8,9 @@ gradients averaged) -> `Consensus` (do the ranks obey a signal, stop, or differ?
 so that a mistake, such as a class in place of an object, is an error on every rank; `resume/preflight` checks when
 `fit` begins.
 
-**If a rank dies,** its peers raise `RankFailed` and leave at once. The supervisor starts the ranks anew from the
-standby process. They load the newest step of which every rank has a whole snapshot, and continue from there. Ranks that
-survive keep their process (`phalanx.session.survival`). An `_Attempt` holds everything that belongs to one group. The
+**If a rank dies,** its peers raise `RankFailed` and end at once. The supervisor starts the ranks anew from the standby
+process. They load the newest step of which every rank has a whole snapshot, and continue from there. Ranks that survive
+keep their process (`phalanx.session.survival`). An `_Attempt` holds everything that belongs to one group. The
 constructor makes the first one, and `fit` makes one for each new group, with the same collectives in the same order, so
 that the calls of kept and new processes match. `resume/relocation` says when that is impossible.
 

@@ -141,7 +141,7 @@ def gains(speeds: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def compare(speeds: Sequence[float], others: Sequence[float]) -> Gain:
-    """Return the gain of the first speeds over the others, compared round by round."""
+    """Return the gain of `speeds` over `others`, compared round by round."""
     ratios = gains(speeds, others)
     spread = statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else math.inf
     return Gain(statistics.median(ratios), 2 * 1.25 * spread / math.sqrt(len(ratios)))  # 2 standard errors of a median
@@ -221,7 +221,7 @@ class Search:
         self.steps += [Step(names[s], why=str(self._trials.failure_of(s))) for s in wanted if s not in found]
 
     def _improve(self) -> None:
-        """Try changes to the best setup so far, and take those with a certain gain."""
+        """Try changes to the best setup so far, and take the changes whose gain is clear."""
         base = self.best
         every = offers(base, self.facts, self._trials.of(base).loading_share, self.limits.memories)
         tried: list[Offer] = []

@@ -1,7 +1,7 @@
 """The folder of a search: removed when the search ends, or by a later search if the first one was killed.
 
-A search locks a file in its folder until it ends, in whatever way. The next search removes the folders whose locks are
-free.
+A search locks a file in its folder until the search ends or is killed. The next search removes the folders whose locks
+are free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from phalanx.wire.files import open_regular
 
 PREFIX = "phalanx-tune-"
-_LOCK = "lock"  # file that the search keeps locked until it ends, in whatever way
+_LOCK = "lock"  # file that the search keeps locked until the search ends or is killed
 
 
 @contextlib.contextmanager

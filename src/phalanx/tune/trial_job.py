@@ -80,7 +80,7 @@ class TrialJob:
 
     @property
     def multiprocess(self) -> str:
-        """Reason why the job can't be measured: its ranks train in several processes; "" if there is no such reason."""
+        """Reason why the job can't be measured: its ranks train in several processes; "" if it can be measured."""
         try:
             with open(rank_trial.multiprocess_file(self.room)) as file:
                 return file.read()
@@ -112,7 +112,7 @@ class TrialJob:
         self._process.terminate()
 
     def end(self) -> None:
-        """End the job, and wait until it is gone."""
+        """End the job, and wait until it has ended."""
         self.ask_to_end()
         try:
             self._process.wait(10)

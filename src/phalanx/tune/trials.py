@@ -217,7 +217,7 @@ class Trial:
         self._job.ask_to_end()
 
     def end(self) -> None:
-        """End the job, and wait until it is gone."""
+        """End the job, and wait until it has ended."""
         self._job.end()
 
 

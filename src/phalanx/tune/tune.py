@@ -134,7 +134,7 @@ def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limit
 
 
 def _remember(search: Search, job: Job) -> str:
-    """Save the result for ``phalanx run``; return a line that says so, or why it could not be saved."""
+    """Save the result for ``phalanx run``; return a line for the user about the result."""
     best = search.best
     found = Tuned(
         command=[*job.command[1:]], machine=search.limits.machine.describe(),

@@ -10,9 +10,9 @@ runs.
 **SparseBucket.** The sparse gradient of one embedding.
 
 **CoalescedBucket.** On the phalanx backend and the CPU, gradients are averaged in place once backward has ended. One
-call of the core stages chunks, sums them in rank order, scales them and writes them back in one pass, and adds up the
-sum of squares on the way if `grad_norm()` was ever called. One more small tensor, the marks, shows for each parameter
-whether this rank had a gradient.
+call of the core stages chunks, sums them in rank order, scales them and writes them back in one pass, and also computes
+the sum of squares if `grad_norm()` was ever called. One more small tensor, the marks, shows for each parameter whether
+this rank had a gradient.
 
 **Only the range that a rank steps.** If each rank's optimizer steps only a range of the parameters (`Division`), the
 large gradients are reduce-scattered: each rank gets the means of its range, and keeps its own gradient elsewhere. This
@@ -25,8 +25,8 @@ buckets in the shared memory segment, and to reduce a bucket once all ranks have
 fractions of a step without communication, for the MLP 784-1024-10 on two cores. Copying gradients into any buffer as
 they arrive costs 0.12 before a byte is exchanged (0.05 for 17 M parameters); averaging them in place costs 0.07 to 0.10
 in all, because the staging slots of a pipelined all_reduce stay in the second-level cache, and a bucket does not.
-Overlap gains nothing if the cores that would reduce are busy computing. Each meeting of all ranks costs 0.03 to 0.05,
-so it is cheaper to meet once, at the end, than at every bucket.
+Overlap gains nothing if the cores that would reduce are busy computing. Each synchronization of all ranks costs 0.03 to
+0.05, so one at the end is cheaper than one at every bucket.
 
 **What averaging costs** on two cores (``python -m bench.ddp --rounds 5``, which shows how much of it is waiting):
 

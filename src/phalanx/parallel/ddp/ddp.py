@@ -70,8 +70,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     - ``grad_norm()`` returns the norm of all gradients. Parameters may be frozen and unfrozen at any time; a gradient
       accumulated under ``no_sync()`` is averaged in the next averaged pass, even if its parameter has been frozen.
       :class:`phalanx.SyncBatchNorm` works on the CPU.
-    - `gradient_as_bucket_view` is True by default. With False, where gradients are averaged in a buffer, they are then
-      copied out of it, which doubles their memory and costs up to a tenth of a step.
+    - `gradient_as_bucket_view` is True by default. With False, gradients that are averaged in a buffer are copied out
+      of the buffer afterwards. These copies double the memory of the gradients and cost up to a tenth of a step.
     - Unsupported arguments raise an error: `delay_all_reduce_named_params`, `param_to_hook_all_reduce`,
       `mixed_precision`, `skip_all_reduce_unused_params`, `bucket_cap_mb_list`, `batched_grad_copy` and
       `lazy_bucket_allocation`.

@@ -1,9 +1,9 @@
 """Evaluates a model on data that is divided among the ranks; each sample counts once.
 
 Metrics with a state combine the states of all ranks themselves, as the metrics of torchmetrics do in ``compute``. If a
-metric's values differ between ranks, it does not combine the states, and an error says so. If ``stop`` or ``max_steps``
-ends training in the middle of an epoch, the random state is restored after the evaluation, because an uninterrupted run
-would not have evaluated there.
+metric's values differ between ranks, the metric does not combine the states, which is an error. If ``stop`` or
+``max_steps`` ends training in the middle of an epoch, the random state is restored after the evaluation, because an
+uninterrupted run would not have evaluated there.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Evaluator:
         """Evaluate one batch of a dataset before training, to find mistakes that would otherwise show after an epoch.
 
         An exception in the script's code is ignored: some models can't be evaluated before they have trained, and any
-        other problem will come up in the evaluation itself. Random state is restored, and metrics are reset.
+        other problem will show in the evaluation itself. Random state is restored, and metrics are reset.
 
         Raises:
             ValueError: On every rank: a value is neither one number for each sample nor their mean, or the monitored

@@ -2,7 +2,7 @@
 
 metrics.jsonl is written first and remains the record of the run; a logger gets the same numbers, on rank 0 only. The
 random state is restored after a logger begins, because a run's bits must not depend on its loggers. After its first
-failure, a logger is not called again, because it may have waited long for a network and would do so again. The run
+failure, a logger is not called again, because it may have waited long for a network and would wait again. The run
 reports the failure once and trains on. A logger has 10 s to close, because a job that must end has little time. Steps
 that a resumption repeats are not sent to Weights & Biases a second time, because the run continues there; TensorBoard
 is asked to drop the first records of these steps. There is no logger for MLflow or CSV files: for MLflow, an object

@@ -396,7 +396,7 @@ def _how(records: Sequence[Record]) -> str:
 
 
 def _origin(run: _Run) -> str:
-    """Return what the last start ran, and where; with links to the logs of all starts."""
+    """Return a table of what the last start ran and where, with links to the logs of all starts."""
     origin = run.starts[-1].get("origin", {}) if run.starts else {}
     rows = [(str(name), str(value)) for name, value in origin.items() if name not in ("logs", "logs of others")]
     # Always a relative path, so that a recorded folder can't make a link to another host.

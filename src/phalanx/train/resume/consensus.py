@@ -1,7 +1,7 @@
-"""How ranks agree, every few steps, on what any of them noticed: a signal, a stop, a bad value, or differing copies.
+"""How ranks agree, every few steps, on what any rank has noticed: a signal, a stop, a bad value, or differing copies.
 
 Right after gradients have been averaged, when the ranks have just waited for each other, one all_reduce of a few
-numbers tells every rank whether any of them was asked to end, and all obey after the same step. The all_reduce costs
+numbers shows every rank whether any rank was asked to end, and all ranks obey after the same step. The all_reduce costs
 some 0.1 ms. So if steps take less than 0.1 s, the ranks agree only about every 0.1 s, and at the end of every epoch.
 """
 
@@ -51,7 +51,7 @@ class Consensus:
         return step >= self._next
 
     def agree(self, step: int) -> None:
-        """Agree with all ranks on what any of them has noticed.
+        """Agree with all ranks on what any rank has noticed.
 
         Raises:
             NonFinite: A value is not finite on some rank.

@@ -33,7 +33,7 @@ class FolderLock:
     Attributes:
         problem: Reason why there is no lock; empty if there is one.
         was_ours: Whether an earlier attempt of this job was admitted to the folder: see `settle`.
-        is_first: Whether no earlier attempt of this job was in the folder; if a restart can't tell, False.
+        is_first: Whether no earlier attempt of this job was in the folder; False if a restart can't tell.
 
     Raises:
         PhalanxError: On entering, on every rank: another job holds the folder, or it can't be made.

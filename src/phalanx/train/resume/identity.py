@@ -3,7 +3,7 @@
 The identity is a list of facts. A fact is a name and a text, such as ``optimizer.lr`` and ``0.01``. Facts describe what
 the script gave: classes and hyperparameters of optimizer and scheduler; names, shapes and dtypes of the model's
 tensors; classes of its modules and, for torch's own modules, their settings; arguments of a loss module; length of the
-data; settings that affect the result. They are collected when the trainer is made, before a scheduler or a checkpoint
+data; settings that affect the result. Facts are collected when the trainer is made, before a scheduler or a checkpoint
 has changed anything, and rank 0's facts count on all ranks. The facts in a checkpoint are compared before the rest of
 it is restored, so the checkpoint of another run is refused before it changes anything.
 

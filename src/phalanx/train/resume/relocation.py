@@ -6,7 +6,7 @@ made the group by hand, made other groups, wrapped the model itself, or called a
 `fit` (the group counts its collectives). Nor can a process be kept if a callback has attributes that no checkpoint
 holds (in a new process, these attributes start afresh, so the copies of the model might diverge), or if a loader of the
 script divides the data among the previous ranks. The script may have called `phalanx.init`: a new process calls it,
-too, and a kept process repeats the call with the same arguments. The script's session object then gets the new place.
+too, and a kept process repeats the call with the same arguments. The script's session object then shows the new place.
 """
 
 from __future__ import annotations
