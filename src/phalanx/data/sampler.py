@@ -101,7 +101,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
         return self._walk(self._order(), self._start)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; an epoch that `load_state_dict` restored continues where it was."""
+        """Choose the epoch of the next iteration; an epoch that `load_state_dict` restored continues at its place."""
         if epoch != self.epoch or self._is_running:
             self._start = self._num_taken = 0
         self.epoch = epoch

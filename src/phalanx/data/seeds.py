@@ -13,7 +13,7 @@ from phalanx.data.replica import rank_and_size
 
 
 def seed_everything(seed: int, *, per_rank: bool = False) -> int:
-    """Seed Python, torch on all devices and, if it is imported, NumPy; return the seed.
+    """Seed Python, torch on all devices, and NumPy if it is imported; return the seed.
 
     Workers of a `phalanx.DataLoader` get seeds of their own, derived from this seed.
 

@@ -21,7 +21,7 @@ from phalanx.wire.rank_group import RankGroup, group_with_this_rank
 def average_gradients(
     model: nn.Module | Iterable[nn.Parameter], process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Replace every parameter's ``.grad`` by its mean over the ranks. Call it between ``backward()`` and ``step()``.
+    """Replace every parameter's ``.grad`` by its mean over the ranks. Call this between ``backward()`` and ``step()``.
 
     The tutorials loop over the parameters, with one all_reduce for each parameter; this function calls one for each 25
     MiB of gradients. A gradient that is None on some ranks counts as zeros on these ranks; a gradient that is None on

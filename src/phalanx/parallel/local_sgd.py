@@ -65,7 +65,7 @@ class LocalSGD:
     Attributes:
         num_steps: Number of steps since the beginning.
         num_steps_apart: Number of steps since the last synchronization.
-        outer_optimizer: Outer optimizer, whose learning rate a scheduler may change; None without one.
+        outer_optimizer: Outer optimizer, whose learning rate a scheduler may change; None without an outer optimizer.
 
     Raises:
         ValueError: An argument is out of range, or differs between ranks; every rank raises the error.

@@ -19,7 +19,7 @@ _PURPOSE = "parameters"
 def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """Return a zeroed CPU tensor whose memory all ranks of the group share. Every rank must call this.
 
-    The memory has no name. The kernel frees it once the last process that maps it has ended, however it ended.
+    The memory has no name. The kernel frees the memory once the last process that maps it has ended, in whatever way.
 
     Args:
         num_elems: Length of the tensor, of shape ``(num_elems,)``.

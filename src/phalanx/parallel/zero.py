@@ -1,8 +1,8 @@
 """ZeroRedundancyOptimizer: every rank keeps and steps its shard of the optimizer's state (ZeRO stage 1).
 
-Ranks share the memory of the parameters only if `share_parameters` asks for it. Otherwise, if every rank of a script
-changed parameters in place, shared parameters would be changed several times. `state_dict` gathers the state, so a
-snapshot is the same on all ranks and hosts.
+Ranks share the memory of the parameters only if `share_parameters` is set. Otherwise, if every rank of a script changed
+parameters in place, shared parameters would be changed several times. `state_dict` gathers the state, so a snapshot is
+the same on all ranks and hosts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ZeroRedundancyOptimizer(optim.Optimizer, Joinable):
     Differences from torch's:
 
     - ``state_dict()`` returns the plain optimizer's state on every rank, and all ranks must call it together. After
-      ``consolidate_state_dict(to)``, and until the next step, it works as in torch: only rank `to` has the state, and
-      only that rank calls ``state_dict()``.
+      ``consolidate_state_dict(to)``, and until the next step, ``state_dict()`` works as in torch: only rank `to` has
+      the state, and only that rank calls ``state_dict()``.
     - ``load_state_dict()`` accepts a state that was saved by any number of ranks or by the plain optimizer.
     - ``add_param_group()`` raises NotImplementedError.
 

@@ -1,4 +1,4 @@
-"""The folder of a search: removed when the search ends, or by a later search if the first one was killed.
+"""The folder of a search: removed when the search ends, or by a later search if this search was killed.
 
 A search locks a file in its folder until the search ends or is killed. The next search removes the folders whose locks
 are free.

@@ -152,7 +152,7 @@ def _remember(search: Search, job: Job) -> str:
 def _leave(number: int, _: Any) -> NoReturn:
     for end in _ENDS:
         signal.signal(end, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
-    raise SystemExit(128 + number)  # the contexts that it leaves end the jobs and remove the folders
+    raise SystemExit(128 + number)  # as it propagates, the open contexts end the jobs and remove the folders
 
 
 def _say(text: str) -> None:

@@ -90,7 +90,7 @@ def bridge_hook(groups: HostGroups, hook_state: Any, hook: CommHook) -> CommHook
 
 
 class _Late(torch.futures.Future):
-    """The future of a bucket; waiting for it in Python first finishes the bucket."""
+    """The future of a bucket; ``wait()`` in Python finishes the bucket before it waits."""
 
     def __init__(self, finish: Callable[[], None], device: torch.device) -> None:
         super().__init__(devices=[device] if device.type == "cuda" else [])

@@ -17,8 +17,8 @@ this rank had a gradient.
 **Only the range that a rank steps.** If each rank's optimizer steps only a range of the parameters (`Division`), the
 large gradients are reduce-scattered: each rank gets the means of its range, and keeps its own gradient elsewhere. This
 happens only in the trainer's own backward pass, and only if nothing on any rank looks at gradients (an optimizer's
-hook, a wrapper of its step, `grad_norm()`) or steps a whole parameter. The small gradients are averaged first, and in
-that message each rank also reports whether it needs all means. If any rank does, all ranks get all means.
+hook, a wrapper of the optimizer's step, `grad_norm()`) or steps a whole parameter. The small gradients are averaged
+first, and in that message each rank also reports whether it needs all means. If any rank does, all ranks get all means.
 
 **No buckets in shared memory, no overlap on the thread that computes.** The first plan was to write gradients into
 buckets in the shared memory segment, and to reduce a bucket once all ranks have filled it. The costs below are

@@ -295,8 +295,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def take_waiting_s(self) -> float:
         """Return the time spent waiting for the slowest rank since the last call, in seconds.
 
-        `take_averaging_s` includes this time. It is measured only if the phalanx backend averages gradients on the CPUs
-        of one host; otherwise, 0.0 is returned.
+        `take_averaging_s` includes this time. The waiting is measured only if the phalanx backend averages gradients on
+        the CPUs of one host; otherwise, 0.0 is returned.
         """
         return self._reducer.take_waiting_s()
 

@@ -1,8 +1,9 @@
 """Reducer: averages gradients over the ranks, bucket by bucket, while backward runs.
 
-When a gradient is complete, the hook of its parameter (`_on_gradient`) counts it for its bucket (see `buckets`). A
-bucket starts to average once all of its gradients have arrived, and the means are stored in the parameters' ``.grad``.
-If a parameter gets no gradient, its bucket stays incomplete until backward ends, and starts then (`_finish`).
+When a gradient is complete, the hook of its parameter (`_on_gradient`) counts the gradient for its bucket (see
+`buckets`). A bucket starts to average once all of its gradients have arrived, and the means are stored in the
+parameters' ``.grad``. If a parameter gets no gradient, its bucket stays incomplete until backward ends, and starts then
+(`_finish`).
 """
 
 from __future__ import annotations

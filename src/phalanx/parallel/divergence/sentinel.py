@@ -12,9 +12,9 @@ other tensors: the tensor that is named is the one that was corrupted.
   ``compare_every``, whichever is more. The message also carries the time that the slice took, and every rank gets the
   time of the slowest rank. So all ranks choose slices of the same length, and they choose it such that comparing takes
   0.5 % of the time.
-- Two kinds of state are left out: the optimizer's state of a divided step, because there is only one copy of it; and
-  buffers, because each forward pass sets them to those of rank 0. Nothing is compared if ranks have different
-  instruction sets or numbers of threads, because their elementwise kernels round differently.
+- Two kinds of state are left out: the optimizer's state of a divided step, because the ranks share one copy of this
+  state; and buffers, because each forward pass sets them to those of rank 0. Nothing is compared if ranks have
+  different instruction sets or numbers of threads, because their elementwise kernels round differently.
 - A difference is not found if it vanishes before its slice is compared, because a moving average rounds it away. Such a
   difference has become harmless.
 """

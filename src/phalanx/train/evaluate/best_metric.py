@@ -70,7 +70,7 @@ class BestMetric:
         return f"the {self._which} {self._monitor}"
 
     def why_stopped(self) -> str:
-        """Return a sentence that says for how long no evaluation has improved, and which one was best."""
+        """Return a sentence that says for how long no evaluation has improved, and which evaluation was best."""
         by = f" by more than {self._min_delta:g}" if self._min_delta else ""
         words = f"{self._monitor} has not improved{by} for {counted(self.num_worse, 'epoch')}"
         if self.best is None:

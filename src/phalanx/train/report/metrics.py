@@ -13,7 +13,7 @@ Every record has ``time`` (Unix seconds), ``kind`` and ``attempt``, counted from
   whose memory has the state
 - ``save``: ``step``, ``blocked_s``; ``preempted``: ``step``, ``signal``; ``end``: ``step``, ``epoch``, ``seconds``,
   ``reason``: "max_epochs", "max_steps", "patience" or "stop", the last two with a ``message``
-- ``not_finite``: ``step``, ``epoch``, ``ranks`` that saw it first, ``message``
+- ``not_finite``: ``step``, ``epoch``, ``ranks`` that first had such a value, ``message``
 - ``replicas_differ``: ``step``, ``ranks`` that differ from the majority, ``tensors`` that differ, ``message``
 
 ``epoch`` counts from 0 here, in the CSV and for loggers, as `Trainer.epoch` does; screen and report count from 1.

@@ -36,7 +36,7 @@ class FolderLock:
         is_first: Whether no earlier attempt of this job was in the folder; False if a restart can't tell.
 
     Raises:
-        PhalanxError: On entering, on every rank: another job holds the folder, or it can't be made.
+        PhalanxError: On entering, on every rank: another job holds the folder, or the folder can't be made.
     """
 
     def __init__(self, folder: str, ranks: RankGroup) -> None:

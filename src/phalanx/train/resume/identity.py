@@ -274,7 +274,7 @@ def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced:
 
 
 def _command_before(folder: str) -> str:
-    """Return the command that last trained in a folder; empty if it is unknown, or is this one."""
+    """Return the command that last trained in a folder; empty if it is unknown, or is this run's command."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         last = [record for record in read_metrics(folder) if record["kind"] == "start"][-1:]
         command = "".join(str(record["origin"]["command"]) for record in last)

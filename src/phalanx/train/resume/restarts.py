@@ -21,7 +21,7 @@ _by: weakref.WeakKeyDictionary[object, weakref.ref[object]] = weakref.WeakKeyDic
 
 
 def run_folder(given: str | os.PathLike[str] | None) -> str:
-    """Return the folder of the run: PHALANX_RUN_FOLDER, else the given one, else one named after the script."""
+    """Return the folder of the run: PHALANX_RUN_FOLDER, else the given folder, else a folder named after the script."""
     script = os.path.splitext(os.path.basename(sys.argv[0]))[0]
     return os.fspath(_env.environment().get(_env.FOLDER_VARIABLE) or given or os.path.join("runs", script or "run"))
 

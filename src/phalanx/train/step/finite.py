@@ -56,7 +56,7 @@ class Finding:
             gradients spoil the parameters.
         epoch: Number of the epoch.
         what: Description of what is not finite.
-        origin: Tensor and module in which it began.
+        origin: Tensor and module in which the value arose.
     """
 
     step: int
@@ -174,7 +174,7 @@ class FiniteGuard:
             self._note_gradient(f"the gradient's norm is {value}, although the loss is finite", step, epoch, batches)
 
     def look_at_gradient(self, step: int, epoch: int) -> None:
-        """Check one small averaged gradient on the CPU: that of the first module that has one.
+        """Check one small averaged gradient on the CPU: the gradient of the model's first small parameter.
 
         A bad value that arises anywhere in a backward pass nearly always reaches the first module.
         """

@@ -40,7 +40,7 @@ class Stepper:
 
     Attributes:
         autocast: Context in which the loss is computed.
-        scaler: Gradient scaler; it only scales in "fp16".
+        scaler: Gradient scaler; it is active only in "fp16".
         named: Values that the training step has returned in addition to the loss since the last log.
         grad_norm: Norm of the last averaged gradient before clipping; None without clipping.
     """
