@@ -1,4 +1,4 @@
-"""LocalSGD: hosts train separately and synchronize every few steps, if the link is too slow to average every gradient.
+"""LocalSGD: hosts train separately and synchronize every few steps, for a link too slow to average every gradient.
 
 A window consists of the steps between two synchronizations. `LocalSGD` keeps the flat parameters from the start of the
 window. At the end of the window, each host computes its pseudo-gradient: the parameters at the window's start minus the

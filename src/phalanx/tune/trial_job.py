@@ -47,7 +47,8 @@ class TrialJob:
             self._process = subprocess.Popen(
                 command, env=everything, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends the job
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # the job's reaper then ends the ranks
+                # If this process dies, so does phalanx run, whose reaper then ends the ranks.
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )  # fmt: skip
         self.pid = self._process.pid
 

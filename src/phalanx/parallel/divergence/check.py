@@ -176,7 +176,10 @@ def _difference(
 
 
 def _odd_ranks(found: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority; all ranks if the two largest sets of equal ranks tie."""
+    """Return the ranks that differ from the majority; all ranks if there is no majority.
+
+    The ranks that agree form a party. There is no majority if the two largest parties are of equal size.
+    """
     parties = collections.Counter(found).most_common(2)
     has_majority = parties[0][1] > parties[1][1]
     return tuple(r for r, one in enumerate(found) if not has_majority or one != parties[0][0])

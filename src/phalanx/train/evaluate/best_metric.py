@@ -1,10 +1,10 @@
 """The best evaluation so far.
 
 Nothing here guesses which of two evaluations is better. ``mode`` says whether a lower value of ``monitor`` is better.
-If ``mode`` is None, a word in the name of the metric decides, such as loss or accuracy. Any other name is refused when
-the Trainer is made, because a wrong guess would keep the worst checkpoint and stop a run that improves. The best
-metric, retention, the report and ReduceLROnPlateau all use this one setting, and each checkpoint with a metric stores
-this setting for ``load(step="best")``.
+If ``mode`` is None, a word in the name of the metric decides, such as loss or accuracy. A name that leaves a doubt is
+refused when the Trainer is made, because a wrong guess would keep the worst checkpoint and stop a run that improves.
+The best metric, retention, the report and ReduceLROnPlateau all use this one setting, and each checkpoint with a metric
+stores this setting for ``load(step="best")``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The batches that each rank evaluates: from a dataset, from a loader that is the same on all ranks, or from the rank's
-own.
+"""The batches that each rank evaluates: from a dataset, a loader that all ranks share, or a loader of its own.
 
 A dataset is divided among the ranks. If all ranks have the same torch loader, the ranks take turns at the loader's
 batches: the sampler draws from a fixed seed, and the ranks compare the indices that the sampler yields. If the ranks'

@@ -81,7 +81,7 @@ class FolderLock:
             self._claim.release()
 
     def settle(self) -> None:
-        """Record that this job was admitted to the folder, so that its restarts are admitted, too, without a check."""
+        """Record that this job was admitted to the folder, so its restarts are admitted, too, whatever it holds."""
         if self._claim is not None and not self.was_ours:
             self._claim.settle(is_settled=True)
 

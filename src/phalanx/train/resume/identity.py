@@ -257,7 +257,8 @@ def differences(theirs: Facts, ours: Facts) -> dict[str, tuple[str, str]]:
 def _refusal(folder: str, changed: Mapping[str, tuple[str, str]], can_be_forced: bool, is_own: bool) -> str:
     """Return the rest of the error for a checkpoint of another run.
 
-    The error begins with the checkpoint's step and folder."""
+    The error begins with the checkpoint's step and folder.
+    """
     ways = ['resume="never" starts over here, and sets aside what is there', "folder=... trains elsewhere"]
     if is_own:
         ways[0] = f"{ways[0]}, in a new Trainer: a second fit() of the same Trainer continues its own run"

@@ -34,8 +34,7 @@ _AGAIN_S: dict[int, float] = {signal.SIGTERM: 1.0, signal.SIGINT: 0.15}
 
 
 class Preemption:
-    """While open, records SIGTERM, SIGUSR1 and Ctrl-C instead of dying from them; a second signal ends the process at
-    once.
+    """While open, records SIGTERM, SIGUSR1 and Ctrl-C instead of dying from them; a second signal ends the process.
 
     Args:
         speaks: Whether to tell the user what a Ctrl-C does; one rank is enough.

@@ -104,8 +104,7 @@ def _num_done(scheduler: Any) -> int:
 
 
 def _parts_of(scheduler: Any, total: int) -> Iterator[tuple[Any, int]]:
-    """Yield the schedules within a schedule that is stepped `total` times in the run, each with its own number of
-    steps.
+    """Yield the schedules within a schedule that is stepped `total` times, each with its own number of steps.
 
     The parts of a SequentialLR take turns, and each counts from 0 when its turn begins.
     """

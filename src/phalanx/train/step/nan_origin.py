@@ -1,5 +1,4 @@
-"""Finds the origin of a value that is not finite: the tensor, and the module whose forward or backward pass produced
-it.
+"""Finds the origin of a value that is not finite: the tensor, and the module that computed it, forward or backward.
 
 The search checks the batch, then the parameters, and then the modules' outputs, by computing the batch again. This
 second pass starts from the buffers and counters that the first pass has left, because a copy before each pass would

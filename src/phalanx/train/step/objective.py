@@ -157,8 +157,7 @@ def _checked(name: str, loss: Tensor) -> Tensor:
 
 
 def _outputs_and_targets(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Return the model's outputs and the targets, for a pair, or for a mapping in which exactly one entry has a name of
-    targets.
+    """Return the model's outputs and the targets, for a pair, or for a mapping with exactly one entry for the targets.
 
     Raises:
         ValueError: The batch is neither a pair nor such a mapping.

@@ -207,7 +207,7 @@ class _Cut:
         return self.parameter.stride() == self._stride and self._state.keys() <= values.keys()
 
     def fits(self, state: dict[Any, Any]) -> bool:
-        """Return whether the next step can take this rank's blocks from the gradient in place, if there is a gradient."""
+        """Return whether the next step can take this rank's blocks from the gradient, if any, in place."""
         grad = self.parameter.grad
         is_alike = grad is None or (grad.layout is torch.strided and grad.stride() == self._stride)
         return is_alike and self._has_state(state.get(self.parameter, {}))

@@ -88,7 +88,8 @@ class Stepper:
     def sentinel(self, step: int) -> tuple[Sentinel, str]:
         """Return the sentinel that compares the ranks' copies, and a line for the user if it can't compare them.
 
-        Every rank must call this."""
+        Every rank must call this.
+        """
         group, kinds = getattr(self._model, "process_group", None), []
         if self._ranks.world_size == 1 or group is None or group.size() < self._ranks.world_size:
             group = None  # one rank, FSDP2, or ranks that train independently
