@@ -591,7 +591,7 @@ class _Attempt:
         trainer, s, run_log = self._trainer, self._settings, self.run_log
         self._lock.check()
         run_log.count(loss, num_samples)
-        self._call("on_step")  # before the snapshot, because that includes the callbacks' state
+        self._call("on_step")  # before the snapshot, because the snapshot includes the callbacks' state
         run_log.clock.lap("callbacks")
         if self._asks_in_steps:
             self.consensus.agree_to_stop()
@@ -643,7 +643,7 @@ class _Attempt:
     # ---- what is kept, and the end -----------------------------------------------------------------------------------
 
     def _why_over(self) -> str:
-        """Return the setting according to which nothing is left to train; empty if something is left."""
+        """Return the setting by which the training is over; empty if something is left to train."""
         trainer, s = self._trainer, self._settings
         if self._lacks_end:
             return ""

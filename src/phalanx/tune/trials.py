@@ -136,7 +136,7 @@ class Trial:
         choose how to step.
 
         Raises:
-            Failed: The script has failed, or has ended too soon too often.
+            Failed: The script has failed, or has ended too early too many times.
         """
         if setup.threads not in self._step_s:
             has_settled = bool(self._step_s)
@@ -255,7 +255,7 @@ class Trials:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for trial in self._trials.values():
-            trial.ask_to_end()  # all jobs before the first wait, so that they end side by side
+            trial.ask_to_end()  # ask all jobs before the first wait, so that they end side by side
         for trial in self._trials.values():
             trial.end()
 

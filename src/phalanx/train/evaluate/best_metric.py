@@ -59,7 +59,7 @@ class BestMetric:
         return is_best
 
     def value_of(self, step: int) -> float | None:
-        """Return the monitored value of the evaluation after `step`; None without one, or if it is not finite."""
+        """Return the monitored value of the evaluation after `step`, if the value is finite; otherwise None."""
         if step != self._step or self._score is None:
             return None
         return self._sign * self._score

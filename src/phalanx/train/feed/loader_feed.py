@@ -192,7 +192,7 @@ class LoaderFeed:
         )
 
     def _fill(self) -> Any:
-        """Return a batch that weighs nothing, with which this rank takes part; None if there is none."""
+        """Return a batch of weight 0, with which this rank takes part in a step; None if there is none."""
         if self._filler is None and self._can_make_filler:
             loader = self._loader
             self._filler = filler(

@@ -114,7 +114,7 @@ def summary_of(boxes: Iterable[Box]) -> Summary:
 
 
 def rows_of(summary: Summary) -> list[tuple[str, str, str, str]]:
-    """Return a row for each rank: its name, the time that others waited for it, its cost, and where it is slow."""
+    """Return a row for each rank: its name, the time that other ranks waited for it, its cost, and where it is slow."""
     return [
         (f"rank {one.rank}", measured(one.awaited_s), f"{max(0.0, one.cost):.1%}", one.what_is_slow or "nothing clear")
         for one in summary.accounts

@@ -96,7 +96,7 @@ class Loggers:
             if not isinstance(one, str) and not (hasattr(one, "log") and hasattr(one, "close")):
                 raise TypeError(f"Trainer: a logger has log(metrics, step) and close(), and {one!r} does not")
         self._is_told = ranks.rank == 0
-        problems = ranks.gather(self._missing() if self._is_told else "")  # on every rank, even without loggers
+        problems = ranks.gather(self._missing() if self._is_told else "")  # every rank calls, even without loggers
         if problems[0]:
             raise ImportError(problems[0])
 

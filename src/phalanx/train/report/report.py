@@ -132,7 +132,7 @@ def _by_attempt(records: Sequence[Record]) -> dict[int, list[Record]]:
 
 
 def _without_idle(records: list[Record]) -> list[Record]:
-    """Leave out attempts that found the run finished: their ranks and times are not those of the training."""
+    """Leave out attempts that found the run already finished: their ranks and times say nothing about the training."""
     idle = {n for n, of in _by_attempt(records).items() if [record["kind"] for record in of] == ["start", "end"]}
     return [record for record in records if record["attempt"] not in idle] or records
 

@@ -1,9 +1,9 @@
 """Preemption: signals that ask a job to end early, noticed on any rank and obeyed by all after the same step.
 
-A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). Ctrl-C is such a request, like
-SIGTERM, so under a launcher, the exit code is 75 in both cases. Without a launcher, Ctrl-C gives 130, which shells
-expect. Two SIGINT within 0.15 s count as one, because torchrun passes on the signal that the terminal has already sent
-to the ranks.
+A rank exits with 75 (EX_TEMPFAIL) if it was asked to end, has saved its state, and can resume. Ctrl-C is such a
+request, like SIGTERM, so under a launcher, the exit code is 75 in both cases. Without a launcher, Ctrl-C gives 130,
+which shells expect. Two SIGINT within 0.15 s count as one, because torchrun passes on the signal that the terminal has
+already sent to the ranks.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def words_of_resumption(
         step: Number of steps done.
         epoch: Number of the epoch.
         folder: Folder of the run.
-        why_over: Setting according to which nothing is left to train; empty if something is left.
+        why_over: Setting by which the training is over; empty if something is left to train.
         is_again: Whether this trainer has trained before; then `fit` continues the trainer's own run, whatever `resume`
             says.
     """
