@@ -201,7 +201,7 @@ def _why_lost(points: Sequence[Point]) -> str:
 
 
 def _segments(points: Sequence[Point]) -> list[list[Point]]:
-    """Split the points into runs, at each value that is not drawn."""
+    """Split the points into segments, at each value that is not drawn."""
     segments: list[list[Point]] = [[]]
     for point in points:
         if _is_drawn(point[1]):
