@@ -42,7 +42,7 @@ def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
 
 
 def export(value: Any, path: str) -> int:
-    """Write `value` as safetensors or with ``torch.save``, depending on the name; return the number of tensors.
+    """Write `value` as safetensors or with ``torch.save``, depending on the file's name; return the number of tensors.
 
     Raises:
         ValueError: The name ends in neither .pt nor .safetensors, or the format can't hold a tensor.

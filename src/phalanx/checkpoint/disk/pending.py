@@ -31,11 +31,11 @@ class PendingSaves:
         self._saves.append((future, draft, writing))
 
     def await_own(self) -> None:
-        """Wait until this rank has written its part of each save, or failed to."""
+        """Wait until this rank has written its part of each save, or has failed to write it."""
         wait([future for future, _, _ in self._saves], _MOST_S)
 
     def await_every_rank(self) -> None:
-        """Wait until every rank has written its part of each save, so that every save that can be published is."""
+        """Wait until every rank has written its part of each save, so that every save that can succeed is published."""
         self.await_own()
         begin_s = time.monotonic()
 
@@ -46,7 +46,7 @@ class PendingSaves:
         wait_until(are_over, begin_s + _MOST_S, least_s=_LOOK_EVERY_S, most_s=_LOOK_EVERY_S)
 
     def forget(self) -> None:
-        """Drop all saves in a forked child, which has none of their threads and must not keep their marks."""
+        """Drop all saves in a forked child: no thread writes them there, and the child must not keep their marks."""
         for _, _, writing in self._saves:
             writing.end()
         self._saves = []

@@ -7,9 +7,9 @@ old version costs the publisher one more block, and nothing else.
 
 **Who reads what** is known from a kernel lock, which each reader's mapping holds (`Block.hold` of
 `phalanx.host.shared_blocks`). Before it writes, the publisher takes the same lock exclusively. So it never overwrites
-what a reader may look at, even if either of them was killed. Two alternatives were rejected: counters of readers in
-shared memory would stay wrong forever once a reader is killed; a socket on which the publisher hands out descriptors
-would need a thread that answers while the trainer computes.
+what a reader may look at, even if a reader or an earlier publisher was killed. Two alternatives were rejected: counters
+of readers in shared memory would stay wrong forever once a reader is killed; a socket on which the publisher hands out
+descriptors would need a thread that answers while the trainer computes.
 
 **Memory.** Two blocks serve readers that keep up. Each old version that is still read takes one more, up to
 `max_versions` blocks; beyond that, publishing fails, and the error names who holds what. From the third such version
@@ -18,16 +18,16 @@ block takes four times as long.
 
 **Without a copy.** `Publication.buffers` lends the next block as a state whose tensors are filled in place. Once the
 state is published, further writes to its tensors become private to the writer (`phalanx.host.loans`). After a fork, the
-child could still write to the block, so its content is copied to another one, and the block is not used again.
-Publishing tensors of `allocate_tensor`, or of a model in training, in place was rejected: the next optimizer step would
-overwrite what readers look at.
+child could still write to the block, so the block's content is copied to another block, and the first one is not used
+again. Publishing tensors of `allocate_tensor`, or of a model in training, in place was rejected: the next optimizer
+step would overwrite what readers look at.
 
 **The interface.** The name alone identifies a publication, so ``publish(state, name)`` in a loop is all that a trainer
 needs; the object adds buffers and an orderly end. If trainer and readers were a group that calls collectives, each
 reader would stop the trainer.
 
 Measured for 1 GiB by ``python -m bench.publish``, on two cores that other processes used, too: `update` takes 1.1 to
-1.7 times as long as a copy into memory whose pages are present, and 1.0 to 1.2 ms with `buffers`. A reader has the
+1.7 times as long as a copy into memory whose pages are present, and only 1.0 to 1.2 ms with `buffers`. A reader has the
 version after 0.2 to 0.3 ms. Reading all of it for the first time takes 1.7 to 2.7 times as long as reading pages that
 are already mapped, because the kernel maps 16 at a time. Mapping all of them at once took as long.
 """
@@ -208,7 +208,7 @@ class Publication:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._end(is_in_order=error is None)  # after an error, readers are told that it ended without closing
+        self._end(is_in_order=error is None)  # after an error, readers see an end without a close
 
     @contextlib.contextmanager
     def _alone(self, method: str) -> Iterator[None]:
@@ -265,7 +265,7 @@ class Publication:
         except BaseException:
             contents.stamp(buffer.block.memory, 0)
             if self._record is not None:
-                with contextlib.suppress(OSError):  # an interrupt may have come after the record was replaced
+                with contextlib.suppress(OSError):  # an interrupt may have arrived after the record was replaced
                     records.write(self.name, self._record)
             raise
         finally:
@@ -299,7 +299,7 @@ class Publication:
             ) from error
 
     def _require_free(self) -> int:
-        """Return the number of the name's last version; 0: there is none.
+        """Return the number of the name's last version; 0 if there is none.
 
         Raises:
             PhalanxError: Another process, or another publication of this process, publishes under the name.
@@ -424,8 +424,8 @@ def publish(state: Any, name: str, *, max_versions: int = 8) -> Publication:
     """Publish a state for other processes of this user on this host, and return the publication.
 
     Called again with the same name, it publishes the next version. In a job, one rank calls it. Readers call
-    `phalanx.subscribe`; they map the tensors, and never see half a version. The memory is freed when this process has
-    ended or closed the publication, and the last reader has dropped it.
+    `phalanx.subscribe`; they map the tensors, and never see half a version. The memory of a version is freed once this
+    process has ended or closed the publication, and the last reader has dropped that version.
 
     Args:
         state: Model, or dictionaries, lists and tuples of tensors and plain values, such as ``model.state_dict()``.

@@ -1,13 +1,14 @@
 """How readers find the publisher of a name: a small file in a folder that only their user can enter.
 
 `Record` is the file's content. Each version replaces the file by a rename, so readers always see a whole one, and no
-process has to serve it. Readers check what it says: the publisher is alive only if its process still holds that very
-memory under that descriptor. So a killed publisher, a pid that now belongs to another process, and a forked child do
-not count. The file stays when its publisher ends: it tells the next publisher from which version to continue.
+process has to serve it. Readers check the record: the publisher counts as alive only if its process still has that
+block of memory open under the recorded descriptor. So a killed publisher, a pid that now belongs to another process,
+and a forked child do not count. The file stays when its publisher ends, because the next publisher continues from the
+version in it.
 
 The folder depends on no environment variable, so a trainer started from a login shell and an evaluator started by cron
 find the same one. It lies in memory if possible: on a disk, a rename may have to wait while a checkpoint is written. An
-abstract socket would leave no file, but any user could take its name first.
+abstract socket would leave no file, but any user could claim its name first.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Record:
             return False
         try:
             return os.stat(path_of(self.fd, self.pid)).st_ino == self.inode
-        except PermissionError:  # a process has dropped privileges, or the pid is another's by now
+        except PermissionError:  # the publisher has dropped privileges, or its pid is another's now
             return start_of(self.pid) == self.started
         except OSError:
             return False
@@ -149,7 +150,7 @@ def write(name: str, record: Record) -> None:
     """Replace the record of a name.
 
     Raises:
-        OSError: No folder can take the file.
+        OSError: The file can't be written to any of the possible folders.
     """
     text = json.dumps(asdict(record))
     in_common_folder(lambda folder: write_whole(os.path.join(folder, file_name(name)), text))
@@ -160,7 +161,7 @@ def claiming() -> Iterator[None]:
     """Keep every other process from beginning to publish.
 
     Raises:
-        OSError: No folder can take the lock's file.
+        OSError: The lock's file can't be written to any of the possible folders.
         PhalanxError: Another process does not release the lock.
     """
     path = in_common_folder(lambda folder: os.path.join(folder, "publications.lock"))

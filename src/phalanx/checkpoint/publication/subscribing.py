@@ -115,8 +115,8 @@ class Subscription:
             timeout_s: Longest wait in seconds; None: the subscription's.
 
         Raises:
-            NotPublished: No newer version came in time, or the publisher has ended; the error's `has_ended` tells
-                which. After an end, the next call waits for another publisher.
+            NotPublished: No newer version was published in time, or the publisher has ended; the error's `has_ended`
+                distinguishes the two. After an end, the next call waits for another publisher.
             OutOfSharedMemory: This process has no address space or no descriptors left.
         """
         self._require_open()
@@ -161,7 +161,7 @@ class Subscription:
     # ---- looking ---------------------------------------------------------------------------------------------------
 
     def _look_now(self) -> tuple[Published | None] | None:
-        """Return the newest version, or the last one received if nobody publishes; None while one is replaced."""
+        """Return the newest version, or the last one received if nobody publishes; None while it is being replaced."""
         record = self._live()
         if record is None:
             return (self._last,)
@@ -170,7 +170,7 @@ class Subscription:
 
     def _look(self, known: int) -> Published | None:
         record = records.find(self.name)
-        is_other = record is not None and self._last_token not in ("", record.token)  # it may count from 1 again
+        is_other = record is not None and self._last_token not in ("", record.token)  # which may count from 1 again
         if record is None or (record.version <= known and not is_other):
             return None
         return self._get(record)
@@ -182,7 +182,7 @@ class Subscription:
             newer = records.find(self.name)
             if newer == record:
                 return None
-            record = newer  # it has published meanwhile
+            record = newer  # its publisher has published meanwhile
         if record is not None:
             self._seen = record.token
         return record
@@ -271,7 +271,7 @@ def subscribe(name: str, *, timeout_s: float = 1800.0) -> Subscription:
 
     Args:
         name: Name given to `phalanx.publish`.
-        timeout_s: Longest wait for a version in seconds, unless a call of `Subscription.wait` names another.
+        timeout_s: Longest wait for a version in seconds, unless a call of `Subscription.wait` passes another limit.
 
     Raises:
         ValueError: The name is not valid, or the timeout is not positive.

@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint as one safetensors file, made in memory, and then written to disk or kept there.
+"""A rank's part of a checkpoint as one safetensors file, which is made in memory, and kept there or written to disk.
 
 The file is made by hand because the safetensors library can't write into existing memory; any tool opens the result.
 The state's tree and the place of each part are in the header's metadata. The data begins at a multiple of 4096 bytes,

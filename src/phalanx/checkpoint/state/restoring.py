@@ -1,9 +1,9 @@
 """Restores the user's state from a tree, or says why the tree does not fit; fills modules and tensors in place.
 
-What the user passes directly is restored exactly as it was saved, or refused. For this, the tree names the class of
-each container; for each tensor that shared memory with an earlier one, it names the earlier one. A tensor of the user's
-is filled only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact, because the
-object itself decides: values are cast as torch does, and mappings become dicts.
+What the user passes directly is restored exactly as it was saved, or refused. So the tree names the class of each
+container, and for each tensor that shared memory with an earlier tensor, the name of the earlier one. A tensor of the
+user's is filled only if it can hold every value. What goes to an object's ``load_state_dict`` may be less exact,
+because the object itself decides: values are cast as torch does, and mappings become dicts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Sharing:
     def __init__(self, read: Read) -> None:
         self._read = read
         self._done: dict[str, Tensor] = {}
-        self._single: dict[str, tuple[Json, Tensor]] = {}  # read tensors, by the sharing tensor that is still unread
+        self._single: dict[str, tuple[Json, Tensor]] = {}  # tensors, by the name of an unread one that shares memory
 
     def __call__(self, node: Json, into: Tensor | None) -> Tensor:
         name, other = node["tensor"], node.get("shares", [""])[0]
@@ -61,7 +61,7 @@ class _Sharing:
         return tensor
 
     def _view(self, node: Json, shares: Sequence[Any], other: Tensor) -> Tensor:
-        """Return a node's tensor as a view of `other`, which it was when it was saved.
+        """Return a node's tensor as a view of `other`, as it was when it was saved.
 
         Raises:
             ValueError: It was not a view of `other`.
@@ -232,7 +232,7 @@ def _holds_objects(value: Any) -> bool:
 
 
 def _state_like(optimizer: torch.optim.Optimizer, node: Json) -> dict[str, Any]:
-    """Return empty tensors for the state of parameters that are DTensors or not contiguous, laid out like those.
+    """Return empty tensors for the state of parameters that are DTensors or not contiguous, laid out like them.
 
     With another layout, an optimizer step would take longer and round differently.
     """

@@ -117,7 +117,7 @@ class _Packer:
         self._names = {"__metadata__"}  # names in use; this one is reserved in a safetensors file
         self._buffers: frozenset[str] = frozenset()
         self._level = 0  # nesting level of the value that is being packed
-        self._depth = 0  # number of objects around the value; load_state_dict() can't restore shared memory
+        self._depth = 0  # number of enclosing objects; below one, load_state_dict() can't restore sharing
         self._places: list[_Place] = []
 
     def note_shared_memory(self) -> None:
@@ -312,7 +312,7 @@ def _local_part(tensor: Any) -> Tensor:
 
 
 def _check_memory(tensor: Tensor, name: str, done: str) -> None:
-    """Raise a TypeError unless the tensor's values are the bytes in a memory of its own."""
+    """Raise a TypeError unless the tensor's values are the bytes of its own memory."""
     keys = unusual_keys(tensor)
     if keys and not tensor.is_cpu:  # dispatch keys implied by the device are fine
         keys -= unusual_keys(torch.empty(0, device=tensor.device))
