@@ -5,9 +5,9 @@ The process is not halted and need not cooperate: py-spy reads its memory withou
 read again.
 
 Native frames need ptrace, a halt of milliseconds, and the symbols of large libraries. So they are read only for
-culprits that sleep in native code with the GIL, and only if every thread of the process is in a system call that the
-kernel restarts after a halt. Other system calls (recv with a time limit, accept, epoll_wait, semop) would fail with
-EINTR; for such culprits, a line tells the user which command reads native frames.
+culprits (ranks that the others wait for) that sleep in native code with the GIL, and only if every thread of the
+process is in a system call that the kernel restarts after a halt. Other system calls (recv with a time limit, accept,
+epoll_wait, semop) would fail with EINTR; for such culprits, a line tells the user which command reads native frames.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Frame:
     """One frame of a stack.
 
     Attributes:
-        function: Name of the function, qualified where Python knows that.
+        function: Name of the function; Python's qualified name if that is known.
         file: Path of its source, relative to its library's folder or to the process's current folder; for a native
             frame, the name of its library.
         line: Line number; 0 if it is unknown, as in native frames.
@@ -58,7 +58,7 @@ class Frame:
 
     @property
     def site(self) -> str:
-        """Where it is, such as ``data.py:88``."""
+        """Place of the frame in its source, such as ``data.py:88``."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
@@ -68,8 +68,8 @@ class Thread:
 
     Attributes:
         number: The kernel's id of the thread; that of the main thread is the pid.
-        is_active: Whether it was running when it was looked at.
-        owns_gil: Whether it held the global interpreter lock.
+        is_active: Whether the thread was running when its stack was read.
+        owns_gil: Whether the thread held the global interpreter lock.
         frames: The frames, innermost first.
     """
 
@@ -90,8 +90,8 @@ class Stacks:
     """The stacks of a process.
 
     Attributes:
-        threads: The Python threads, the main thread first; none if they could not be read.
-        problem: Reason why they could not be read, and what to do about it; empty if they were.
+        threads: The Python threads, the main thread first; empty if they could not be read.
+        problem: Reason why the threads could not be read, and what to do about it; empty if they were read.
     """
 
     threads: tuple[Thread, ...] = ()
@@ -107,8 +107,8 @@ def read_stacks(pids: Sequence[int], timeout_s: float = 1.0, *, native: bool = F
     """Return the stacks of processes, all read at once.
 
     Args:
-        timeout_s: Time limit for all of them; slower reads are given up.
-        native: Whether to read native frames, too, which halts the process meanwhile and takes ten times as long.
+        timeout_s: Time limit for all processes together; stacks that are not read by then are missing.
+        native: Whether to read native frames, too. This halts the process meanwhile, and takes ten times as long.
     """
     if not pids:
         return {}
@@ -169,7 +169,7 @@ def _frame(facts: dict[str, Any], folder: str) -> Frame:
     path = facts["filename"] or facts["module"] or ""
     if facts["module"]:  # set for native frames, to their library
         return Frame(facts["name"], os.path.basename(facts["module"]), 0, "native")
-    owner = "" if path == "<string>" else owner_of(path)  # "<string>" is the user's: code of python -c
+    owner = "" if path == "<string>" else owner_of(path)  # "<string>": code given to python -c
     shown = _LIBRARY.sub("", path) if owner else path.removeprefix(folder)
     return Frame(facts["name"], shown, facts["line"], owner)
 

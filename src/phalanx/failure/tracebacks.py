@@ -19,7 +19,7 @@ HOLD_S: Final = 5.0
 """Seconds for which a traceback is held back; if the rank is still running by then, it is shown."""
 
 HOLD_LAST_S: Final = 30.0
-"""Seconds for which a traceback of torch's excepthook is held back: longer, because that process is surely ending."""
+"""Seconds for which a traceback of torch's excepthook is held back: longer, because that process surely ends."""
 
 STYLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch's excepthook puts it before each line
@@ -73,7 +73,7 @@ class Block:
 def find_last_block(raw: Sequence[str]) -> Block | None:
     """Return the last words among the lines that a process has written: a crash, else its last exception.
 
-    A chained exception comes with the whole chain. An exception that did not end the process, such as a thread's,
+    A chained exception is returned with the whole chain. An exception that did not end the process, such as a thread's,
     counts only if there is no other.
     """
     lines = [TORCH_PREFIX.sub("", line) for line in raw]
@@ -254,7 +254,7 @@ class HeldTracebacks:
             self._pass(b"".join(lines))
 
     def finish(self) -> None:
-        """Forward held output: nothing more will come."""
+        """Forward held output, because the rank will write nothing more."""
         self.release()
         pending, self._pending = self._pending, b""
         self._is_in_backtrace = False

@@ -333,7 +333,7 @@ def other_side(folder: str, holder: Note, prefix: str = "") -> OtherSide:
 
 
 def is_other_side(holder: Note) -> bool:
-    """Return whether a folder's holder is another side of this job: one of its attempts, or a job with its rendezvous."""
+    """Return whether a folder's holder is another side of this job: its attempt, or a job with its rendezvous."""
     ours = claimant()
     return bool(ours.job) and (holder.job == ours.job or (ours.name != "" and holder.name == ours.name))
 

@@ -68,7 +68,7 @@ def clause(doing: Activity, *, is_culprit: bool = False) -> str:
     """Return what a rank is doing, as a predicate: ``has been in load_image at data.py:88 for 41 s``.
 
     Args:
-        is_culprit: Whether to describe its activity even if it waits for others as well.
+        is_culprit: Whether to describe the rank's activity even if the rank waits for others as well.
     """
     if doing.call is not None and not doing.is_halted and not is_culprit:
         lasting = _lasting(doing.call.since_s, doing.call.since_is_least)

@@ -22,7 +22,7 @@ _STACKS_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class RankSeen:
-    """What was seen of a rank and of the processes below it.
+    """What was seen of a rank and of its descendants.
 
     Attributes:
         native: Threads with native frames; empty if these were not read.
@@ -35,7 +35,7 @@ class RankSeen:
 
     @property
     def needs_native(self) -> bool:
-        """Whether native frames are needed to explain what it does, because native code sleeps with the GIL."""
+        """Whether native frames are needed to explain what the rank does, because native code sleeps with the GIL."""
         return bool(self.look.stacks.threads) and self.doing.how in ("gil", "starved")
 
     @property
@@ -70,7 +70,7 @@ class Evidence:
         has_all_hosts: Whether every other host of a running job has answered.
         asked: Answer of ``phalanx why`` that a waiting rank got before the job ended; empty if there is none.
         ended_by: Event that ended ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if it was a rank.
-        losses: Losses of ranks and hosts after which the job was to continue, as far as its run has recorded them.
+        losses: Losses of ranks and hosts after which the job was to continue, if its run has recorded them.
     """
 
     job: Job
@@ -88,7 +88,7 @@ class Evidence:
 
     @property
     def has_record(self) -> bool:
-        """Whether anything is known about any rank; always so while the job runs."""
+        """Whether anything is known about any rank; always True while the job runs."""
         return not self.job.has_ended or any(doing.how != "unrecorded" for doing in self.doings)
 
 
@@ -128,7 +128,7 @@ def with_native(evidence: Evidence, ranks: Sequence[int], timeout_s: float) -> E
 
 
 def look_at(job: Job, timeout_s: float = _STACKS_S, *, native: bool = False) -> tuple[RankSeen, ...]:
-    """Return what the ranks of a job are doing, and the processes below them.
+    """Return what the ranks of a job and their descendants are doing.
 
     Args:
         native: Whether to read native frames, too.

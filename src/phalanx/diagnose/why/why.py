@@ -1,8 +1,8 @@
 """``phalanx why``: says in one sentence why a job does not continue, and shows the evidence.
 
 It works in three stages: evidence (`evidence`, `past`), a finding (`findings`), a sentence (`wording`). The exit code
-is 2 if there is no such job or run, and 0 otherwise: that a job is starting is an answer, too. With ``--brief``, it is
-1 if the answer says no more than a waiting rank knows.
+is 2 if there is no such job or run, and 0 otherwise: that a job is starting is an answer, too. With ``--brief``, the
+code is 1 if the answer says no more than a waiting rank already knows.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _helpers(one: RankSeen) -> Iterator[str]:
 
 
 def cropped(lines: Sequence[str]) -> Sequence[str]:
-    """Return only as many lines as fit the terminal, so that the answer stays on the screen; elsewhere, all of them."""
+    """Return the lines that fit the terminal, so that the answer stays on the screen; without a terminal, all lines."""
     rows = max(shutil.get_terminal_size().lines - 2, 2)
     if not is_terminal(sys.stdout) or len(lines) <= rows:
         return lines
