@@ -38,7 +38,7 @@ class Difference:
 
 
 def compare(first: tuple[str | os.PathLike[str], int], second: tuple[str | os.PathLike[str], int]) -> list[Difference]:
-    """Return the differences between two checkpoints, each given by folder and step; none if every bit is the same.
+    """Return the differences between two checkpoints, each given by folder and step; empty if every bit is the same.
 
     If different numbers of ranks saved the two checkpoints, only the states of rank 0 are compared.
 

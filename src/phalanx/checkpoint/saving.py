@@ -79,7 +79,7 @@ def save(
             ``load_state_dict``, and plain values.
         step: Step of the training, at least 0; a checkpoint of the same step is replaced.
         metric: Score of the checkpoint for ``prune(keep_best=...)`` and ``load(step="best")``.
-        keep: Arguments for `prune`, which runs once this checkpoint is published; None: `prune` does not run.
+        keep: Arguments for `prune`, which runs once this checkpoint is published; with None, it does not run.
         wait: Whether to return only once the checkpoint is published.
 
     Raises:
@@ -144,7 +144,7 @@ class Saver:
             if rank == 0 and not problem:
                 draft = self._begin(folder, step, metric, retention, leaves)
             described = blocks.describe(leaves, world_size)
-        except OtherSide:  # only rank 0 raises this; the other ranks fail because it is gone
+        except OtherSide:  # only rank 0 raises this; the other ranks fail because rank 0 is gone
             raise
         except Exception as error:  # a state_dict() may raise anything, and the other ranks must learn of it
             problem, cause = problem or _describe(error, folder), error

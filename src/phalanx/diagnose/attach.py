@@ -69,7 +69,7 @@ def _process_of(job: Job, number: int) -> int:
     """Return the process of a running rank.
 
     Raises:
-        NoRank: The rank does not run here, or its job was not started by ``phalanx run``.
+        NoRank: The rank does not run here, or ``phalanx run`` did not start its job.
     """
     if job.launcher == NO_JOB and (why_not := off_limits(job.launcher_pid)):
         raise NoRank(f"process {job.launcher_pid} ({job.name}) {why_not}")

@@ -2,8 +2,8 @@
 
 Three sources are used, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black
 boxes that processes hold; and the environment that torchrun, mpirun, Slurm or a person gave the ranks. A launcher is
-recognised by its program, so ``vim torchrun`` is not one. A torchrun without ranks is a job that is starting. A process
-that is not a rank can be asked about, too: it counts as a job with a single rank, number -1.
+recognised by its program, so ``vim torchrun`` is not one. A torchrun without ranks counts as a job that is starting.
+Users can also ask about a process that is not a rank: it counts as a job with a single rank, number -1.
 
 The host sees the processes of a container's job under other numbers than the container does. So the numbers in the
 launcher's notes and in boxes are translated by ``NSpid``; otherwise they would stand for unrelated processes of the
@@ -61,7 +61,7 @@ class Rank:
     Attributes:
         rank: Rank number; `NO_RANK` for a process that is not a rank.
         process: The process; None if it has ended.
-        pid: Pid of the process, also after it has ended.
+        pid: Pid of the process, even after the process has ended.
         helpers: Descendants of the process, such as the workers of a data loader.
     """
 
@@ -189,7 +189,7 @@ def match_jobs(wanted: str, has_notes: bool = False) -> Matches:
     one runs in the current folder, that one is meant. A path with a slash matches only that file.
 
     Args:
-        wanted: Job as the user has typed it; empty: any job.
+        wanted: Job as the user has typed it; empty for any job.
         has_notes: Whether only jobs started by phalanx count, unless a pid is asked for.
 
     Raises:
@@ -227,7 +227,7 @@ def _is_named(job: Job, wanted: str) -> bool:
 
 
 def _job_of(pid: int, wanted: str, jobs: Sequence[Job]) -> Matches:
-    """Return the job to which a process belongs; a job of its own if it belongs to none."""
+    """Return the job to which a process belongs; if it belongs to none, a job of its own."""
     for job in jobs:
         if pid in job.pids:
             return Matches((job,))
@@ -313,7 +313,7 @@ def running_in(folder: str) -> Job | None:
 
 
 def _is_in(folder: str, wanted: str) -> bool:
-    """Whether a run's folder is the wanted one, or lies in it as a run of a script."""
+    """Whether a run's folder is the wanted folder, or lies in it as a run of a script."""
     of_script = os.path.dirname(folder)
     return bool(folder) and os.path.realpath(wanted) in map(
         os.path.realpath, (folder, of_script, os.path.dirname(of_script))
@@ -321,7 +321,7 @@ def _is_in(folder: str, wanted: str) -> bool:
 
 
 def _is_in_or_beside(folder: str, wanted: str) -> bool:
-    """Whether a run's folder is in the wanted one, or in the logs beside it, if that is a Trainer's folder."""
+    """Whether a run's folder is in the wanted folder, or, for a Trainer's folder, in the logs beside that."""
     return any(_is_in(folder, one) for one in {wanted, logs_beside(wanted)} - {""})
 
 

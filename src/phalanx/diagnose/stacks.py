@@ -40,8 +40,8 @@ class Frame:
 
     Attributes:
         function: Name of the function; Python's qualified name if that is known.
-        file: Path of its source, relative to its library's folder or to the process's current folder; for a native
-            frame, the name of its library.
+        file: Path of the source file, relative to the library's folder or to the process's current folder; for a native
+            frame, the name of the library.
         line: Line number; 0 if it is unknown, as in native frames.
         owner: Package that the file belongs to, ``Python`` or ``native``; empty for the user's own code.
     """
@@ -180,7 +180,7 @@ _NO_PY_SPY = "py-spy is not installed: pip install py-spy, or phalanx-torch[diag
 
 
 def _obstacle(pid: int) -> str:
-    """Return why this process may not look into another, and the setting to change; empty if it may."""
+    """Return why this process may not read another one's memory, and the setting to change; empty if it may."""
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY))
     except FileNotFoundError:
@@ -208,7 +208,7 @@ def _denied(pid: int) -> str:
 
 
 def _users_of(pid: int) -> list[int]:
-    """Return the real, effective and saved user of a process; none if it has ended."""
+    """Return the real, effective and saved user of a process; empty if the process has ended."""
     return [int(word) for word in status_of(pid).get("Uid", "").split()[:3]]
 
 

@@ -41,7 +41,7 @@ def subject_of(wanted: str) -> Job | Run:
     meant.
 
     Args:
-        wanted: Script, module, pid or folder as the user has typed it; empty: the one job, or the last run.
+        wanted: Script, module, pid or folder as the user has typed it; empty for the only job, or else the last run.
 
     Raises:
         LookupError: Nothing fits, or several jobs do.
@@ -97,7 +97,7 @@ def last_run_of(wanted: str) -> Path | None:
     """Return the newest run of a script, or the newest run in a folder; None if there is none.
 
     Args:
-        wanted: Script or folder as the user has typed it; empty: any script.
+        wanted: Script or folder as the user has typed it; empty for any script.
     """
     if not wanted or os.path.isdir(wanted):
         return newest_run(Path(wanted) if wanted else None)

@@ -42,7 +42,7 @@ class Ending:
     """How a rank ended, under any launcher of phalanx.
 
     Attributes:
-        rank: Rank that ended; -1: the process that starts the ranks.
+        rank: Rank that ended; -1 for the process that starts the ranks.
         pid: Process id of the rank.
         exitcode: Exit code of the rank, or minus the number of the signal that ended it; None while it lives.
         value: Result of the function, if it returned.
@@ -151,7 +151,7 @@ class Ending:
         """Return a copy for other processes: plain data, short enough for a packet.
 
         Args:
-            num_rows: Rows of the screen that the traceback may take; 0: no traceback.
+            num_rows: Rows of the screen that the traceback may take; 0 for no traceback.
         """
         words = self.last_words
         brief = dataclasses.replace(

@@ -182,7 +182,7 @@ def tell_when_ended(note: Callable[[str], None]) -> None:
 
 
 def forget_rank() -> None:
-    """Remove torch's hook that prefixes tracebacks with the rank in a group: the next group installs its own."""
+    """Remove torch's hook that prefixes tracebacks with the rank in a group: the next group installs its own hook."""
     hook: Any = sys.excepthook
     while getattr(hook, "__name__", "") == "_distributed_excepthook" and "old_hook" in hook.__code__.co_freevars:
         hook = hook.__closure__[hook.__code__.co_freevars.index("old_hook")].cell_contents

@@ -29,7 +29,7 @@ def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: st
     """Return the last words of a job that failed: the cause, then what became of the others, on one screen.
 
     Args:
-        resume: Words for how to resume the training; empty: none.
+        resume: Words for how to resume the training; empty if there are none.
     """
     where = f"{culprit.host}:" if culprit.host else ""
     others = [shortened(line, _OTHERS_ROWS * COLUMNS - 2) for line in _others(culprit, outcomes)]

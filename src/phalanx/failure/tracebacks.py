@@ -151,7 +151,7 @@ class Stream(Protocol):
 
 
 class HeldTracebacks:
-    """Forwards a rank's output to `stream` at once, but holds it back for a while from the start of a traceback.
+    """Forwards a rank's output to `stream` at once, but holds back a traceback, and what follows it, for a while.
 
     Attributes:
         hides_interrupts: Whether to drop tracebacks of KeyboardInterrupt: after Ctrl-C, every rank prints one.

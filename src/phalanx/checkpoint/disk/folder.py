@@ -51,11 +51,12 @@ class Checkpoint:
         path: Folder of this checkpoint.
         size_bytes: Size of all its files.
         world_size: Number of ranks that saved it.
-        saved_at: Time of the save, in seconds since 1970.
+        saved_at: Time at which the save began, in seconds since 1970.
         metric: Score that was passed to `save`, or None.
         files: Size in bytes and SHA-256 of each file, by name.
-        epoch: Epoch of the folder's claim under which it was saved (see `claim`); 0: the folder was not claimed.
-        best_is_least: Whether the smallest metric is the best, as passed to ``save(keep=...)``; None: not passed.
+        epoch: Epoch of the claim under which the checkpoint was saved (see `claim`); 0 if the folder was not claimed.
+        best_is_least: Whether the smallest metric is the best, as passed to ``save(keep=...)``; None if it was not
+            passed.
 
     Example:
         >>> phalanx.checkpoint.save("runs/linear", {"weight": torch.ones(3)}, step=1, wait=True)

@@ -14,7 +14,7 @@ from phalanx.checkpoint.disk.pending import pending
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Rules for which checkpoints of a folder stay; `prune` documents the fields.
+    """Rules for the checkpoints that a folder keeps; `prune` documents the fields.
 
     Attributes:
         best_is_least: Whether the smallest metric is the best. None counts as False; the choice is then recorded in the

@@ -137,7 +137,7 @@ class Fetch:
                     length = min(_PIECE_BYTES, end - at, self._heads[number].size_bytes - at)
                     try:
                         self._move(number, at, length, to, is_for_most=2 * len(hosts) > len(writers))
-                    except OSError as error:  # continues, because the other ranks expect this one in every transfer
+                    except OSError as error:  # goes through all transfers, because the other ranks wait in them
                         failed = error
         for number, ranges in mine.items() if self._is_first_here and failed is None else ():
             self._note(number, ranges)
@@ -147,14 +147,14 @@ class Fetch:
         return bool(by_host)
 
     def _note(self, number: int, ranges: Ranges) -> None:
-        """Record that ranges of an image have arrived; if these are all, mark it as complete in its head."""
+        """Record that ranges of an image have arrived; once all have, mark the image as complete in its head."""
         head = self._heads[number]
         self._filled[number] = _merged([*self._filled.get(number, ()), *ranges])
         if self._filled[number] == _merged([(0, head.size_bytes)]):
             os.pwrite(self._fd, head.pack(), layout.region_of_others(number, FETCHED_SLOT))
 
     def _move(self, number: int, at: int, length: int, to: Sequence[int], *, is_for_most: bool) -> None:
-        """Send some bytes of an image from the rank that has the image to the ranks that write them."""
+        """Send some bytes of an image from the rank that has the image to the ranks that store them."""
         giver, me = self._choice.givers[number], self._ranks.rank
         if not is_for_most and me != giver and me not in to:
             return
@@ -194,7 +194,7 @@ class Fetch:
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the pages that the ranges touch, as sorted ranges with gaps between them."""
+    """Return all pages that the ranges touch, as sorted ranges that neither overlap nor adjoin."""
     merged: Ranges = []
     for begin, end in sorted(ranges):
         begin, end = begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
@@ -205,7 +205,7 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _segments(by_host: Mapping[str, Ranges]) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield ranges, in order, each with the hosts that want all of it."""
+    """Yield ranges, in order, each with the hosts that want the whole range."""
     edges: dict[int, list[tuple[bool, str]]] = {}
     for host, ranges in by_host.items():
         for begin, end in ranges:

@@ -55,7 +55,7 @@ class Choice:
 
 
 def newest_of(by_rank: Sequence[Sequence[Holding]], folder: bytes) -> Choice | None:
-    """Return the newest snapshot of a folder that the hosts hold completely between them; None if there is none.
+    """Return the newest snapshot of a folder of which each image is on some host; None if there is none.
 
     A host that holds all images reads only its own, because these have the values of its ranks.
 

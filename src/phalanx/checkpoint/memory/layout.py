@@ -29,7 +29,7 @@ loaded."""
 FETCHED_SLOT = 2
 _HEAD = struct.Struct("<8sQQQQQ16sQQ")
 _PLAN = struct.Struct("<Q")
-MOST_OF_OTHERS = 1 << 22  # limits the images of other hosts, and of this one, so all regions end before _PLAN_OFFSET
+MOST_OF_OTHERS = 1 << 22  # most images of other hosts, or of this one: all regions end before _PLAN_OFFSET
 _OF_OTHERS = NUM_SLOTS * REGION_BYTES * MOST_OF_OTHERS  # where images of other hosts begin
 _PLAN_OFFSET = 1 << 62  # where the records begin, after all regions
 _BAN_OFFSET = _PLAN_OFFSET + 4096
@@ -80,7 +80,7 @@ class Region(NamedTuple):
     Attributes:
         number: Number of the image within its snapshot.
         slot: Number of the region among the regions for this image.
-        is_own: Whether a rank of this host wrote it.
+        is_own: Whether a rank of this host wrote the image.
     """
 
     offset: int
@@ -183,7 +183,7 @@ class Copied(NamedTuple):
     """The snapshot that the replicator copied last.
 
     Attributes:
-        num_replicas: Number of other hosts that have it.
+        num_replicas: Number of other hosts that have the snapshot.
         took_ms: Duration of the copying, in milliseconds.
     """
 
@@ -219,7 +219,7 @@ class Gaps(NamedTuple):
     Attributes:
         num: Number of times that the replicator has ended.
         total_ms: Milliseconds without a replicator, up to its last start.
-        since_ms: Time at which it ended, in milliseconds of the monotonic clock; 0: it is running.
+        since_ms: Time at which the replicator ended, in milliseconds of the monotonic clock; 0 while it runs.
     """
 
     num: int = 0

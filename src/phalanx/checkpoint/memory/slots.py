@@ -6,17 +6,17 @@ One snapshot is always complete on all hosts, so that any host may be lost at an
   learn this from the collective that a snapshot needs anyway, in which each rank reports whether its host is still
   copying.
 - Another snapshot is being **copied**. It is not overwritten, either here or on the hosts that receive the copies.
-- Meanwhile, newer ones are written to a third region. They help if ranks fail, but not if a host is lost. If the ranks
-  load such a newer snapshot, which may exist only where it was taken, they also keep the safe snapshot until a newer
-  one has been copied.
+- Meanwhile, newer snapshots are written to a third region. They help if ranks fail, but not if a host is lost. If the
+  ranks load such a newer snapshot, which may exist only where it was taken, they also keep the safe snapshot until a
+  newer one has been copied.
 
 The state survives the loss of as many hosts as there are replicas; ``tests/checkpoint/test_replica_rules.py`` simulates
 this. If every host has the whole state, nothing is copied, and each snapshot is safe at once.
 
 **Three regions, not two.** With two, a slow copy would leave a choice between overwriting the safe snapshot, which is
 needed if a host is lost, and taking no snapshot until the copy is done, although ranks fail more often than hosts. The
-third region is allocated the first time a copy is late. If there is no memory for it, snapshots are left out until the
-copy is done, and the newest one that is not being copied is overwritten.
+third region is allocated the first time a copy is late. If there is no memory for that region, no snapshots are taken
+until the copy is done; the next one then overwrites the formerly safe one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Slots:
     """The regions of a rank. All ranks decide alike if all call the same methods with the same arguments.
 
     Attributes:
-        safe: The snapshot that is safe; None: there is none yet.
+        safe: The snapshot that is safe; None if there is none yet.
         num: Number of regions that there is memory for.
     """
 

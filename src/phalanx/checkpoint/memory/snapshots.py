@@ -3,8 +3,8 @@
 All ranks of a host share one sparse memfd, opened through ``/proc``. Each rank has a few regions in the memfd and
 writes them in turn (`slots`), so one of them is complete at any moment. A region begins with a page that describes its
 content (see `layout`); a mark on that page, written last, says that the image is complete. The image follows, in the
-form of a file on disk. It needs no hash: a region that a killed rank was writing lacks the mark. Ranks that train
-together are at most one snapshot apart, so there is always a step whose snapshot is complete on all of them.
+form of a file on disk. An image needs no hash: a region that a killed rank was writing lacks the mark. Ranks that train
+together are at most one snapshot apart, so there is always a step whose snapshot is complete on all ranks.
 
 **Limits.** All snapshots together get at most a quarter of the tightest memory limit, which may be the host's or a
 cgroup's, and at most half of what is still free under that limit. If the kernel nevertheless kills a process for lack
@@ -56,7 +56,7 @@ from phalanx.record import writer
 from phalanx.wire.rank_group import RankGroup
 
 _SLACK_BYTES = 64 * 1024  # added to an image's size, because headers grow a little
-_NO_SLOT = 2  # sent by a rank without a region, where others send 1 if theirs is too short and 0 if not
+_NO_SLOT = 2  # sent by a rank without a region; a rank with one sends 1 if it is too short, else 0
 _IS_WHOLE = slice(8, 16)  # the mark in a head: written in one store, so that an incomplete image never has it
 
 
@@ -81,7 +81,7 @@ class SnapshotMemory:
         self._slots = Slots()
         self._is_forbidden = self._has_agreed = False
         self._fetch: Fetch | None = None  # the fetching of the snapshot that is being loaded
-        self._has_fetched = False  # whether there may be fetched images, which are freed once a newer snapshot is safe
+        self._has_fetched = False  # whether there may be fetched images, to be freed once a newer snapshot is safe
         self.size_bytes: int = 0
         self.is_urgent: bool = False
         self.fetched_bytes: int = 0
@@ -125,7 +125,7 @@ class SnapshotMemory:
             CheckpointError: A value can't be saved on some rank; raised on every rank.
         """
         self.agree()
-        if self.problem:  # every rank has a problem if one has
+        if self.problem:  # if one rank has a problem, every rank has one
             self.let_go()
             return
         ranks = RankGroup()
@@ -271,7 +271,7 @@ class SnapshotMemory:
     def let_go(self) -> None:
         """Free the snapshots of earlier attempts if no more may be taken, because training needs that memory.
 
-        It must not be called before the first step: until then a script may load them, in several calls.
+        Do not call this before the first step: until then, a script may load those snapshots, in several calls.
         """
         if self._is_forbidden and self._own_place(RankGroup())[0] == 0:
             layout.release(self._fd)
@@ -285,7 +285,7 @@ class SnapshotMemory:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def holdings(self) -> list[Holding]:
-        """Return the complete images on this host; a snapshot that each host takes whole counts only if it is whole."""
+        """Return the complete images on this host; if each host takes whole snapshots, only those that are whole."""
         numbers: dict[tuple[int, int, bytes, int], set[int]] = {}
         parted = set()
         for region in layout.whole_regions(self._fd) if self._fd >= 0 else ():
@@ -368,7 +368,7 @@ class SnapshotMemory:
         return self._fetch is not None
 
     def fill(self, needed: Mapping[int, Iterable[tuple[int, int]]]) -> None:
-        """Get the parts that this rank needs of the images that its host lacks. Every rank calls it.
+        """Fetch the parts that this rank needs of images that its host lacks. Every rank calls it.
 
         Args:
             needed: Ranges of bytes, by the number of the image.
@@ -382,7 +382,9 @@ class SnapshotMemory:
         self.fetched_bytes = fetch.num_bytes
 
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
-        """Return this rank's number among the ranks that keep the whole state between them, and the number of those."""
+        """Return this rank's number among the ranks that keep the whole state between them, and the count of these
+        ranks.
+        """
         return self._place if self.spans_hosts else (ranks.rank, ranks.world_size)
 
     def close(self) -> None:

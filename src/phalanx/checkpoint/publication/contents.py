@@ -156,7 +156,7 @@ def version_in(memory: Any, token: bytes) -> int:
 
 
 def read(memory: Any) -> Any:
-    """Return the state in a block, whose tensors are views of it.
+    """Return the state in a block; its tensors are views of the block.
 
     Raises:
         GarbledError: The block holds no state that this version of the library wrote.

@@ -28,8 +28,8 @@ reader would stop the trainer.
 
 Measured for 1 GiB by ``python -m bench.publish``, on two cores that other processes used, too: `update` takes 1.1 to
 1.7 times as long as a copy into memory whose pages are present, and only 1.0 to 1.2 ms with `buffers`. A reader has the
-version after 0.2 to 0.3 ms. Reading all of it for the first time takes 1.7 to 2.7 times as long as reading pages that
-are already mapped, because the kernel maps 16 at a time. Mapping all of them at once took as long.
+version after 0.2 to 0.3 ms. Reading the whole version for the first time takes 1.7 to 2.7 times as long as reading
+pages that are already mapped, because the kernel maps 16 pages at a time. Mapping all pages at once took as long.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class Publication:
         self._is_closed = False
         self._busy = threading.RLock()  # admits one call at a time; reentrant, see `_alone`
         self._is_busy = False
-        self._ends: bool | None = None  # whether the requested end is orderly; None: no end was requested
+        self._ends: bool | None = None  # whether the requested end is orderly; None without a request
 
     @property
     def version(self) -> int:
-        """Number of the newest version, from 1. It continues where an earlier publication of that name has ended."""
+        """Number of the newest version, from 1; numbers continue from an earlier publication of that name."""
         return self._record.version if self._record else 0
 
     def update(self, state: Any) -> int:
@@ -135,10 +135,10 @@ class Publication:
             return self.version
 
     def buffers(self) -> Any:
-        """Return a state of the newest version's form; fill its tensors in place, then pass it to `update`.
+        """Return a state of the newest version's form; fill its tensors in place, then pass the state to `update`.
 
-        This saves the copy. The tensors' content is undefined at first; plain values are those of the newest version.
-        Once the state is published, nobody else sees later writes to its tensors: get new buffers for each version.
+        This avoids the copy. The tensors' content is undefined at first; plain values are the newest version's. Once
+        the state is published, nobody else sees later writes to its tensors: get new buffers for each version.
 
         Raises:
             OutOfSharedMemory: There is no room for another version, or readers hold too many old ones.
@@ -168,7 +168,7 @@ class Publication:
     def close(self) -> None:
         """End the publication: readers keep what they have, and learn that no more versions will come. Idempotent.
 
-        If a signal handler that interrupts `update` calls it, it takes effect after `update`.
+        If a signal handler that interrupts `update` calls `close`, the publication ends once `update` has returned.
 
         Example:
             >>> publication = phalanx.publish({"step": 1}, "example-6")
@@ -230,7 +230,7 @@ class Publication:
                 yield
             finally:
                 self._is_busy = False
-                if self._ends is not None:  # it was closed meanwhile
+                if self._ends is not None:  # close() was called meanwhile
                     self._finish(is_in_order=self._ends)
 
     # ---- the next version ------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ class Publication:
         return f"publish({self.name!r})"
 
     def _require_own(self, method: str) -> None:
-        """Raise in a forked child, before it takes the lock, which another thread may have held at the fork."""
+        """Raise in a forked child, before the child takes the lock, which another thread may have held at the fork."""
         if self._pid != os.getpid():
             raise ArgumentError(
                 f"{self._call}: process {self._pid} publishes it, and this is a fork, process {os.getpid()}: call "
@@ -423,14 +423,14 @@ def _in_words(rows: list[str], total: int) -> str:
 def publish(state: Any, name: str, *, max_versions: int = 8) -> Publication:
     """Publish a state for other processes of this user on this host, and return the publication.
 
-    Called again with the same name, it publishes the next version. In a job, one rank calls it. Readers call
-    `phalanx.subscribe`; they map the tensors, and never see half a version. The memory of a version is freed once this
-    process has ended or closed the publication, and the last reader has dropped that version.
+    A second call with the same name publishes the next version. In a job, only one rank calls this function. Readers
+    call `phalanx.subscribe`; they map the tensors, and never see half a version. The memory of a version is freed once
+    this process has ended or closed the publication, and the last reader has dropped that version.
 
     Args:
         state: Model, or dictionaries, lists and tuples of tensors and plain values, such as ``model.state_dict()``.
             Tensors are copied, from an accelerator too; non-contiguous ones are packed. Tensors that share the same
-            memory still share it for readers.
+            memory also share memory in the readers.
         name: Name of 1 to 100 letters, digits, ``-`` and ``_``.
         max_versions: Number of blocks of the state's size, at least 2, beyond which publishing fails: one for the
             newest version, one for the next, and one for each older version that is still read. Later calls with the

@@ -72,12 +72,12 @@ class Record:
 
     @property
     def is_live(self) -> bool:
-        """Whether the publisher holds this version's memory; also False if a newer version has taken its place."""
+        """Whether the publisher holds this version's memory; also False if a newer version has replaced this one."""
         if self.is_closed:
             return False
         try:
             return os.stat(path_of(self.fd, self.pid)).st_ino == self.inode
-        except PermissionError:  # the publisher has dropped privileges, or its pid is another's now
+        except PermissionError:  # the publisher has dropped privileges, or its pid now belongs to another user
             return start_of(self.pid) == self.started
         except OSError:
             return False
@@ -101,7 +101,7 @@ def check_name(call: str, name: Any) -> str:
 
 
 def after(version: int) -> int:
-    """Return the number of the next version; after the largest that a record can hold, it is 1 again."""
+    """Return the number of the next version; after the largest that a record can hold, numbers start at 1 again."""
     return version % _MOST + 1
 
 
@@ -110,10 +110,10 @@ def file_name(name: str) -> str:
 
 
 def find(name: str) -> Record | None:
-    """Return the record of a name; None if there is none that can be read.
+    """Return the record of a name; None if there is no readable record.
 
     Raises:
-        PhalanxError: It was published in another container, or this process has too many open files.
+        PhalanxError: The name was published in another container, or this process has too many open files.
     """
     found: Record | None = None
     for path in common_files(file_name(name)):
@@ -183,7 +183,7 @@ def pid_namespace() -> int:
 
 
 def start_of(pid: int) -> int:
-    """Return when a process was started, in clock ticks; 0 if it has ended."""
+    """Return when a process was started, in clock ticks; 0 if the process has ended."""
     process = process_of(pid)
     return process.start_time if process else 0
 

@@ -42,8 +42,8 @@ class Published:
 
     Attributes:
         version: Number of the version; larger than that of every earlier one, even from another publisher.
-        state: State as it was published. Its tensors are views of memory that others share: read them, or ``clone()``.
-            Only this process sees what it writes into one.
+        state: State as it was published. Its tensors are views of memory that other processes read, too: only read
+            them, or ``clone()`` them. If this process writes into one, no other process sees the change.
 
     Example:
         >>> with phalanx.publish([1, 2.5, "three"], "example-3"):
@@ -57,10 +57,10 @@ class Published:
 
 
 class Subscription:
-    """Versions that another process publishes under a name, from `phalanx.subscribe`. Each thread uses its own.
+    """Versions that another process publishes under a name, from `phalanx.subscribe`. Threads must not share one.
 
-    A subscription keeps the version that it returned last until it returns another or is closed. It can be pickled, as
-    for workers of a data loader, and used in a forked child.
+    A subscription keeps the version that it returned last until it returns another or is closed. A subscription can be
+    pickled, for example for workers of a data loader, and used in a forked child.
 
     Iterating waits for one version after another, skips those that were replaced before it reached them, and ends when
     the publication is closed.
@@ -111,8 +111,8 @@ class Subscription:
         """Return the newest version once it is newer than a given one.
 
         Args:
-            newer_than: Number of a known version; None: the version that this subscription returned last.
-            timeout_s: Longest wait in seconds; None: the subscription's.
+            newer_than: Number of a known version; the default is the version that this subscription returned last.
+            timeout_s: Longest wait in seconds; the default is the subscription's limit.
 
         Raises:
             NotPublished: No newer version was published in time, or the publisher has ended; the error's `has_ended`
@@ -267,7 +267,7 @@ class Subscription:
 def subscribe(name: str, *, timeout_s: float = 1800.0) -> Subscription:
     """Return a subscription to what a process of this user on this host publishes, or will publish, under a name.
 
-    It costs nothing until it is used, and never slows the publisher down.
+    A subscription costs nothing until it is used, and never slows the publisher down.
 
     Args:
         name: Name given to `phalanx.publish`.

@@ -1,7 +1,7 @@
 """How tensors are divided into blocks that the ranks save, and joined again on any number of ranks.
 
-- Tensors of 64 KiB and more that have the same bits on all ranks are divided among them between rows: each rank copies
-  and writes its share.
+- Tensors of 64 KiB and more that have the same bits on all ranks are cut between rows and divided among the ranks: each
+  rank copies and writes its share.
 - Each rank saves its shard of a DTensor, and replicas are saved once. torch says where the shards lie.
 - Buffers of modules, NumPy arrays, tensors below 64 KiB and plain values are saved by every rank, because they may
   differ (batch norm, random numbers, positions in the data). If a different number of ranks loads the checkpoint, all
@@ -238,7 +238,7 @@ Description = dict[str, bytes]
 
 
 def describe(leaves: Sequence[Leaf], world_size: int) -> Description:
-    """Return a description of each tensor, by name: shape, dtype and, for large tensors, a digest of the bits.
+    """Return, by name, a description of each tensor: shape, dtype and, for large tensors, a digest of the bits.
 
     All bits are digested, because different tensors may have the same name and differ in few bits: stages of a model on
     different ranks, or experts that have hardly been trained. A single rank has nothing to compare, so its digests are

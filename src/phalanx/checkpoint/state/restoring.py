@@ -37,7 +37,7 @@ def restore(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: 
 
 
 class _Sharing:
-    """Reads new tensors so that they share memory as the saved ones did."""
+    """Reads new tensors so that they share memory as the saved tensors did."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -122,7 +122,7 @@ def drop_gradients(state: Any) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's message, preceded by its class if this library does not raise such errors."""
+    """Return an error's message, preceded by the error's class unless this library raises such errors itself."""
     is_ours = isinstance(error, KeyError | ValueError | RuntimeError) and error.args
     return str(error.args[0]) if is_ours else class_and_message(error)
 
@@ -132,7 +132,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _visit(target: Any, node: Json, read: Read, *, strict: bool, assigns: bool) -> Any:
-    """Read what `target` needs, and return what is to take its place.
+    """Read the values for `target`, and return the value that takes its place.
 
     Objects, tensors, and mappings that hold some are restored in place and returned; anything else becomes a new value.
     Without `assigns`, `target` stays as it is and is returned.

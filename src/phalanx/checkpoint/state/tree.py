@@ -1,6 +1,6 @@
 """Turns state into a tree of JSON in which tensors are represented by names; their bytes are stored separately.
 
-Nothing in it is pickled. A value of a class that is not listed here and has no ``state_dict`` is an error.
+Nothing in the tree is pickled. A value of a class that is not listed here and has no ``state_dict`` is an error.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def pack(state: Any, done: str = "saved") -> tuple[Json, list[Leaf]]:
 
     Args:
         state: Values and tensors.
-        done: Participle that messages use for what is done with the state.
+        done: Participle for messages: what is done with the state, such as "saved" or "published".
 
     Raises:
         TypeError: A value can't be written without pickling; the message says where it is.
@@ -275,7 +275,7 @@ class _Place:
         return _Place(node, begin, begin + extent * size, form, tensor.is_contiguous())
 
     def within(self, other: _Place) -> list[Any] | None:
-        """Return the other's name and the index of its element at which this one begins; None if they share no memory.
+        """Return the other tensor's name, and the index in it at which this one begins; None if they share no memory.
 
         The index is omitted if this one is not a view of the other. Tensors that are not contiguous, such as columns,
         count as sharing memory only if they are identical.

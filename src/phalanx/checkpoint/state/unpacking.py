@@ -120,7 +120,7 @@ def _check_fit(like: Tensor, node: Json) -> None:
 
 
 def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a dtype can hold every value of another: torch must promote the two to the first."""
+    """Return whether a dtype can hold every value of another, that is, whether torch promotes the two to the first."""
     if dtype == other:
         return True
     inexact = [one.is_floating_point or one.is_complex for one in (dtype, other)]

@@ -1,7 +1,7 @@
 """The calls of ranks, taken from their black boxes: the first in which they differ, and which ranks wait for which.
 
 Sizes are compared for operations in which all ranks must pass equally many elements. dtype and root need no comparison
-here: the core itself refuses calls that differ in them.
+here: the core itself refuses calls that differ in these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Call:
     """A collective or a message of a rank.
 
     Attributes:
-        seq: Number in its group; for a message, the peer's rank in the group + 1.
+        seq: Number of the collective in its group; for a message, the peer's rank in the group plus 1.
         num_elems: Number of elements that this rank passes or receives.
         began_ns: Time at which the call began, by the host's monotonic clock.
         is_open: Whether the call has not returned yet.
@@ -110,7 +110,7 @@ class Difference:
     """The first call number of a group for which ranks made different calls.
 
     Attributes:
-        lines: Line for each of the different calls, and for ranks that made none.
+        lines: One line for each of the different calls, and one for the ranks that made no call of this number.
     """
 
     group: str

@@ -5,10 +5,11 @@ job is started as ``phalanx tune`` starts one (`tune.trial_job`), with ranks tha
 are read from the supervisor's memory.
 
 The trial ends when all ranks have taken their steps or made enough calls, when the job ends, when it stalls, or when
-the time is up (`result.Stop`). If all ranks are in a call and no event comes for two seconds, the job has stalled. If
-some rank is in no call, the job counts as stalled only if that rank has not computed for some seconds either, because
-eight ranks on two cores may take long for a step. Before a trial that hangs is ended, it is examined as ``phalanx why``
-examines a job: a box holds the last call of a rank, but only the rank's stack shows where the rank is now.
+the time is up (`result.Stop`). If all ranks are in a call and no event is recorded for two seconds, the job has
+stalled. If some rank is in no call, the job counts as stalled only if that rank has not computed for some seconds
+either, because eight ranks on two cores may take long for a step. Before a trial that hangs is ended, it is examined as
+``phalanx why`` examines a job: a box holds the last call of a rank, but only the rank's stack shows where the rank is
+now.
 """
 
 from __future__ import annotations

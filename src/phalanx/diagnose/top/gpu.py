@@ -68,7 +68,7 @@ class Gpus:
     def close(self) -> None:
         for asked in self._asked:
             asked.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+            with contextlib.suppress(subprocess.TimeoutExpired):  # nvidia-smi may hang in the kernel
                 asked.communicate(timeout=0.5)
         self._asked = ()
 

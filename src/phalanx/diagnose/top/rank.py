@@ -1,4 +1,4 @@
-"""Watches one rank: each look returns what it is doing, and what it uses."""
+"""Watches one rank: each look returns the rank's activity, and the resources that the rank uses."""
 
 from __future__ import annotations
 

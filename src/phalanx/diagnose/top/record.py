@@ -51,7 +51,7 @@ class Activity:
 
 
 class Steps:
-    """The optimizer steps of a rank: how far it is, and how fast.
+    """The optimizer steps of a rank: how many it has taken, and how fast.
 
     Attributes:
         step: Number of the newest step; None before the first.
@@ -63,7 +63,7 @@ class Steps:
         self.num_steps: int | None = None
         self._ended: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MOST_STEPS)  # end time, samples
         self._bar_ns = int(bar_s * 1e9)
-        self._bars: dict[int, tuple[int, int]] = {}  # for each interval, duration and number of steps ended in it
+        self._bars: dict[int, tuple[int, int]] = {}  # duration and number of the steps that ended in each interval
 
     def add(self, event: Event) -> None:
         """Add a step, which may not have ended."""

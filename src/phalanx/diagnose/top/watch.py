@@ -1,4 +1,4 @@
-"""Watches jobs: each look returns what their ranks are doing, and what they use.
+"""Watches jobs: each look returns the activities of their ranks, and the resources that the ranks use.
 
 ``phalanx top`` looks once a second, on the CPUs that the job uses, so a look must cost little. Each look reads
 ``/proc/PID/stat`` and what is new in each box, through a `Tail` that decodes only steps and unfinished events: 1,000
@@ -31,11 +31,12 @@ class JobView:
     """A job, and those of its ranks that run on this host.
 
     Attributes:
-        name: Script or module that it runs, such as ``train.py``.
+        name: Script or module that the job runs, such as ``train.py``.
         world_size: Number of ranks on all hosts; 0 if it is not known.
         seconds: Time since the first of these ranks was started; None if all have ended.
-        folder: Folder of its logs; empty if it is not known.
-        state: Activity of its launcher while none of its ranks runs here; empty if ranks run here, or have ended.
+        folder: Folder of the job's logs; empty if it is not known.
+        state: Activity of the job's launcher while no rank of the job runs here; empty if ranks run here, or have
+            ended.
         straggler: Line about the rank that slows the other ranks down; empty if there is none.
     """
 
@@ -83,7 +84,7 @@ class Watch:
     """Jobs of this host that are looked at repeatedly.
 
     Args:
-        wanted: Job or pid to watch; empty: all jobs of this user.
+        wanted: Job or pid to watch; empty for all jobs of this user.
         interval_s: Seconds between two looks.
 
     Attributes:

@@ -7,8 +7,8 @@ two hosts only between steps that overlap and belong to the same call, and only 
 ranks of the other host, by more than the error of the clocks.
 
 The documented JSON is written rather than Perfetto's protobuf: browsers read it, tests check it, and 24,000 slices are
-half a megabyte when compressed. A trace of a running job begins with what its boxes still hold; if the job hangs, those
-are the events that matter.
+half a megabyte when compressed. A trace of a running job begins with the events that its boxes still hold; if the job
+hangs, those are the events that matter.
 
 Format: "Trace Event Format", the Chromium project; JSON Object Format with events X, M, i, s and f.
 """
@@ -95,7 +95,7 @@ class _Rank:
         self.tracks = list(self._place())
 
     def _place(self) -> Iterator[int]:
-        """Yield the track of each event: its thread's, or another one for slices that overlap without nesting."""
+        """Yield the track of each event: its thread's track, or another one for slices that overlap without nesting."""
         numbers = itertools.count(_FIRST_LANE)
         lanes: dict[int, list[tuple[int, list[int]]]] = defaultdict(
             list

@@ -133,7 +133,7 @@ def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahe
 
 
 def _of_job(job: Job, seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
-    """Return the boxes of a running job; if none of its ranks records anything yet, those of an earlier attempt."""
+    """Return the boxes of a running job; if no rank records anything yet, the boxes of an earlier attempt."""
     try:
         return _running(job, 5.0 if seconds is None else seconds), {}
     except NoRank as error:

@@ -3,9 +3,9 @@
 - **For how long** a thread has slept follows from the time at which the scheduler last ran it (``se.exec_start``),
   which any user may read. A halt counts as a run, so this is a lower bound ("for at least") unless the rank's last
   operation ended just before. If a thread polls or computes, this time is nearly zero, and the end of the last
-  operation in the box says more. The scheduler uses the clock of one CPU, which stops while a hypervisor takes that CPU
-  away. So the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the CPU on which the
-  other thread last ran, to read that clock.
+  operation in the rank's black box says more. The scheduler uses the clock of one CPU, which stops while a hypervisor
+  takes that CPU away. So the clocks of two CPUs can be seconds apart, and the asking thread moves for a moment to the
+  CPU on which the other thread last ran, to read that clock.
 - **Which thread** of a rank trains is known from its black box, or from the stacks if the main thread only waits for
   another thread's end.
 - **A thread that sleeps with the GIL** is recognised by py-spy's flag and the thread's state. Locks, ``input()`` and
@@ -48,7 +48,7 @@ class Call:
     """An operation in which a rank waits for others.
 
     Attributes:
-        op: Name, such as ``all_reduce``; ``backward`` if gradients are averaged in it, ``wait`` for ``Work.wait()``.
+        op: Name, such as ``all_reduce``; ``backward`` if gradients are averaged in it, ``wait`` for a ``Work.wait()``.
         site: Line of the user's script that makes the call.
         group: Name of the group; empty if it is unknown.
         seq: Number of the collective in its group; 0 if the number is unknown or the operation is a message.
@@ -112,7 +112,7 @@ class Activity:
     """The activity of a process.
 
     Attributes:
-        call: Operation in which it waits for other ranks; None if it waits for none.
+        call: Operation in which the process waits for other ranks; None if it waits for none.
         how: ``runs``, ``asleep``, ``stopped`` by a signal, ``traced`` by a debugger, waiting for the ``disk``, at a
             ``breakpoint``, waiting for its ``loader``, sleeping with the ``gil``, waiting for a GIL with which another
             thread sleeps (``starved``), waiting for a ``lock``, reading its ``input``, ``idle`` as a loader's worker
@@ -122,19 +122,20 @@ class Activity:
         within: Function of a library that this frame has called; empty if it has called none.
         depth: Number of times that the frame's function is on the stack.
         since_s: Seconds since the thread last ran; None if it runs or this is unknown.
-        since_is_least: Whether it may have been there for longer: after a signal or a halt (by gdb, or to read native
-            frames), a new sleep begins.
-        system_call, path: System call in which it sleeps, and the file behind its descriptor.
-        other: Frame of the thread or the loader's worker that it waits for; None if there is none.
+        since_is_least: Whether the thread may have been there for longer: after a signal or a halt (by gdb, or to read
+            native frames), a new sleep begins.
+        system_call, path: System call in which the thread sleeps, and the file behind the call's descriptor.
+        other: Frame of the thread or the loader's worker that the process waits for; None if there is none.
         other_pid: Process or thread of that frame; 0 if there is none.
         detail: Name of the debugger or of a kernel function, or cause of the end, depending on `how`.
-        progress: Number of the last collective that it has begun, by group; empty if that is unknown.
-        has_forgotten: Whether `progress` may lack groups, because its black box has dropped their collectives.
-        last: Last collective that it has completed, if that is known.
-        stepped_s: Seconds since the end of its last training step; None if that is unknown.
-        was_in: Operation in which it waited when a signal killed it; None if there is none.
-        gave_up: Name of the exception that ended its wait for others; empty if none did.
-        host: Name of its host; empty for this host.
+        progress: Number of the last collective that the rank has begun, by group; empty if that is unknown.
+        has_forgotten: Whether `progress` may lack groups, because the black box has dropped the collectives of these
+            groups.
+        last: Last collective that the rank has completed, if that is known.
+        stepped_s: Seconds since the end of the rank's last training step; None if that is unknown.
+        was_in: Operation in which the rank waited when a signal killed it; None if there is none.
+        gave_up: Name of the exception that ended the rank's wait for others; empty if none did.
+        host: Name of the rank's host; empty for this host.
     """
 
     rank: int
@@ -418,7 +419,7 @@ def _placed(doing: Activity, look: Look, helpers: Sequence[Look]) -> Activity:
 
 
 def _locked(doing: Activity, look: Look) -> Activity:
-    """Return the activity of a thread that waits for a lock, naming another thread that does so in the user's code."""
+    """Return the activity of a thread that waits for a lock; it names another thread of the user's code that does so."""
     for thread in look.stacks.threads[1:]:
         if thread.own_frames and thread.frames[0] == thread.own_frames[0] and not thread.is_active:
             if stand_of(look.pid, thread.number).call != "futex":  # it waits for no lock, and may even hold this one
@@ -429,7 +430,7 @@ def _locked(doing: Activity, look: Look) -> Activity:
 
 
 def _starved_by_loader(doing: Activity, helpers: Sequence[Look]) -> Activity:
-    """Return the activity of a rank that waits for its loader, naming a worker that is halted or in the user's code."""
+    """Return the activity of a rank that waits for its loader; it names a worker that is halted or in the user's code."""
     of_loader = [look for look in helpers if workers.is_worker(look.stacks)]
     for worker in of_loader:
         theirs = activity_of(doing.rank, worker)

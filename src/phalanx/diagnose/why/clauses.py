@@ -50,7 +50,7 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def call_text(call: Call, with_site: bool = False) -> str:
-    """Return a call as error messages name it: by its number, else by its line."""
+    """Return a call as error messages name it: by its number, or else by its line."""
     if call.is_message:
         peer = "" if call.peer is None else f" {'to' if 'send' in call.op else 'from'} rank {call.peer}"
         text = f"{call.op}{peer}"

@@ -65,8 +65,8 @@ class Evidence:
 
     Attributes:
         job: The job; ranks that `seen` lacks are on hosts that have not answered.
-        seen: The ranks of this host, and of the others that have answered; lowest first.
-        hosts: The other hosts: those that have answered if the job runs, else those that are known.
+        seen: The ranks of this host and of the other hosts that have answered, lowest first.
+        hosts: Names of the other hosts: if the job runs, those that have answered, else those that are known.
         has_all_hosts: Whether every other host of a running job has answered.
         asked: Answer of ``phalanx why`` that a waiting rank got before the job ended; empty if there is none.
         ended_by: Event that ended ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if it was a rank.

@@ -1,10 +1,10 @@
-"""Finds, from the evidence, the ranks that the others wait for.
+"""Concludes from the evidence which ranks the others wait for.
 
 The result is a `Finding`, which `wording` turns into a sentence. If boxes number the collectives (on phalanx, on Gloo
 from torch 2.14 on, and on NCCL by its Flight Recorder), the numbers show which ranks are late: those whose last
 collective in the group has a lower number. Otherwise, only stacks can be compared. If all ranks wait, in calls that do
-not match, the smaller set of ranks is named. For a run that has ended, the same findings are drawn from saved boxes and
-error files (`past`).
+not match, the smaller set of ranks counts as the culprits. For a run that has ended, the same findings are drawn from
+saved boxes and error files (`past`).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _awaited(doing: Activity, activities: Sequence[Activity]) -> set[int]:
 
 
 def _circle(awaited: Mapping[int, set[int]], by_rank: Mapping[int, Activity]) -> tuple[int, ...]:
-    """Return ranks that each wait for a message of the next, and the last for the first; empty if there are none."""
+    """Return ranks in a circle, each of which waits for a message of the next; empty if there are none."""
     for first in awaited:
         path = [first]
         while (call := by_rank[path[-1]].call) is not None and call.is_message and len(awaited[path[-1]]) == 1:
@@ -164,8 +164,8 @@ def _circle(awaited: Mapping[int, set[int]], by_rank: Mapping[int, Activity]) ->
 def _is_late(one: Activity, call: Call) -> bool:
     """Whether a rank has not begun a numbered collective of its group.
 
-    If its box tells which collectives it has begun, ranks outside the group are not late. Otherwise membership is
-    unknown, and a rank is late if it is not seen waiting in the same call.
+    If the rank's box shows which collectives the rank has begun, a rank outside the group is not late. Otherwise
+    membership is unknown, and a rank is late if it is not seen waiting in the same call.
     """
     if one.progress:
         is_member = call.group == WORLD or call.group in one.progress

@@ -125,7 +125,7 @@ def _saved(folder: Path) -> dict[int, _Saved]:
 
 
 def _with_waits(seen: Sequence[RankSeen]) -> tuple[RankSeen, ...]:
-    """Return the ranks, adding the wait that Ctrl-C or another rank's failure ended just before they ended.
+    """Return the ranks, adding to each the wait that Ctrl-C or another rank's failure cut short just before its end.
 
     The box has an end for that operation, but the operation can't have succeeded if a rank that it needs was missing.
     """
@@ -189,7 +189,7 @@ def _words(logs: Path, box: Box | None) -> tuple[LastWords, str]:
 
 
 def _has_waited(words: LastWords) -> bool:
-    """Whether a rank ended because others were missing or had failed."""
+    """Whether a rank ended because other ranks were missing or had failed."""
     is_timeout = words.failure is not None and words.failure.kind == "rank_missing"
     return is_timeout or is_victim(words)
 
@@ -204,7 +204,7 @@ def _last_wait(box: Box | None) -> Call | None:
 
 
 def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
-    """Return the operation of torch.distributed that Ctrl-C interrupted, by its traceback; None if there is none.
+    """Return the operation of torch.distributed that Ctrl-C interrupted, judging by the traceback; None without one.
 
     The box does not show it as unfinished, because the interrupt ended the operation.
     """
