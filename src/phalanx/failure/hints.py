@@ -237,7 +237,7 @@ def _hints_that_fit(end: Ending) -> Iterator[Hint]:
 
 
 def _hint_for_module(name: str, command: list[str]) -> str:
-    """Return the advice for a module that was not found; it may lie in a folder that is not on the path."""
+    """Return the advice for a module that was not found; the module may lie in a folder that is not on the path."""
     python = command[0] if command else "python"
     top, _, rest = name.partition(".")
     script = command[1] if len(command) > 1 and not command[1].startswith("-") else ""

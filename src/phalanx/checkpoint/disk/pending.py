@@ -46,7 +46,7 @@ class PendingSaves:
         wait_until(are_over, begin_s + _MOST_S, least_s=_LOOK_EVERY_S, most_s=_LOOK_EVERY_S)
 
     def forget(self) -> None:
-        """Drop all saves in a forked child, which has no threads to write them and must not keep their drafts marked."""
+        """Drop all saves in a forked child, which has no threads to write them and must not keep the drafts marked."""
         for _, _, writing in self._saves:
             writing.end()
         self._saves = []

@@ -382,9 +382,7 @@ class SnapshotMemory:
         self.fetched_bytes = fetch.num_bytes
 
     def _own_place(self, ranks: RankGroup) -> tuple[int, int]:
-        """Return this rank's number among the ranks that keep the whole state between them, and the count of these
-        ranks.
-        """
+        """Return this rank's number in the set of ranks that keep the whole state between them, and the set's size."""
         return self._place if self.spans_hosts else (ranks.rank, ranks.world_size)
 
     def close(self) -> None:

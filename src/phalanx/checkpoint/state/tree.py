@@ -117,7 +117,7 @@ class _Packer:
         self._names = {"__metadata__"}  # names in use; this one is reserved in a safetensors file
         self._buffers: frozenset[str] = frozenset()
         self._level = 0  # nesting level of the value that is being packed
-        self._depth = 0  # number of enclosing objects; below one, load_state_dict() can't restore sharing
+        self._depth = 0  # number of enclosing objects; inside one, shared memory is not recorded
         self._places: list[_Place] = []
 
     def note_shared_memory(self) -> None:

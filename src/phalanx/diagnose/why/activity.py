@@ -241,7 +241,7 @@ def _joins(thread: Thread) -> bool:
 
 
 def _call(look: Look, main: Thread | None, has_recorded: bool) -> Call | None:
-    """Return the operation in which a rank waits for others; None if it does not."""
+    """Return the operation in which a rank waits for others; None if the rank waits for none."""
     if main is not None and (call := _at_breakpoint(main)) is not None:
         return call
     found = _recorded(look) if has_recorded else None
@@ -419,7 +419,7 @@ def _placed(doing: Activity, look: Look, helpers: Sequence[Look]) -> Activity:
 
 
 def _locked(doing: Activity, look: Look) -> Activity:
-    """Return the activity of a thread that waits for a lock; it names another thread of the user's code that does so."""
+    """Return the activity of a thread that waits for a lock; it names another such thread in the user's code."""
     for thread in look.stacks.threads[1:]:
         if thread.own_frames and thread.frames[0] == thread.own_frames[0] and not thread.is_active:
             if stand_of(look.pid, thread.number).call != "futex":  # it waits for no lock, and may even hold this one
@@ -430,7 +430,7 @@ def _locked(doing: Activity, look: Look) -> Activity:
 
 
 def _starved_by_loader(doing: Activity, helpers: Sequence[Look]) -> Activity:
-    """Return the activity of a rank that waits for its loader; it names a worker that is halted or in the user's code."""
+    """Return the activity of a rank that waits for its loader; it names a worker that is halted or in user code."""
     of_loader = [look for look in helpers if workers.is_worker(look.stacks)]
     for worker in of_loader:
         theirs = activity_of(doing.rank, worker)

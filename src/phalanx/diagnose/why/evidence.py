@@ -179,7 +179,7 @@ def _box(pid: int) -> tuple[Box | None, str]:
         return None, f"its black box can't be read: {error}"
     except PermissionError:
         return None, "its black box can't be read: permission denied"
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return None, ""
 
 

@@ -77,7 +77,7 @@ class OtherHosts:
                     asked.close()
 
     def answers(self) -> Elsewhere:
-        """Return the evidence that other hosts send in time; what can't be understood is left out."""
+        """Return the evidence that other hosts send in time; evidence that can't be understood is left out."""
         if self._asked is None:
             return Elsewhere()
         received = b""

@@ -103,7 +103,7 @@ def _ranks(logs: Path, boxes: Path) -> tuple[RankSeen, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """A saved box and the time of saving; or the reason why it can't be read."""
+    """A saved box and the time at which it was saved, or the reason why the box can't be read."""
 
     box: Box | None
     written_ns: int = 0
@@ -204,7 +204,7 @@ def _last_wait(box: Box | None) -> Call | None:
 
 
 def _interrupted_in(words: LastWords, box: Box | None) -> Call | None:
-    """Return the operation of torch.distributed that Ctrl-C interrupted, judging by the traceback; None without one.
+    """Return the operation of torch.distributed that Ctrl-C interrupted, according to the traceback, if any.
 
     The box does not show it as unfinished, because the interrupt ended the operation.
     """

@@ -29,7 +29,7 @@ _ABOUT_ENDS = frozenset({
     "kill", "killed", "pid", "process", "program", "python", "received", "returned", "script", "signal", "status",
     "task", "terminated", "the", "was", "with",
 })  # fmt: skip
-"""Words that may stand around a number or a name if it is an exit code or a signal."""
+"""Words that may surround the number or the name in a text that is only an exit code or a signal."""
 
 
 def find(text: str) -> tuple[str, list[str]]:
