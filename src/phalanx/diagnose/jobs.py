@@ -351,7 +351,7 @@ def _noted(processes: Mapping[int, Process], pythons: set[int]) -> Iterator[Job]
 def _outside(launcher: int, processes: Mapping[int, Process]) -> Callable[[int], int]:
     """Return a function that translates the pids in a launcher's notes into those of this pid namespace.
 
-    They differ if the launcher runs in a container. For a process that has ended there, the function returns 0.
+    The two differ if the launcher runs in a container. For a process that has ended there, the function returns 0.
     """
     if number_inside(launcher) == launcher:
         return lambda pid: pid
@@ -423,7 +423,7 @@ def _job(parent: int, ranks: Sequence[tuple[int, int, int]], processes: Mapping[
     return Job(
         name=script_name(command_of(first)),
         launcher=launcher,
-        launcher_pid=0 if launcher == BY_HAND else parent,  # it is then a shell, which may have started several jobs
+        launcher_pid=0 if launcher == BY_HAND else parent,  # by hand: a shell, which may have started several jobs
         world_size=world_size,
         ranks=tuple(_rank(rank, pid, processes) for rank, pid, _ in sorted(ranks)),
         script=script_path(command_of(first), first),

@@ -115,7 +115,7 @@ def _own_run(wanted: str, jobs: Sequence[Job]) -> Path | None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run of ``phalanx run``."""
+    """Whether a folder is the folder of a run of ``phalanx run``."""
     if not os.path.isdir(path):  # also for a name that is too long for a path
         return False
     return any(map(os.path.isdir, path.glob("attempt_*/rank_*"))) or bool(load_reason(path / "blackbox"))

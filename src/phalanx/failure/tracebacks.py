@@ -65,7 +65,7 @@ class Block:
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether Ctrl-C ended the process; Python reports it as a fatal error during its own startup."""
+        """Whether Ctrl-C ended the process; while Python starts, it reports an interrupt as a fatal error."""
         last = next((line for line in reversed(self.lines) if line), "")
         return "KeyboardInterrupt" in (class_name(self.kind), last)
 

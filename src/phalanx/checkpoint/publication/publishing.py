@@ -70,7 +70,7 @@ class _Buffer:
 
 
 class Publication:
-    """Versions of a state under one name, from `phalanx.publish`. Threads may share it.
+    """Versions of a state under one name, from `phalanx.publish`. Threads may share a publication.
 
     Attributes:
         name: Name under which other processes subscribe.
@@ -113,7 +113,7 @@ class Publication:
             TypeError: A value can't be published; the message says where it is.
             OutOfSharedMemory: There is no room for another version, or readers hold too many old ones.
             PhalanxError: Another process publishes under that name, or the file that readers look for can't be written.
-            ArgumentError: The publication is closed, this is a fork of its process, or this is a call within another.
+            ArgumentError: The publication is closed, another call of this thread still runs, or this process is a fork.
         """
         with self._alone("update"):
             try:
@@ -142,7 +142,7 @@ class Publication:
 
         Raises:
             OutOfSharedMemory: There is no room for another version, or readers hold too many old ones.
-            ArgumentError: The publication is closed, this is a fork of its process, or this is a call within another.
+            ArgumentError: The publication is closed, another call of this thread still runs, or this process is a fork.
 
         Example:
             >>> with phalanx.publish({"weight": torch.zeros(3)}, "example-2") as publication:
@@ -212,10 +212,11 @@ class Publication:
 
     @contextlib.contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """Keep other threads out. A call within another call, as from a signal handler, raises instead of waiting.
+        """Keep other threads out. A call during another call of the same thread, as from a signal handler, raises
+        instead of waiting.
 
         Raises:
-            ArgumentError: This is a call within another, the publication is closed, or this is a fork of its process.
+            ArgumentError: The publication is closed, another call of this thread still runs, or this process is a fork.
         """
         self._require_own(method)
         with self._busy:
@@ -318,7 +319,7 @@ class Publication:
     # ---- blocks ----------------------------------------------------------------------------------------------------
 
     def _take(self, size_bytes: int, fits: Any) -> _Buffer:
-        """Return a block that nobody reads, exclusively held.
+        """Return a block that nobody reads, and that this publication now holds exclusively.
 
         Raises:
             OutOfSharedMemory: Readers hold too many blocks, or there is no memory for another one.

@@ -62,8 +62,8 @@ class Subscription:
     A subscription keeps the version that it returned last until it returns another or is closed. A subscription can be
     pickled, for example for workers of a data loader, and used in a forked child.
 
-    Iterating waits for one version after another, skips those that were replaced before it reached them, and ends when
-    the publication is closed.
+    Iterating waits for one version after another, skips versions that were replaced before the iteration reached them,
+    and ends when the publication is closed.
 
     Attributes:
         name: Name of the publication.

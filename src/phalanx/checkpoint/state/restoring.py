@@ -83,7 +83,7 @@ def survey(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: b
     """Call `read` for each tensor that `restore` would read, with the tensor that it would fill; don't change `state`.
 
     Raises:
-        KeyError, ValueError: As in `restore`, unless that depends on a tensor's content.
+        KeyError, ValueError: As in `restore`, except for errors that depend on a tensor's content.
     """
     _walk(state, node, read, strict=strict, assigns=False)
 
@@ -134,8 +134,8 @@ def _some(names: Iterable[str]) -> str:
 def _visit(target: Any, node: Json, read: Read, *, strict: bool, assigns: bool) -> Any:
     """Read the values for `target`, and return the value that takes its place.
 
-    Objects, tensors, and mappings that hold some are restored in place and returned; anything else becomes a new value.
-    Without `assigns`, `target` stays as it is and is returned.
+    Objects, tensors, and mappings that hold objects or tensors are restored in place and returned; anything else
+    becomes a new value. Without `assigns`, `target` stays as it is and is returned.
     """
     if isinstance(target, nn.Module):
         module = unwrap(target)

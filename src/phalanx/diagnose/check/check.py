@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
         return check_resume(words)
     for end in _ENDS:
-        if signal.getsignal(end) != signal.SIG_IGN:  # so that under nohup SIGHUP stays ignored
+        if signal.getsignal(end) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(end, _leave)
     try:
         return _check(words, target, num_ranks, {name: setting.value for name, setting in settings.items()})

@@ -49,9 +49,9 @@ class Elsewhere:
     """Evidence from the other hosts of a job.
 
     Attributes:
-        seen: Their ranks.
+        seen: Ranks of the other hosts.
         hosts: Names of the hosts that have answered, with or without ranks.
-        is_complete: Whether all of them have answered.
+        is_complete: Whether all other hosts have answered.
     """
 
     seen: tuple[RankSeen, ...] = ()
@@ -69,7 +69,7 @@ class Evidence:
         hosts: Names of the other hosts: if the job runs, those that have answered, else those that are known.
         has_all_hosts: Whether every other host of a running job has answered.
         asked: Answer of ``phalanx why`` that a waiting rank got before the job ended; empty if there is none.
-        ended_by: Event that ended ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if it was a rank.
+        ended_by: Event that ended ``phalanx run``, such as ``phalanx run got SIGTERM``; empty if a rank ended it.
         losses: Losses of ranks and hosts after which the job was to continue, if its run has recorded them.
     """
 
