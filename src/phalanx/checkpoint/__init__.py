@@ -4,8 +4,8 @@ The disk holds one folder for each saved step. Memory holds snapshots, from whic
 publications, which other processes read. This package works with any backend. It loads each of its names on first use,
 because listing and verifying checkpoints need no torch.
 
-Start with `saving`, then `loading`: these two say what the ranks agree on, and in which order. Nothing here knows of a
-Trainer.
+Start with `saving`, then `loading`: these two say what the ranks agree on, and in which order. Nothing here imports
+`phalanx.train`; a Trainer calls `loading.load_run` instead of `load`.
 """
 
 from typing import TYPE_CHECKING

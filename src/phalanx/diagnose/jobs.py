@@ -174,7 +174,7 @@ def find_job(wanted: str, has_notes: bool = False) -> Job:
 
     Raises:
         LookupError: No job fits, or several jobs do; the message lists them.
-        NoRank: The pid is that of another user's launcher.
+        NoRank: The pid belongs to another user's launcher.
     """
     found = match_jobs(wanted, has_notes)
     if found.problem:
@@ -193,7 +193,7 @@ def match_jobs(wanted: str, has_notes: bool = False) -> Matches:
         has_notes: Whether only jobs started by phalanx count, unless a pid is asked for.
 
     Raises:
-        NoRank: The pid is that of another user's launcher.
+        NoRank: The pid belongs to another user's launcher.
     """
     jobs = find_jobs()
     if wanted.isdecimal():

@@ -67,7 +67,7 @@ class Thread:
     """A Python thread of a process.
 
     Attributes:
-        number: The kernel's id of the thread; that of the main thread is the pid.
+        number: The kernel's id of the thread; for the main thread, the pid.
         is_active: Whether the thread was running when its stack was read.
         owns_gil: Whether the thread held the global interpreter lock.
         frames: The frames, innermost first.

@@ -46,7 +46,7 @@ def report(culprit: Ending, outcomes: Sequence[Ending], *, hint: str, resume: st
 
 
 def words_of_resuming(culprit: Ending, outcomes: Sequence[Ending]) -> str:
-    """Return how to resume a job that has no restarts after a rank was killed; "" if no Trainer has run."""
+    """Return how the user resumes a job in which a rank was killed; "" if no Trainer has run."""
     if culprit.signal != signal.SIGKILL:
         return ""
     saved = next(filter(None, (words_of_checkpoints(outcome.folder) for outcome in outcomes)), "")

@@ -237,7 +237,7 @@ class Claim:
         if not is_locked and not self.problem:
             return False
         if not note.is_open or (is_locked and note.boot in ("", _boot())):
-            return True  # released, or its holder, which ran on this host, has ended: it would have the lock
+            return True  # released, or left by an ended process of this host: a live one has the lock
         return self._is_silent(note)
 
     def _is_silent(self, note: Note) -> bool:

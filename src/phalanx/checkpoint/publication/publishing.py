@@ -212,8 +212,7 @@ class Publication:
 
     @contextlib.contextmanager
     def _alone(self, method: str) -> Iterator[None]:
-        """Keep other threads out. A call during another call of the same thread, as from a signal handler, raises
-        instead of waiting.
+        """Keep other threads out. A call during another call of this thread, as by a signal handler, raises at once.
 
         Raises:
             ArgumentError: The publication is closed, another call of this thread still runs, or this process is a fork.

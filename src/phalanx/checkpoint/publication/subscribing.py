@@ -41,7 +41,7 @@ class Published:
     """A version of what another process publishes.
 
     Attributes:
-        version: Number of the version; larger than that of every earlier one, even from another publisher.
+        version: Number of the version; larger than every earlier version's, even if another publisher made that.
         state: State as it was published. Its tensors are views of memory that other processes read, too: only read
             them, or ``clone()`` them. If this process writes into one, no other process sees the change.
 

@@ -174,7 +174,7 @@ def _is_late(one: Activity, call: Call) -> bool:
 
 
 def _is_at_odds(call: Call, other: Call) -> bool:
-    """Whether two calls should be one by their number or line, but are different operations."""
+    """Whether two calls should be the same by their number or line, but are different operations."""
     return call.is_same(other) and call.op != other.op
 
 

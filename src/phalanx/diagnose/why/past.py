@@ -42,7 +42,8 @@ def evidence_of(run: Run) -> Evidence:
     """Return the evidence about a run: about the last of its attempts that left a record.
 
     On several hosts, each launcher has its own folder, and a killed launcher saves nothing. So if the newest run has
-    left no record, the evidence is from another run in the same folder that ran at the same time, if there is one.
+    left no record, the evidence is from a run whose folder is beside this one and that ran at the same time, if there
+    is one.
 
     Raises:
         LookupError: The folder is not that of a run, or no rank was started.
