@@ -1,8 +1,8 @@
 """`save`: copies the state, lets training continue, and writes and publishes the copy in the background.
 
-1. **Agree.** Each rank tells the others what it saves, any problem, and a digest of names, shapes, dtypes and every bit
-   of each large tensor. A problem on one rank is an error on all, before anything is copied. By then, rank 0 has also
-   checked that the disk has space, and has created the draft ``.step-00000100-1f9c03aa.part/``.
+1. **Agree.** Each rank tells the other ranks the step, the folder, any problem, and a digest of names, shapes, dtypes
+   and every bit of each large tensor. A problem on one rank is an error on all, before anything is copied. By then,
+   rank 0 has also checked that the disk has space, and has created the draft ``.step-00000100-1f9c03aa.part/``.
 2. **Stage.** Each rank copies its part into memory that it keeps for this purpose (huge pages, each touched once), laid
    out like the file. Then `save` returns, having blocked training for about as long as a memcpy.
 3. **Write,** in the background: one thread hashes; another writes past the page cache (O_DIRECT), syncs, and leaves a

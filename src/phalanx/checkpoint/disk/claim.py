@@ -1,18 +1,19 @@
 """One attempt of one job at a time may write to a folder: the one that has claimed the folder's newest epoch.
 
     .lock            the holder's note, as JSON; the holder keeps it locked, and renews it every second
-    .epoch-13        created with O_EXCL to claim epoch 13, so only one process can
+    .epoch-13        created with O_EXCL to claim epoch 13, so that only one process can claim it
 
-A process that is started again while it is cut off from its job can't know of that job, and begins a new one if the
-flags allow it. No vote can prevent that; the folder can. The Trainer's lock is built on this module. In other scripts,
-`checkpoint.save` claims the folder that it writes to if the job has several hosts.
+A process that is started again while it is cut off from its job can't know that the job still runs, and begins a new
+job if the flags allow it. No vote can prevent that, but the new job can be refused the folder. The Trainer's lock is
+built on this module. In other scripts, `checkpoint.save` claims the folder that it writes to if the job has several
+hosts.
 
 - **Epochs** grow by one with each attempt that is admitted, whichever job it belongs to. O_EXCL, rather than a lock,
   decides between claims of one epoch, because not every file system locks across hosts. ``PHALANX_EPOCH`` holds the job
   and the attempt of a rank: a newer attempt of the same job takes the folder at once, an older attempt never takes it.
 - **The lock of a process that died on this kernel is free at once**, so a job that starts again on the same host does
   not wait. A note that another host has not closed counts as abandoned after 4 s without a renewal. A renewal changes a
-  counter, and the reader times it with its own monotonic clock: no wall clocks are compared.
+  counter, and the reader measures the time between changes with its own monotonic clock: no wall clocks are compared.
 - **Publishing** checks the epoch last, just before the rename. After a process has taken a folder, and before it saves,
   it renames all drafts in that folder. So a rank that was suspended between its check and its rename finds no draft to
   rename. One gap remains: a rank that is suspended between its check and a write can still append a line to

@@ -1,7 +1,7 @@
-"""Saves of this process that are still being written, so that calls that read their folder can wait for them.
+"""Saves of this process that are still being written: calls that read the same folder wait for these saves.
 
-Such a call waits for the saves of its own job. `load`, which every rank calls, waits for this rank's part, and then for
-the other ranks in a collective that it needs anyway. A call that one rank makes alone waits until no rank holds the
+Such a call waits only for saves of its own job. `load`, which every rank calls, waits for this rank's part, and then
+for the other ranks in a collective that it needs anyway. A call that one rank makes alone waits until no rank holds the
 lock on the draft's file ``writing``. A lock ends with its process, so the remains of a killed job do not count as a
 save in progress. A save of another job is only reported, because it may take long, or fail.
 """

@@ -1,6 +1,6 @@
 """How readers find the publisher of a name: a small file in a folder that only their user can enter.
 
-`Record` is the file's content. Each version replaces the file by a rename, so readers always see a whole one, and no
+`Record` is the file's content. Each version replaces the file by a rename, so readers always see a whole file, and no
 process has to serve it. Readers check the record: the publisher counts as alive only if its process still has that
 block of memory open under the recorded descriptor. So a killed publisher, a pid that now belongs to another process,
 and a forked child do not count. The file stays when its publisher ends, because the next publisher continues from the

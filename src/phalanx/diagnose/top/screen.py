@@ -1,4 +1,4 @@
-"""Draws the views of `watch`: lines that fit the terminal, with colors if it has them."""
+"""Draws the views of `watch`: lines that fit the terminal, in colors if the terminal has any."""
 
 from __future__ import annotations
 
