@@ -229,10 +229,10 @@ def pass_wrong_ones(rank, size, path):
 
 def test_wrong_handles_are_refused_everywhere_and_change_nothing(run_ranks, tmp_path):
     words = (
-        "a handle of each rank",
-        "comes twice",
+        "one handle per rank",
+        "occurs twice",
         "is not a handle of phalanx",
-        "a handle is not understood",
+        "can't parse a handle",
         "own handle is not among",
         "different versions of phalanx",
         "different groups",
