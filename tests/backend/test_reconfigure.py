@@ -115,7 +115,7 @@ def live_on(rank, size, backend, path):
     window = dist._new_window()
     dist.group.WORLD.abort()
     dist._reconfigure(22, set(office.collect())).wait()  # a set: in the order of former ranks
-    with pytest.raises(phalanx.GroupUnusable, match="other ranks since the window was made"):
+    with pytest.raises(phalanx.GroupUnusable, match="ranks have changed since the window was made"):
         window.signal(rank)
     seen.append((*place(), total()))
     handles = office.collect()
