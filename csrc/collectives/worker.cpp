@@ -73,7 +73,7 @@ void Worker::run_in_turn(Op op, double timeout_s, Hooks& hooks, const std::funct
   try {
     wait(work, hooks, 0);
   } catch (...) {
-    control_.abort("a signal interrupted it");
+    control_.abort("a signal interrupted a collective");
     Hooks no_hooks;  // the operation refers to this frame, so wait until it is done
     await(*work, no_hooks, 0);
     throw;

@@ -71,7 +71,6 @@ struct alignas(kCacheLine) Member {
   std::uint64_t start_time;     // start of the process in clock ticks since boot; reveals that a pid was reused
   std::uint64_t pid_namespace;  // inode; peers in another namespace cannot watch this pid
   std::uint32_t usable_cpus;    // CPUs that the cgroup's quota allows, at least 1
-  std::uint32_t cpu_words;
   std::uint64_t cpu_mask[kMaxRanks / 64];
   std::atomic<std::uint32_t> site_seq;  // the collective for which `site` was last written
   std::atomic<std::uint32_t> awaits;    // a packed Awaited, set while this rank waits for its only message in flight

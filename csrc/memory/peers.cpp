@@ -277,13 +277,13 @@ std::string PeerWatch::weakness() const {
   if (pidfd_ || error_ == ESRCH) return "";
   const std::string who = "process " + std::to_string(peer_.pid);
   if (error_ == 0)
-    return who + " lives in another pid namespace: its death is noticed at the timeout alone. Start all ranks of a host "
+    return who + " lives in another pid namespace: its death is noticed only at the timeout. Start all ranks of a host "
                  "in one container, or let their containers share a pid namespace";
   const std::string why = "pidfd_open: " + std::generic_category().message(error_);
   if (look_into_proc() == Life::kUnknown)
-    return why + ", and /proc does not show " + who + ": its death may be noticed at the timeout alone. Allow pidfd_open "
+    return why + ", and /proc does not show " + who + ": its death may be noticed only at the timeout. Allow pidfd_open "
                  "(Linux 5.3 or newer; the container's seccomp profile)";
-  return why + ": deaths of ranks are noticed through /proc, without their exit codes where a parent collects them first";
+  return why + ": rank deaths are detected through /proc; an exit code is lost if a parent collects it first";
 }
 
 bool cpus_suffice(const Member* members, std::size_t num_ranks) {

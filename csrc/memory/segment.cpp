@@ -159,8 +159,8 @@ Mapping::Mapping(int fd, std::uint64_t offset, std::size_t bytes) : bytes_(bytes
   // mmap() would accept a range beyond the end of the file, and the first access to it would raise SIGBUS.
   const auto size = static_cast<std::uint64_t>(file.st_size);
   if (offset % kPage != 0 || offset > size || bytes > size - offset)
-    throw std::runtime_error("the shared segment has " + std::to_string(size) + " bytes, and " + std::to_string(bytes) +
-                             " bytes at offset " + std::to_string(offset) + " are no part of it");
+    throw std::runtime_error(std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
+                             " lie outside the shared segment of " + std::to_string(size) + " bytes");
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
                        static_cast<off_t>(offset));
   if (address == MAP_FAILED) fail("mmap of the shared segment");
@@ -214,7 +214,7 @@ std::shared_ptr<Segment> Segment::attach(const std::string& name, const std::str
   if (!fd) fail_as(EACCES, "the shared segment was refused: it belongs to another user");
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0)
-    throw std::runtime_error("what was handed over is no shared segment of phalanx");
+    throw std::runtime_error("the received descriptor is not a phalanx segment");
   Mapping page(fd.get(), 0, kPage);
   const auto* header = reinterpret_cast<const SegmentHeader*>(page.data());
   if (header->magic != kMagic || header->version != kLayoutVersion)

@@ -133,7 +133,7 @@ class BlockPool {
       has_thread_ = true;
     } else {
       keeps_ = false;  // without the thread nobody would give memory back
-      why_ = "no thread can be had";
+      why_ = "no thread can be started";
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     window_began_ = Clock::now();

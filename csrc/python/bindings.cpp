@@ -136,7 +136,7 @@ void bind_handles(nb::module_& m) {
   nb::class_<Completions>(m, "Completions")
       .def(nb::new_([] { return std::make_shared<Completions>(); }))
       .def("pop", &Completions::pop, nb::call_guard<nb::gil_scoped_release>())
-      .def("push", &Completions::push, nb::arg("number"), "For operations that are not the core's own.")
+      .def("push", &Completions::push, nb::arg("number"), "Push the number of an operation that the core does not run.")
       .def("close", &Completions::close);
   nb::class_<Work>(m, "Work")
       .def_prop_ro("done", &Work::done)
@@ -168,7 +168,7 @@ void bind_group(nb::module_& m) {
   group.def_prop_ro("seq", [](Group& g) { return g.collectives().seq() - 1; });  // the join does not count
   group.def_prop_ro("spins", [](Group& g) { return g.control().spins(); });
   group.def_prop_ro("ended", [](Group& g) { return g.control().ended(); });
-  group.def_prop_ro("told", [](Group& g) { return g.control().told(); }, "Whether any rank has ended it.");
+  group.def_prop_ro("told", [](Group& g) { return g.control().told(); }, "Whether any rank has ended the group.");
   group.def_prop_rw("records_collectives", [](Group& g) { return g.collectives().records; },
                     [](Group& g, bool records) { g.collectives().records = records; });
   group.def_prop_rw("compares_calls", [](Group& g) { return g.collectives().compares_calls; },
@@ -237,7 +237,7 @@ void bind_memory(nb::module_& m) {
   m.def("block_pool", [] {
     const BlockPoolState state = block_pool();
     return nb::make_tuple(state.keeps, state.why, state.resident, state.unused);
-  }, "Whether blocks are kept, why no longer, the resident bytes of the pool, and those of them that nobody uses.");
+  }, "Whether blocks are kept; if not, why; resident bytes; unused bytes among them.");
 }
 
 }  // namespace
@@ -296,7 +296,7 @@ NB_MODULE(_core, m) {
       found = digests(bytes, num_threads);
     }
     return nb::bytes(found.data(), found.size() * sizeof(Digest));
-  }, nb::arg("pieces"), nb::arg("sizes"), nb::arg("num_threads"), "16 bytes of each piece, one after the other.");
+  }, nb::arg("pieces"), nb::arg("sizes"), nb::arg("num_threads"), "The 16-byte digests, concatenated.");
   bind_recorder(m);
   bind_memory(m);
   bind_segment(m);

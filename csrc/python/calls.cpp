@@ -265,14 +265,14 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
     std::pmr::vector<Range> written = ranges(writes, write_bytes);
     return overlap(written, ranges(reads, read_bytes));
   }, nb::arg("writes"), nb::arg("write_bytes"), nb::arg("reads"), nb::arg("read_bytes"),
-     "True if a range that is written overlaps another one, or one that is read.");
+     "True if two written ranges overlap, or a written and a read one.");
   group.def("run", [](Group& g, const Collective& call, Addresses ins, Addresses outs, Timeout timeout, Site site) {
     return start(g, call.op, site, timeout.count(),
                  [call, ins = std::move(ins), outs = std::move(outs)](Collectives& c, const Context& x) {
                    call.run(c, x, inputs(ins), outputs(outs));
                  });
   }, nb::arg("call"), nb::arg("ins"), nb::arg("outs"), nb::arg("timeout"), nb::arg("site").none(),
-     "Run a collective: in this thread, or on the native one when it comes with a site; then its CollectiveWork is returned.");
+     "Run a collective in this thread; with `site`, queue it and return its CollectiveWork.");
   group.def("run_plain", &run_plain, nb::arg("kind"), nb::arg("ins").none(), nb::arg("outs").none(), nb::arg("root"),
             nb::arg("kernel"), nb::arg("code"), nb::arg("timeout"));
   group.def("all_reduce_pieces", &all_reduce_pieces);
@@ -285,7 +285,7 @@ void bind_calls(nb::module_& m, nb::class_<Group>& group) {
     call.op = is_put ? Op::kPut : Op::kMap;
     g.control().require_peer(call, peer, hooks);
   }, nb::arg("peer"), nb::arg("is_put"),
-     "Throw if the group has ended, or this rank of it has ended or left: for a put, or for a mapping.");
+     "Throw if the group has ended, or `peer` has ended or left it.");
   group.def("signal", [](Group& g, Address counter, int peer) {
     WithoutGil thread;
     PythonHooks hooks(thread);

@@ -138,14 +138,14 @@ void bind_recorder(nb::module_& m) {
       throw nb::python_error();
     }
   }, nb::arg("fd"), nb::arg("offset"), nb::arg("rank"), nb::arg("world_size"),
-     "Record what this process does from here on in BOX_BYTES of a file, from a page on. OSError: it can't be mapped.");
+     "Record events into BOX_BYTES of a file, at a page-aligned offset. OSError: it can't be mapped.");
   static Recorder* stopped = nullptr;
   m.def("stop_recording", [] {
     if (Recorder* const one = g_recorder.exchange(nullptr, std::memory_order_acq_rel)) stopped = one;
-  }, "Record no more.");
+  }, "Stop recording.");
   m.def("resume_recording", [] {
     if (recorder() == nullptr && stopped != nullptr) g_recorder.store(stopped, std::memory_order_release);
-  }, "Go on after stop_recording().");
+  }, "Resume after stop_recording().");
   m.def("is_recording", [] { return recorder() != nullptr; });
   m.def("begin_event", [](int kind, int code, const std::string& text, std::uint64_t seq, std::uint64_t value,
                           const std::string& site) {
@@ -154,7 +154,7 @@ void bind_recorder(nb::module_& m) {
     return writer->begin(static_cast<EventKind>(kind), static_cast<std::uint16_t>(code), writer->text(text),
                          site.empty() ? recorded_site() : writer->text(site), seq, value);
   }, nb::arg("kind"), nb::arg("code"), nb::arg("text"), nb::arg("seq"), nb::arg("value"), nb::arg("site") = "",
-     "Begin an event at a line, or at the caller's; return its number, for end_event().");
+     "Begin an event at `site`, or else at the caller's line; return its number.");
   m.def("end_event", [](std::uint64_t number) {
     if (Recorder* const writer = recorder(); writer != nullptr && number != 0) writer->end(number);
   }, nb::arg("number"));
