@@ -190,8 +190,8 @@ class ControlBlock {
   /// The collective in progress, as "all_reduce #42 of group 'world' at train.py:31". Only the thread that runs the
   /// collective may call this function.
   const std::string& collective() const { return collective_; }
-  /// Return a failure that this rank has met. Its `ranks`, those at fault, hold only this rank until the caller sets
-  /// others.
+  /// Return a failure that this rank has met. Its `ranks`, the ranks at fault, hold only this rank until the caller
+  /// sets others.
   Failure failure(FailureKind kind, Op op, std::string site) const;
   Failure failure(FailureKind kind, const Wait& wait) const;
 

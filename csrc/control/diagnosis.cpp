@@ -3,8 +3,8 @@
 // Deadlock: a rank that waits for its only message in flight publishes the peer of that message. A waiting rank follows
 // these records from rank to rank. If they lead back to it, the ranks wait for each other in a circle. A circle counts
 // only if none of its messages is on its way, because the record of a suspended rank may be out of date. A rank that
-// waits in a collective is never part of a circle. A rank that waits outside of any group, for the others to make a new
-// one, says so in the control blocks of all its groups.
+// waits in a collective is never part of a circle. A rank that waits to join a new group says so in the control blocks
+// of its existing groups.
 #include "control/control_block.h"
 
 #include <chrono>

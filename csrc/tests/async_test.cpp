@@ -29,7 +29,7 @@ class Gate {
   bool open_ = false;
 };
 
-/// An asynchronous all_reduce that sums `count` values `first`, `first` + 1, ... over the ranks.
+/// An asynchronous all_reduce that sums the `count` values `first`, `first` + 1, ... over the ranks.
 struct SumWork {
   std::vector<std::int64_t> data;
   std::shared_ptr<CollectiveWork> work;
