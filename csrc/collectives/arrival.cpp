@@ -39,9 +39,9 @@ void Collectives::arrive(Wait& wait) {
     while (num_here < control_.size() && !missing(num_here)) ++num_here;
     return num_here == control_.size();
   };
-  // Only a rank that sees all ranks arrived wakes the sleepers, and the fence in has_sleepers() guarantees that at
-  // least one rank sees this. The first all_here() comes before that fence to save time: the fence waits until the
-  // peers can see this rank's store, and meanwhile the last rank to arrive already fetches the lines of its peers.
+  // Only a rank that finds that all ranks have arrived wakes the sleepers, and the fence in has_sleepers() guarantees
+  // that at least one rank finds this. The first all_here() comes before that fence to save time: the fence waits until
+  // the peers can see this rank's store, and meanwhile the last rank to arrive already fetches the lines of its peers.
   const bool is_last = all_here();
   if (has_sleepers(control_.header().bell) && all_here()) ring(control_.header().bell);
   arrival_wait_s_ = 0;
@@ -55,7 +55,7 @@ void Collectives::arrive(Wait& wait) {
   if (compares_calls) compare_calls(wait);
 }
 
-/// Costs little: the lines are in the cache, because their `seq` was just read.
+/// Compares the calls of all ranks. This costs little: the lines are in the cache, because their `seq` was just read.
 void Collectives::compare_calls(Wait& wait) {
   for (int r = 0; r < control_.size(); ++r)
     if (control_.call_differs(r, seq_)) control_.mismatch(wait);
@@ -122,7 +122,8 @@ void Collectives::ensure_mailboxes(Wait& wait) {
   }
 }
 
-/// If all ranks wait for all, only the last to publish wakes the sleepers; otherwise every publisher does.
+/// If every rank waits for all ranks, only the last rank to publish wakes the sleepers; otherwise every rank that
+/// publishes wakes them.
 void Collectives::publish(std::atomic<std::uint64_t> Progress::* counter, std::uint64_t value, bool all_wait_for_all) {
   (control_.progress(control_.rank()).*counter).store(value, std::memory_order_release);  // pairs with await_all()
   if (!has_sleepers(control_.header().bell)) return;

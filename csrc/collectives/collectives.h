@@ -1,4 +1,4 @@
-// The collective operations of one group. They are not thread-safe: Worker runs one at a time.
+// The collective operations of one group. Not thread-safe: Worker runs one operation at a time.
 //
 // The default sizes in Tuning come from measurements with two and four ranks: messages of up to 64 KiB go in one shot,
 // larger ones in chunks of 64 KiB. With four ranks, larger chunks are 5 to 10 % faster; with two ranks, they are slower
@@ -123,7 +123,7 @@ class Collectives {
   ControlBlock& control_;
   std::uint32_t seq_ = 0;
   double arrival_wait_s_ = 0;
-  std::uint64_t chunks_ = 0;  // number of chunks in all collectives so far; the counters in Progress continue it
+  std::uint64_t chunks_ = 0;  // number of chunks so far, from which the counters in Progress continue
   Mapping mailboxes_;
   std::vector<const void*> sources_;
   Pieces pieces_;  // the pieces of the all_reduce in progress

@@ -1,5 +1,5 @@
-// Collectives that only move data (broadcast, all_gather, gather, scatter, all_to_all). Each is described by what a
-// rank gives to each rank and takes from each rank. Small blocks go through the stages.
+// Collectives that only move data (broadcast, all_gather, gather, scatter, all_to_all). Each collective is described by
+// what a rank gives to each rank and what it takes from each rank. Small blocks go through the stages.
 //
 // Blocks of 32 KiB and more are read straight from the memory of the rank that gives them, so they are copied once
 // instead of twice. Before the ranks meet, each rank publishes the addresses of its blocks; its peers copy the blocks
@@ -19,8 +19,8 @@
 namespace phalanx {
 namespace {
 
-/// Whether a rank could read its peers' memory, which it publishes in the payload of its line. kFaulted: these blocks
-/// could not be read; kDenied: reading is refused, so the group does not try again.
+/// Whether a rank could read its peers' memory. Each rank publishes this in the payload of its line. kFaulted: these
+/// blocks could not be read; kDenied: the system refuses all reads, so the group does not try again.
 enum class Reading : std::uint8_t { kDone, kFaulted, kDenied };
 
 /// Copies from another process. Returns 0 or an errno. Source: process_vm_readv(2), Linux 3.2.

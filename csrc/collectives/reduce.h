@@ -1,5 +1,5 @@
-// The reduction kernels, one for each dtype and operation. Each makes one pass over any number of inputs, in rank order,
-// so the bits of the result do not depend on timing.
+// The reduction kernels, one for each dtype and operation. Each kernel makes one pass over any number of inputs, in
+// rank order, so the bits of the result do not depend on timing.
 #pragma once
 
 #include <cstddef>

@@ -45,7 +45,7 @@ inline void narrow(float x, bf16& out) {
   out.raw = static_cast<u16>((b & 0x7fffffff) > 0x7f800000 ? (b >> 16) | 0x40 : rounded);
 }
 
-// Branch-free half conversions for processors without F16C, exact for subnormals, infinities and NaN.
+// Branch-free conversions of f16 for processors without F16C; exact for subnormals, infinities and NaN.
 inline float widen(f16 x) {
   const u32 sign = static_cast<u32>(x.raw & 0x8000) << 16;
   const u32 magnitude = static_cast<u32>(x.raw & 0x7fff) << 13;
@@ -208,7 +208,7 @@ inline void add_block(float* acc, const f16* src, std::size_t m) {
 }
 #endif
 
-/// Two inputs of a type that is its own accumulator: the usual case, which needs no block of accumulators.
+/// Reduces two inputs of a type that is its own accumulator: the usual case, which needs no block of accumulators.
 template <class T, class OpT, class Finish>
 void reduce_pair(T* dst, const T* a, const T* b, std::size_t count, const Finish& finish) {
   PHALANX_INDEPENDENT
@@ -257,7 +257,8 @@ void average_complex(void* dst, const void* const* srcs, int n, std::size_t coun
 }
 template <bool Signed> struct Widest { using type = std::int64_t; using twice = __int128; };
 template <> struct Widest<false> { using type = u64; using twice = unsigned __int128; };
-/// The exact average, truncated towards zero. Integers are summed in 64 bits, and again in 128 bits if that overflows.
+/// The exact average, truncated towards zero. Integers are summed in 64 bits, and again in 128 bits if the sum
+/// overflows.
 template <class T>
 void average_integer(void* dst_raw, const void* const* srcs, int n, std::size_t count) {
   T* dst = static_cast<T*>(dst_raw);

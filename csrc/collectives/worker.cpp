@@ -109,8 +109,8 @@ void Worker::take_turn(Op op, double timeout_s, Hooks& hooks) {
   }
 }
 
-/// Runs an operation that has waited. If the group ended meanwhile, the operation fails with the failure that ended the
-/// group, not with kUnusable: its caller made no mistake.
+/// Runs an operation that had to wait before it could begin. If the group ended meanwhile, the operation fails with the
+/// failure that ended the group, not with kUnusable: its caller made no mistake.
 void Worker::run_queued(const std::function<void(Hooks&)>& body, Hooks& hooks) {
   try {
     body(hooks);
@@ -139,9 +139,9 @@ std::shared_ptr<CollectiveWork> Worker::submit(Op op, std::function<void(Hooks&)
 bool Worker::wait(const std::shared_ptr<CollectiveWork>& work, Hooks& hooks, double timeout_s) {
   if (work->done()) return true;
   work->require_reachable();
-  // The native thread is probably still waking up, which takes longer than most operations, so this thread runs the
-  // operation. If the wait has a timeout, the native thread runs the operation: this thread would have to finish the
-  // operation that it begins, and could not return at the timeout.
+  // Without a timeout, this thread runs the operation: the native thread is probably still waking up, which takes
+  // longer than most operations. With a timeout, this thread leaves the operation to the native thread, because a
+  // thread has to finish an operation that it has begun, and could not return at the timeout.
   if (timeout_s <= 0 && run_if_next(work, hooks)) return true;
   if (control_.spins() &&
       spin(Clock::now() + from_seconds(control_.config().spin_us * 1e-6), [&] { return work->done(); }, [] { return false; }))

@@ -80,7 +80,7 @@ void ControlBlock::sleep(Wait& wait, const DoneFn& done, const MissingFn& missin
     if (done()) break;  // a peer may finish its part and leave during look_up()
     if (failure) throw end(std::move(*failure));
     wait.next_look = Clock::now() + until_next_look(Clock::now() - wait.start, config_.size);
-    watch.begin();  // look_up() took this time, not a suspension, and has left out the time of handlers
+    watch.begin();  // do not take the time spent in look_up() for a suspension
   }
   if (!wait.announced) return;
   wait.announced = false;

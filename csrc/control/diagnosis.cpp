@@ -1,10 +1,10 @@
 // Diagnoses a wait that does not end: who is dead, who is late, who called something else, and what a peer reports.
 //
 // Deadlock: a rank that waits for its only message in flight publishes the peer of that message. A waiting rank follows
-// these records from rank to rank. If they lead back to it, the ranks wait for each other in a circle. A circle counts
-// only if none of its messages is on its way, because the record of a suspended rank may be out of date. A rank that
-// waits in a collective is never part of a circle. A rank that waits to join a new group says so in the control blocks
-// of its existing groups.
+// these records from rank to rank. If the records lead back to the waiting rank, the ranks wait for each other in a
+// circle. A circle counts only if none of its messages is on its way, because the record of a suspended rank may be out
+// of date. A rank that waits in a collective is never part of a circle. A rank that waits to join a new group says so
+// in the control blocks of its existing groups.
 #include "control/control_block.h"
 
 #include <chrono>

@@ -33,7 +33,7 @@ enum class FailureKind : std::uint32_t {
   kInterrupted,     // a signal ended an operation
   kDestroyed,       // this rank left the group before the operation was done
   kUnusable,        // the group had ended before this call, because of `cause`; without a cause, this rank had left it
-  kForked,          // the call was made in a forked child of the process that has the group
+  kForked,          // the call was made in a forked child of the process that joined the group
   kNested,          // a signal handler called an operation; the handler had interrupted what `detail` names
   kNestedWait,      // a signal handler waited for an operation; the handler had interrupted what `detail` names
   kNoMemory,        // the segment cannot grow by `size_bytes`

@@ -141,7 +141,7 @@ static_assert(sizeof(Record) == kCacheLine);
 struct Channel {
   static constexpr std::size_t kRecords = 128;
   alignas(kCacheLine) std::atomic<std::uint64_t> num_taken;  // records copied out; the receiver stores it with RELEASE
-  std::atomic<std::uint64_t> bytes_taken;                    // position in the byte ring; stored likewise
+  std::atomic<std::uint64_t> bytes_taken;                    // position in the byte ring; also stored with RELEASE
   Record records[kRecords];
   alignas(kCacheLine) std::byte ring[kChannelBytes];
 };

@@ -28,7 +28,7 @@ struct Thread {
 };
 constinit thread_local Thread t_thread{};  // one struct: each access to a thread_local of a shared library is a call
 
-/// Makes forked children stop recording, because the parent goes on writing into this box.
+/// Makes forked children stop recording, because the parent continues to write into this box.
 void forget_in_children() {
   static const int installed = pthread_atfork(nullptr, nullptr, [] {
     g_recorder.store(nullptr, std::memory_order_release);

@@ -87,7 +87,7 @@ bool send_fd(int socket, int fd) {
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   if (sendmsg(socket, &message, MSG_NOSIGNAL) == 1) return true;
-  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // these two: the peer is gone
+  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // these two errors: the peer is gone
   return false;
 }
 

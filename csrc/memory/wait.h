@@ -25,7 +25,7 @@ namespace phalanx {
 
 using Clock = std::chrono::steady_clock;
 
-/// Wake all threads that sleep on `bell`. Call it after the RELEASE store that they wait for.
+/// Wake all threads that sleep on `bell`. Call this after the RELEASE store that the threads wait for.
 void ring(Bell& bell) noexcept;
 
 /// True if a thread may be asleep on `bell`.

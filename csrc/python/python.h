@@ -116,7 +116,7 @@ inline std::span<void* const> outputs(const Addresses& a) { return {reinterpret_
 /// default of `most` is about 30 years. NaN and negative times become 0.
 inline double bounded(double seconds, double most = 1e9) { return seconds > 0 ? std::min(seconds, most) : 0; }
 
-/// The line at which an asynchronous call was made; a blocking call has no value.
+/// The line at which an asynchronous call was made; no value for a blocking call.
 using Site = std::optional<std::string>;
 
 /// torch's form of a timeout; zero or less stands for the group's timeout.

@@ -111,10 +111,10 @@ std::size_t number(PyObject* object, PyObject* method) {
   return value;
 }
 
-/// The storage that holds the elements at an address, and the offset of the address from its beginning, in bytes.
-/// Locations are kept, because asking a tensor for its storage and offset costs more than all other checks together.
-/// The reference to the storage is weak, so that we notice if the storage has been freed: the address may then belong
-/// to another storage.
+/// The storage that holds the elements at an address, and the offset of the address from the beginning of that storage,
+/// in bytes. Locations are kept, because asking a tensor for its storage and offset costs more than all other checks
+/// together. The reference to the storage is weak, so that we notice if the storage has been freed: the address may
+/// then belong to another storage.
 struct Location {
   const void* data;
   std::size_t offset;

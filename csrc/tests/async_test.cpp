@@ -211,7 +211,7 @@ CASE(everybody_who_asks_is_told_of_the_end) {
 
 CASE(leaving_with_a_job_that_cannot_finish_ends_it) {
   run_ranks(2, [](Rank& self) {
-    if (self.rank == 1) return;  // leaves
+    if (self.rank == 1) return;  // rank 1 leaves
     SumWork sum(self, 4, 0);
     self.group->leave();
     CHECK(sum.work->done() && sum.work->error() != nullptr);
