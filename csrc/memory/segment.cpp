@@ -87,7 +87,7 @@ bool send_fd(int socket, int fd) {
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
   if (sendmsg(socket, &message, MSG_NOSIGNAL) == 1) return true;
-  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // these two: the peer is gone
+  if (errno != EPIPE && errno != ECONNRESET) fail("sending the shared segment");  // these two errors: the peer is gone
   return false;
 }
 
@@ -194,7 +194,7 @@ std::shared_ptr<Segment> Segment::create() {
   header->magic = kMagic;
   header->version = kLayoutVersion;
   if (getrandom(header->nonce, sizeof header->nonce, 0) != sizeof header->nonce) fail("getrandom");
-  header->next_free.store(kPage, std::memory_order_relaxed);  // handing the descriptor over by a socket publishes it
+  header->next_free.store(kPage, std::memory_order_relaxed);  // sending the descriptor over a socket publishes it
   std::string nonce = nonce_text(*header);
   return std::shared_ptr<Segment>(new Segment(std::move(fd), std::move(page), std::move(nonce)));
 }
@@ -245,7 +245,8 @@ void Segment::free(std::uint64_t offset, std::size_t bytes) noexcept {
 
 void Segment::hold(int rank) {
   // Open the file again: these locks (F_OFD_SETLK) belong to an open file description, and all ranks share the one that
-  // was handed over. The kernel drops the lock when the process ends, so a killed rank holds nobody up.
+  // was handed over. The kernel drops the lock when the process ends, so a killed rank does not stop its peers'
+  // deadlines for ever.
   hold_ = Fd(open(("/proc/self/fd/" + std::to_string(fd_.get())).c_str(), O_RDWR | O_CLOEXEC));
   struct flock lock = whole_world();
   lock.l_type = F_RDLCK;  // a rank and its data-loader workers may hold the lock at once

@@ -24,7 +24,7 @@ void pass_on(int sig, siginfo_t* info, void* context) {
   if (before.sa_handler == SIG_IGN) return;
   if (before.sa_handler != SIG_DFL) return before.sa_handler(sig);
   sigaction(sig, &before, nullptr);
-  raise(sig);  // blocked until this handler returns
+  raise(sig);  // the signal is blocked until this handler returns
 }
 
 void hear(int sig, siginfo_t* info, void* context) {

@@ -1,5 +1,6 @@
-// The core as a Python module. Its calls take addresses, counts and codes, or plain tensors. Operations keep no Python
-// object, and wait without the GIL.
+// The core as a Python module, whose stub is src/phalanx/_core.pyi: a change here needs the same change there. Its
+// functions take addresses, counts and codes, or plain tensors. Operations hold no reference to a Python object, and
+// wait without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/chrono.h>
 #include <nanobind/stl/function.h>
@@ -31,8 +32,8 @@ namespace phalanx {
 namespace {
 
 
-/// Hooks of a rank that joins a group: each tick also calls a Python function, which looks for errors of other ranks in
-/// the store.
+/// Hooks of a rank that joins a group: each tick also calls a Python function, which looks in the store for errors of
+/// other ranks.
 class JoinHooks : public PythonHooks {
  public:
   JoinHooks(WithoutGil& thread, nb::object& look) : PythonHooks(thread), look_(look) {}
@@ -56,7 +57,7 @@ nb::object error_object(std::exception_ptr error) {
   }
 }
 
-/// A queue of finished operations, by number, whose futures are yet to be fulfilled. Python threads read it.
+/// A queue of the numbers of finished operations whose futures are yet to be completed. Python threads read the queue.
 ///
 /// Held by shared_ptr, so that a native thread that drops the last reference needs no GIL.
 class Completions : public std::enable_shared_from_this<Completions> {
@@ -66,7 +67,7 @@ class Completions : public std::enable_shared_from_this<Completions> {
     numbers_.push_back(number);
     ready_.notify_one();
   }
-  /// The next number, or -1 once closed.
+  /// Wait for the next number and return it; -1 once the queue is closed and empty.
   std::int64_t pop() {
     std::unique_lock lock(mutex_);
     ready_.wait(lock, [&] { return closed_ || !numbers_.empty(); });

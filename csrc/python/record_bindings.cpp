@@ -1,9 +1,10 @@
 // The black box as Python sees it, and how the line of a call is found.
 //
 // Every event has a line, so that a rank that is killed while it computes shows the line of its last call. Finding the
-// line means walking up Python's frames. 3 to 6 of them belong to torch and to us, and each becomes a Python object on
-// the way. Two small tables remember recent functions and instructions, so a line costs up to 1 us. Reading the frames
-// in place would cost less, but their layout changes with each Python, and a mistake would kill a training run.
+// line means walking up Python's frames. 3 to 6 frames belong to torch and to Phalanx, and each frame becomes a Python
+// object on the way. Two small tables remember recent functions and instructions, so a line costs up to 1 us. Reading
+// the frames in place would cost less, but their layout changes with each version of Python, and a mistake would kill a
+// training run.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -26,8 +27,8 @@ std::string shown_file(PyObject* code) {
   try {
     return nb::cast<std::string>((*g_shown_file)(nb::handle(code)));
   } catch (const nb::python_error& error) {
-    // If the recursion is too deep, the event goes without a line. Any other exception was raised by a signal handler
-    // and belongs to the user.
+    // If the recursion is too deep, the event has no line. Any other exception was raised by a signal handler and
+    // belongs to the user.
     if (!error.matches(PyExc_RecursionError)) throw;
     return {};
   }
@@ -77,8 +78,8 @@ const std::string& file_of(PyObject* code) {
   return found->second;
 }
 
-// The stable ABI lacks the two functions below, and so does Python before 3.11. Reading an attribute instead creates an
-// object each time.
+// The stable ABI and Python before 3.11 lack the C functions that these two helpers wrap. Without those functions, the
+// helpers read an attribute of the frame instead, which creates an object each time.
 #if defined(Py_LIMITED_API) || PY_VERSION_HEX < 0x030b0000
 nb::object caller_of(PyFrameObject* frame) {
   static PyObject* const f_back = PyUnicode_InternFromString("f_back");
@@ -122,7 +123,7 @@ std::uint32_t recorded_site() {
     if (!file.empty()) return line_of(*writer, raw, code.ptr(), file);
     frame = caller_of(raw);
   }
-  PyErr_Clear();  // walking up failed, for lack of memory: the event goes without a line
+  PyErr_Clear();  // walking up failed for lack of memory: the event has no line
   return 0;
 }
 
