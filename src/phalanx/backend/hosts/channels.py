@@ -147,7 +147,7 @@ class GlooChannel:
     def _identify(
         self, store: Store, rank: int, ranks: list[int], timeout_s: float, silence_s: float
     ) -> dict[int, Link]:
-        """Return the connection to each rank, recognised by the addresses at its ends."""
+        """Return the connection to each rank, recognized by the addresses at its ends."""
         opened = [fd for target, fd in self._fresh if target.startswith("socket:")]
         made = [connection for fd in opened if (connection := duplicate(fd)) is not None]
         store.set(f"links/{rank}", json.dumps(sorted({_name(connection.getsockname()) for connection in made})))
