@@ -1,4 +1,4 @@
-"""The hooks that every rank installs in torch, whichever launcher has started it."""
+"""The hooks that every rank installs in torch, whichever launcher started the rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The agent of a node: it agrees with the agents of other nodes, and orders its supervisor to start and stop ranks.
 
-The agent is a process of its own with one thread and without torch, so its heartbeats continue even while the
-supervisor is busy. It dies with the supervisor. Agents meet at ``--master-port``; ranks meet on a port that the node of
-rank 0 reserves for each attempt. Questions of ``phalanx why`` travel over the connections between agents (`questions`).
+The agent is a process of its own without torch, so its heartbeats continue even while the supervisor is busy. One
+thread does everything except name lookups and the polls of `notices`, which may block. The agent dies with the
+supervisor. Agents meet at ``--master-port``; ranks meet on a port that the node of rank 0 reserves for each attempt.
+Questions of ``phalanx why`` travel over the connections between agents (`questions`).
 
 TORCHELASTIC_RESTART_COUNT counts every attempt, as on one node. Failures and lost nodes count against
 ``--max-restarts``; new nodes do not. A node that joins waits for the next snapshot; otherwise the other nodes would
@@ -84,13 +85,13 @@ class Agent:
         self._joining_s = time.monotonic()
         self._times: dict[
             str, tuple[float, float]
-        ] = {}  # for each peer: when it sent its last heartbeat (its clock), and when that arrived (ours)
+        ] = {}  # for each peer: when it sent its last heartbeat (its clock), and when that heartbeat arrived (ours)
         self._clocks = Clocks()
         self._nodes: dict[str, Node] = {}  # linked nodes by id
         self._signs: dict[str, messages.LossSign] = {}  # how the loss of a node was noticed, by host
         self._num_ranks: dict[str, int] = {}  # ranks of each node in this node's latest attempt
         self._waits_for = ("", 0.0, False)
-        self._seen: dict[str, Node] = {}  # members of the job that were seen while this node was not one
+        self._seen: dict[str, Node] = {}  # members of the job, seen while this node was no member
         self._num_starts = job.num_starts
         self._is_running = self._is_leaving = False
         self._is_next = True  # whether this node is the next to leave, as the supervisor was last told
@@ -123,7 +124,8 @@ class Agent:
         has_port = may_lead or not is_here or (self._turn is not None and not asked)
         may_lead = may_lead and not self._job.joins
         port = self._endpoint[1]
-        # If several nodes share a host, one gets the port. On every host, the others look for a restarted node there.
+        # Other nodes look for a restarted node at this port of its host, whichever host that is. If several nodes share
+        # a host, only one gets the port.
         try:
             listener = open_listener(port if has_port else 0)
             self._is_root = may_lead
@@ -233,7 +235,7 @@ class Agent:
         self._leave(cause)
 
     def _begin_anew(self, why: str) -> None:
-        """Have the ranks stopped, and start over as an agent that joins the older side of this job."""
+        """Ask the supervisor to stop the ranks, then start over as an agent that joins the older side of this job."""
         self._send(messages.Join(why))
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline and (self._agreement.others_stay or self._is_running):
@@ -336,7 +338,7 @@ class Agent:
     def _ask_supervisor(self) -> None:
         """Ping the supervisor once a second; exit if it has not answered for `ANSWERS_S`.
 
-        A silent supervisor has been stopped (SIGSTOP), and the other nodes are to continue without this one.
+        A silent supervisor is suspended (SIGSTOP), and the other nodes have to continue without this node.
         """
         now_s = time.monotonic()
         if now_s - self._asked_s >= _ASK_S:
@@ -363,7 +365,7 @@ class Agent:
         if "state" in message:
             beat, now_s = read_value(message, messages.Heartbeat), time.monotonic()
             if peer not in self._times:
-                self._told = None  # so that a heartbeat goes out now: the peer waits for one that echoes its own
+                self._told = None  # so that a heartbeat is sent now: the peer waits for an echo of its own
             if beat.echo and peer in self._nodes:
                 self._clocks.heard(self._nodes[peer].host, beat.echo, beat.came, beat.at, now_s)
             self._times[peer] = beat.at, now_s

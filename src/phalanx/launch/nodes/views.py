@@ -36,12 +36,12 @@ class Node:
     Attributes:
         id: Identifier of the agent's process; a node that is started again has a new one.
         host: Hostname, for people.
-        address: Address at which the other nodes reach it.
+        address: Address at which the other nodes reach this node.
         port: Port on which the agent listens.
-        num_ranks: Maximum number of ranks; in a view, the number in its attempt.
-        position: Fixed number of the node (static rendezvous); -1: it has none.
-        label: Label shared by nodes that may be lost together; empty: none.
-        replica_port: Port on which the node takes replicas of snapshots; 0: it takes none.
+        num_ranks: Maximum number of ranks; in a view, the number of ranks in the view's attempt.
+        position: Fixed number of the node (static rendezvous); -1: the number is not fixed.
+        label: Label shared by nodes that may be lost together; empty: the node has no label.
+        replica_port: Port on which the node accepts replicas of snapshots; 0: it accepts no replicas.
     """
 
     id: _Name
@@ -122,9 +122,9 @@ class View:
         members: Nodes, in the order of their ranks.
         attempt: Number of earlier attempts, however they ended.
         restarts: Number of failures so far.
-        cause: Failure of the previous attempt; None: it did not fail.
-        bases: Groups of nodes of the views that may have been the last to start; each group has to agree to this view.
-        places: Addresses and ports of all nodes that have taken part; a restarted node is looked for there.
+        cause: Cause of the previous attempt's failure; None: that attempt did not fail.
+        bases: Groups of the earlier views that may have been the last to start; each group has to agree to this view.
+        places: Addresses and ports of all nodes that have taken part, at which the leader looks for restarted nodes.
         job: Id of the node that proposed the first view of this job.
     """
 
@@ -174,12 +174,12 @@ class State:
         is_leaving: Whether it is about to leave the job on purpose.
         is_done: Whether its ranks have succeeded in this view.
         failure: Failure of one of its ranks in this view.
-        running: If the node leads: key of the view whose nodes are to train.
-        port: Port that it holds for rank 0, if it is the first node of the view; 0: none yet.
+        running: Key of the view whose nodes have to train, if the node leads.
+        port: Port that it holds for rank 0, if it is the first node of the view; 0: it holds no port yet.
         result: End of the job; None: the job has not ended.
         job: Id of the job of its view.
         num_ranks: Number of its ranks in the next attempt, unless its `failure` is the cause and gives another number.
-        cause: If the node leads: reason for ending this view's attempt.
+        cause: Reason for ending this view's attempt, if the node leads.
     """
 
     term: int = -1
@@ -206,11 +206,11 @@ class Rules:
 
     Attributes:
         silence_s: Seconds of silence after which a node is lost.
-        last_call_s: Seconds to wait for more nodes at the start of the job, once the minimum has come.
+        last_call_s: Seconds to wait for more nodes at the start of the job, once the minimum number has joined.
         join_s: Seconds that new nodes wait for the next snapshot; after that, all ranks restart without it.
         has_positions: Whether nodes have fixed numbers.
         spares: Number of nodes beyond the maximum that wait as spares.
-        preempted_s: Seconds for all ranks to end once some have been preempted.
+        preempted_s: Seconds in which all ranks must end, once some ranks have been preempted.
     """
 
     min_nodes: int
@@ -225,7 +225,7 @@ class Rules:
 
 
 def seat(old: Sequence[str], present: Sequence[Node], rules: Rules) -> list[Node]:
-    """Return the nodes of the next view in order: old nodes keep their places, and newcomers fill the gaps.
+    """Return the nodes of the next view, in order: old nodes keep their places, and newcomers fill the gaps.
 
     Args:
         old: Ids of the nodes of the previous view.
