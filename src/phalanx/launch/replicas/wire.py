@@ -23,7 +23,7 @@ class Wire:
     """One end of a connection between two replicators.
 
     Args:
-        end: Connected socket, owned from now on; None: there is none.
+        end: Connected socket, owned from now on; None: this object stands for a closed connection.
     """
 
     def __init__(self, end: socket.socket | None) -> None:
@@ -70,8 +70,8 @@ class Wire:
     def ask(self, offer: Mapping[str, Any]) -> dict[str, Any]:
         """Make an offer and return the answer.
 
-        The other end acknowledges the offer before it makes room, which may take long. So this end soon gives up on one
-        that has been stopped or is restarting.
+        Making room may take long, so the other end acknowledges the offer first. If the acknowledgement does not arrive
+        soon, the other process is suspended or restarting, and the call fails.
 
         Raises:
             OSError, ValueError: As in `hear`.
@@ -106,7 +106,7 @@ class Wire:
         self._end.sendall(data)
 
     def send_file(self, fd: int, at: int, length: int) -> None:
-        """Send bytes of a file. If they are overwritten before they have arrived, the new bytes may arrive instead."""
+        """Send bytes of a file. If bytes are overwritten before they have arrived, the new bytes may arrive instead."""
         end = at + length
         while at < end:
             try:
