@@ -12,7 +12,7 @@ from phalanx.host.schedulers import Placement
 from phalanx.launch.command.flags import ELASTIC_CALL, STATIC_CALL, Setting
 
 STATIC_PORT = 29500
-"""Default port of the static rendezvous. It and `_C10D_PORT` are the defaults of torchrun."""
+"""Default port of the static rendezvous. This port and `_C10D_PORT` are torchrun's defaults."""
 _C10D_PORT = 29400
 _MOST_MEETING_PLACES = 4  # hosts of a scheduler that become meeting places; each new node connects to all of them
 

@@ -71,8 +71,7 @@ class Replicas:
             self._channel.send(self._view)
 
     def follow(self, view: Mapping[str, Any]) -> None:
-        """Tell the replicator which nodes keep this node's snapshots from now on; `view` is made by
-        `holders.told_of`."""
+        """Tell the replicator which nodes keep this node's snapshots from now on; `holders.told_of` returns `view`."""
         self._view = view
         self._channel.send(view)
 

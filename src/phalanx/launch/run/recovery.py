@@ -31,7 +31,7 @@ from phalanx.record.box import SUFFIX, Box, Event, Tail, load_box
 
 _PAUSE_S, _LATER_PAUSE_S = 0.05, 1.0  # pauses between two reads, at first and later
 _SOON_S = 60.0  # time after the start for which the shorter pause applies
-_RAISED_S = 0.5  # time within which an error that ended the step is recorded, or ends its rank
+_RAISED_S = 0.5  # an error that ended a step is recorded, or ends its rank, within this time
 
 
 class Recovery:
@@ -67,9 +67,9 @@ class Recovery:
         self._lost(Loss(ending=culprit), ends)
 
     def lost_node(self, lost: Ending, sign: LossSign | None, ends: Sequence[Ending]) -> None:
-        """Record the loss of a node, and how this node noticed the loss, if it did."""
+        """Record the loss of a node, and how this node noticed the loss; `sign` is None if it did not notice."""
         loss = Loss(ending=lost, node_sign="left")
-        if sign is None or sign.noticed_s < self._began_s:  # this node did not notice it in this attempt
+        if sign is None or sign.noticed_s < self._began_s:  # this node did not notice the loss in this attempt
             self._lost(loss, ends)
             return
         silent_s = sign.noticed_s - sign.since_s if sign.how == "silent" else 0.0
@@ -119,10 +119,10 @@ class Recovery:
         return pause_s if timeout_s is None else min(timeout_s, pause_s)
 
     def look(self, *, ends: Sequence[Ending] | None = None) -> None:
-        """Read what the first rank has recorded; print the line once its first step is done.
+        """Read the box of the first rank; print the line once the first step is done.
 
         Args:
-            ends: Endings of the ranks of this attempt; None: they are running.
+            ends: Endings of the ranks of this attempt; None: the ranks are running.
         """
         now_s = time.monotonic()
         if self._tail is None or (now_s < self._next_s and ends is None):
@@ -166,7 +166,7 @@ class Recovery:
         self._loss = self._tail = None
 
     def _may_have_failed(self, first: Event, ends: Sequence[Ending] | None) -> bool:
-        """Return whether an error ended, or may have ended, the first step or collective, which then does not count."""
+        """Return whether an error ended, or may have ended, the first step or collective; it then does not count."""
         known = self._seen.has_failed(first)
         if known is not None:
             return known

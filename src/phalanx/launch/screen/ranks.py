@@ -2,8 +2,8 @@
 
 A traceback that begins on a rank's stderr is not shown on the screen at once. If the rank ends, the traceback goes into
 the report of the failure. If the rank does not end within 5 s (30 s after torch's own prefix, which only an uncaught
-exception has), it has evidently gone on, and the traceback is shown. The logs get everything at once. A log that can't
-be written does not end the job: training may write to another disk, and this one may be full because of the logs.
+exception has), it has evidently continued, and the traceback is shown. The logs get everything at once. A log that
+can't be written does not end the job: training may write to another disk, and this one may be full because of the logs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.record.notes import has_ended_for_restart, was_preempted
 
 _LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
 _MAX_READS = 64  # buffers; more than a full pipe holds
-_TAIL_BYTES = 64 * 1024  # kept of stderr: enough for the longest traceback that anybody reads
+_TAIL_BYTES = 64 * 1024  # part of stderr that is kept: enough for the longest traceback
 
 
 class Output:
@@ -45,7 +45,7 @@ class Output:
         rank_fd: The rank's end, until it is handed over.
         tail: Last part of the output, which is searched for the cause of a failure.
         log_problem: Reason why the log is incomplete; "" if it is complete.
-        ended: Whether no process can write to it any more.
+        ended: Whether no process can write to the stream any more.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Output:
                 self._view.finish()
 
     def hand_over(self) -> None:
-        """Close our copy of the rank's end, because the rank has its own now."""
+        """Close our copy of the rank's end, because the rank now has a copy of its own."""
         os.close(self.rank_fd)
         self.rank_fd = -1
 
@@ -211,7 +211,7 @@ class Rank:
 
     @property
     def said_why(self) -> bool:
-        """Whether the rank has printed an exception that no other rank caused, so that it has ended or soon will."""
+        """Whether the rank has printed an exception that no other rank caused; it then has ended or will soon end."""
         words = self._last_words()
         return bool(words.kind) and not is_victim(words)
 
@@ -226,7 +226,7 @@ class Rank:
         """
         code = os.waitstatus_to_exitcode(status)
         self._drain(is_reported=is_reported and code != 0)
-        is_crash = code < 0 and not self.asked_to_end  # even if it raised before: stderr shows where it crashed
+        is_crash = code < 0 and not self.asked_to_end  # even if it raised earlier: stderr shows where it crashed
         words = read_stderr(self.stderr.tail) if is_crash else self._last_words() if code else LastWords()
         self.end = self._outcome(code, words)
         if self.end.failed:
@@ -234,7 +234,7 @@ class Rank:
         return self.end
 
     def record_pause(self) -> Ending:
-        """Record that an exception ended the rank's part in this attempt, and that its process waits for the next."""
+        """Record that an exception ended the rank's part in this attempt; its process waits for the next attempt."""
         self._drain(is_reported=True)
         code = PREEMPTED_CODE if has_ended_for_restart(self.folder) else 1
         self.pause = self._outcome(code, self._last_words())

@@ -44,8 +44,8 @@ def spawn(
     Processes that a rank starts end with the rank; if they leave the rank's process group, they end with this process.
 
     Args:
-        fn: Function of a module, of a notebook, or of a script that guards the call of `spawn` with ``if __name__ ==
-            "__main__":``; or a lambda.
+        fn: Function of a module, a script or a notebook, or a lambda. A script must guard its call of `spawn` by a test
+            for ``__name__ == "__main__"``.
         args: Arguments after the rank; they are pickled.
         nprocs: Number of ranks, at least 1.
         join: Whether to wait for the ranks and return their results in rank order; otherwise a `SpawnContext` is

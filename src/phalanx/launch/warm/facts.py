@@ -1,4 +1,4 @@
-"""Properties that a process inherits when it starts. A warm process serves only jobs that would inherit the same."""
+"""Inherited properties of a process. A warm process serves only jobs that would inherit the same properties."""
 
 from __future__ import annotations
 

@@ -125,8 +125,7 @@ class _Place:
             os.close(null)
 
     def refuse(self, why: str) -> NoReturn:
-        """Tell the client why this process does not run the job, and exit; the client asks elsewhere, or starts
-        cold."""
+        """Tell the client why this process does not run the job, and exit; the client then looks elsewhere."""
         self._channel.send(why)
         os._exit(0)
 

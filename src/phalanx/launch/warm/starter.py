@@ -175,8 +175,7 @@ def _execute(
 
 
 def describe(path: str) -> dict[str, Any] | None:
-    """Return a warm process's description of itself; its pid and "state" if it is silent; None if there is no
-    process."""
+    """Return a warm process's description of itself, or its pid and "state" if it is silent; None if it has ended."""
     return _ask(path, "list")
 
 
