@@ -91,8 +91,8 @@ def make_plan(argv: Sequence[str], environ: Mapping[str, str], parser: Parser | 
     Args:
         parser: Parser of another command that accepts these flags, too; default: the parser of ``phalanx run``.
 
-        Raises:
-            UsageError: A flag is wrong, or flags contradict each other.
+    Raises:
+        UsageError: A flag is wrong, or flags contradict each other.
     """
     settings, target, place = read_command(argv, environ, parser=parser)
     value = {name: setting.value for name, setting in settings.items()}

@@ -126,8 +126,8 @@ class RestartPolicy:
     def is_time_to_regrow(self, lived_s: float) -> bool:
         """Return whether to restart with MAX ranks now.
 
-        If it returns True, the restart has been announced to the ranks, which then do not ask the scheduler for another
-        job.
+        If the result is True, the restart has been announced to the ranks, which then do not ask the scheduler for a
+        new job.
         """
         self.is_regrowing = self.size.is_time_to_regrow(lived_s)
         if self.is_regrowing:

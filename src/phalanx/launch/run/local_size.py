@@ -1,8 +1,8 @@
 """The number of ranks on a node in each attempt.
 
 With ``--nproc-per-node MIN:MAX`` a node continues with fewer ranks when some can't be restarted, and adds them again
-later. Both depend on progress. An attempt has made progress if the supervisor's memory holds a newer snapshot, complete
-on every rank of the node.
+later. Both depend on progress. An attempt has made progress if the supervisor's memory holds a snapshot of this attempt
+that is complete on every rank of the node.
 
 - **Shrinking.** After an attempt that fails within 10 s and without progress, the next attempt has one rank fewer. If
   the failed attempt had MIN ranks, the job ends, because the same start would fail again.
@@ -50,7 +50,7 @@ class LocalSize:
         self._proven = 0  # number of ranks that made progress before MAX was tried again; 0: no trial
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # newest with snapshots here, also replicas, at its start
+        self._attempt_before = newest_attempt(self._fd)  # newest one with snapshots here, or replicas, when this began
         self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check, once the wait is over
 
     @property
@@ -136,7 +136,7 @@ class LocalSize:
 
 
 class SharedSize:
-    """The number of ranks of one node among several: the number that the node offers, and the agreed one.
+    """The number of ranks of this node in a job of several nodes: the number that it offers, and the agreed number.
 
     Only the node whose rank was the cause of a failure changes its number. Nodes agree on the cause only after each
     node has reported its own failure, so the report says what the node will do if its failure is the cause.

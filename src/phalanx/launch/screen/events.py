@@ -52,8 +52,7 @@ class EventLoop:
             os.write(self._wake_write, b"\0")
 
     def stop_process(self) -> None:
-        """Suspend this process, as SIGTSTP does by default, until SIGCONT. If no shell could send SIGCONT, do
-        nothing."""
+        """Suspend this process until SIGCONT, as SIGTSTP does by default; do nothing if no shell could continue it."""
         before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, before)
