@@ -1,4 +1,4 @@
-"""Limits on how long the launcher waits for a rank, another node or the kernel; each of them may never respond.
+"""Limits on how long the launcher waits for a rank, another node or the kernel; none of them is certain to respond.
 
 A wait ends as soon as it succeeds. `LATE_S`, `IMPORT_S` and `NODES_S` are not limits but delays before a message. Times
 that the user sets, such as ``--shutdown-timeout``, are in `command.flags`.
@@ -51,7 +51,7 @@ JOIN_S: Final = 600.0
 """Time for the minimum number of nodes to meet, also after a loss; torch's c10d rendezvous has the same limit."""
 
 ANSWERS_S: Final = 10.0
-"""Time for a supervisor and its agent to answer each other; if either is silent for longer, the node stops."""
+"""Time for a supervisor and its agent to answer each other; if either is silent for longer, the node drops out."""
 
 AGENT_S: Final = 5.0
 """Longest silence of an agent before its supervisor kills the ranks: other nodes may be continuing without this one."""
@@ -81,7 +81,7 @@ WARM_REQUEST_S: Final = 1.0
 """Time for a client that has connected to a warm process to send its request."""
 
 WARM_REPLY_S: Final = 0.5
-"""Time for a warm process to describe itself; one that is still importing torch can't answer."""
+"""Time for a warm process to describe itself; while it is still importing torch, it can't answer."""
 
 WARM_STAY_S: Final = 600.0
 """Time for which a warm process waits for the next job, unless the last job set --warm-for."""

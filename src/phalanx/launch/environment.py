@@ -20,7 +20,7 @@ from phalanx import _env
 from phalanx.host.cpus import Share
 from phalanx.rendezvous.launched import Launch
 
-# MKL, OpenBLAS and numexpr obey this variable, too, unless their own are set.
+# MKL, OpenBLAS and numexpr obey this variable, too, unless variables of their own are set.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 # Variables by which users choose how OpenMP threads wait; GOMP_ is GCC's runtime, KMP_ LLVM's and Intel's.
 WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
@@ -49,9 +49,9 @@ def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, 
 def shared_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
     """Return the environment that all ranks of a node share; variables that the user has set are kept.
 
-    Every rank has the same number of threads, the one in `share`. Ranks write into pipes, so their streams are made
-    unbuffered; otherwise the last output of a dying rank could be lost. A crash in native code prints the stacks of
-    Python's threads.
+    Every rank gets the number of threads in `share`, which is the same for all ranks. Ranks write into pipes, so their
+    streams are made unbuffered; otherwise the last output of a dying rank could be lost. A crash in native code prints
+    the stacks of Python's threads.
     """
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     # An outer launch may have set this variable; this launch sets its own value for each rank.
@@ -116,7 +116,7 @@ def rank_environment(attempt: Attempt, local_rank: int, error_file: str) -> dict
         "TORCHELASTIC_RUN_ID": attempt.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(attempt.max_restarts),
-        # Rank 0 itself serves the store, a new one in each attempt.
+        # Rank 0 itself serves the store, and each attempt has a new store.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": error_file,
         _env.EPOCH_VARIABLE: json.dumps(attempt.epoch) if attempt.epoch else "",

@@ -25,7 +25,8 @@ class Job:
         command: Command of every rank: the interpreter with its script or module, or any program.
         typed: Command line of the launcher as the user typed it; empty: unknown.
         remark: Line to print about `typed`; empty: print nothing.
-        preload: Whether ranks are forked from one process that has imported torch; otherwise each is started anew.
+        preload: Whether ranks are forked from one process that has imported torch; otherwise each rank starts a new
+            interpreter.
         head: Variables that the script sets before it imports torch; the forker sets them, too, before its own import
             of torch.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
@@ -45,13 +46,13 @@ class Job:
         run_id: Name of the job, TORCHELASTIC_RUN_ID.
         role: Role of the ranks, ROLE_NAME.
         master_addr: Host on which rank 0 serves the store.
-        master_port: Port of the store; 0: a free one, held by the supervisor.
+        master_port: Port of the store; 0: a free port, which the supervisor reserves.
         num_replicas: Number of other nodes that keep a copy of each part of a sharded state.
         host_label: Name of this node's failure domain; empty: the node is a domain of its own.
         local_addr: Address of this node; empty: the address from which it connects to the other nodes.
         max_restarts: Number of times that the ranks are restarted after a failure.
         keeps: Whether ranks that did not cause a failure may continue in the same process.
-        spares: Number of nodes beyond `max_nodes` that wait to take the place of a lost one.
+        spares: Number of nodes beyond `max_nodes` that wait to take the place of a lost node.
         drain_file: File whose appearance takes this node out of the job; empty: no file is watched.
         drain_url: URL whose answer may take this node out of the job, see `notices`; empty: no URL is polled.
         drains: Whether the first SIGTERM takes this node out of a job of several nodes; the other nodes continue.

@@ -26,7 +26,7 @@ from phalanx.wire.messages import read_value, understand
 WARM_UP_STEPS = 3
 """Number of steps that a rank takes before its first report; these steps allocate memory and choose kernels."""
 COMPILE = "compile"
-"""Name of the change that compiles the model; it is no setting of a Trainer."""
+"""Name of the change that compiles the model; a Trainer has no setting for this."""
 _PAUSE_S = 0.01
 _WITH_FUSED_FORM = ("SGD", "Adam", "AdamW", "Adagrad")  # optimizers with a fused form on the CPU
 _ENDLESS = 10**9
@@ -81,7 +81,7 @@ def variables(folder: str, changes: Mapping[str, Any], first_steps: int = WARM_U
 
 
 def begin() -> None:
-    """Become part of a trial if this rank was started for one. torch must have been imported."""
+    """Become part of a trial if this rank was started for a trial. torch must have been imported."""
     global _current
     text = _env.environment().get(_env.TRIAL_VARIABLE)
     if text and _current is None:
@@ -90,7 +90,7 @@ def begin() -> None:
 
 
 def of_trainer(given: Mapping[str, Any], model: Any) -> tuple[dict[str, Any], Trial]:
-    """Return the settings that a Trainer uses in this trial in place of its own.
+    """Return the settings that a Trainer uses in this trial, in place of the settings that it was given.
 
     The second value is a callback, which the Trainer calls after each step.
     """
@@ -138,7 +138,7 @@ class Trial:
         return {**given, **endless, **unsaved, **uncompared, **self._changes}
 
     def watch(self) -> None:
-        """Time every step of the first optimizer, and count the samples that loaders hand out for it."""
+        """Time every step of the first optimizer, and count the samples that loaders yield for each step."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
         from torch.utils.data import DataLoader, IterableDataset
 

@@ -66,7 +66,8 @@ class Presence:
     Two kinds of launchers take no part: launchers that a rank has started, since they use the rank's cores, and trials
     of ``phalanx tune``, since they run one at a time. If the folder can't be made, `others` is empty.
 
-    Source: POSIX record locks. They end with their process, whatever ends it, and are not inherited by fork.
+    Source: POSIX record locks. These locks end with their process, whatever ends the process, and are not inherited by
+    fork.
     """
 
     def __init__(self, claim: Claim) -> None:
@@ -109,7 +110,7 @@ class Presence:
 
 
 def _claims_in(folder: str) -> dict[int, Claim]:
-    """Return the claims of other living processes, by pid, and remove those of processes that were killed."""
+    """Return the claims of other living processes, by pid, and remove the claims of killed ones."""
     claims = {}
     for name in os.listdir(folder):
         pid = name.removeprefix(_KIND).partition("-")[0]
@@ -131,8 +132,8 @@ def _claims_in(folder: str) -> dict[int, Claim]:
 def crowding(own: Claim, others: Mapping[int, Claim]) -> list[str]:
     """If our cores are too few for all jobs that use them, return lines that name the other jobs and say what to set.
 
-    Several nodes of one job on one machine imitate a cluster. They may have more ranks than there are cores, as long as
-    each rank has only one thread.
+    Several nodes of one job on one machine imitate a cluster. These nodes may have more ranks than there are cores, as
+    long as each rank has only one thread.
     """
     sharing = {pid: other for pid, other in others.items() if set(other.cpus) & set(own.cpus)}
     everyone = [own, *sharing.values()]

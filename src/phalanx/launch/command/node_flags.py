@@ -32,8 +32,9 @@ def scheduled_flags(place: Placement | None) -> dict[str, str]:
 def with_spares(settings: dict[str, Setting], place: Placement | None) -> dict[str, Setting]:
     """Return the settings, adjusted for --spares.
 
-    A scheduler counts the spares among the nodes that it has started, so they are subtracted. A node that takes
-    another's place can't have a fixed number, so the rendezvous backend becomes c10d unless the user has named one.
+    A scheduler counts the spares among the nodes that it has started, so they are subtracted. A node that takes the
+    place of another node can't have a fixed number, so the rendezvous backend becomes c10d unless the user has named
+    one.
     """
     spares, nnodes, changed = settings["spares"], settings["nnodes"], {}
     if not spares.value or settings["standalone"].value:

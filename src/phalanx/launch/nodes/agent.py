@@ -58,7 +58,7 @@ RUN_AGENT = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.laun
 
 
 class _Refused(Exception):
-    """A node of the job has refused this one."""
+    """A node of the job has refused this node."""
 
 
 class Agent:
@@ -71,7 +71,7 @@ class Agent:
     def __init__(self, channel: PacketSocket, job: messages.Settings) -> None:
         self._channel, self._job = channel, job
         config = job.rdzv_conf
-        self._turn: int | None = None  # index of this host in the list of meeting places; None: it may not lead
+        self._turn: int | None = None  # index of this host in the list of meeting places; None: never leads
         self._is_static = job.rdzv_backend == "static"
         self._join_s = float(config.get("timeout", NAME_S) if self._is_static else config.get("join_timeout", JOIN_S))
         self._meeting_places = [_place(text) for text in job.rdzv_endpoint.split(",")]
@@ -101,7 +101,7 @@ class Agent:
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which this node has waited for others, or for a name to resolve."""
+        """Seconds for which this node has waited for other nodes, or for a name to resolve."""
         return time.monotonic() - self._joining_s
 
     # ------------------------------------------------------------ joining
@@ -164,7 +164,7 @@ class Agent:
         why = ""
 
         def look() -> dict[int, bool] | None:
-            """Return, for each name that resolves, whether it is this host's; None if none resolves."""
+            """Return, for each name that resolves, whether it names this host; None if no name resolves."""
             nonlocal why
             is_new, found = not why, {}
             for number, (host, _) in enumerate(self._meeting_places):
@@ -250,7 +250,7 @@ class Agent:
 
         Args:
             waits: Whether to wait until the other nodes know how the job has ended; False if they continue without this
-                one.
+                node.
         """
         deadline = time.monotonic() + LEAVE_S
         self._beat(is_forced=True)
@@ -262,7 +262,7 @@ class Agent:
         self._links.flush(LEAVE_S)
 
     def _take_turn(self) -> None:
-        """Lead the job from this meeting place if no agent answers at the earlier ones."""
+        """Lead the job from this meeting place if no agent answers at the earlier places."""
         job = self._job
         if self._agreement.view is not None or not self._turn or job.joins or "is_host" in job.rdzv_conf:
             return

@@ -46,7 +46,7 @@ class AgentClient:
         self._reserved: ReservedPort | None = None
         self._replicas: Replicas | None = None
         self._running = self._stopped = False
-        self._steps: dict[bytes, int] | None = None  # newest steps when the wait for newer ones began
+        self._steps: dict[bytes, int] | None = None  # newest steps when the wait for newer steps began
         self._heard_s = time.monotonic()  # time of the agent's last ping
         self._stopped_s = 0.0  # longest pause between two pings
         self._num_asked = 0  # pings since the agent began
@@ -229,7 +229,7 @@ class AgentClient:
             self._obey(messages.read_packet(packet))
         if not self._channel.alive:
             self._ranks.events.unwatch(self._channel.fileno())
-            self._ranks.shutdown.kill()  # the other nodes count this one as dead, and continue without it
+            self._ranks.shutdown.kill()  # the other nodes count this node as dead, and continue
 
     def _obey(self, order: Any) -> None:
         match order:

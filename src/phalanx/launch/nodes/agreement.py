@@ -1,4 +1,4 @@
-"""The agreement on which nodes train together: what one node knows about the others, and what it does next.
+"""The agreement on which nodes train together: what a node knows about the other nodes, and what it does next.
 
 Nothing in this module waits, reads a clock or owns a socket, so ``tests/launch/simulated_nodes.py`` simulates thousands
 of accidents in a second. `links` carries the messages between nodes, and `agent` carries out what this module decides.
@@ -11,7 +11,7 @@ view succeeds it.
 
 If the network is cut in two, the two sides never train at the same time, because
 
-- a leader needs votes, and two nodes never have enough at the same time: see `election`;
+- a leader needs votes, and two nodes never have enough votes at the same time: see `election`;
 - a view starts once all its nodes have accepted it and have sent it to every node that they can reach. Until a view is
   known to have started, the last view that started may be an earlier one, so a leader also needs the votes of the nodes
   of those earlier views (joint consensus);
@@ -131,7 +131,7 @@ class Agreement:
         """Remove a peer: the link to a node is down.
 
         Args:
-            has_ended: Whether the node's kernel reports that its process has ended; otherwise it was silent.
+            has_ended: Whether the node's kernel reports that its process has ended; otherwise the node was silent.
         """
         if self._strangers.pop(peer, None) is None:
             self._election.unlinked(peer, has_ended=has_ended, now_s=now_s)
@@ -160,7 +160,7 @@ class Agreement:
             self.result = Result(other_side(self._strangers[peer].node.host))
 
     def handed(self, view: View, *, is_started: bool, age_s: float = 0.0) -> None:
-        """Adopt a view if it is newer than this node's.
+        """Adopt a view if it is newer than the view of this node.
 
         Args:
             view: View that another node has sent, or that this node proposes.
@@ -313,7 +313,7 @@ class Agreement:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the job is training, on this node or on others."""
+        """Whether the job is training, on this node or on other nodes."""
         leading = self._election.leading
         return (leading.state.running if leading is not None else self._running) != NO_VIEW
 
@@ -340,7 +340,8 @@ class Agreement:
         return missing and f"{loss}{missing}"
 
     def _bases(self) -> tuple[Group, ...]:
-        """Return the groups whose votes a leader needs: those of the views that may have been the last to start."""
+        """Return the groups whose votes a leader needs: the groups of all views that may have been the last to
+        start."""
         if self.view is None:
             return (Group(self.me.id, (self.me.id,)),)
         if self._has_started:

@@ -24,7 +24,7 @@ class AttemptWatch:
         has_left: Whether this node has stopped its ranks because it could not reach all other nodes.
         failure: Failure of one of this node's ranks; None: no rank has failed.
         num_asked: Number of ranks that this node asks for in the next attempt; 0: as many as now.
-        port: Port that this node holds for rank 0; 0: none.
+        port: Port that this node holds for rank 0; 0: it holds no port.
         has_asked_for_port: Whether the supervisor has been asked for a port.
         has_snapshot: Whether the ranks have taken a snapshot since `watch` was called.
         cause: Reason for ending the attempt, if this node leads.
@@ -79,7 +79,7 @@ class AttemptWatch:
         return cause_of_end(self._view, self._told, self.gone, self._election.why_lost)
 
     def is_to_end(self, now_s: float, *, is_idle: bool, has_newcomers: bool) -> bool:
-        """Return whether the leader should end the attempt: it can't continue, or the next one could have more ranks.
+        """Return whether the leader should end the attempt: it has failed, or the next attempt could have more ranks.
 
         Args:
             is_idle: Whether none of this node's ranks is running.

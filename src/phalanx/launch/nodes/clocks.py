@@ -36,8 +36,8 @@ class Clocks:
 
         Args:
             sent_s: Time at which this host sent its heartbeat, by its own clock.
-            came_s: Time at which that heartbeat arrived, by the other clock.
-            answered_s: Time at which the answer was sent, by the other clock.
+            came_s: Time at which that heartbeat arrived, by the other host's clock.
+            answered_s: Time at which the answer was sent, by the other host's clock.
             now_s: Time at which the answer arrived, by this host's clock.
         """
         within_s = ((now_s - sent_s) - (answered_s - came_s)) / 2

@@ -26,7 +26,7 @@ _PROTOCOL = 3
 
 
 class Handshake:
-    """This node's handshake, and its comparison with those of others.
+    """This node's handshake, and its comparison with the handshakes of other nodes.
 
     Args:
         job: Settings of the job.

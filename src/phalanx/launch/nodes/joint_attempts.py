@@ -140,7 +140,8 @@ def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Cause | None, 
     """Return the failure for which the job ends on this node; None if it succeeded.
 
     Raises:
-        SystemExit: The job ends for another reason: a lost node, Ctrl-C on a node, a preemption. The console names it.
+        SystemExit: The job ends for another reason: a lost node, Ctrl-C on a node, a preemption. The console names the
+            reason.
     """
     if cause is None:
         return None

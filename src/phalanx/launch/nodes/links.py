@@ -49,7 +49,7 @@ class LinkOwner(Protocol):
         """Handle the rejection of our handshake by a peer."""
 
     def problem_with(self, handshake: dict[str, Any]) -> str:
-        """Return why the sender of a handshake is not a node of this job; empty: it is one."""
+        """Return why the sender of a handshake is not a node of this job; empty if it is a node of this job."""
 
 
 class _Link:
@@ -274,7 +274,7 @@ class Links:
             self._greeted(link, node)
 
     def _greeted(self, link: _Link, node: Node) -> None:
-        """Use a connection to a node. Of two, both ends keep the one that was dialed by the node with the lower id."""
+        """Use a connection to a node. If there are two, both ends keep the one from the node with the lower id."""
         assert self._me is not None
         if link.dialed is not None:
             self._bury(link.dialed, but=node.id)

@@ -1,7 +1,7 @@
 """Messages between agents, and between an agent and its supervisor. Each message is validated when it is read.
 
 Agents send each other lines of JSON. A supervisor and its agent send packets ``{kind: facts}``; each kind is a
-dataclass of this module, and `read_packet` returns an object of it.
+dataclass of this module, and `read_packet` returns an object of that class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OF_STATE = {field.name for field in dataclasses.fields(State)}
 
 
 def read_state(value: Any) -> State:
-    """Return the state of a node. Every field must be present, even those with a default.
+    """Return the state of a node. Every field must be present, even a field with a default.
 
     Raises:
         ValueError: `value` is not a state.
@@ -33,7 +33,7 @@ def read_state(value: Any) -> State:
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """The state of a node and the times from which the receiver learns the offset of its clock.
+    """The state of the sending node, and the times from which the receiver learns the offset of the sender's clock.
 
     Attributes:
         at: Time of sending, by the sender's clock.
@@ -185,8 +185,8 @@ class Restart:
     """An attempt has failed, and another follows.
 
     Attributes:
-        restarts: Failures of the job so far, this one included.
-        sign: Sign by which this node noticed the failure; None: this node did not notice it.
+        restarts: Failures of the job so far, including this failure.
+        sign: Sign by which this node noticed the failure; None: this node did not notice the failure.
     """
 
     cause: Cause

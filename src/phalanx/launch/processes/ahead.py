@@ -7,8 +7,8 @@ ones, and reports the names of variables that differ. Reads by native code can't
 variable that matches `READ_BY_TORCH` counts as read. This module does not import torch.
 
 ``import torch`` also obeys variables of our own (``PHALANX_REPLACE``). These are unset while the forker or a fork
-server imports torch. The rank obeys them later: when its script imports torch, or, with `phalanx.spawn`, before it
-calls the user's function.
+server imports torch. The rank obeys these variables later: when its script imports torch, or, with `phalanx.spawn`,
+before it calls the user's function.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Imports:
-    """Record of the top-level packages that this process has imported ahead, and of the variables that they read.
+    """Record of the top-level packages that this process has imported ahead, and of the variables that they have read.
 
     Attributes:
         read: Value of each variable that a package has read, by package and name; None: the variable was not set.
@@ -101,7 +101,7 @@ class Imports:
 
 
 def _being_imported(frame: FrameType | None) -> Iterator[str]:
-    """Yield the modules whose import is running, innermost first, except those of Python itself."""
+    """Yield the modules whose import is running, innermost first, except modules of Python itself."""
     while frame is not None:
         if frame.f_code.co_name == "<module>":
             name = str(frame.f_globals.get("__name__", ""))
@@ -111,7 +111,7 @@ def _being_imported(frame: FrameType | None) -> Iterator[str]:
 
 
 class Hidden:
-    """An import finder that keeps packages out of ``sys.modules`` and restores each when the script imports it.
+    """An import finder that keeps packages out of ``sys.modules``, and restores a package when the script imports it.
 
     Args:
         imports: Record of how the packages were imported.
@@ -146,7 +146,7 @@ class Hidden:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore all modules of the package, and of the packages that were imported while it was being imported."""
+        """Restore all modules of the package, and of the packages whose import was part of its import."""
         name, outer = module.__name__, self._imports.outer
         module.__spec__ = self._specs.pop(name)
         packages = [one for one in self._modules if one == name or name in outer.get(one, ())]

@@ -18,7 +18,7 @@ of what Python does.
 
 - with ``--no-preload`` or ``--no-python``;
 - if the user lets OpenMP bind threads to CPUs (``OMP_PLACES`` and the like): OpenMP chooses the CPUs when torch is
-  imported, and all ranks would get the same ones;
+  imported, and all ranks would get the same CPUs;
 - if threads or a device are in use before the fork, because another module that Python loads when it starts uses them;
 - if the script's folder has a module, such as its own ``json.py``, with the name of a module that torch needs.
 """

@@ -4,8 +4,8 @@ Supervisor, reaper and forker watch each other: if one or two of the three are k
 survivor learns of the end of the others from the supervisor's socket, from the kernel (PDEATHSIG) or from a pidfd. Each
 of the three is a subreaper and each rank leads a session, so every process under the forker has a living ancestor that
 kills it. When the supervisor is gone, the forker has six seconds to end the ranks on its own before the reaper kills
-the forker. If the reaper killed it at once and were itself killed in the next millisecond, nobody would be left to end
-the ranks.
+the forker. If the reaper killed the forker at once and were itself killed in the next millisecond, nobody would be left
+to end the ranks.
 
 The reaper does nothing else. It has a name and a command line of its own, because people kill a job by name (``pkill -9
 -f train.py``), and would otherwise kill all three processes at once. If all three are killed, processes that ranks have
@@ -121,7 +121,8 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
 
 
 def _take_name() -> None:
-    """Give this process a name and a command line of its own, so that `pkill -f train.py` kills the job but not it."""
+    """Give this process its own name and command line, so that `pkill -f train.py` does not kill it along with the
+    job."""
     _libc.prctl(_PR_SET_NAME, NAME.encode())
     with contextlib.suppress(OSError):
         fields = stat_fields()

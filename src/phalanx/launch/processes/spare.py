@@ -52,7 +52,7 @@ class Spare:
     """The supervisor's handle for the process that `fork_spare` has forked.
 
     Attributes:
-        pid: Process id of that process, a child of this one.
+        pid: Process id of that process, which is a child of the supervisor.
         client_pid: Process id of the client, which stands for the job at the terminal.
     """
 

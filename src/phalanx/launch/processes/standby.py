@@ -37,7 +37,7 @@ class Standby:
         self._log = log
         self._descriptors = descriptors
         self._forker: Forker | None = None
-        self._is_ready = False  # whether it has imported everything, so that its forks can continue as ranks
+        self._is_ready = False  # whether the forker has imported everything, so that its forks can be ranks
         self._environ: Mapping[str, str] = {}  # environment of the ranks of the next attempt
         self._files: Sequence[str] = ()  # files that name the modules to import
         self._left_out: tuple[str, ...] = ()  # packages not to import

@@ -20,7 +20,7 @@ from phalanx.wire.packets import PacketSocket
 
 # Not started with -m, which would let a json.py in the current folder shadow the standard library's.
 _RUN = "import sys; sys.path[:] = filter(None, sys.path); from phalanx.launch.replicas.replicator import main; main()"
-_FIRST_PAUSE_S = 0.5  # pause before the first restart; each later one is twice as long
+_FIRST_PAUSE_S = 0.5  # pause before the first restart; each later pause is twice as long
 _MOST_PAUSE_S = 60.0
 
 
@@ -39,7 +39,7 @@ class Replicas:
 
     Attributes:
         pid: Process id of the replicator.
-        port: Port on which it receives from other nodes.
+        port: Port on which the replicator receives snapshots from other nodes.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ _AGAIN_S = 0.2
 
 
 class _Offer(NamedTuple):
-    """A snapshot that another host asks this one to keep."""
+    """A snapshot that another host asks this host to keep."""
 
     heads: tuple[Head, ...]
     numbers: tuple[int, ...]

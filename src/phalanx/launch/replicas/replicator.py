@@ -104,7 +104,7 @@ class Replicator:
                 self._copy(wanted, regions)
 
     def _hear(self, timeout_s: float) -> bool:
-        """Process the supervisor's messages; return whether it is alive."""
+        """Process the supervisor's messages; return whether the supervisor is alive."""
         if select.select([self._channel.fileno()], [], [], timeout_s)[0]:
             for packet in self._channel.receive():
                 self._holders = packet["holders"]

@@ -62,7 +62,7 @@ class Wire:
             within_s: Time limit for the whole message; default: `REPLICA_SILENCE_S`.
 
         Raises:
-            OSError: The other end has gone, or takes too long.
+            OSError: The other end has closed the connection, or takes too long.
             ValueError: The data received is not a message.
         """
         return receive_line(self._end, REPLICA_SILENCE_S if within_s is None else within_s, waits=waits)

@@ -120,7 +120,7 @@ class RestartPolicy:
 
     @property
     def may_restart(self) -> bool:
-        """Whether another attempt may follow a failure of the current one."""
+        """Whether another attempt may follow a failure of the current attempt."""
         return self.size.is_trial or self._num_restarts < self._job.max_restarts
 
     def is_time_to_regrow(self, lived_s: float) -> bool:

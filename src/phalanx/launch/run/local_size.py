@@ -9,9 +9,10 @@ that is complete on every rank of the node.
 - **Growing.** After the failure of an attempt that made progress with fewer ranks, the next attempt has MAX ranks. If
   no rank fails for ``--regrow-after`` seconds, the supervisor waits for the next complete snapshot, ends the ranks with
   SIGTERM and starts MAX ranks; at most the step under way is lost. A job without snapshots keeps its size, and so does
-  one in which a rank has already finished.
-- **No cost.** The launcher itself decided to try MAX ranks, so neither that restart nor the one that goes back to fewer
-  ranks counts against ``--max-restarts``. Each time that MAX ranks make no progress, the wait doubles.
+  a job in which a rank has already finished.
+- **No cost.** The launcher itself decided to try MAX ranks, so neither the restart with MAX ranks nor the restart that
+  goes back to fewer ranks counts against ``--max-restarts``. Each time that MAX ranks make no progress, the wait
+  doubles.
 - **Threads** and CPUs are divided anew. If the number of threads changes, the forker is replaced, because torch sizes
   its pools at import: such a restart takes one more import of torch.
 

@@ -97,7 +97,7 @@ class Shutdown:
             silent = not culprit.signal and not culprit.last_words.kind
             awaited = silent and any(rank.said_why for rank in running)
         give_up_s = self._first_failure_s + CAUSE_S
-        if self._job.max_restarts and culprit.raised and not awaited:  # others may raise it, too: see `attempts`
+        if self._job.max_restarts and culprit.raised and not awaited:  # see `attempts`: others may raise it, too
             awaited, give_up_s = bool(running), self._first_failure_s + SAME_S
         if culprit.preempted or culprit.ended_for_restart:  # the other ranks end on their own, too
             awaited, give_up_s = True, self._first_failure_s + self._job.grace_s
@@ -165,7 +165,8 @@ class Shutdown:
             self._first_failure_s += stopped_s
 
     def keep_deadline(self) -> None:
-        """Take the next, harder step once the deadline has passed: end ranks that did not leave their groups; kill."""
+        """Take the next, harder step once the deadline has passed: SIGTERM to ranks that did not leave, then
+        SIGKILL."""
         if self.by is None or not self._events.is_late:
             return
         running = [rank for rank in self._ranks if rank.is_running]

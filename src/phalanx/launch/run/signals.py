@@ -101,7 +101,7 @@ class Signals:
             elif sig == signal.SIGWINCH:
                 for output in (output for rank in self._ranks for output in rank.outputs):
                     output.resize()
-            elif sig in _ONLY_FORWARDED:  # only to ranks: it would kill most processes that they have started
+            elif sig in _ONLY_FORWARDED:  # only to ranks: the signal would kill most of the processes that they started
                 self._forkers.signal(sig, [rank.pid for rank in self._ranks if rank.pid and rank.is_running])
             elif sig == signal.SIGTERM and self.drain is not None:
                 drain, self.drain = self.drain, None
@@ -110,7 +110,7 @@ class Signals:
                 self._say_kill(sig)
                 self._shutdown.end(signal.SIGKILL)
             elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):
-                self._late = sig  # all ranks have ended: it only prevents a restart
+                self._late = sig  # all ranks have ended: the signal only prevents a restart
             else:
                 self._end(sig)
 

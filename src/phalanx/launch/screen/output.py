@@ -7,8 +7,8 @@ writing. While a debugger's prompt is open, the prompt is live, and rank 0 is sh
 If we are on a terminal, rank 0 writes to a pseudo-terminal; all other ranks write to pipes. The pseudo-terminal is
 narrower than the screen by the length of the prefix, because a progress bar that wraps can't be rewritten in place; for
 the same reason, a COLUMNS variable that is too large is emptied for the rank. The Trainer's bar uses rich, which
-captures stderr and shows it on stdout. Under ``phalanx run``, warnings bypass rich; otherwise those of rank 0 would
-look different from those of other ranks.
+captures stderr and shows it on stdout. Under ``phalanx run``, warnings bypass rich; otherwise the warnings of rank 0
+would look different from the warnings of other ranks.
 """
 
 from __future__ import annotations

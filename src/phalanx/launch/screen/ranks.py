@@ -3,7 +3,8 @@
 A traceback that begins on a rank's stderr is not shown on the screen at once. If the rank ends, the traceback goes into
 the report of the failure. If the rank does not end within 5 s (30 s after torch's own prefix, which only an uncaught
 exception has), it has evidently continued, and the traceback is shown. The logs get everything at once. A log that
-can't be written does not end the job: training may write to another disk, and this one may be full because of the logs.
+can't be written does not end the job: training may write to another disk, and the disk of the logs may be full because
+of the logs.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Output:
 
     Attributes:
         fd: The launcher's end of the pipe or terminal; reading it does not block.
-        rank_fd: The rank's end, until it is handed over.
+        rank_fd: The rank's end of the pipe or terminal, until this end is handed over.
         tail: Last part of the output, which is searched for the cause of a failure.
         log_problem: Reason why the log is incomplete; "" if it is complete.
         ended: Whether no process can write to the stream any more.
@@ -126,7 +127,7 @@ class Output:
 
     @property
     def is_holding(self) -> bool:
-        """Whether a traceback is held back until it is known whether the rank ends with it."""
+        """Whether a traceback is held back until it is known whether the rank ends with this traceback."""
         return self._view is not None and self._view.is_holding
 
     def release_late(self) -> None:

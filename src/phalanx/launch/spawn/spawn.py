@@ -40,8 +40,9 @@ def spawn(
     """Run ``fn(rank, *args)`` in `nprocs` processes, like ``torch.multiprocessing.spawn``, and return the results.
 
     Each rank has torchrun's environment, so ``init_process_group()`` needs no arguments. Cores are divided among the
-    ranks, through OMP_NUM_THREADS unless it is set. No rank outlives this process, or the failure of another rank.
-    Processes that a rank starts end with the rank; if they leave the rank's process group, they end with this process.
+    ranks through OMP_NUM_THREADS, unless the user has set this variable. No rank outlives this process, or the failure
+    of another rank. Processes that a rank starts end with the rank; if they leave the rank's process group, they end
+    with this process.
 
     Args:
         fn: Function of a module, a script or a notebook, or a lambda. A script must guard its call of `spawn` by a test

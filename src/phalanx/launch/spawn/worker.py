@@ -231,7 +231,7 @@ def call(fn: Callable[..., Any], form: str, /, *args: Any, **kwargs: Any) -> Any
     """Call the user's function and return its result.
 
     Args:
-        form: Form of the call, such as ``rank, *args``; shown in the error if `fn` takes other arguments.
+        form: Form of the call, such as ``rank, *args``; shown in the error if `fn` does not accept these arguments.
     """
     try:
         return fn(*args, **kwargs)

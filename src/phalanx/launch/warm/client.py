@@ -1,4 +1,4 @@
-"""The client of ``phalanx run --warm``: hands the job over, stands in for it at the terminal, and ends as it ends.
+"""The client of ``phalanx run --warm``: hands the job over, stands for it at the terminal, and ends as the job ends.
 
 The job is forked elsewhere, but its streams, folder, umask, environment and open files (SCM_RIGHTS) are those of this
 process. The client passes signals on, and ends with the wait status that the guard of the job reports. A command

@@ -67,7 +67,7 @@ def guard(
 def _watch(channel: PacketSocket, pid: int, begun: int) -> NoReturn:
     """Tell the client how process `pid` ends, and pass the client's signals on to that process."""
     child = os.pidfd_open(pid)
-    # Until the job begins, the client talks to process `pid`, not to this one.
+    # Until the job begins, the client talks to process `pid`, not to this process.
     if not os.read(begun, 1):
         _, status = os.waitpid(pid, 0)
         # If the process has answered as well, the client uses the answer that arrives first.
@@ -97,7 +97,7 @@ class _Place:
     """Gives this process the client's folder, umask and environment, and later the open files that the client sends.
 
     Args:
-        fds: Descriptors that came with the request: the client's current folder.
+        fds: Descriptors that arrived with the request: the client's current folder.
         tell: The pipe `Loaded.tell`.
         beginning: Pipe through which the guard learns that the job begins.
     """

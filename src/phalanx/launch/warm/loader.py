@@ -34,6 +34,6 @@ def serve_warm(loaded_before: Collection[str]) -> None:
         share_pages()
         gc.enable()
         server.serve()
-    except BaseException as error:  # Python's site module would ignore the error and go on to run a script
+    except BaseException as error:  # Python's site module would ignore the error and run a script
         print(f"the warm process failed: {error!r}", file=sys.stderr, flush=True)
         os._exit(1)

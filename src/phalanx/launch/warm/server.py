@@ -43,7 +43,7 @@ class WarmServer:
 
     Args:
         place: Descriptor of the listening socket, descriptor of a pipe with the output of the imports, and path of the
-            socket, as `starter.start` wrote them.
+            socket, in the form that `starter.start` writes.
         environ: Environment with which this process has imported torch.
         imports: Record of the modules that this process has imported.
         before: Modules that Python itself had loaded when it started.

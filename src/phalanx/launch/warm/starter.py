@@ -1,4 +1,4 @@
-"""Starts a warm process if none of the running ones fits, and hands the job to it."""
+"""Hands a job to a warm process, after starting one if no running warm process fits the job."""
 
 from __future__ import annotations
 
