@@ -38,7 +38,7 @@ def binds_threads(environ: Mapping[str, str]) -> bool:
 def thread_environment(inherited: Mapping[str, str], share: Share) -> dict[str, str]:
     """Return `inherited` with OMP_NUM_THREADS, the size of thread pools, added unless the user has set it.
 
-    If ranks are crowded, OpenMP threads are to sleep while they wait, unless the user has chosen how they wait.
+    If ranks are crowded, OpenMP threads sleep while they wait, unless the user has chosen how they wait.
     """
     threads = {THREADS_VARIABLE: str(share.num_threads)}
     if share.is_crowded and WAIT_VARIABLES.isdisjoint(inherited):

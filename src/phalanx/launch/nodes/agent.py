@@ -124,8 +124,8 @@ class Agent:
         has_port = may_lead or not is_here or (self._turn is not None and not asked)
         may_lead = may_lead and not self._job.joins
         port = self._endpoint[1]
-        # Other nodes look for a restarted node at this port of its host, whichever host that is. If several nodes share
-        # a host, only one gets the port.
+        # The other nodes look for a restarted node at this port of its host, also if it is not the meeting place. If
+        # several nodes share a host, only one gets the port.
         try:
             listener = open_listener(port if has_port else 0)
             self._is_root = may_lead

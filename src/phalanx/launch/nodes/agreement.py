@@ -296,7 +296,7 @@ class Agreement:
         return self.view is not None and self.me.id in self.view.ids
 
     def wanted(self, now_s: float) -> set[Place]:
-        """Return the places to which this node is to connect.
+        """Return the places to which this node should connect now.
 
         At first, a member of a view connects only to the members listed before it. If the members listed after it have
         not connected after a while, it also connects to them.
@@ -340,8 +340,7 @@ class Agreement:
         return missing and f"{loss}{missing}"
 
     def _bases(self) -> tuple[Group, ...]:
-        """Return the groups whose votes a leader needs: the groups of all views that may have been the last to
-        start."""
+        """Return the groups whose votes a leader needs, one for each view that may have been the last to start."""
         if self.view is None:
             return (Group(self.me.id, (self.me.id,)),)
         if self._has_started:

@@ -2,9 +2,9 @@
 
 - A leader needs the votes of more than half of a group of nodes, or of half of them including the group's leader. A
   node gives one vote in a term.
-- A vote expires when the voter's answers are no longer fresh. That is early enough: only later can the voter consider
-  this node lost and vote for another node. Over a new link, only an answer to a heartbeat over that link counts as
-  fresh, so the first heartbeat is answered at once.
+- A vote expires when the voter's answers are no longer fresh. This happens before the voter can consider this node lost
+  and vote for another node. Over a new link, only an answer to a heartbeat over that link counts as fresh, so the first
+  heartbeat is answered at once.
 - A node is dead when its kernel refuses connections to its port. The first living node in the order of the group may
   then count the dead node's vote, but only if the dead node's last answer was younger than 0.9 of the silence limit:
   after a longer silence, the dead node may have voted for another node before it died.

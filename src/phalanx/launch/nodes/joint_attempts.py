@@ -58,7 +58,7 @@ _INTERRUPTED_CODE = 128 + signal.SIGINT
 
 
 def run_with_other_nodes(ranks: Supervisor, job: Job) -> Ending | None:
-    """Run this node's part of `job`; return the cause of the job's failure, on whichever node; None if it succeeded.
+    """Run this node's part of `job`; return the cause of the job's failure, on any node; None if the job succeeded.
 
     Raises:
         SystemExit: The nodes did not meet, or this node left the job, or the job ended because of a lost node, Ctrl-C
@@ -126,7 +126,7 @@ def _give_up(ranks: Supervisor, job: Job, order: GiveUp) -> NoReturn:
 
 
 def _note_failure(ranks: Supervisor, failure: Cause, sign: LossSign | None) -> None:
-    """Say what failed, on whichever node, before the ranks restart, and record when."""
+    """Before the ranks restart, report a failure on this or another node, and record when it happened."""
     end = ending_of(failure)
     if failure.kind == NODE_LOST:
         ranks.say(failure.message)

@@ -161,7 +161,7 @@ class Links:
             self._add(_Link(end, time.monotonic(), place))
         else:
             end.close()
-        if result == errno.ECONNREFUSED:  # a peer on this host refuses at once
+        if result == errno.ECONNREFUSED:  # immediately, if the peer is on this host
             self._bury(place)
         return ""
 

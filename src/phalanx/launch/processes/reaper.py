@@ -121,8 +121,7 @@ def _keep(parent: int, pid: int, patience_s: float = 0.0) -> NoReturn:
 
 
 def _take_name() -> None:
-    """Give this process its own name and command line, so that `pkill -f train.py` does not kill it along with the
-    job."""
+    """Give this process its own name and command line, so that `pkill -f train.py` does not kill it with the job."""
     _libc.prctl(_PR_SET_NAME, NAME.encode())
     with contextlib.suppress(OSError):
         fields = stat_fields()

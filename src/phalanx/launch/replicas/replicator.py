@@ -112,7 +112,7 @@ class Replicator:
                 self._num_failures.clear()
                 self._asked_again_s.clear()
                 self._has.clear()
-                self._rests_until_s = 0.0  # no rest: replicas that were lost with a node are made anew at once
+                self._rests_until_s = 0.0  # no rest: replicas that were lost with a node are replaced immediately
                 for name in self._wires.keys() - {holder["id"] for holder in self._holders}:
                     self._wires.pop(name).close()
         return self._channel.alive

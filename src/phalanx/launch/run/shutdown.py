@@ -150,7 +150,7 @@ class Shutdown:
             self._forkers.end(self.by, [pid])
 
     def refuse(self, rank: Rank) -> None:
-        """End a rank that was to be kept, but can't be."""
+        """End a rank that was supposed to be kept but can't be kept."""
         if rank in self._stopping:
             self._stopping.remove(rank)
             self._forkers.end(signal.SIGTERM, [rank.pid])
@@ -165,8 +165,7 @@ class Shutdown:
             self._first_failure_s += stopped_s
 
     def keep_deadline(self) -> None:
-        """Take the next, harder step once the deadline has passed: SIGTERM to ranks that did not leave, then
-        SIGKILL."""
+        """Once the deadline has passed, take a harder step: SIGTERM to ranks still in their groups, or SIGKILL."""
         if self.by is None or not self._events.is_late:
             return
         running = [rank for rank in self._ranks if rank.is_running]

@@ -135,7 +135,7 @@ class _Place:
         Once the client hears that the job has begun, it no longer runs the job itself, so nothing may fail after that.
 
         Args:
-            stay_s: Seconds for which the warm process is to stay after this job.
+            stay_s: Seconds for which the warm process should wait for another job after this job.
         """
         self._channel.send("go")
         if self.request["is_trial"]:
