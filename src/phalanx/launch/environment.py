@@ -6,7 +6,7 @@ threads spin for 3 ms. libgomp shortens this time only if its own process has to
 about other ranks. With spinning, two ranks of two threads on two cores take 1.5 to 2 times as long. A rank that is
 alone on its cores is faster if its threads spin, so in that case the launcher leaves the policy unset. libgomp reads
 the policy when it is loaded, so the policy must be in the environment of the process that forks the ranks: the forker,
-or the server of `phalanx.spawn`. A server keeps the policy of the first call that used it.
+or the server of `phalanx.spawn`. A server keeps the policy with which it was started.
 """
 
 from __future__ import annotations

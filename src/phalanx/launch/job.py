@@ -25,8 +25,8 @@ class Job:
         command: Command of every rank: the interpreter with its script or module, or any program.
         typed: Command line of the launcher as the user typed it; empty: unknown.
         remark: Line to print about `typed`; empty: print nothing.
-        preload: Whether ranks are forked from one process that has imported torch; otherwise each rank starts a new
-            interpreter.
+        preload: Whether ranks are forked from one process that has imported torch; otherwise each rank executes
+            `command`.
         head: Variables that the script sets before it imports torch; the forker sets them, too, before its own import
             of torch.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.

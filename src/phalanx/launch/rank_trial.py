@@ -290,7 +290,7 @@ class _Counted:
 
 
 def _can_fuse(optimizer: Any) -> bool:
-    """Return whether the script leaves the optimizer's form to torch, and torch has a fused form for this case."""
+    """Return whether the script leaves the optimizer's form to torch, and torch has a fused form for this optimizer."""
     import torch
 
     kind = type(optimizer)

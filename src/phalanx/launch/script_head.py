@@ -42,7 +42,7 @@ _OPAQUE_MODULES = """
     bdb builtins cProfile code codeop ctypes doctest imp importlib nt pkgutil posix profile pydoc runpy timeit trace
     unittest
 """
-"""Modules of the standard library that run code that the script's source does not show, or change the environment."""
+"""Modules of the standard library that change the environment, or run code that the script's source does not show."""
 _OPAQUE_FUNCTIONS = ("exec", "eval", "__import__", "__builtins__")
 _SEEN_THROUGH = ("importlib.util.find_spec", "importlib.metadata", "importlib.resources")  # harmless parts of importlib
 _BEHIND_ENVIRON = ("environb", "putenv", "unsetenv")
@@ -204,7 +204,7 @@ class _Reader:
         return is_folder and package not in sys.stdlib_module_names and not _is_installed(package)
 
     def _note_names(self, statement: ast.Import | ast.ImportFrom) -> None:
-        """Record the names that this import binds to the environment, or to objects that may change it unseen."""
+        """Record the names that this import binds to the environment, or to objects that may change the environment."""
         is_from = isinstance(statement, ast.ImportFrom)
         module = f"{statement.module}." if isinstance(statement, ast.ImportFrom) and not statement.level else ""
         for alias in statement.names:

@@ -110,7 +110,7 @@ class Presence:
 
 
 def _claims_in(folder: str) -> dict[int, Claim]:
-    """Return the claims of other living processes, by pid, and remove the claims of killed ones."""
+    """Return the claims of other living launchers, by pid; remove the claims of launchers that were killed."""
     claims = {}
     for name in os.listdir(folder):
         pid = name.removeprefix(_KIND).partition("-")[0]

@@ -18,7 +18,7 @@ _MOST_MEETING_PLACES = 4  # hosts of a scheduler that become meeting places; eac
 
 
 def scheduled_flags(place: Placement | None) -> dict[str, str]:
-    """Return the scheduler's settings as text for the flags that they set."""
+    """Return the values that the scheduler gives to flags, as text, by flag."""
     if place is None or place.num_nodes == 1:
         return {}
     found = {"nnodes": str(place.num_nodes), "node-rank": str(place.node_rank)}

@@ -94,7 +94,7 @@ class Agent:
         self._seen: dict[str, Node] = {}  # members of the job, seen while this node was no member
         self._num_starts = job.num_starts
         self._is_running = self._is_leaving = False
-        self._is_next = True  # whether this node is the next to leave, as the supervisor was last told
+        self._is_next = True  # whether this node is the next to leave, as last reported to the supervisor
         name = json.dumps([job.run_id, job.rdzv_endpoint, job.rdzv_backend])
         self._name = hashlib.sha256(name.encode()).hexdigest()[:12]
         self._is_root = False

@@ -198,7 +198,7 @@ class Agreement:
         self._ranks = "idle"
 
     def snapshot_is_whole(self) -> None:
-        """Handle the report of the ranks' next snapshot, for which this agreement has asked with "watch"."""
+        """Handle the supervisor's report of the snapshot that this agreement asked for with "watch"."""
         self._attempt.has_snapshot = True
 
     def interrupt(self) -> None:

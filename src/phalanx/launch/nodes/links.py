@@ -161,7 +161,7 @@ class Links:
             self._add(_Link(end, time.monotonic(), place))
         else:
             end.close()
-        if result == errno.ECONNREFUSED:  # immediately, if the peer is on this host
+        if result == errno.ECONNREFUSED:  # arrives immediately if the peer is on this host
             self._bury(place)
         return ""
 

@@ -91,7 +91,7 @@ def _collapse() -> None:
 
 
 def _own_memory() -> Iterator[tuple[int, int, int]]:
-    """Yield begin, end and unused bytes of each nearly full memory range of this process; the bounds fit huge pages."""
+    """Yield, for each nearly full memory range of this process, its part in whole huge pages and its unused bytes."""
     is_own = False
     with open("/proc/self/smaps") as file:
         for line in file:

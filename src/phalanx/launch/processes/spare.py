@@ -112,7 +112,10 @@ def _become_forker(channel: PacketSocket, loaded: Loaded, supervisor_pid: int) -
 
 
 def forget_all_but(shared: Collection[str]) -> None:
-    """Forget every imported module that is not in `shared`; the script may have modules of the same names."""
+    """Forget every imported module that is not in `shared`.
+
+    Otherwise, if the script has a module of the same name, the script would get ours.
+    """
     for name in set(sys.modules).difference(shared):
         module = sys.modules.pop(name)
         for path in getattr(module, "__path__", ()):

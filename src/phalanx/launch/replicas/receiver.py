@@ -22,8 +22,8 @@ from phalanx.host.spare_memory import shortage
 from phalanx.launch.deadlines import REPLICA_NAMED_S
 from phalanx.launch.replicas.wire import PIECE, TAKEN, Wire
 
-_MOST_HOSTS = 256  # hosts that may send at the same time
-_MOST_IMAGES = 4096  # images of one host
+_MOST_HOSTS = 256  # limit for the hosts that send at the same time
+_MOST_IMAGES = 4096  # limit for the images of one host
 _AGAIN_S = 0.2
 
 

@@ -64,7 +64,7 @@ class Changed(Exception):
 
 
 class Replicator:
-    """Sends snapshots to the holders of this node, whenever the node's ranks want one copied.
+    """Sends snapshots to the holders of this node, whenever the node's ranks want a snapshot copied.
 
     Args:
         channel: Channel to the supervisor.

@@ -94,7 +94,7 @@ class Wire:
         return came
 
     def receive_into(self, memory: memoryview) -> None:
-        """Fill `memory`."""
+        """Receive bytes into `memory` until it is full."""
         at = 0
         while at < len(memory):
             count = self._end.recv_into(memory[at : at + _BUFFER_BYTES])

@@ -137,7 +137,7 @@ class LocalSize:
 
 
 class SharedSize:
-    """The number of ranks of this node in a job of several nodes: the number that it offers, and the agreed number.
+    """This node's number of ranks in a job of several nodes: the number that the node offers, and the agreed number.
 
     Only the node whose rank was the cause of a failure changes its number. Nodes agree on the cause only after each
     node has reported its own failure, so the report says what the node will do if its failure is the cause.
@@ -146,7 +146,7 @@ class SharedSize:
     def __init__(self, job: Job, snapshots_fd: int) -> None:
         self._most = job.num_local_ranks
         self._now = LocalSize(job, snapshots_fd)
-        self._blamed: tuple[Ending, LocalSize, str] | None = None  # what follows if this node's failure is the cause
+        self._blamed: tuple[Ending, LocalSize, str] | None = None  # ending, size and message if this node is blamed
         self._has_begun = False
         self._has_asked = False  # whether this node has asked for MAX ranks
 
@@ -155,7 +155,7 @@ class SharedSize:
         return self._now.is_trial
 
     def after_failure(self, culprit: Ending, *, lived_s: float, may_leave: bool) -> dict[str, Any]:
-        """Return `Cause.num_ranks` and `Cause.is_free` for the report of a failure; {} if it changes neither.
+        """Return `Cause.num_ranks` and `Cause.is_free` for the report of a failure; {} if the failure changes neither.
 
         Args:
             may_leave: Whether the job could continue without this node if the node is left with too few ranks.
@@ -205,7 +205,7 @@ class SharedSize:
         return (culprit.rank, culprit.pid) == cause.of_process
 
     def is_to_be_asked_for(self, lived_s: float) -> int:
-        """Return MAX, once, when the wait is over and a snapshot has just been taken; otherwise 0."""
+        """Return MAX if the wait is over and a snapshot has just been taken, once in an attempt; otherwise return 0."""
         if self._has_asked or not self._now.may_regrow or not self._now.is_time_to_regrow(lived_s):
             return 0
         self._has_asked = True

@@ -35,7 +35,7 @@ _RAISED_S = 0.5  # an error that ended a step is recorded, or ends its rank, wit
 
 
 class Recovery:
-    """Follows each loss of a job until the first step after it.
+    """Follows each loss of a job until the first step after the loss.
 
     Args:
         run: Folder of the run.

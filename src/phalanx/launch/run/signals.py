@@ -106,7 +106,7 @@ class Signals:
             elif sig == signal.SIGTERM and self.drain is not None:
                 drain, self.drain = self.drain, None
                 drain()
-            elif self.received not in (None, signal.SIGPIPE):  # a second request to end kills at once
+            elif self.received not in (None, signal.SIGPIPE):  # after a second request to end, kill at once
                 self._say_kill(sig)
                 self._shutdown.end(signal.SIGKILL)
             elif self._job.max_nodes == 1 and self._ranks and all(rank.has_ended() for rank in self._ranks):

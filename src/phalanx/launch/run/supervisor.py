@@ -331,7 +331,7 @@ class Supervisor:
     # ------------------------------------------------------------ events
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Handle events and signals; return after the first, after `timeout_s` or at the deadline."""
+        """Handle events and signals; return after the first event, after `timeout_s` or at the deadline."""
         self.events.wait(self.shutdown.within(timeout_s))
         self.signals.obey()
         self.shutdown.say_who_is_late()

@@ -102,7 +102,7 @@ class Keyboard:
     # ------------------------------------------------------------ debuggers take turns
 
     def _lend(self) -> None:
-        """Accept a rank that asks for the terminal."""
+        """Accept the connection of a debugger that asks for the terminal."""
         assert self._listener is not None
         connection, _ = self._listener.accept()
         try:

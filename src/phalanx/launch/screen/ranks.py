@@ -261,7 +261,8 @@ class Rank:
 
 
 def _open_terminal(screen: Screen) -> tuple[int, int]:
-    """Return the launcher's and the rank's side of a terminal as large as the screen, so that progress bars work."""
+    """Return both sides of a terminal, the launcher's and the rank's; it is as large as the screen, for progress
+    bars."""
     ours, theirs = os.openpty()
     tty.setraw(theirs)  # so that newlines are translated once, by the real terminal
     modes = termios.tcgetattr(theirs)

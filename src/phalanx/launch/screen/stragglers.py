@@ -17,8 +17,8 @@ LOOK_S = 1.0
 _LEAST_COST = 0.05  # a rank is named if it costs the other ranks this fraction of a step
 _LEAST_S = 60.0
 _JUDGE_S = 10.0
-_MOST_EVENTS = 2000  # most events read from all ranks together; if there are more, the newest serve as a sample
-_LEAST_EVENTS = 100  # fewest events read from each rank, however many ranks there are
+_MOST_EVENTS = 2000  # limit for the events read from all ranks; if there are more, the newest serve as a sample
+_LEAST_EVENTS = 100  # at least this many events are read from each rank, however many ranks there are
 
 
 class StragglerWatch:

@@ -75,7 +75,7 @@ class Cleaner:
         finally:
             os.close(theirs)
         self.pid, self._owner = self._process.pid, os.getpid()
-        self._process.returncode = 0  # nobody waits for it; this keeps Python from warning about that
+        self._process.returncode = 0  # otherwise Python would warn that nobody has waited for it
 
 
 cleaner = Cleaner()

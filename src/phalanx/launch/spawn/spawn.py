@@ -1,7 +1,7 @@
 """`phalanx.spawn`: a function on several ranks of this machine, from a script, a notebook or a test.
 
-Each rank imports the script, as with ``torch.multiprocessing.spawn``, so top-level code such as a seed takes effect
-there. A function that a notebook's cell or ``python -c`` defines is sent by value (cloudpickle).
+Each rank imports the script, as with ``torch.multiprocessing.spawn``, so top-level code such as a seed takes effect in
+each rank. A function that a notebook's cell or ``python -c`` defines is sent by value (cloudpickle).
 """
 
 from __future__ import annotations

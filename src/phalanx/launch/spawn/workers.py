@@ -344,7 +344,7 @@ class Handle:
     """One rank as the parent sees it; owns its pipe, its pidfd and its process object.
 
     Attributes:
-        points: Payloads that the rank sent with ``reached``, by point.
+        points: For each point that the rank has reported as ``reached``, the payload that the rank sent with it.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def _greeted(channel: PacketSocket, path: str) -> str:
 
 
 def _offer(channel: PacketSocket, kind: str, words: Sequence[str], is_trial: bool) -> str:
-    """Return "began", or "go" for a trial, or why the warm process refuses.
+    """Return "began" (for a trial, "go") if the warm process accepts the job, otherwise why it refuses.
 
     Open files are sent only after the process that becomes the job has answered: in the queue of a stuck process, they
     would stay open. The pidfd that the new process sends stays open here, because `diagnose.jobs` finds the job by it.

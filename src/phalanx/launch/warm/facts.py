@@ -127,7 +127,7 @@ class Watch:
         return next((path for path, before in self._namesakes.items() if self._namesakes_in(path) != before), "")
 
     def _namesakes_in(self, folder: str) -> set[str]:
-        """Return the names of imported modules, wherever they lie, that are also names of entries of a folder."""
+        """Return the top-level names of imported modules that a file or folder in `folder` also has."""
         with contextlib.suppress(OSError):
             return self._imported.intersection(name.partition(".")[0] for name in os.listdir(folder))
         return set()

@@ -25,7 +25,7 @@ from phalanx.launch.warm import client, facts
 from phalanx.wire import places
 from phalanx.wire.peer import peer_of
 
-_MAX_PROCESSES = 4  # most warm processes of a user; if there are more, the least recently used one is ended
+_MAX_PROCESSES = 4  # limit for a user's warm processes; beyond it, the least recently used one is ended
 _NAME = "phalanx-warm"  # shown by ps in place of a script; there is no such script
 _PIPE_BYTES = 1 << 20
 NOT_WARM = "no warm start"
