@@ -31,7 +31,7 @@ class Job:
             of torch.
         local_rank_argument: Whether each rank gets ``--local-rank=N`` as its first argument.
         divide: Function that divides threads and CPUs among the given number of local ranks.
-        memory: Policy for large blocks of memory that ranks free: whether they are kept, and lie in huge pages.
+        memory: Policy for large blocks of memory that ranks free: whether blocks are kept, and lie in huge pages.
         is_tuned: Whether ``phalanx tune`` chose the number of ranks, the number of threads and the memory policy.
         num_local_ranks: Number of ranks on this node.
         min_local_ranks: Smallest number of ranks with which this node continues if some ranks can't be restarted.

@@ -121,7 +121,7 @@ class Trial:
         self._num_steps = 0
         self._turn: Turn | None = None
         self._to_skip = 0
-        self._steps: list[tuple[float, int, float]] = []  # of each step: seconds, samples, seconds of loading
+        self._steps: list[tuple[float, int, float]] = []  # for each step: seconds, samples, seconds of loading
         self._began_s = 0.0
         self._num_samples, self._loading_s = 0, 0.0
         self._warm_up_samples: list[int] = []  # samples of each warm-up step

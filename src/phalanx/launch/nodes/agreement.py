@@ -32,12 +32,13 @@ the launcher does not know of any. So both wait, and say that a person has to de
 meeting place and reaches no other node can't know whether other nodes exist, so it begins a job of its own.
 `checkpoint.disk.claim` keeps the two jobs from writing into one folder; when the jobs meet, the younger one gives way.
 
-**Verification.** A model checker explores every order of events in ``model/agreement.pml`` within its bounds
-(model/README.md). It found a bug, since fixed: answers counted as fresh from the moment at which the link was made. If
-the handshake took longer than 0.1 of the silence limit, a vote still counted after the voter had voted for another
-node. The simulation also runs once for each rule with that rule left out. Within a thousand seeds, both sides must then
-train at the same time; otherwise the rule would be superfluous. For two rules (one vote in a term; no start without
-acceptance) there is no run like that, because in the simulation the other rules imply them.
+**Verification.** ``model/agreement.pml`` mirrors this file, `election` and `attempt_watch`: change both together. A
+model checker explores every order of events in the model, within the model's bounds (model/README.md). It found a bug,
+since fixed: answers counted as fresh from the moment at which the link was made. If the handshake took longer than 0.1
+of the silence limit, a vote still counted after the voter had voted for another node. The simulation also runs once for
+each rule with that rule left out. Within a thousand seeds, both sides must then train at the same time; otherwise the
+rule would be superfluous. For two rules (one vote in a term; no start without acceptance) there is no run like that,
+because in the simulation the other rules imply them.
 
 **Why not torch's agent.** The first version was a subclass of `SimpleElasticAgent`. It could not survive the loss of
 the host of its store, and a loss cost 14 to 48 s, since torch's agents wait for nodes that may still arrive.

@@ -1,4 +1,7 @@
-"""One attempt as a node sees it: the reports of its nodes, the cause of its failure, and when the leader ends it."""
+"""One attempt as a node sees it: the reports of its nodes, the cause of its failure, and when the leader ends it.
+
+``model/agreement.pml`` mirrors this file: change both together.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Leader election as one node sees it: which nodes it reaches, which answers count, and which leader it follows.
 
+The rules are verified in ``model/agreement.pml``, which mirrors this file: change both together.
+
 - A leader needs the votes of more than half of a group of nodes, or of half of them including the group's leader. A
   node gives one vote in a term.
 - A vote expires when the voter's answers are no longer fresh. This happens before the voter can consider this node lost

@@ -35,7 +35,7 @@ class Forkers:
     """Owner of every process that forks ranks.
 
     Args:
-    screen: Screen for the output of forkers.
+        screen: Screen for the output of forkers.
         descriptors: RLIMIT_NOFILE of the ranks, soft and hard.
         on_start: Function to call with the rank and the pid of a forked process.
         on_end: Function to call with the pid and the wait status of a forked process that has ended.

@@ -22,7 +22,7 @@ from phalanx.launch.screen.ranks import Output
 
 
 class Standby:
-    """At most one forker that is ready, or getting ready.
+    """Holder of at most one forker that is ready, or is getting ready.
 
     Args:
         screen: Screen of the launcher; the standby's output is not shown on it.

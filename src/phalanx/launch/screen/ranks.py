@@ -31,7 +31,7 @@ from phalanx.record.notes import has_ended_for_restart, was_preempted
 
 _LOST_INTERRUPT = re.compile(rb"^Exception ignored [^\n]*\n(?:[ T][^\n]*\n)*KeyboardInterrupt", re.MULTILINE)
 _MAX_READS = 64  # buffers; more than a full pipe holds
-_TAIL_BYTES = 64 * 1024  # part of stderr that is kept: enough for the longest traceback
+_TAIL_BYTES = 64 * 1024  # size of the part of stderr that is kept
 
 
 class Output:
@@ -261,8 +261,7 @@ class Rank:
 
 
 def _open_terminal(screen: Screen) -> tuple[int, int]:
-    """Return both sides of a terminal, the launcher's and the rank's; it is as large as the screen, for progress
-    bars."""
+    """Return the launcher's side and the rank's side of a terminal that is as large as the screen."""
     ours, theirs = os.openpty()
     tty.setraw(theirs)  # so that newlines are translated once, by the real terminal
     modes = termios.tcgetattr(theirs)
