@@ -22,7 +22,7 @@ from phalanx.rendezvous.launched import Launch
 
 # MKL, OpenBLAS and numexpr obey this variable, too, unless variables of their own are set.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-# Variables by which users choose how OpenMP threads wait; GOMP_ is GCC's runtime, KMP_ LLVM's and Intel's.
+# Variables by which users choose how OpenMP threads wait; GOMP_ belongs to GCC's runtime, KMP_ to LLVM's and Intel's.
 WAIT_VARIABLES = frozenset(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
 # Variables by which users bind OpenMP threads to CPUs. The runtime reads them when it is loaded.
 _BIND_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY", "KMP_HW_SUBSET")

@@ -88,7 +88,8 @@ class Links:
     """All connections of one agent.
 
     Args:
-        selector: Selector of the agent's loop. Other code may register descriptors, too, each with a function as data.
+        selector: Selector of the agent's loop. Other code may register descriptors, too; the data of each is the
+            function to call.
         silence_s: Seconds of silence after which a node is lost.
 
     Attributes:

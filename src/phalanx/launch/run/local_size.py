@@ -51,7 +51,7 @@ class LocalSize:
         self._proven = 0  # number of ranks that made progress before MAX was tried again; 0: no trial
         self.is_trial: bool = False
         self._wait_s = job.regrow_after_s
-        self._attempt_before = newest_attempt(self._fd)  # newest one with snapshots here, or replicas, when this began
+        self._attempt_before = newest_attempt(self._fd)  # newest one with snapshots here, when this one began
         self._steps_seen: dict[bytes, int] | None = None  # newest steps at the last check, once the wait is over
 
     @property

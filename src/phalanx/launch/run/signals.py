@@ -31,7 +31,7 @@ from phalanx.record.notes import was_preempted, words_of_checkpoints
 
 _ONLY_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 HARMLESS = (*_ONLY_FORWARDED, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
-"""Signals that end no job."""
+"""Signals that do not end the job."""
 
 
 class Signals:

@@ -80,7 +80,7 @@ class _Servers:
 
     @property
     def known(self) -> tuple[set[int], set[int]]:
-        """Process ids of all servers, and the descriptors that keep them alive."""
+        """Process ids of all servers, and the descriptors that keep the servers alive."""
         states = self._states.values()
         return {one["_forkserver_pid"] for one in states}, {one["_forkserver_alive_fd"] for one in states}
 
@@ -270,7 +270,8 @@ class Workers:
     def pump(self, deadline: float | None) -> None:
         """Process what the ranks have sent; return after the first event or at `deadline`.
 
-        If the deadline is more than an hour away, return after an hour without an event. None: no deadline.
+        If the deadline is more than an hour away, return after an hour without an event. If `deadline` is None, there
+        is no limit.
         """
         sources: dict[Any, Handle] = {}
         for handle in self.handles:
