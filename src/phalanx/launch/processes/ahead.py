@@ -193,8 +193,7 @@ class Log:
         return None
 
     def summary(self, wanted: Collection[str]) -> dict[str, Any]:
-        """Return a record from which `replay` can import the wanted modules in another process as they were imported
-        here.
+        """Return a record from which `replay` can repeat the imports of the wanted modules in another process.
 
         Modules that were imported before the log began are first in the record.
         """

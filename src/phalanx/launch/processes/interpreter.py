@@ -39,8 +39,7 @@ class _Status(ctypes.Structure):
 
 
 class Interpreter:
-    """Interpreter of this process, which was started as ``python NAME`` without arguments and is still in the site
-    hook.
+    """Interpreter of this process, which was started as ``python NAME`` without arguments and waits in the site hook.
 
     Raises:
         RuntimeError: The interpreter's configuration is not laid out as expected.

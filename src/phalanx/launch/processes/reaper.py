@@ -79,8 +79,7 @@ def fork_server() -> None:
 
 
 def _close_all_but(descriptor: int) -> None:
-    """Close all inherited descriptors but one; if we kept a copy of a socket, its peer would not see the owner's
-    end."""
+    """Close all inherited descriptors but one; with a copy of a socket, we would hide the owner's end from the peer."""
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
 
