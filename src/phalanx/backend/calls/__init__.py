@@ -1,4 +1,5 @@
-"""One call of a group: its arguments are checked, the core runs the operation, and a handle tells when that is over.
+"""A call of a group: checks its arguments, runs the operation in the core, returns a handle that reports when it ends.
 
-Start with `ops`, then `collectives`. Nothing here knows whether ranks share a host.
+Start with `ops`, then `collectives`. `tasks` runs operations of groups that span several hosts; the other files treat
+all groups alike.
 """
