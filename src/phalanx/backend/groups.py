@@ -56,7 +56,7 @@ _core.configure(call_site, shown_file, from_core, report_core_stall)
 
 
 def _end_as_member() -> None:
-    """Keep groups that the script did not destroy alive, so that the end of the interpreter does not leave them normally.
+    """Keep groups alive that the script did not destroy, so that this rank does not leave them normally at exit.
 
     If a script raises or exits early, its peers must see the exit code and not a rank that left its groups, and the
     launcher must learn how far the script got. Native threads run until the process is gone, so their memory must stay.

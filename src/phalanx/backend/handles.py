@@ -216,8 +216,7 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
 
 @functools.cache
 def _outside_address(master: str) -> str:
-    """Return the address at which other hosts reach this one; loopback if there is none, as on a host without network.
-    """
+    """Return the address at which other hosts reach this one; loopback if there is none, such as without a network."""
     for look in (functools.partial(address_towards, master, is_one_network=False), outside_address):
         with contextlib.suppress(NetworkError):
             return str(look())
@@ -248,7 +247,7 @@ class _Lobby:
 
     @classmethod
     def take(cls, server: Handle, host: str) -> dist.TCPStore | None:
-        """Return the store of the last visit if this server serves it; forget that store, which may have failed since."""
+        """Return the store of the last visit if this server serves it; forget it, because it may have failed since."""
         cls._enter()
         visited, cls._visited = cls._visited, None
         return visited[1] if visited is not None and visited[0] == (server.process, server.port, host) else None

@@ -1,4 +1,4 @@
-"""Reads black boxes, of running processes and saved ones. ``csrc/memory/record.h`` has the layout.
+"""Reads the black boxes of running processes, and saved boxes. ``csrc/memory/record.h`` defines the layout.
 
 Imports neither torch nor the core, so that a job can be inspected where it could not run. A file may hold anything, so
 a saved box is read only if it is at most twice as large as a box in memory (`GzipFile` would read trailing zeros to
@@ -34,7 +34,7 @@ FAILED = "operation failed: "
 LOADED = "checkpoint loaded"
 """Text of a note whose number is the step of the checkpoint that a rank has loaded."""
 LOADING = "load checkpoint"
-"""Text of the phase in which a rank loads a checkpoint; such a note follows it."""
+"""Text of the phase in which a rank loads a checkpoint; a note with the text `LOADED` follows the phase."""
 MEMORY = "resident memory"
 """Text of a note whose value is the number of bytes of memory that a rank has."""
 
@@ -178,8 +178,8 @@ def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ())
     Args:
         slots: Whole slots.
         texts: All texts of the box.
-        kinds: Kinds of events to yield, besides unfinished events of any kind; empty: all. Few kinds are much
-            cheaper.
+        kinds: Kinds of events to yield, besides unfinished events of any kind; empty: all. To read only few kinds is
+            much cheaper.
     """
     if kinds:
         wanted = {_KINDS.index(kind) for kind in kinds}
@@ -416,7 +416,7 @@ class SavedBoxes:
 
 
 def load_boxes(folder: Path) -> SavedBoxes:
-    """Return the boxes saved in a folder. If two are of the same rank, the one in the file named after it counts."""
+    """Return the boxes saved in a folder. Of two boxes of one rank, the one in the file named after the rank counts."""
     found: dict[int, tuple[bool, Path, Box]] = {}
     problems: dict[Path, str] = {}
     for path in sorted(folder.glob(f"rank_*{SUFFIX}")):

@@ -157,7 +157,7 @@ class Tasks(_Thread):
         self.current: Task | None = None  # the task that the thread runs
 
     def begin_here(self) -> bool:
-        """If no operation is running or queued, let the caller run one itself until `end_here`; return whether it may."""
+        """If none is running or queued, let the caller run an operation until `end_here`; return whether it may."""
         with self._changed:
             if self._is_closed or not self.is_idle:
                 return False

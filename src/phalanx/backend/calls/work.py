@@ -193,7 +193,7 @@ class PhalanxWork(Work):
             self.settle_with(settle)
 
     def settle_with(self, settle: Callable[[], None]) -> None:
-        """Add a function that runs after success, before the result is visible; functions run in order of addition."""
+        """Add a function that runs after success, before the result is visible; earlier functions run first."""
         before, self._settle = self._settle, settle
         if before is not None:
 
@@ -213,7 +213,7 @@ class PhalanxWork(Work):
             is_forked = self._num_forks != _num_forks  # the thread that holds the lock may exist only in the parent
             with contextlib.nullcontext() if is_forked else self._lock:
                 if self._settle is not None:
-                    self._settle()  # a signal handler that interrupts this call repeats it and finds all results copied
+                    self._settle()  # a signal handler that interrupts this call repeats it
                     self._settle = None
         self._keep = None
         release = self._release
@@ -223,7 +223,7 @@ class PhalanxWork(Work):
 
     def _part(self, error: BaseException | None) -> None:
         """Drop the references to the core, because the operation is over; keep its `error`."""
-        self._wait = self._release = None  # cleared before the handle is replaced, because `wait` reads the handle first
+        self._wait = self._release = None  # before the handle is replaced, because `wait` reads the handle first
         self._handle = Over(error, getattr(self._handle, "source", -1))
 
     def let_go(self) -> None:

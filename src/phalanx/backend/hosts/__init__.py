@@ -2,5 +2,5 @@
 
 Start with `joining`, which forms every group, then `bridged`, then `steps`. The bytes travel through an existing
 engine, Gloo or MPI (`channels`). Such a group has the same methods as the core's group, so its callers are the same on
-one host and on many. Phalanx has no transport of its own between hosts, and nothing here knows torch's front end.
+one host and on many. Phalanx sends no tensors between hosts itself, and nothing here knows torch's front end.
 """

@@ -60,7 +60,8 @@ class BridgedGroup:
         self._core, self._members = core, members
         self._failures = failures
         self._timeout_s, self._stall_s = timeout_s, stall_s
-        self.address: str = getattr(everyone, "address", "")  # this rank's, for another engine beside this one
+        # Address of this rank, for the Gloo group that verifies this group.
+        self.address: str = getattr(everyone, "address", "")
         self._steps = Steps(core, hosts, members.rank, rail, everyone)
         self.seq = self.issued = 0
         self._tasks = Tasks("phalanx-bridge", self._check_reach)
@@ -248,8 +249,8 @@ class BridgedGroup:
     def _release(self) -> bool:
         """Free the engine's threads, connections and memory, even if references remain.
 
-        Return False and free nothing if the engine is busy, that is, while a call in another thread uses it. (Gloo may
-        never end a receive that a lost connection has interrupted.) `leave` retries a busy engine the next time this
+        Return False if the engine is busy: while a call in another thread uses it, possibly for ever, because Gloo may
+        never end a receive that a lost connection has interrupted. `leave` retries a busy engine the next time this
         process leaves a group.
         """
         is_quiet = self._tasks.is_idle and self._tasks.is_over and self._landings.is_over and self._messages.is_over

@@ -89,7 +89,10 @@ class Failures:
         self._watcher = Watcher([item for channel in channels for item in channel.links.items()], self._notice)
 
     def _notice(self, rank: int) -> None:
-        """End the group because the connection to a rank (-1: to any) has ended, unless the rank left normally."""
+        """End the group because the connection to `rank` has ended, unless that rank left normally.
+
+        If `rank` is -1 (connections can't be watched), end the group if another rank has ended it.
+        """
         if self._has_ended or (rank < 0 and not self._is_told()):
             return
         if rank >= 0 and (
@@ -224,7 +227,7 @@ class Failures:
         )
 
     def _lost_connection(self, why: str) -> Failure:
-        """Return the group failure if there is one, else a failure that blames the ranks whose connections have ended."""
+        """Return the group failure if there is one, else one that blames the ranks whose connections have ended."""
         members = self.members
         lost = self._lost()
         # A rank that closes a connection because of a failure has first written the failure.
@@ -295,8 +298,7 @@ class Failures:
         return self.too_late(op, seq, timeout_s, absent, "other ranks")
 
     def too_late(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> PhalanxError:
-        """Return the error for a wait that the `absent` ranks did not join; if this is empty, the error names `others`.
-        """
+        """Return the error for a wait that the `absent` ranks did not join; it names `others` if `absent` is empty."""
         return error_of(self._missing(op, seq, timeout_s, absent, others))
 
     def _missing(self, op: str, seq: int, timeout_s: float, absent: Sequence[int], others: str) -> Failure:

@@ -7,9 +7,9 @@ not mistaken for a death.
 
 Before the engine connects, each rank also posts a test message to the mailbox of every rank on another host, and all
 ranks share the list of those that they could not reach. So the error about a closed port names both ends, on every
-rank, during the meeting. The test also prevents that Gloo stops waiting for a rank that is merely late. That would be
-fatal: Gloo would free the connection, but its listener would still find it when the late rank connects, and the process
-would end with SIGSEGV (gdb: ``Pair::connectCallback`` under ``Listener::haveConnection``).
+rank, during the meeting. After this test, no rank is so late that Gloo stops waiting for it. If Gloo did stop waiting,
+it would free the connection, but its listener would still find the connection when the late rank connects, and the
+process would end with SIGSEGV (gdb: ``Pair::connectCallback`` under ``Listener::haveConnection``).
 
 Anybody on the network can connect. So a mailbox spends at most one second of its life on strangers, keeps only a few of
 their connections, and stops reading from a connection as soon as the token is wrong.

@@ -112,8 +112,7 @@ class Whereabouts:
         return JsonStore(_torch.get_default_store()) if self._has_store and dist.is_initialized() else None
 
     def say(self, rank: int, call: str, group: str, ranks: list[int]) -> None:
-        """Write in which call and for which group a rank waits, unless already written; if `call` is "", take it back.
-        """
+        """Write in which call and for which group a rank waits, unless it has; with an empty `call`, take that back."""
         if self._store is not None and self._has_said != bool(call):
             self._has_said = bool(call)
             with contextlib.suppress(StoreGoneError, StoreSilentError):
@@ -323,7 +322,7 @@ class Meeting:
         return first["token"] if first else ""
 
     def _if_here(self, told: dict[str, Any] | None, first: str) -> dict[str, Any] | None:
-        """Return a rank's hello, `told`, if its process may still run and it answers no token other than `first`."""
+        """Return the hello `told` if it answers no token but `first` and its writer may still run, otherwise None."""
         if told is None or told["answers"] not in ("", first):
             return None
         return None if self._has_ended(told) else told
