@@ -78,7 +78,7 @@ FOR_EVER_S: Final = 30 * 86_400.0
 # ---------------------------------------------------------------- a group that forms, fails or ends
 
 CONNECT_S: Final = 10.0
-"""Time for other hosts to accept a connection, and then for the engine to open its own."""
+"""Time for other hosts to accept a test connection, and then for the engine to open its connections."""
 
 PART_S: Final = 1.0
 """Time for the other ranks to read why their group can't be created, before rank 0 ends, and with it the store."""

@@ -224,7 +224,7 @@ def _outside_address(master: str) -> str:
 
 
 class _Lobby:
-    """The store that this process serves, and the last store of another process that it has visited."""
+    """The store that this process serves, and the store of another process that this process has visited last."""
 
     _pid = 0  # process to which the other attributes belong
     _opened: dist.TCPStore | None = None

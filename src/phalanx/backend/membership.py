@@ -170,9 +170,9 @@ class Membership:
                 )
 
     def _require_living(self, handles: Sequence[Handle], where: str) -> None:
-        """Raise if a process has ended and all ranks are on one host, so that all of them see this.
+        """Raise if the process of a handle has ended and all ranks are on one host, so that all of them see this.
 
-        With several hosts, the meeting reports it.
+        If the ranks are on several hosts, do nothing: the meeting reports the death.
         """
         if len({handle.kernel for handle in handles}) > 1:
             return
@@ -270,7 +270,7 @@ class Membership:
 
         Raises:
             ArgumentError: The ranks or the flags are wrong, or this rank is to be excluded.
-            PhalanxError: The ranks can't meet: the store of this group may have gone with the rank that served it.
+            PhalanxError: The ranks can't meet, perhaps because the rank that served this group's store has ended.
         """
         where = self._require_open("shrink")
         operations, group = self._group._operations, self._group

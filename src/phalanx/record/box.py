@@ -1,4 +1,6 @@
-"""Reads the black boxes of running processes, and saved boxes. ``csrc/memory/record.h`` defines the layout.
+"""Reads the black boxes of running processes, and saved boxes.
+
+``csrc/memory/record.h`` defines the layout and writes it, so a change there must be made here, too.
 
 Imports neither torch nor the core, so that a job can be inspected where it could not run. A file may hold anything, so
 a saved box is read only if it is at most twice as large as a box in memory (`GzipFile` would read trailing zeros to
@@ -92,7 +94,7 @@ class Box:
     """The record of one rank.
 
     Attributes:
-        start_time: Start of the process in clock ticks since boot, which tells a reused pid apart.
+        start_time: Start of the process in clock ticks since boot, which distinguishes processes with the same pid.
         realtime_less_monotonic_ns: Nanoseconds to add to an event's time to get the time since 1970.
         num_events: Number of events that have begun since the box was made.
         events: Events that have not been overwritten, oldest first.
@@ -176,7 +178,7 @@ def read_events(slots: bytes, texts: Sequence[str], kinds: Collection[str] = ())
     """Yield the events in slots of a ring, except an event that is being written.
 
     Args:
-        slots: Whole slots.
+        slots: Bytes of whole slots.
         texts: All texts of the box.
         kinds: Kinds of events to yield, besides unfinished events of any kind; empty: all. To read only few kinds is
             much cheaper.

@@ -1,4 +1,4 @@
-"""Records the collectives of torch's own Gloo in the box of a rank, from torch 2.14 on, whose groups have hooks.
+"""Records the collectives of torch's own Gloo in the box of a rank. This needs torch 2.14, whose groups have hooks.
 
 A hook reports when a collective is called, and `Work.wait` shows when a caller has waited for it. A collective that a
 program or DDP starts and waits for later is recorded as a "call", an event without an end. Whether a rank waits for

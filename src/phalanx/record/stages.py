@@ -1,7 +1,7 @@
 """The time that each rank computed before each collective, from the black boxes of all ranks.
 
 A *stage* begins when a rank leaves a collective and ends when it arrives at the next one, so no stage contains a wait
-for other ranks. Only durations are compared, each measured by a rank's own clock, never times of two hosts. To compare
+for other ranks. Only durations are compared, each measured by a rank's own clock, never times of two hosts. Comparing
 arrival times would blame a rank that the scheduler woke late, and would need a common clock for all hosts.
 
 Collectives that overlap on any rank (started asynchronously, waited for later) count as one: a stage then ends with the

@@ -3,8 +3,8 @@
 The core records the collectives of its groups, and messages that had to wait. In a group of several hosts, the core's
 collectives are only steps of the group's calls, so the core does not record them, and the group records its calls
 through this module. Everything else is recorded through this module, too. While a Trainer records its steps and phases
-(`telling`), models and loaders don't. If an error interrupts a step or a collective, its event never gets an end in the
-box, which shows where the error came from.
+(`telling`), models and loaders record none. If an error interrupts a step or a collective, its event never gets an end
+in the box, which shows where the error came from.
 
 Every function may be called at any time: without memory, descriptors or ``/proc``, nothing is recorded and no error is
 raised. A forked child forgets its parent's box.

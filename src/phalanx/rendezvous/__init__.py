@@ -1,4 +1,4 @@
-"""The meeting of a job's ranks before there is a group: a rank reports what it waits for, never waits for a dead rank.
+"""The meeting of a job's ranks before there is a group: ranks report what they wait for, and wait for no dead rank.
 
 `handler` runs in front of torch's own handlers of ``env://``, ``tcp://`` and ``file://``; `server` opens the store, and
 `roll_call` gathers the ranks in this store. `launched` holds what a rank knows about its launch; `solo` notices ranks

@@ -11,7 +11,7 @@ all ranks of the launch have noted this, each learns that none of them is rank 0
 A group that is being formed also reads the notes about processes that are known to be its members. The members of the
 world are known from the roll call, those of other groups from the world. For a group that a program makes by hand over
 a store of its own, no member is known before the ranks have said hello. An end counts only if a second look confirms
-it, because a rank may have done what others wait for just before it ended.
+it, because just before its end, a rank may have done what others wait for.
 """
 
 from __future__ import annotations

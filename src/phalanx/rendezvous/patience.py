@@ -14,10 +14,10 @@ _FACTOR = 3
 
 
 class Patience:
-    """Prints what a rank is waiting for after 5 s, 15 s, 45 s and so on, until the ``with`` block ends.
+    """Prints, after 5 s, 15 s, 45 s and so on, what a rank is waiting for, until the ``with`` block ends.
 
-    If our launcher starts all ranks, the first line is printed after 15 s, and says that the launcher is starting them
-    instead of giving advice.
+    If our launcher starts all ranks, the first line is printed after 15 s, and instead of giving advice it says that
+    the launcher is starting them.
 
     A separate thread prints the lines, because a resolver or torch's store may block the waiting thread in native code.
 

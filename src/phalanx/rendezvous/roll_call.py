@@ -40,7 +40,7 @@ from phalanx.wire.store import JsonStore, StoreGoneError, shared_pause
 from phalanx.wire.waiting import StoreSilentError, wait_until
 
 _PAUSE_S = 0.005  # time between queries of the store
-_MOST_NAMED = 8  # most missing ranks that a message names
+_MOST_NAMED = 8  # limit on the number of missing ranks that a message names
 _LOOK_S = 0.2  # time between checks whether a missing rank can still come
 _ADVICE = (
     "Every rank must call init_process_group: start those that are missing, or look at what they printed last; one may "
@@ -94,7 +94,7 @@ class RollCall:
         self._keys = [f"here/{self._mine['token']}/{rank}" for rank in range(asked.world_size)]  # used on rank 0
         self._answered = ""  # token of the rank 0 that this rank has answered
         self._rank_0 = ""  # token of a rank 0 known to be alive
-        self._server: Record | None = None  # record of the store's server, if ranks have met in it before
+        self._server: Record | None = None  # record of the store's server, if ranks have met in the store before
         self._beat: dict[str, Any] = {}  # rank 0's last report of missing ranks
         self._num_looks = 0
         self._missing: list[int] = []
@@ -147,7 +147,7 @@ class RollCall:
         return True
 
     def raise_rival(self) -> None:
-        """Raise if the rank 0 that serves this store, which is another process, is alive."""
+        """Raise if this store is served by a rank 0 that is another process and is alive."""
         deadline = min(self._patience.deadline, time.monotonic() + NOTE_S)
         with contextlib.suppress(StoreGoneError, StoreSilentError):  # the store may just be closing
             # The rival may listen for a moment before it has written its record.
@@ -190,7 +190,7 @@ class RollCall:
             self._answered = told["token"]
 
     def _reply(self) -> str | None:
-        """On other ranks: answer rank 0, if not done yet; return the prefix once rank 0 has sent it, else None."""
+        """On other ranks: answer rank 0 once; return the prefix when rank 0 has sent it, None before that."""
         if not self._answered:
             self._answer()
         return self._word()

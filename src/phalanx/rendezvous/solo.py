@@ -31,7 +31,7 @@ from phalanx.rendezvous.launched import Launch
 
 _wants_others = False
 _has_uncounted = False  # whether there is a group of another backend, or RPC
-_has_devices = False  # whether there is a group in which another backend takes the tensors of other devices
+_has_devices = False  # whether there is a group in which another backend handles the tensors of other devices
 _num_exchanges: Callable[[], int] | None = None
 
 
@@ -54,7 +54,7 @@ def count_exchanges(count: Callable[[], int]) -> None:
 
 
 def watch() -> None:
-    """Report to the launcher, when this rank ends, if it has trained alone or apart although there were other ranks."""
+    """When this rank ends, report to the launcher if it has trained alone or apart although there were other ranks."""
     launch = Launch.of(_env.environment().get(_env.LAUNCH_VARIABLE, ""))
     if launch is None or launch.world_size == 1 or not _env.is_rank():
         return

@@ -1,4 +1,4 @@
-"""A call of a group: checks its arguments, runs the operation in the core, returns a handle that reports when it ends.
+"""Calls of a group: checks their arguments, runs the operations in the core, returns handles that report their end.
 
 Start with `ops`, then `collectives`. `tasks` runs operations of groups that span several hosts; the other files treat
 all groups alike.

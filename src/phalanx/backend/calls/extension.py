@@ -29,7 +29,7 @@ class _Extension:
 
     Attributes:
         by_s: Seconds that are added to each timeout.
-        until: Handle of the operation with which the extension ends; None if no operation has begun since.
+        until: Handle of the operation with which the extension ends; None until such an operation has begun.
     """
 
     by_s: float
@@ -65,7 +65,7 @@ class Extended:
         self.core = core
         self._timeout_s = timeout_s
         self._restore = restore
-        self._lock = threading.RLock()  # reentrant: a signal handler may call while its thread holds this
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._extensions: list[_Extension] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -134,7 +134,7 @@ class Extended:
         return value
 
     def _longer(self, timeout: Any) -> Any:
-        """Return a call's own timeout, extended. Zero or less stands for the group's timeout, which already is."""
+        """Return a call's own timeout, extended. Zero or less means the group's, which is extended already."""
         if not isinstance(timeout, timedelta):
             return timeout + self._by_s if timeout > 0 else timeout
         if timeout <= timedelta(0):

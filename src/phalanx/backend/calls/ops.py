@@ -49,7 +49,7 @@ class Operations(Collectives):
 
     Attributes:
         num_messages: Number of messages that this rank has sent or received.
-        abort_hooks: Functions that run on this rank when the group fails, and that failure once it has happened.
+        abort_hooks: Functions that run on this rank when the group fails; also holds the failure after it has happened.
         name: The argument `name`.
         num_windows: Number of windows that this rank has made.
     """
@@ -64,7 +64,7 @@ class Operations(Collectives):
         self.abort_hooks = AbortHooks(name)
         self.num_messages: int = 0
         self.num_windows: int = 0
-        self._num_exchanges = 0  # those on cores that this rank has left
+        self._num_exchanges = 0  # exchanges on cores that this rank has left
         self._serve_flight()
 
     def _serve_flight(self) -> None:
@@ -107,7 +107,7 @@ class Operations(Collectives):
         return self._done(opts, result)
 
     def _require_apart(self, op: str, targets: Sequence[Tensors], sources: Sequence[Tensors]) -> None:
-        """Check, before the first operation begins, that none writes memory that another one reads or writes."""
+        """Check, before the first operation begins, that no operation writes memory that another one uses."""
         given = self.arguments(op)
         for tensor in chain(*targets, *sources):
             given.check(tensor)

@@ -157,7 +157,7 @@ class Tasks(_Thread):
         self.current: Task | None = None  # the task that the thread runs
 
     def begin_here(self) -> bool:
-        """If none is running or queued, let the caller run an operation until `end_here`; return whether it may."""
+        """Let the caller run an operation until `end_here` if no other is running or queued; return whether it may."""
         with self._changed:
             if self._is_closed or not self.is_idle:
                 return False
@@ -180,7 +180,7 @@ class Tasks(_Thread):
         return threading.get_ident() in (self._runner, *self._waiting)
 
     def wait(self, task: Task, timeout_s: float) -> bool:
-        """Wait for a task like `Task.wait`."""
+        """Wait for a task, as `Task.wait` does."""
         self._waiting.add(threading.get_ident())
         try:
             return task.wait(timeout_s)

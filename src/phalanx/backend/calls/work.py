@@ -297,7 +297,7 @@ class PhalanxWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return the future of the result, a list of tensors; waiting for it raises a failure as RuntimeError."""
+        """Return the future of the result, a list of tensors; a wait for it raises a failure as RuntimeError."""
         future = self._future()
         if self._result and self._result[0].dtype is torch.float16 and _is_native(sys._getframe().f_back):
             return _typed()(future, self._result)

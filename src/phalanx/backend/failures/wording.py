@@ -79,7 +79,8 @@ _reported: dict[str, tuple[str, int]] = {}
 def report_due_s(num_reports: int, stall_s: float) -> float:
     """Return how long a wait must have lasted before its next report.
 
-    The first report follows after `stall_s`, the second after 3 times `stall_s` more, each later one after 6 times.
+    The first report is due after `stall_s`, the second 3 times `stall_s` later, and each further one 6 times `stall_s`
+    after the previous one.
     """
     return stall_s * (6 * num_reports - 2 if num_reports else 1)  # 10, 40, 100, 160 s if `stall_s` is 10
 

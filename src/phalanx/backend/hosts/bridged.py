@@ -231,7 +231,7 @@ class BridgedGroup:
         if self._failures.is_forked:  # destroying an engine whose threads stayed in the parent would hang
             _keep_for_ever(self)
             return
-        may_wait = not self._tasks.runs_here  # else in a signal handler, and the interrupted call can't finish
+        may_wait = not self._tasks.runs_here  # in a signal handler, the interrupted call can't finish
         if may_wait and not why:
             self._tasks.drain(END_S)
         self._failures.leave()

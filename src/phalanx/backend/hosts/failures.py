@@ -10,7 +10,7 @@ has ended together with the rank that served it, the failure goes to the other r
 
 **Stalls and timeouts** are reported for the call that the user made. A rank that has waited in a call for a second says
 so in the group's store; a rank that has not said so counts as missing, on this host or another. The core knows only one
-host and the steps of a call, so of its own reports, only those about messages are shown.
+host and only the steps of a call, so its reports are dropped except those about messages.
 
 **Nothing is left after the last group.** A rank that leaves ends its threads and releases the engine, the connections
 and the memory explicitly, because something may still refer to the group: a traceback holds frames, and frames hold

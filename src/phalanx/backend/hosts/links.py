@@ -2,11 +2,11 @@
 
 **No heartbeats of our own.** A thread that sends heartbeats is suspended together with its process, is delayed by the
 interpreter's lock, and keeps sending while the rank is deadlocked. The kernels answer for their processes instead: even
-if a process computes for an hour or is suspended in a debugger, its kernel acknowledges data. It also answers probes of
-connections that are idle or whose process reads nothing. So idle connections use the kernel's keepalive, and the
-watcher checks all connections with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host counts as silent once its
-kernel has owed an answer for that long, to data sent after its last acknowledgement or to two probes. (One unanswered
-probe means nothing: a kernel answers at most two a second.)
+if a process computes for an hour or is suspended in a debugger, its kernel acknowledges data. The kernel also answers
+probes of connections that are idle or whose process reads nothing. So idle connections use the kernel's keepalive, and
+the watcher checks all connections with ``TCP_INFO`` five times in ``PHALANX_SILENCE_S``. A host counts as silent once
+its kernel has owed an answer for that long, to data sent after its last acknowledgement or to two probes. (One
+unanswered probe means nothing: a kernel answers at most two a second.)
 
 So a host that lost power or its cable is noticed even if nothing is sent, and a host that is busy or whose ranks are
 suspended does not count as lost. TCP_USER_TIMEOUT could not distinguish a suspended rank from a lost host, because the
@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from phalanx.backend.deadlines import KEEPALIVE_S, LEAST_SILENCE_S
 from phalanx.host.processes import open_files
 
-_MOST_KEPT = 127  # most probes that the kernel allows: MAX_TCP_KEEPCNT
+_MOST_KEPT = 127  # largest number of probes that the kernel allows: MAX_TCP_KEEPCNT
 _ESTABLISHED = 1  # linux/tcp_states.h
 _PROBES, _UNACKED = 3, 24  # offsets in struct tcp_info, linux/tcp.h; times are in milliseconds
 _LAST_DATA_SENT, _LAST_DATA_RECV, _LAST_ACK_RECV = 44, 52, 56
@@ -128,7 +128,7 @@ def _seconds(info: bytes, offset: int) -> float:
 
 
 def watch_store(port: int, silence_s: float) -> None:
-    """Make the kernel end this process's connections to a TCPStore's port once they are silent.
+    """Let the kernel end this process's connections to a TCPStore's port once the other side is silent.
 
     TCP_USER_TIMEOUT is safe here: requests are so short that the buffer of a suspended server has room for them.
     """
@@ -158,7 +158,7 @@ def engine_descriptors() -> set[tuple[str, int]]:
 
 @contextlib.contextmanager
 def closed_at_exec() -> Iterator[set[tuple[str, int]]]:
-    """Make descriptors that an engine opens in the block close at ``exec``, so that no program keeps them open.
+    """Mark the descriptors that an engine opens in the block as close-on-exec, so that no other program inherits them.
 
     The context yields a set. After the block, this set holds the target and the number of each of these descriptors.
     """

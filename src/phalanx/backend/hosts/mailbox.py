@@ -6,10 +6,10 @@ failures to these sockets. Ranks that leave normally always send a note there, s
 not mistaken for a death.
 
 Before the engine connects, each rank also posts a test message to the mailbox of every rank on another host, and all
-ranks share the list of those that they could not reach. So the error about a closed port names both ends, on every
-rank, during the meeting. After this test, no rank is so late that Gloo stops waiting for it. If Gloo did stop waiting,
-it would free the connection, but its listener would still find the connection when the late rank connects, and the
-process would end with SIGSEGV (gdb: ``Pair::connectCallback`` under ``Listener::haveConnection``).
+ranks share a list of the ranks that some rank could not reach. So the error about a closed port names both ends, on
+every rank, during the meeting. After this test, no rank is so late that Gloo stops waiting for it. If Gloo did stop
+waiting, it would free the connection, but its listener would still find the connection when the late rank connects, and
+the process would end with SIGSEGV (gdb: ``Pair::connectCallback`` under ``Listener::haveConnection``).
 
 Anybody on the network can connect. So a mailbox spends at most one second of its life on strangers, keeps only a few of
 their connections, and stops reading from a connection as soon as the token is wrong.
@@ -34,7 +34,7 @@ from phalanx.wire.messages import understand
 
 _BACKLOG = 4096  # or as many as the kernel allows
 _MOST_OPEN = 64
-_MOST_BYTES = 1 << 20  # most bytes of a message; a group failure may list every rank
+_MOST_BYTES = 1 << 20  # largest size of a message; a group failure may list every rank
 
 
 class _Letter:

@@ -3,7 +3,7 @@
 **Only ranks that are present now count.** A store may hold leftovers of an earlier group, attempt or run: a `TCPStore`
 that a script keeps, a file, the store of torchrun's agent. So each rank makes a fresh token and writes it into the
 store with its hello. Each other rank answers the token in rank 0's hello, and checks every 0.1 s whether a new rank 0
-has written another. Rank 0 accepts only hellos that answer its own token, and writes the list of these hellos under
+has written a new one. Rank 0 accepts only hellos that answer its own token, and writes the list of these hellos under
 that token. A rank that finds its own token in the list knows that the list is fresh. From then on, all keys of this
 "life" of the group lie under rank 0's token, including those that Gloo, a split or a breakpoint writes. A rank that
 stops waiting takes its hello back. No clock, pid or restart count is needed, because a dead rank answers no token. On
@@ -272,7 +272,7 @@ class Meeting:
         return self._answers.get(rank)
 
     def _answer(self) -> bool | None:
-        """Answer the token of the present rank 0 if it is new; return True once this rank has answered any token."""
+        """Answer the token of the present rank 0 if that token is new; return True once any token has been answered."""
         before = self._hello["answers"]
 
         def answer(store: dist.Store) -> str:

@@ -284,7 +284,7 @@ class Messages:
         return True
 
     def _match(self, peer: int, tag: int) -> _Message | None:
-        """Return the first posted receive that matches a message, and remove it from the posted ones."""
+        """Return the first posted receive that matches a message, and remove it from the posted receives."""
         for message in self._posted:
             if message.tag != tag or message.peer not in (peer, -1):
                 continue

@@ -53,7 +53,7 @@ class Notices:
         return wait_until(look, time.monotonic() + (GRACE_S if is_patient else 0))
 
     def settle(self, failure: Failure, lost: set[int]) -> Failure:
-        """Make this the group failure, unless another rank has written one first; return the group failure."""
+        """Make `failure` the group failure, unless another rank has already written one; return the group failure."""
         facts = failure.to_facts()
         told = self._ask(lambda store: store.compare_set("group_failure", "", json.dumps(facts)))
         if told and (settled := group_failure_in(told)) is not None:
@@ -78,7 +78,7 @@ class Notices:
         """Tell the other ranks that this rank leaves the group normally."""
         if self._mailbox is None:
             self._write(f"left/{self._members.rank}", "")
-        else:  # the rank that serves the store may itself have left normally
+        else:  # not in the store, because the rank that serves it may have left normally, too
             self._post({"left": self._members.rank}, lost)
 
     def has_left(self, rank: int) -> bool:
@@ -127,7 +127,7 @@ class Notices:
     # ---- store and mailboxes ---------------------------------------------------------------------------------------
 
     def expect_no_store(self) -> None:
-        """Wait more briefly for the store from now on: the rank that serves it may be lost."""
+        """Wait more briefly for the store from now on, because the rank that serves it may be lost."""
         self._store.answer_s = LOST_STORE_S
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Notices:
 
 
 def group_failure_in(text: bytes) -> Failure | None:
-    """Return the group failure that `text` holds; None if it is not one that a rank would write."""
+    """Return the group failure that `text` holds; None if `text` is not what a rank would write."""
     with contextlib.suppress(GarbledError):
         failure: Failure = understand(text, Failure.from_facts)
         return failure

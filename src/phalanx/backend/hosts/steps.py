@@ -228,7 +228,7 @@ class Steps:
     def all_reduce_pieces(
         self, running: Running, ins: Addresses, outs: Addresses, counts: list[int], num_squared: int
     ) -> float:
-        """Reduce a message that lies in pieces; return the sum of squares of the first `num_squared` results."""
+        """Reduce a message of several pieces of memory; return the sum of squares of the first `num_squared` pieces."""
         call, item = running.call, running.item
         flat = self._buffers.span("flat", call.count * item)
         parts = flat.tensor().split([count * item for count in counts])
@@ -296,7 +296,7 @@ class Steps:
                 self._broadcast(running, out, count, r)
 
     def _swap_blocks(self, running: Running, outs: Addresses, num_bytes: int) -> None:
-        """Fetch the blocks of the other hosts' ranks that this rail carries, each into its place."""
+        """Fetch those blocks of ranks on other hosts that this rail carries, and put each block in its place."""
         assert self._rail is not None
         num_hosts = len(self._hosts)
         if self._is_even:
@@ -361,7 +361,7 @@ class Steps:
         self._scatter_wide(running, sends, recvs)
 
     def _all_to_all_by_rails(self, running: Running, sources: Addresses, outs: Addresses) -> None:
-        """Collect this host's blocks for the other ranks of this rail; send each of these ranks its blocks at once."""
+        """Collect this host's blocks for the other ranks of this rail; send each of these ranks a single message."""
         assert self._rail is not None
         count, num_local = running.call.count, len(self.here)
         num_bytes = count * running.item

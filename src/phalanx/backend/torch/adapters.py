@@ -19,10 +19,10 @@ Before torch 2.14, `dist.monitored_barrier` refuses every backend that is not na
 must implement or refuse every member that torch adds, because some of torch's defaults call the Python class again,
 endlessly. C++ callers look for some methods under their C++ names; these are defined twice.
 
-A reconfigure changes a group's rank and size. Both classes return those of the operations. C++ callers, such as the
-reducer of torch's DistributedDataParallel, get them from the group, too, because torch calls its `getRank` and
-`getSize`. Only a C++ extension that asks the backend itself would see the former numbers, because the two methods of a
-backend are not virtual; nothing in torch does so.
+A reconfigure changes a group's rank and size. Both classes return the rank and size of the operations. C++ callers,
+such as the reducer of torch's DistributedDataParallel, get these numbers from the group, too, because torch calls
+`getRank` and `getSize` of the group. Only a C++ extension that asks the backend itself would see the former numbers,
+because these two methods are not virtual in a backend; nothing in torch does so.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class _Common:
         return allocate_tensor(size, dtype=dtype, device=device, rank=ranks.global_ranks[ranks.rank])
 
     def get_error(self) -> Any:
-        """Return torch's code for the failure that ended the group; SUCCESS while it works. Asks no other rank."""
+        """Return torch's code for the failure that ended the group; SUCCESS while it works. No other rank is asked."""
         kinds, failure = _torch.ErrorType, self._operations.abort_hooks.failure
         if failure is None:
             return kinds.REMOTE_ERROR if self._operations.is_failed else kinds.SUCCESS
@@ -236,7 +236,7 @@ class _OfBackends(_Common):
         return SimpleNamespace(finalize=lambda: None)
 
     def memory_stats(self) -> dict[str, int]:
-        """Return how many bytes of shared memory groups of these ranks occupy on this host, and how many they map."""
+        """Return the size of the shared memory of these ranks' groups on this host: bytes in memory, bytes mapped."""
         return self._operations.memory_stats()
 
     _start_time_estimate = refused("_start_time_estimate", _TIME_IT)

@@ -1,4 +1,4 @@
-"""Routes a call of torch's to `Operations`: through torch's dispatcher if something listens there, else directly."""
+"""Routes a call of torch to `Operations`: through torch's dispatcher if something listens there, else directly."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _FROM_LISTS = ("scatter", "reduce_scatter")
 
 
 _issued = threading.local()
-"""By thread: the backend's own works of a call through torch's dispatcher, which wraps them."""
+"""By thread: the works that the backend has returned in a call through torch's dispatcher, which wraps works."""
 
 
 def direct(run: Callable[..., Any], operations: Operations, args: tuple[Any, ...]) -> object:

@@ -115,5 +115,5 @@ class Maker:
             name or f"{self._operations.name}:merge",
             list(range(size)),
             timeout or self._operations.timeout,
-            processes={},  # known processes are listed by rank in the world, which means others here
+            processes={},  # the known processes have their ranks in the world as keys, which are no ranks of this group
         )

@@ -9,7 +9,7 @@ Several threads may send and receive with the same tag. So a message is handed t
 under one lock (`_sending`), and a receive is posted and noted under another (`_lock`). Otherwise two messages could
 swap their numbers.
 
-**On Gloo**, the sender at once sends the number and the bytes again, and Gloo keeps them until the receiver asks. The
+**On Gloo**, the sender immediately sends the number and the bytes again; Gloo keeps them until the receiver asks. The
 receiver asks once its receive is over. It reads the sender's messages in order until it has the right one, and keeps
 the earlier ones for receives whose callers wait later. If the sender has left before Gloo delivered a message, the
 message is not verified, since the program did nothing wrong; a printed line says so.

@@ -107,7 +107,7 @@ class Oracle:
             tasks.close()
 
     def free(self) -> None:
-        """Free the engine, unless a cancelled operation does not end, for which the destructor would wait."""
+        """Free the engine, unless a cancelled operation is still running: the destructor would wait for it."""
 
         def is_over() -> bool | None:
             return self._last is None or self._last.is_completed() or None
@@ -136,7 +136,7 @@ class Oracle:
         try:
             work = self._last = start()
             while not work.is_completed():
-                with contextlib.suppress(RuntimeError):  # not over yet; or it has failed, and is over
+                with contextlib.suppress(RuntimeError):  # it is not over yet, or it has failed
                     wait_for_gloo(work, timedelta(seconds=LOOK_S))
                 if self._core.told or time.monotonic() > end_s:
                     break

@@ -185,7 +185,8 @@ class Proof:
     def _wait_for_inputs(self, args: tuple[Any, ...]) -> None:
         """Wait for collectives that still write to the tensors of a call, before the tensors are copied.
 
-        Do not wait for messages: whether one is received may depend on what its sender does after this call.
+        This does not wait for messages, because whether a message arrives may depend on what its sender does after this
+        call.
         """
         running = [work for ref in self._unverified if (work := ref()) is not None and not work.over]
         tensors = list(_tensors_in(args)) if running else []

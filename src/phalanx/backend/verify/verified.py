@@ -40,7 +40,7 @@ class VerifiedOperations(Operations):
     _has_left = False
 
     def verify(self, store: Store, every: int, silence_s: float) -> None:
-        """Connect the ranks by a second group, of Gloo, with which results are compared. Every rank must call this.
+        """Connect the ranks through Gloo as well, to compare results with it. Every rank must call this.
 
         Args:
             store: Store used only for this.

@@ -121,7 +121,10 @@ class Pool:
         self._peak_bytes = self.used_bytes
 
     def find(self, tensor: torch.Tensor) -> tuple[Block, int] | None:
-        """Return the block that holds a tensor and the storage's offset in it; the caller may hand the block over."""
+        """Return the block that holds a tensor, and the offset of the tensor's storage in it; None if none holds it.
+
+        From now on, the block counts as handed over.
+        """
         start = tensor.untyped_storage().data_ptr()
         starts = sorted(self._used)
         at = bisect.bisect_right(starts, start) - 1
@@ -156,7 +159,7 @@ def allocate_tensor(
 ) -> torch.Tensor:
     """Return an uninitialised CPU tensor in memory that other ranks of this host can map.
 
-    It is an ordinary tensor otherwise. A forked child shares its memory with its parent.
+    In other respects, it is an ordinary tensor. A forked child shares the tensor's memory with its parent.
 
     Args:
         size: Length of the tensor, of shape ``(size,)``.

@@ -5,8 +5,8 @@ names; its ranks are those of the group. torch's front end, ``dist._new_window``
 
 **Registration** is collective: the ranks exchange what they offer (the address of the block that holds the tensor, its
 shape and dtype, or why they refuse), map what the others offer, and exchange whether that went well. So a mistake or a
-shortage on one rank raises the same error on all ranks. Afterwards everything is mapped: if an owner frees its tensor,
-the mappings of the others stay valid, and no later call fails because of that.
+shortage on one rank raises the same error on all ranks. Afterwards, everything is mapped: if an owner frees its tensor,
+the mappings of the other ranks stay valid, and their later calls still succeed.
 
 **put** is one copy by torch into the mapping. The copy is complete when the call returns, and so is its Work. 64 MiB
 take 1.3 to 1.5 times as long as a copy into huge pages, which the kernel does not use for shared memory by default
