@@ -97,11 +97,11 @@ def _begin() -> None:
     atexit.register(_end_as_member)
     attached.listen()  # lets a debugger attach; a rank that the launcher forked listens already
     keep_from_compiler(*CLASSES)
-    if HAS_PYTHON_BACKENDS:  # before torch 2.14, some C++ calls bypass us and would not be counted
-        count_exchanges(num_exchanges)
+    if HAS_PYTHON_BACKENDS:
+        count_exchanges(num_exchanges)  # not before torch 2.14, where some C++ calls bypass us
         if can_shrink():
             return_own_groups(lambda backend: getattr(backend, "brings", None))
-    if not HAS_PYTHON_BACKENDS:
+    else:
         _serve_monitored_barrier()
 
 

@@ -121,14 +121,14 @@ def read_handles(given: Any, where: str) -> list[Handle]:
             different groups or versions.
     """
     if not isinstance(given, (list, tuple, set, frozenset)) or not 0 < len(given) <= _MOST_HANDLES:
-        raise ArgumentError(f"{where}: handles must be a list or a set with a handle of each rank, got {given!r:.80}")
+        raise ArgumentError(f"{where}: handles must be a list or a set with one handle per rank, got {given!r:.80}")
     handles = [_read(text, where) for text in given]
     if isinstance(given, (set, frozenset)):
         handles.sort(key=lambda handle: handle.place)
     counted = Counter(handle.token for handle in handles)
     for handle in handles:
         if counted[handle.token] > 1:
-            raise ArgumentError(f"{where}: the handle of {handle.name} comes twice; pass one for each rank")
+            raise ArgumentError(f"{where}: the handle of {handle.name} occurs twice; pass one for each rank")
     whats = {"group": "groups", "phalanx": "versions of phalanx", "torch": "versions of torch"}
     for fact, what in whats.items():
         told = {str(getattr(handle, fact)): handle.name for handle in reversed(handles)}
@@ -147,7 +147,9 @@ def _read(text: Any, where: str) -> Handle:
     try:
         handle: Handle = understand(text.removeprefix(_SIGN), Handle)
     except GarbledError as error:
-        raise ArgumentError(f"{where}: a handle is not understood: {error}; run the same phalanx everywhere") from None
+        raise ArgumentError(
+            f"{where}: can't parse a handle: {error}; run the same version of phalanx on every rank"
+        ) from None
     return handle
 
 

@@ -152,8 +152,8 @@ class Membership:
                 is_old = token != self._tokens[-1]
                 return number, f"the handle of {handles[number].name} is from before it got other ranks" * is_old
         raise ArgumentError(
-            f"{where}: this rank's own handle is not among the {len(handles)} that were passed; a rank that takes no "
-            "part must not call it"
+            f"{where}: this rank's own handle is not among the {len(handles)} that were passed; a rank that is "
+            "left out must not call this"
         )
 
     def _require_one_world(self, handles: Sequence[Handle], where: str) -> None:

@@ -36,7 +36,7 @@ def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
     for part in key.split(".") if key else ():
         entries = {str(name): value for name, value in pairs_of(node)}
         if part not in entries:
-            raise ValueError(f"the checkpoint has no {part!r}, but {', '.join(map(repr, entries))}")
+            raise ValueError(f"the checkpoint has no {part!r}; it has {', '.join(map(repr, entries))}")
         node = entries[part]
     return unpack(node, Reader(images, rank or 0))
 
@@ -76,7 +76,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def _write_safetensors(tensors: dict[str, Tensor], file: IO[bytes]) -> None:
     for name, tensor in tensors.items():
         if not is_storable(tensor.dtype):
-            raise ValueError(f"{name} is {tensor.dtype}, which safetensors do not know; export to a .pt file")
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors does not support; export to a .pt file")
     parts = [Part(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()]
     layout = lay_out(parts, None)
     file.truncate(layout.size_bytes)

@@ -370,7 +370,8 @@ def check(images: Sequence[Image], step: int, owners: Iterable[int]) -> None:
     for rank, image in enumerate(images):
         said = [image.metadata[key] for key in ("step", "rank", "world_size")]
         if said != [step, rank, len(images)] or type(image.metadata["is_alike"]) is not bool:
-            raise ValueError(f"in place of rank {rank} of {len(images)} at step {step} it has {said}")
+            found = f"rank {said[1]!r} of {said[2]!r} at step {said[0]!r}"
+            raise ValueError(f"expected rank {rank} of {len(images)} at step {step}, found {found}")
     for owner in owners:
         unpack(images[owner].metadata["tree"], Reader(images, owner).check)
 

@@ -257,7 +257,7 @@ def _write(
         why = str(getattr(error, "strerror", None) or error)
         if not os.path.isdir(draft.path):
             why = "another rank could not write, or the folder is not on a file system that all ranks share"
-        return _give_up(draft, rank, f"{why}. Those before it are as they were; make room or choose another folder")
+        return _give_up(draft, rank, f"{why}. Earlier checkpoints are unchanged; make room or choose another folder")
     finally:
         writing.end()
     try:

@@ -204,9 +204,9 @@ def _undivided(dataset: Any, sampler: Any, batch_sampler: Any, num_replicas: int
     if type(sampler) not in _OF_ONE_PROCESS or not hasattr(dataset, "__len__") or len(sampler) < len(dataset):
         return ""
     return (
-        f"phalanx.DataLoader: a {type(sampler).__name__} divides nothing, so each of the {num_replicas} ranks takes "
-        f"{len(sampler):,} samples an epoch. Make it {DIVIDING_LOADER}; or pass is_own_part=True if the dataset is "
-        "this rank's own, False if every rank is to take all"
+        f"phalanx.DataLoader: a {type(sampler).__name__} does not divide the data, so each of the {num_replicas} ranks "
+        f"takes {len(sampler):,} samples an epoch. Make it {DIVIDING_LOADER}; or pass is_own_part=True if the dataset "
+        "is this rank's own, False if every rank is to take all"
     )
 
 

@@ -159,7 +159,7 @@ class DistributedSampler(torch_distributed.DistributedSampler[Any]):
             self.expects_set_epoch = False
             warn_caller(
                 f"rank 0: DistributedSampler: set_epoch was not called before epoch {self.epoch}. The sampler has "
-                "gone on to that epoch by itself, in a new order; a job that resumes would begin with epoch 0 again. "
+                "advanced to that epoch on its own, in a new order; a job that resumes would begin with epoch 0 again. "
                 "Add before the loop over the batches: sampler.set_epoch(epoch)"
             )
 

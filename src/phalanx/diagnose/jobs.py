@@ -2,7 +2,7 @@
 
 Three sources are used, in this order: the notes of a launcher of ours, which knows its ranks' processes; the black
 boxes that processes hold; and the environment that torchrun, mpirun, Slurm or a person gave them. A launcher is
-recognised by its program, so ``vim torchrun`` is not one. A torchrun without ranks is a job that is starting. A process
+recognized by its program, so ``vim torchrun`` is not one. A torchrun without ranks is a job that is starting. A process
 that is not a rank can be asked about, too: it counts as a job with a single rank, number -1.
 
 The host sees the processes of a container's job under other numbers than the container does. So the numbers in the

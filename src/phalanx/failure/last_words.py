@@ -8,7 +8,7 @@ in a future's callback.
 
 The launcher checks the file before it uses it: it must be whole, not too large, of the expected form and written by the
 rank's own process. If a rank has left no file (another program, a crash, another excepthook, `sys.exit`), the launcher
-reads the traceback on its stderr, and recognises victims by the wording of other engines' errors (`victims`).
+reads the traceback on its stderr, and recognizes victims by the wording of other engines' errors (`victims`).
 """
 
 from __future__ import annotations

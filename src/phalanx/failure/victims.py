@@ -1,4 +1,4 @@
-"""Recognises the errors of a victim: a rank that failed because a peer had left or never arrived.
+"""Recognizes the errors of a victim: a rank that failed because a peer had left or never arrived.
 
 Errors of phalanx have an attribute that says so. This module decides about all others: by their class, if a rank has
 left only a traceback, and by their text, if another engine's errors have no class of their own.

@@ -55,7 +55,7 @@ def shared_tensor(num_elems: int, dtype: torch.dtype, group: dist.ProcessGroup) 
         raise RuntimeError(
             f"rank {dist.get_rank()}: parameters cannot be shared: "
             + "; ".join(f"rank {r}: {text}" for r, text in failed.items())
-            + ". All ranks must run on one host, as one user; else leave out share_parameters"
+            + ". All ranks must run on one host, as one user; otherwise leave out share_parameters"
         )
     assert block is not None
     return torch.frombuffer(block.memory, dtype=dtype, count=num_elems)

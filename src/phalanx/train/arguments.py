@@ -97,7 +97,7 @@ def check_plateau(scheduler: lr_scheduler.ReduceLROnPlateau, s: Settings) -> Non
     if scheduler.mode != s.mode:
         raise ValueError(
             f'Trainer: {"a lower" if s.mode == "min" else "a higher"} {s.monitor} is better (mode="{s.mode}"), and '
-            f'the schedule takes it for worse: ReduceLROnPlateau(optimizer, mode="{s.mode}")'
+            f'the schedule treats it as worse: ReduceLROnPlateau(optimizer, mode="{s.mode}")'
         )
 
 
@@ -195,7 +195,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise _wrong("a name in metrics", "a text", name, _METRICS)
         if name == "loss":
-            raise ValueError("Trainer: metrics has a 'loss', which is the name of the loss: give the metric another")
+            raise ValueError("Trainer: metrics has a 'loss', which is the name of the loss: rename the metric")
         refuse_reserved([name])
         _refuse_class(f"metrics[{name!r}]", metric, "{}()")
         if not has_state(metric):

@@ -268,8 +268,8 @@ class Trainer:
             ReplicaMismatch: The ranks' copies of the model differ; on every rank. See `Settings.compare_every`.
             ValueError: The data does not fit the settings, an evaluation lacks the value that `monitor` names, or the
                 schedule is shorter than the run.
-            SystemExit: Any rank got SIGTERM, SIGUSR1 or Ctrl-C, and everything is saved. The code is 75, or 130 after a
-                Ctrl-C without a launcher.
+            SystemExit: Any rank got SIGTERM, SIGUSR1 or Ctrl-C, and the state is saved unless weights are not finite.
+                The code is 75, or 130 after a Ctrl-C without a launcher.
         """
 
         why_not = self._relocation.why_not_kept(self._given_model, self.optimizer, self._in_group.loggers, data)

@@ -173,7 +173,7 @@ def _refuse(script: str, failure: Failed) -> int:
         advice = "name no port in it, and start no processes of your own: the jobs run side by side, as under torchrun"
         _show(f"- {advice}", sys.stderr)
     elif not failure.code:
-        _show("- what is measured are the steps of an optimizer of torch.optim, in a loop of the script", sys.stderr)
+        _show("- phalanx tune measures the steps of a torch.optim optimizer in a loop of the script", sys.stderr)
     return failure.code or 1
 
 

@@ -264,7 +264,7 @@ class PhalanxWork(Work):
             finally:
                 del wait  # a traceback may keep this frame, and must not keep the core with it
             if not is_over:
-                raise TimeoutError(f"the operation is not done after {seconds} s; it goes on, wait for it again")
+                raise TimeoutError(f"the operation is still running after {seconds} s; wait for it again")
         self._finish()
         return True
 

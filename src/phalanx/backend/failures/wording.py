@@ -30,18 +30,18 @@ _FEWER_CALLS = (
     "If it printed no error, it made fewer calls: look for one under a condition that only some ranks meet "
     "(if rank == 0), or give every rank equally many batches (DistributedSampler, drop_last=True; or join())."
 )
-_LATER = "Pass a larger timeout to init_process_group if that is slow but right."
+_LATER = "Pass a larger timeout to init_process_group if a wait this long is expected."
 _NO_SIGNAL = (
     "Each wait_signal() needs a signal() by that rank: have one of them signal before it waits, or pass a larger "
-    "timeout to init_process_group if the signal is slow but comes."
+    "timeout to init_process_group if the signal is merely late."
 )
 _BREAK = (
     "Have one of them make the matching call first, or start all messages before any wait: "
     "batch_isend_irecv, or isend and irecv."
 )
 _OF_A_THREAD = (
-    "A thread that runs no line of the script has called here, while others use the group: two threads that share a "
-    "group mix their calls. Give each a group of its own: new_group()."
+    "A thread that is not running the script made one of these calls while others use the group: two threads that "
+    "share a group mix their calls. Give each a group of its own: new_group()."
 )
 _OTHER_GROUPS = (
     "These ranks wait in groups of different names, which never meet. Make all groups in the same order on every rank; "
@@ -298,7 +298,7 @@ def _rank_ended(failure: Failure) -> str:
 
 def _is_victim_of(failure: Failure, how: str) -> str:
     culprit = _culprit(failure)
-    return f": {describe(culprit)} {how}{_look_at(culprit)}; this rank is only its victim."
+    return f": {describe(culprit)} {how}{_look_at(culprit)}; this rank failed only as a consequence."
 
 
 def _rank_left(failure: Failure) -> str:
@@ -318,7 +318,7 @@ def _rank_lost(failure: Failure) -> str:
         is_one_host = {peer.host for peer in failure.culprits} == set(failure.hosts[:1])
         are = "is" if is_one_host else "are"
         text = f"{_by_host(failure)} {are} not responding: their processes have ended, or the network is broken"
-    text += "\nLook at what was printed there last; this rank is only its victim."
+    text += "\nLook at what was printed there last; this rank failed only as a consequence."
     if failure.rank in failure.ranks and failure.by is not None:
         text += f"\nThis process runs: {describe(failure.by)} has lost the connection to it."
     return f": {text}"
@@ -375,7 +375,7 @@ def _interrupted(failure: Failure) -> str:
 
 def _destroyed(failure: Failure) -> str:
     who = "this rank" if failure.by is None else _reporter(failure)
-    return f": {who} destroyed the group while operations were on their way"
+    return f": {who} destroyed the group while operations were in flight"
 
 
 def _unusable(failure: Failure) -> str:
@@ -409,7 +409,7 @@ def _no_memory(failure: Failure) -> str:
 
 def _system(failure: Failure) -> str:
     if failure.by is not None and failure.op not in _MEETINGS:
-        return f": {_reporter(failure)} met an error of its system and ended the group{_look_at(failure.by)}."
+        return f": {_reporter(failure)} hit a system error and ended the group{_look_at(failure.by)}."
     if failure.errno in (errno.EMFILE, errno.ENFILE):
         return f": no file descriptor is left ({failure.detail}); raise the limit of open files (ulimit -n)"
     if failure.errno == errno.EAGAIN:

@@ -372,8 +372,8 @@ class Meeting:
         """Return the error for a value that no rank would write; it names the rank to which the key belongs."""
         rank = self.global_ranks[next((int(part) for part in key.split("/") if part.isdigit()), 0)]
         return self.refusal(
-            f"what rank {rank} said of itself ({key}) is not understood: {error}. Run the same version of phalanx on "
-            "every rank, and let nothing else write to the store.",
+            f"can't parse what rank {rank} wrote under {key}: {error}. Run the same version of phalanx on every rank, "
+            "and let nothing else write to the store.",
             ranks=(rank,),
             entry="store-lost",
         )
@@ -528,7 +528,7 @@ class Meeting:
             cause = self.failure(
                 "refused",
                 ranks,
-                detail=f"{enumerated('rank', ranks)} {waits} in Gloo, and this rank has phalanx in its place. Set "
+                detail=f"{enumerated('rank', ranks)} {waits} in Gloo, but this rank uses phalanx in its place. Set "
                 f"{_env.REPLACE_VARIABLE}=gloo on every rank or on none, and install phalanx where they run."
                 + address("replace-gloo"),
             )

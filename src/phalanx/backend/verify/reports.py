@@ -85,7 +85,7 @@ def error_of(
     inputs += f"phalanx run --nproc-per-node {size} -m phalanx.backend.verify.replay {first.folder}"
     if lost:
         inputs = (
-            f"The inputs of this rank could not be written to {first.folder}: {lost}. To have them, make room there"
+            f"The inputs of this rank could not be written to {first.folder}: {lost}. To save them, free space there"
         )
         inputs += " or start in another folder, and run the script again"
     return WrongResult(

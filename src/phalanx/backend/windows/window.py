@@ -171,7 +171,7 @@ class Window:
         except OSError as error:
             refusal = f"the memory of another rank can't be mapped: {error.strerror or error}"
         except ValueError as error:  # the numbers in an offer make no sense
-            refusal = f"another rank offers what can't be: {error}"
+            refusal = f"another rank's offer is invalid: {error}"
         # `tensor` and `counters` live here until all ranks have mapped them.
         self._exchange(_Offer(call, self._number, refusal, bool(refusal)))
         if tensor is not None:
@@ -374,7 +374,7 @@ class Window:
     def _require_own_ranks(self, op: str) -> None:
         if self._operations.ranks is not self._ranks:
             raise GroupUnusable(
-                f"{self._where(op)}: the group has got other ranks since the window was made; make a new one", op=op
+                f"{self._where(op)}: the group's ranks have changed since the window was made; make a new one", op=op
             )
 
     def _place(self, op: str, name: str, rank: int) -> int:

@@ -116,7 +116,7 @@ def find_steps(folder: str) -> tuple[str, list[int]]:
 
 def say_missing(folder: str) -> str:
     """Return the message for a folder without checkpoints."""
-    said = f"{folder} holds no checkpoint" if os.path.isdir(folder) else f"{folder} is no folder"
+    said = f"{folder} holds no checkpoint" if os.path.isdir(folder) else f"{folder} is not a folder"
     under_way = say_under_way(steps_under_way(folder))
     return f"{said} yet: {under_way}" if under_way else said
 
@@ -138,7 +138,7 @@ def say_under_way(under_way: list[int]) -> str:
     """Return a sentence about the steps that are being saved; empty if there are none."""
     if not under_way:
         return ""
-    return f"another process is saving {named('step', under_way)} there, which can be read once that has ended"
+    return f"another process is saving {named('step', under_way)} there, which can be read when the save is complete"
 
 
 def read_manifest(folder: str, step: int) -> Checkpoint:
@@ -206,7 +206,7 @@ def check_file(checkpoint: Checkpoint, name: str, *, reads: bool = True) -> str:
                 digest.update(chunk)
     except OSError as error:
         return f"{path}: {error.strerror}"
-    return "" if digest.hexdigest() == wanted["sha256"] else f"{path} was altered: its SHA-256 is another"
+    return "" if digest.hexdigest() == wanted["sha256"] else f"{path} was altered: its SHA-256 differs"
 
 
 def problems_of(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, reads: bool = True) -> list[str]:

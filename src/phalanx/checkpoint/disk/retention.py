@@ -146,8 +146,8 @@ def find_best(folder: str) -> int:
     best = _best_first(scored, told[-1]) if told else []
     if not best:
         raise ValueError(
-            f"{folder} does not tell which checkpoint is the best. That is known of a Trainer's, if it has validation "
-            'data, and after save(..., metric=loss, keep={"keep_best": 1, "best_is_least": True})'
+            f"{folder} does not tell which checkpoint is the best. A Trainer with validation data records it, and so "
+            'does save(..., metric=loss, keep={"keep_best": 1, "best_is_least": True})'
         )
     return best[0]
 

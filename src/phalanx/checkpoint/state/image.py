@@ -184,7 +184,7 @@ def _check_entries(entries: Mapping[str, Any], size_bytes: int) -> None:
         if not _are_counts([begin, end, *entry["shape"]]) or begin != at or end < begin or end > size_bytes:
             raise ValueError(f"{key!r} has no valid place in the data")
         if math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize != end - begin:
-            raise ValueError(f"{key!r} is of another size than its shape")
+            raise ValueError(f"{key!r} does not have the size that its shape implies")
         at = end
     if at != size_bytes:
         raise ValueError("it has more data than its header describes")

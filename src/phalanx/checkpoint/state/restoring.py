@@ -93,7 +93,7 @@ def _walk(state: MutableMapping[Any, Any], node: Json, read: Read, *, strict: bo
     saved = dict(pairs_of(node))
     if strict and (missing := [key for key in state if key not in saved]):
         raise KeyError(
-            f"the checkpoint has no {_some(map(repr, missing))}, but {_some(map(repr, saved))}: "
+            f"the checkpoint has no {_some(map(repr, missing))}; it has {_some(map(repr, saved))}: "
             f"load what it has, or {NOT_STRICT}"
         )
     for key in state:

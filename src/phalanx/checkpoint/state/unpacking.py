@@ -52,10 +52,14 @@ def _is_tensor(value: Any) -> bool:
 
 
 def as_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype with this name."""
+    """Return torch's dtype with this name.
+
+    Raises:
+        ValueError: This torch has no such dtype.
+    """
     dtype = getattr(_torch(), name, None)
     if not isinstance(dtype, _torch().dtype):
-        raise ValueError(f"this torch knows no dtype {name!r}")
+        raise ValueError(f"this torch has no dtype {name!r}")
     return dtype
 
 
@@ -144,8 +148,8 @@ def _as_mapping(node: Json, kind: str, values: dict[Any, Any], like: Any, *, is_
         return collections.defaultdict(None if factory is None else FACTORIES[factory], values)
     if kind == "mapping" and is_exact and not isinstance(like, Mapping):
         raise ValueError(
-            f"the checkpoint has a {node['class']}, which it can't make by itself: put an empty one in its place to be "
-            "filled, or {} to get a dict"
+            f"the checkpoint has a {node['class']}, which load can't create: put an empty one in its place for load "
+            "to fill, or {} to get a dict"
         )
     return values if kind == "mapping" else MAPPINGS[kind](values)
 

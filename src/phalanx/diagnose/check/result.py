@@ -90,7 +90,7 @@ def _stalled(record: Record, answer: str) -> Result:
     for rank in missing:
         calls = record.calls.get(rank)
         last = f"its last call was {calls[-1]}" if calls else "it has made no call yet"
-        lines.append(f"rank {rank} has not come; {last}")
+        lines.append(f"rank {rank} has not arrived; {last}")
     who = named("rank", missing) if missing else "a message that nobody sends or takes"
     words = answer or f"{counted(len(waits), 'rank')} waiting for {who}"
     return Result("stalled", FOUND, f"stalled: {words}", lines)

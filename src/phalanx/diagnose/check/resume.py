@@ -86,10 +86,8 @@ def _run(
         if interrupt is None and ended == code:
             return
         printed.seek(0)
-        why = (
-            f"ended with code {ended} instead of {code}" if interrupt is None else "was over too soon to be interrupted"
-        )
-        raise Failed(f"the job {why}. It has printed:\n{printed.read().decode(errors='replace')}")
+        why = f"with code {ended} instead of {code}" if interrupt is None else "before it could be interrupted"
+        raise Failed(f"the job ended {why}. It has printed:\n{printed.read().decode(errors='replace')}")
 
 
 def _pid_once_past(folder: str, step: int, job: subprocess.Popen[bytes], deadline: float) -> int | None:

@@ -32,8 +32,8 @@ def main(args: Sequence[str]) -> int:
         "phalanx trace",
         RIGHT_CALL,
         "Write one trace of all ranks on one clock: steps, phases, collectives and who waited for whom. Open it at "
-        "ui.perfetto.dev, which uploads nothing. Of a run that is over it shows what its black boxes hold, some 8,000 "
-        "events of each rank; of a running job, the same and the next seconds. Exit code: 1 if no rank "
+        "ui.perfetto.dev, which uploads nothing. For a finished run, it shows what its black boxes hold, some 8,000 "
+        "events of each rank; for a running job, the same and the next seconds. Exit code: 1 if no rank "
         "runs yet or none records anything, 2 if there is no such run or job.",
         "phalanx trace logs/train, or phalanx trace --seconds 10 train.py",
     )
@@ -111,10 +111,10 @@ def _boxes(what: Sequence[str], seconds: float | None) -> tuple[list[Box], dict[
     folders = [record_of(Path(one)) for one in what if os.path.isdir(one)]
     if not folders:
         if len(what) > 1:
-            raise UsageError(f"{what[0]} is no folder of a run; only folders may be several")
+            raise UsageError(f"{what[0]} is not a run's folder; several arguments must all be folders")
         return _named("".join(what), seconds)
     if len(folders) < len(what):
-        raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is no folder of a run")
+        raise UsageError(f"{next(one for one in what if not os.path.isdir(one))} is not a run's folder")
     if len(what) == 1 and (running := running_in(str(folders[0]))) is not None:
         return _of_job(running, seconds)
     return _saved(folders, seconds)

@@ -8,8 +8,8 @@
   which the other thread last ran, to read that clock.
 - **Which thread** of a rank trains is known from its black box, or from the stacks if the main thread only waits for
   another thread's end.
-- **A thread that sleeps with the GIL** is recognised by py-spy's flag and the thread's state. Locks, ``input()`` and
-  ``Work.wait()`` leave no Python frame; they are recognised by the source line and the system call.
+- **A thread that sleeps with the GIL** is recognized by py-spy's flag and the thread's state. Locks, ``input()`` and
+  ``Work.wait()`` leave no Python frame; they are recognized by the source line and the system call.
 - **An operation that a rank "had not begun"** may have been called all the same: an asynchronous operation is recorded
   by the thread that runs it.
 """

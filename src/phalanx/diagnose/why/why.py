@@ -42,7 +42,7 @@ def main(args: Sequence[str]) -> int:
         "phalanx why",
         RIGHT_CALL,
         "Say in one sentence why a job does not go on, or why it ended: which rank, at which line, since when. Then "
-        "show what proves it: ranks by equal stacks, whoever is different first. Any job of this user on this host can "
+        "show what proves it: ranks grouped by equal stacks, outliers first. Any job of this user on this host can "
         "be asked about, whoever started it and on any backend. Exit code: 2 if there is no such job or run.",
     )
     parser.add_argument(

@@ -9,7 +9,7 @@ not forward signals. `phalanx._torch.shield` explains how workers survive a sign
 gives the others their grace period, restarts nothing, and exits with 75 itself.
 
 **A lost Ctrl-C.** If a KeyboardInterrupt is raised in a callback, for instance during an import, Python prints it and
-continues. The supervisor recognises the message on the rank's stderr, hides it, and sends SIGINT again. While the
+continues. The supervisor recognizes the message on the rank's stderr, hides it, and sends SIGINT again. While the
 launcher itself is being imported, SIGINT has its default action.
 
 **The reader of the output is gone.** If the reader ends (``phalanx run train.py | head``, a killed ``tee``), the job

@@ -2,7 +2,7 @@
 
 If the parent is killed, the kernel kills the ranks, but not the processes below them. Those are killed by the cleaner,
 a shell that knows the ranks' process groups and waits for the end of its input. As long as the parent lives, the parent
-itself adopts processes that ranks leave behind, recognises them by the rank's pid in their environment, and kills them.
+itself adopts processes that ranks leave behind, recognizes them by the rank's pid in their environment, and kills them.
 """
 
 from __future__ import annotations

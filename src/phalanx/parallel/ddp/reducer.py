@@ -142,9 +142,9 @@ class Reducer:
         if names and self._replica.group.size() > 1:
             some = listed([repr(name) for name in names], 8)
             warn_caller(  # the text is the same on every rank, so the launcher shows it once
-                f"DistributedDataParallel: gradients of {some} are not averaged, because the model was given them "
-                "after it was wrapped, so each rank trains its own. Wrap the model, or make its Trainer, last; or call "
-                "remove_hooks() and wrap it again"
+                f"DistributedDataParallel: gradients of {some} are not averaged, because they were added after "
+                "the model was wrapped, so each rank trains its own. Wrap the model, or make its Trainer, last; or "
+                "call remove_hooks() and wrap it again"
             )
 
     def follow_freezing(self) -> None:

@@ -144,8 +144,8 @@ class Sentinel:
             f"in step {self._step}" if since + 1 >= self._step else f"in one of the steps {since + 1} to {self._step}"
         )
         raise ReplicaMismatch(
-            f"Trainer.fit: step {self._step}: the ranks' copies differ: {difference.words}. It became so {when}. "
-            "A rank that changes its own copy does that, and so does faulty memory; compare_every=0 goes on",
+            f"Trainer.fit: step {self._step}: the ranks' copies differ: {difference.words}. They diverged {when}: "
+            "a rank changed its own copy, or memory is faulty; compare_every=0 turns the check off",
             op="Trainer.fit", ranks=ranks, tensors=difference.tensors, how=difference.how,
             step=self._step, since_step=since,
         )  # fmt: skip

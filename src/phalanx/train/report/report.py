@@ -228,7 +228,7 @@ def _key_figures(run: _Run) -> str:
     )
     if is_number(rare.get("least_s")):
         tiles.append(
-            ("Checkpoints on disk", measured(rare["least_s"]), "apart at least: hosts keep the state in memory")
+            ("Checkpoints on disk", measured(rare["least_s"]), "minimum interval: hosts keep the state in memory")
         )
     trained_s = sum(records[-1]["time"] - records[0]["time"] for records in run.attempts.values())
     in_all = f"{measured(run.last_s - run.began_s)} with gaps" if len(run.attempts) > 1 else ""

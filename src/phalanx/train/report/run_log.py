@@ -151,7 +151,7 @@ class RunLog:
         except Exception as error:
             if what not in self._said_missing:
                 self._said_missing.add(what)
-                words = f"can't write {what} ({one_line(error)}); the training goes on"
+                words = f"can't write {what} ({one_line(error)}); training continues"
                 writer.note(words)
                 self.say(words)
 

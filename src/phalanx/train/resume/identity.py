@@ -143,7 +143,7 @@ def refuse_differences(facts: Facts, settings: Settings, *, evaluates: bool, ran
         return
     first, other = every[0], every[rank]
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    differ = [f"{name} {first.get(name, 'not there')} and {other.get(name, 'not there')}" for name in names]
+    differ = [f"{name} {first.get(name, 'missing')} and {other.get(name, 'missing')}" for name in names]
     raise ValueError(
         f"Trainer.fit: rank 0 and rank {rank} would train in different ways: {listed(differ, _MAX_NAMED)}: make the "
         "same Trainer, and give it the same kinds of data, on every rank"

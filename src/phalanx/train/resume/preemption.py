@@ -1,8 +1,9 @@
 """Preemption: signals that ask a job to end early, noticed on any rank and obeyed by all after the same step.
 
-A rank that was asked to end, has saved, and can resume exits with 75 (EX_TEMPFAIL). Ctrl-C is such a request, like
-SIGTERM, so under a launcher the exit code is 75 in both cases; without one, Ctrl-C gives 130, which shells expect. Two
-SIGINT within 0.15 s count as one, because torchrun passes on what the terminal has already sent to the ranks.
+A rank that was asked to end saves, unless weights are not finite, and exits with 75 (EX_TEMPFAIL). Ctrl-C is such a
+request, like SIGTERM, so under a launcher the exit code is 75 in both cases; without one, Ctrl-C gives 130, which
+shells expect. Two SIGINT within 0.15 s count as one, because torchrun passes on what the terminal has already sent to
+the ranks.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def leave(
 
 
 def _exit_code(number: int) -> int:
-    """Return the exit code of a rank that has saved because of a signal: 130 for Ctrl-C without a launcher, else 75."""
+    """Return the exit code of a rank that ends because of a signal: 130 for Ctrl-C without a launcher, else 75."""
     is_launched = "TORCHELASTIC_RUN_ID" in _env.environment()
     return 128 + number if number == signal.SIGINT and not is_launched else _env.PREEMPTED_CODE
 

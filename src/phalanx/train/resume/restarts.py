@@ -43,7 +43,7 @@ def words_of_another(trainer: object, model: object, folder: str, goes_on: bool)
     if not goes_on or last is None or last() is trainer:
         return ""
     return (
-        f"another Trainer of this process has trained in {folder}: this one takes up its run. For a run of its own, "
+        f"another Trainer of this process has trained in {folder}: this one continues its run. For a run of its own, "
         "such as a fold or another seed, give folder="
     )
 

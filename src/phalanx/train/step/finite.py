@@ -185,7 +185,7 @@ class FiniteGuard:
     def look_at_scale(self, scaler: torch.amp.GradScaler, step: int, epoch: int) -> None:
         """Check the gradient scaler's scale, which halves with each skipped step."""
         if scaler.is_enabled() and (scale := scaler.get_scale()) < _SMALLEST_SCALE:
-            what = f"the gradient scaler's scale has come down to {scale:g}: it skips every step"
+            what = f"the gradient scaler's scale has dropped to {scale:g}: it skips every step"
             self.note(what, step, epoch, is_past=True)
 
     def note(self, what: str, step: int, epoch: int, batch: Any = None, *, is_past: bool = False) -> None:
@@ -209,7 +209,7 @@ class FiniteGuard:
         if not bad:
             self._finite_step = step
         elif self._finding is None:
-            origin = Origin(f"It became so {self._until(step)}", bad)
+            origin = Origin(f"It became non-finite {self._until(step)}", bad)
             self._finding = Finding(step, _STATE, epoch, f"{bad} is not finite", origin)
         worst = self._ranks.largest(2 if bad else int(self.has_finding))
         if worst:
@@ -235,8 +235,8 @@ class FiniteGuard:
             advice = "fix the data, lower the learning rate or set clip_norm"
         message = (
             f"Trainer.fit: step {step}, epoch {first.epoch + 1}, {named('rank', ranks)}: {first.what}. "
-            f"{first.origin.words}. No state with weights that are not finite is saved. If it isn't meant, {advice}"
-            + ('; on_nan="warn" goes on' if self._on_nan == "raise" else "")
+            f"{first.origin.words}. No state with weights that are not finite is saved. "
+            f"If that is not intended, {advice}" + ('; on_nan="warn" goes on' if self._on_nan == "raise" else "")
         )
         facts: dict[str, Any] = {"step": step, "epoch": first.epoch}
         if self._on_nan == "raise" or not self._has_warned:
@@ -245,7 +245,7 @@ class FiniteGuard:
             where = {"tensor": first.origin.tensor, "module": first.origin.module}
             raise NonFinite(message, op="Trainer.fit", ranks=tuple(ranks), **facts, **where)
         if not self._has_warned:
-            self._run_log.say(f"warning: {message}. This is said once")
+            self._run_log.say(f"warning: {message}. This warning is shown once")
         self._has_warned = True
 
     def _until(self, step: int) -> str:

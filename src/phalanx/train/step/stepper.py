@@ -92,7 +92,9 @@ class Stepper:
             group = None  # one rank, FSDP2, or ranks that train independently
         elif self._settings.compare_every:
             kinds = list(dict.fromkeys(self._ranks.gather(kind_of_processor(self._device))))
-        why = f"the ranks' copies are not compared: they round otherwise ({', '.join(kinds)})" if len(kinds) > 1 else ""
+        why = ""
+        if len(kinds) > 1:
+            why = f"the ranks' copies are not compared: their processors round differently ({', '.join(kinds)})"
         every = 0 if why else self._settings.compare_every
         divided = self._divided
         return Sentinel(self._model, self._optimizer, group, every, lambda p: divided.length(p) > 0, step), why
