@@ -46,8 +46,8 @@ STORE_S: Final = 1.0
 """Time for the store to answer."""
 
 TOLD_S: Final = 5.0
-"""Time for the store to accept an error that all ranks must read. If it does not, the ranks notice the failure in other
-ways."""
+"""Time for the store to accept an error that all ranks must read. If the store takes longer, the ranks notice the
+failure in other ways."""
 
 LOST_STORE_S: Final = 0.2
 """Time for the store to answer if the rank that serves it may be lost."""

@@ -1,4 +1,4 @@
-"""Creates a group of the ``phalanx`` backend when torch asks for one."""
+"""Creates a group of the ``phalanx`` backend when torch asks for one; keeps or leaves groups when the process ends."""
 
 from __future__ import annotations
 

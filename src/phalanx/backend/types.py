@@ -1,4 +1,4 @@
-"""Codes that the core and torch agree on: dtypes and reduce operations."""
+"""Codes of torch's dtypes and reduce operations, as the core numbers them (``csrc/collectives/reduce.h``)."""
 
 from __future__ import annotations
 

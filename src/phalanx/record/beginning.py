@@ -59,7 +59,7 @@ def read_before(box: Box | None) -> Before:
 
 
 def is_numbered(step: Event) -> bool:
-    """Whether a step has its number in the run. Only a Trainer knows it; a manual loop starts at 1 each time."""
+    """Whether a step has its number in the run. Only a Trainer knows this number; a manual loop starts at 1."""
     return step.kind == "step" and step.value > 0
 
 
@@ -118,14 +118,14 @@ class Beginning:
 
     @property
     def loading_ns(self) -> tuple[int, int] | None:
-        """Start of the first and end of the last load; None if there was none, or one has not ended."""
+        """Start of the first load and end of the last load; None if there was none, or if one has not ended."""
         loads = self._events["load"].values()
         if not loads or not all(load.ended_ns for load in loads):
             return None
         return min(load.begun_ns for load in loads), max(load.ended_ns for load in loads)
 
     def first(self, before: Before) -> Event | None:
-        """Return the first step, or the first collective of a rank that records no steps; None if it has not ended."""
+        """Return the first step, or the first collective if the rank records no steps; None until it has ended."""
         loading = self.loading_ns
         if loading is None and self._events["load"]:
             return None

@@ -1,4 +1,4 @@
-"""Reads the black boxes of running processes, and saved boxes.
+"""Reads the black boxes of running processes, saves boxes to files, and reads saved boxes.
 
 ``csrc/memory/record.h`` defines the layout and writes it, so a change there must be made here, too.
 
@@ -56,7 +56,7 @@ OPS = (
     "all_to_all", "send", "recv", "put", "map_remote_tensor", "signal",
     "wait_signal",
 )  # fmt: skip
-"""Names of operations by their numbers in the core."""
+"""Names of operations by their numbers in the core, see Op in ``csrc/control/call.h``."""
 
 
 class Event(NamedTuple):

@@ -131,7 +131,7 @@ class _Group:
 
 
 def _end_what_is_over() -> None:
-    """End the events of finished calls whose wait ran in native code, where `_ending` did not see it end."""
+    """End the events of finished calls whose wait ran in native code, so that `_ending` did not see the wait end."""
     for work, event in [*_awaited.values()]:
         if work.is_completed():
             _awaited.pop(id(work), None)

@@ -54,7 +54,7 @@ class BoxMemory:
             save_boxes(self._fd, folder)
         finally:
             with contextlib.suppress(OSError):
-                # Ranks that are kept still map the file, so it must not shrink.
+                # Ranks that are kept for the next attempt still map the file, so it must not shrink.
                 free_pages(self._fd, 0, self._num_boxes * BOX_BYTES)
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ class Stages:
                     stages.append(stage)
             elif call[1] <= newest.get(call[0], -1):  # some rank's event was overwritten before it was read
                 self._forget()
-            elif all(call[0] in state.groups for state in self._states):  # some ranks have not left it yet
+            elif all(call[0] in state.groups for state in self._states):  # some ranks have not left this call yet
                 break
             elif number >= num_extra:  # not all ranks seem to be in this group
                 continue

@@ -171,7 +171,7 @@ def note_memory() -> None:
 
 @contextlib.contextmanager
 def telling() -> Iterator[None]:
-    """Keep models and loaders from recording steps and phases, because the body records them, with more facts."""
+    """Keep models and loaders from recording steps and phases in the body, because the body records more about them."""
     global is_told
     before, is_told = is_told, True
     try:

@@ -1,4 +1,6 @@
-"""A rank's knowledge about its launch: how many ranks there are, where they meet, and which have ended.
+"""What ranks and commands know about a launch: how many ranks there are, where they meet, and which have ended.
+
+`Notes` is the launcher's side, `Launch` is a rank's side, and `Started` is what commands such as ``phalanx why`` read.
 
 The launcher (``phalanx run`` or `phalanx.spawn`) notes each rank that has ended, and with which exception. The notes,
 one per line, lie in memory that the launcher holds and ranks open through ``/proc``, so a full disk does not matter.
@@ -255,7 +257,7 @@ class Notes:
         os.write(self._fd, _line("state", (state, None if left_s is None else time.monotonic() + left_s)))
 
     def note_straggler(self, words: str) -> None:
-        """Note which rank has cost the others time, for commands that ask; see `Started`."""
+        """Note which rank has cost the other ranks time, for commands that ask; see `Started`."""
         os.write(self._fd, _line("straggler", (words,)))
 
     def note_start(self, rank: int, pid: int) -> None:

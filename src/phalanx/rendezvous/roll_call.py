@@ -190,7 +190,7 @@ class RollCall:
             self._answered = told["token"]
 
     def _reply(self) -> str | None:
-        """On other ranks: answer rank 0 once; return the prefix when rank 0 has sent it, None before that."""
+        """On other ranks: answer rank 0 unless already done; return the prefix once rank 0 has sent it, else None."""
         if not self._answered:
             self._answer()
         return self._word()

@@ -80,8 +80,8 @@ class Collectives:
         self.ranks = ranks
         self._rank, self._size = ranks.rank, ranks.size
         self._flight = Flight()
-        # torch's DDP counts the ranks that still train with all_reduces of one element. It keeps only the C++ half of
-        # their works; this deque keeps the Python half alive.
+        # To count the ranks that still train, torch's DDP uses all_reduces of one element. DDP keeps only the C++ half
+        # of their works; this deque keeps the Python half alive.
         self._last_of_one: deque[PhalanxWork | None] = deque(maxlen=4)
         self.num_barriers: int = 0
         self._in_event = False  # inside a profiler event that covers several operations

@@ -55,7 +55,7 @@ class Task:
             self._check()
 
     def wait(self, timeout_s: float = 0) -> bool:
-        """Wait at most `timeout_s` (0: until it is over); return whether it is over. Does not raise its error."""
+        """Wait at most `timeout_s` (0: until it is over); return whether it is over. Raises no error of it."""
         with self._changed:
             return self._changed.wait_for(lambda: self.done, timeout_s or None)
 

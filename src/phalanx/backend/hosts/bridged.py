@@ -193,7 +193,7 @@ class BridgedGroup:
         self._failures.refuse_nested(op, call_site(), interrupted)
 
     def wait_collective(self, task: Task, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for a task (0: until it is over); return whether it is over. Raises its error."""
+        """Wait at most `timeout_s` for a task (0: until it is over); return whether it is over; raise its error."""
         task.require_reachable()
         try:
             while not self._tasks.wait(task, timeout_s or LATE_S):

@@ -198,7 +198,7 @@ class Failures:
         self.notices.note_told()
 
     def _linger(self) -> None:
-        """Give the others time to read the group failure before this rank, which may serve the store, ends.
+        """Give the other ranks time to read the group failure before this rank, which may serve the store, ends.
 
         Every thread that has met the failure waits here, because any of them may end the process.
         """

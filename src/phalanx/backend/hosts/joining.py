@@ -117,7 +117,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
         raise ValueError(
             f"{variable_of('verify')}={settings.verify} needs Gloo, which this torch is built without; unset it"
         )
-    segments = dict(_segments)  # keeps the segments that this rank's hello names, until it has joined
+    segments = dict(_segments)  # keeps the segments that the hello names until this rank has joined
     hellos, place = meeting.gather(_hello(settings), _place)
     _check(hellos, meeting)
     hosts = _hosts_by_word(hellos)
@@ -154,7 +154,7 @@ def _join(meeting: Meeting, settings: Settings) -> tuple[Any, _core.Segment, int
 
 
 def whoami(settings: Settings) -> dict[str, Any]:
-    """Return the facts about this process that other ranks need before they can meet it."""
+    """Return the facts about this process that other ranks need before they can meet this process."""
     return {
         "process": _core.identity(),
         "host": settings.host or os.uname().nodename,
@@ -260,7 +260,7 @@ def _proved(meeting: Meeting, hosts: list[list[int]]) -> list[list[int]]:
 def _offer(
     meeting: Meeting, key: str, hellos: list[dict[str, Any]], here: list[int]
 ) -> tuple[_core.Segment, dict[str, Any]]:
-    """Choose a segment that every rank of this host already maps, or create one; allocate the group in it."""
+    """Choose a segment that every rank of this host already maps, or create one; allocate the group in this segment."""
     if shared := _shared(hellos):
         segment = _segments[min(shared)]
         meeting.set(f"{key}/offer", {"nonce": segment.nonce, "socket": ""})

@@ -78,7 +78,7 @@ _HELLO = {
     "chunk_bytes": int,
 }
 _PLACE = {"nonce": str, "offset": _natural}
-_TAKEN_BACK = "null"  # replaces a hello: if the key were removed, a rank that has just seen it would wait for its value
+_TAKEN_BACK = "null"  # replaces a hello; not removed, because a rank that has just found its key would wait for a value
 _SHAPES: dict[str, Shape] = {
     "hello": _HELLO,
     "came": {"hellos": [_HELLO], "place": lambda told: told and read_value(told, _PLACE)},
@@ -345,7 +345,7 @@ class Meeting:
     def get(self, key: str, what: str) -> Any:
         """Wait for the value of a key and return it.
 
-        After a timeout, the error names the missing ranks; if none are known, it says `what`.
+        After a timeout, the error names the missing ranks or, if none are known, says `what`.
         """
         shape = _SHAPES[next(part for part in reversed(key.split("/")) if not part.isdigit())]
         try:
@@ -519,7 +519,7 @@ class Meeting:
             return
         keys = [f"0/{r}" for r in range(self.size)]
         has_gloos = self._ask(lambda: self.store.ask(lambda store: [store.check([key]) for key in keys]))
-        if not has_gloos or has_gloos[self.rank]:  # this rank has one, too, so all are left from an earlier Gloo group
+        if not has_gloos or has_gloos[self.rank]:  # this rank's is there, too: all are left from an earlier Gloo group
             return
         here = self._ask(self._here)
         ranks = [g for r, g in enumerate(self.global_ranks) if has_gloos[r] and here is not None and r not in here]

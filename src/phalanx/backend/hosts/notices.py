@@ -135,7 +135,7 @@ class Notices:
             self._mailbox.close()
 
     def release(self) -> None:
-        """Drop the reference to the store, and do without it from now on."""
+        """Drop the reference to the store; from now on, the store counts as gone."""
         self._store.close()
         self._store.is_gone = True
         del self._store.raw

@@ -68,7 +68,7 @@ class Running:
     caller: FrameType | None = None  # frame of the waiting call; the site is found from it when needed
     seq: int = 0
     has_agreed: bool = False
-    has_told: bool = False  # whether this rank has told the others that it waits
+    has_told: bool = False  # whether this rank has told the other ranks that it waits
     num_reports: int = 0
     num_steps: int = 0
     task: Task | None = None  # the task on the group's thread; None: the call runs on its caller's thread

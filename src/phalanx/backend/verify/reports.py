@@ -103,7 +103,7 @@ def error_of(
 
 
 def new_folder(op: str) -> str:
-    """Return the path of a folder that does not exist yet, in the working folder or the one for temporary files."""
+    """Return the path of a folder that does not exist yet, in the working folder or the folder for temporary files."""
     name = f"{op}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{threading.get_native_id()}-{next(_NUMBERS)}"
     base = FOLDER if os.access(".", os.W_OK) else os.path.join(tempfile.gettempdir(), FOLDER)
     return os.path.join(base, name)
