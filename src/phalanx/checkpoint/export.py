@@ -1,4 +1,4 @@
-"""Joins what all ranks have saved, and writes it as one file for other programs."""
+"""Joins the parts that all ranks have saved, and writes the whole as one file for other programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
     Args:
         checkpoint: Checkpoint to read.
         key: Position in the state, such as ``model`` or ``model.encoder``; empty for all of it.
-        rank: Rank whose values to return; None is only allowed if no rank has saved tensors of its own.
+        rank: Rank whose values to return; may be None only if no rank has saved tensors of its own.
 
     Raises:
         ValueError: The key does not exist, or `rank` is needed.
@@ -42,7 +42,7 @@ def read(checkpoint: Checkpoint, key: str, rank: int | None = None) -> Any:
 
 
 def export(value: Any, path: str) -> int:
-    """Write `value` as safetensors or with ``torch.save``, depending on the name; return the number of tensors.
+    """Write `value` as safetensors or with ``torch.save``, depending on the file's name; return the number of tensors.
 
     Raises:
         ValueError: The name ends in neither .pt nor .safetensors, or the format can't hold a tensor.

@@ -27,7 +27,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Refuse callbacks with a hook that would never be called, and callbacks without any method that would be called.
 
     Raises:
-        TypeError: A callback has a method ``on_...`` that is no hook, or it has no hook.
+        TypeError: A callback has a method ``on_...`` that is no hook, or a callback has no hook at all.
     """
     for callback in callbacks:
         who = f"the callback {type(callback).__qualname__}"

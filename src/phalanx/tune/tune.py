@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             return _search(words, target, job, limits, settings["json"].value)
     except BrokenPipeError:
         raise
-    except OSError as error:  # there is no room for the trials' output
+    except OSError as error:  # the disk has no space for the trials' output
         print(f"phalanx tune: {error}; TMPDIR names another folder for the trials", file=sys.stderr)
         return 1
 
@@ -134,7 +134,7 @@ def _search(words: Sequence[str], target: Sequence[str], job: Job, limits: Limit
 
 
 def _remember(search: Search, job: Job) -> str:
-    """Save the result for ``phalanx run``; return a line that says so, or why it could not be saved."""
+    """Save the result for ``phalanx run``; return a line for the user about the result."""
     best = search.best
     found = Tuned(
         command=[*job.command[1:]], machine=search.limits.machine.describe(),
@@ -152,7 +152,7 @@ def _remember(search: Search, job: Job) -> str:
 def _leave(number: int, _: Any) -> NoReturn:
     for end in _ENDS:
         signal.signal(end, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
-    raise SystemExit(128 + number)  # on its way out, contexts end the jobs and remove the folders
+    raise SystemExit(128 + number)  # as it propagates, the open contexts end the jobs and remove the folders
 
 
 def _say(text: str) -> None:

@@ -124,7 +124,7 @@ def _check_fit(like: Tensor, node: Json) -> None:
 
 
 def _holds_all(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether a dtype can hold every value of another: torch promotes the two to the first."""
+    """Return whether a dtype can hold every value of another, that is, whether torch promotes the two to the first."""
     if dtype == other:
         return True
     inexact = [one.is_floating_point or one.is_complex for one in (dtype, other)]
@@ -164,7 +164,7 @@ def _as_named(node: Json, items: list[Any], like: Any) -> Any:
 
 @functools.lru_cache
 def _class_of_named(name: str, fields: tuple[str, ...]) -> Any:
-    # `rename` renames the fields that it renamed in the saved class: an invalid name becomes _1 for the second field.
+    # `rename` gives invalid names the form that they have in the saved class: the second field becomes _1.
     return collections.namedtuple(name, fields, rename=True)
 
 

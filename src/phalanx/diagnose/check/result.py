@@ -18,11 +18,11 @@ class Stop:
     """Why the trial of a script stopped.
 
     Attributes:
-        why: ``steps``: all ranks took them. ``calls``: all made enough. ``ended``: the job ended before that.
-            ``stalled``: nothing progressed. ``late``: the time was up.
+        why: ``steps``: all ranks took their steps. ``calls``: all ranks made enough calls. ``ended``: the job ended
+            before that. ``stalled``: no rank progressed. ``late``: the time was up.
         code: Exit code of a job that ended.
         in_step: Ranks that have taken all their steps.
-        answer: Sentence of ``phalanx why`` about a job that stalled or was late; empty if it could not be asked.
+        answer: Sentence of ``phalanx why`` about a job that stalled or was late; empty if there is none.
     """
 
     why: str

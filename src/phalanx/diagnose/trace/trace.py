@@ -133,7 +133,7 @@ def _named(wanted: str, seconds: float | None) -> tuple[list[Box], dict[str, Ahe
 
 
 def _of_job(job: Job, seconds: float | None) -> tuple[list[Box], dict[str, Ahead]]:
-    """Return the boxes of a running job; if none of its ranks records anything yet, those of an earlier attempt."""
+    """Return the boxes of a running job; if no rank records anything yet, the boxes of an earlier attempt."""
     try:
         return _running(job, 5.0 if seconds is None else seconds), {}
     except NoRank as error:
@@ -184,7 +184,7 @@ def _newest_attempt(folder: Path) -> Path:
             with boxes counts; if a newer one has none, a line on stderr says so.
 
     Raises:
-        LookupError: There are none.
+        LookupError: There are no boxes.
     """
     for pattern in ("", "attempt_*", "blackbox/attempt_*", "*/blackbox/attempt_*", "*/*/blackbox/attempt_*"):
         found = [path for path in (folder.glob(pattern) if pattern else [folder]) if any(path.glob(f"*{SUFFIX}"))]
@@ -197,7 +197,7 @@ def _newest_attempt(folder: Path) -> Path:
 
 
 def _tell_of_newer(taken: Path, folder: Path) -> None:
-    """Say which run is used if a newer one has no record because it still runs or its launcher was killed."""
+    """Say which run is used if a newer run has no record, because it still runs or its launcher was killed."""
     newest = newest_run(folder)
     if newest is not None and newest.name > taken.name:
         _say(f"{newest} has no record, so this is {taken}")
@@ -213,7 +213,7 @@ def _running(job: Job, seconds: float) -> list[Box]:
     """Return the recent events of a running job's ranks, and those of the next seconds.
 
     Raises:
-        NoRank: None runs, or none records anything.
+        NoRank: No rank runs, or no rank records anything.
     """
     if not job.ranks:
         raise NoRank(job.waits)

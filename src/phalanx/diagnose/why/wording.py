@@ -57,7 +57,7 @@ def _absent(finding: Finding, culprits: list[Activity], activities: list[Activit
 
 
 def _missing(finding: Finding, call: Call, activities: Sequence[Activity]) -> str:
-    """Return what the culprits have not done that others wait for, such as ``called all_reduce #7``."""
+    """Return what others wait for and the culprits have not done, such as ``called all_reduce #7``."""
     if call.is_message:
         return _missing_message(finding, call, activities)
     if call.op == AT_BREAKPOINT:
