@@ -437,7 +437,7 @@ class _Expected:
         return True
 
     def notify(self, completions: Any, number: int) -> None:
-        """Push the number of a future once the signal has arrived. Only futures need a thread that waits for signals."""
+        """Push the number of a future once the signal has arrived. Only futures need a thread for this wait."""
 
         def wait() -> None:
             with contextlib.suppress(Exception):  # `error()` returns it
