@@ -109,7 +109,10 @@ class Communicator:
             self._run(Operations.broadcast, [tensor], Blocking(root=root))
 
     def all_gather(self, output: Tensor | Sequence[Tensor], input: Tensor) -> None:
-        """Gather the inputs of all ranks on every rank, in rank order, into one tensor or into one for each rank."""
+        """Gather the inputs of all ranks on every rank, in rank order.
+
+        `output` is one tensor for all inputs, or a list with a tensor for each rank.
+        """
         if self._run_plain(ALL_GATHER, input, output):
             return
         if isinstance(output, Tensor):

@@ -199,7 +199,7 @@ def enter_lobby(server: Handle, handles: Sequence[Handle], me: int, timeout_s: f
 
 
 def _await_server(host: str, port: int, timeout_s: float) -> None:
-    """Raise OSError if nothing listens where the lobby should be; torch would try again until its timeout."""
+    """Raise OSError if nothing listens where the lobby should be; torch would keep trying until its timeout."""
     errors: list[OSError] = []
 
     def connect() -> bool | None:
@@ -256,7 +256,7 @@ class _Lobby:
 
     @classmethod
     def keep(cls, server: Handle, store: Any) -> None:
-        """Keep the connection of a meeting that succeeded, for the next one in the same process."""
+        """Keep the connection of a meeting that succeeded, for a later meeting in the lobby of the same process."""
         if store is not cls._opened:
             cls._visited = (server.process, server.port, store.host), store
 

@@ -9,7 +9,7 @@ import time
 from phalanx.rendezvous.asked import Asked
 
 _FIRST_S = 5.0
-_FIRST_LAUNCHED_S = 15.0  # first line if our launcher starts all ranks, because it also ends all if one fails
+_FIRST_LAUNCHED_S = 15.0  # later if our launcher starts all ranks, because it also ends all if one fails
 _FACTOR = 3
 
 

@@ -55,7 +55,10 @@ class Task:
             self._check()
 
     def wait(self, timeout_s: float = 0) -> bool:
-        """Wait at most `timeout_s` (0: until it is over); return whether it is over. Raises no error of it."""
+        """Wait at most `timeout_s` (0: until the operation is over); return whether it is over.
+
+        The error of the operation is not raised.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: self.done, timeout_s or None)
 
@@ -176,7 +179,7 @@ class Tasks(_Thread):
 
     @property
     def runs_here(self) -> bool:
-        """Whether the calling thread is inside an operation or waits for one, as it may be in a signal handler."""
+        """Whether the calling thread is inside an operation or waits for one; can be true in a signal handler."""
         return threading.get_ident() in (self._runner, *self._waiting)
 
     def wait(self, task: Task, timeout_s: float) -> bool:

@@ -94,7 +94,7 @@ _SHAPES: dict[str, Shape] = {
 class Whereabouts:
     """Where each rank of the job waits to join a group.
 
-    This is kept in the job's store, because the store of a group shows only the ranks that wait for that group.
+    This knowledge is kept in the job's store, because a group's store shows only the ranks that wait for that group.
 
     Args:
         has_store: Whether the ranks share a job's store. Ranks in a reconfigure may belong to several jobs, or the

@@ -324,7 +324,7 @@ class Messages:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def _send_to(self, peer: int) -> None:
-        queue = self._outgoing.get(peer, deque())  # empty if the group has ended since
+        queue = self._outgoing.get(peer, deque())  # empty if the group has ended meanwhile
         while self._send_one(queue, peer):
             pass
 

@@ -232,7 +232,7 @@ class _OfBackends(_Common):
         """Do nothing: unlike with NCCL, ranks outside a new group take no part in making it."""
 
     def get_comm(self) -> Any:
-        """Return an object whose ``finalize()`` does nothing; torch calls that to destroy a world of torchcomms."""
+        """Return an object whose ``finalize()`` does nothing; torch calls it to destroy a torchcomms world."""
         return SimpleNamespace(finalize=lambda: None)
 
     def memory_stats(self) -> dict[str, int]:
