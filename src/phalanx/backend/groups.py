@@ -239,7 +239,7 @@ def _settings(options: GroupOptions | None) -> Settings:
 
 
 def _refuse_without_ranks(own: str) -> None:
-    """Leave a group that awaits its ranks to Gloo, if the program asked for Gloo.
+    """Let Gloo make a group that has no ranks yet, if the program asked for Gloo.
 
     Raises:
         PhalanxError: The program asked for phalanx.

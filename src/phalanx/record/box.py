@@ -1,6 +1,6 @@
 """Reads the black boxes of running processes, saves boxes to files, and reads saved boxes.
 
-``csrc/memory/record.h`` defines the layout and writes it, so a change there must be made here, too.
+``csrc/memory/record.h`` defines the layout; a change there must be made here, too.
 
 Imports neither torch nor the core, so that a job can be inspected where it could not run. A file may hold anything, so
 a saved box is read only if it is at most twice as large as a box in memory (`GzipFile` would read trailing zeros to

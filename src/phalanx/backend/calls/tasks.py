@@ -20,7 +20,7 @@ class Task:
     """A running operation, with the interface of the core's handles.
 
     Args:
-        check: Function that raises if the calling thread could never see the operation finish.
+        check: Function that raises if a wait of the calling thread for the operation could never end.
 
     Attributes:
         keep: Tensors that an engine may read and write for this operation. The thread that runs it holds the task, and
@@ -50,7 +50,7 @@ class Task:
         completions.push(number)
 
     def require_reachable(self) -> None:
-        """Raise if the operation is not over and this thread could never see it finish."""
+        """Raise if the operation is still running and can't finish while this thread waits for it."""
         if not self.done:
             self._check()
 
