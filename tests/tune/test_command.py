@@ -310,7 +310,7 @@ def test_a_flag_behind_the_script_and_a_result_that_can_not_be_kept_are_told(tmp
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "--seconds goes to train.py: flags of phalanx tune come before the script" in said
-    assert "phalanx run can't use that by itself: logs/train/tuned.json can't be written (Not a directory)" in said
+    assert "phalanx run can't use that automatically: logs/train/tuned.json can't be written (Not a directory)" in said
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 

@@ -145,7 +145,7 @@ def _remember(search: Search, job: Job) -> str:
         remember(found, file)
     except OSError as error:
         why = f"{file} can't be written ({error.strerror})"
-        return f"phalanx run can't use that by itself: {why}; type the best command"
+        return f"phalanx run can't use that automatically: {why}; type the best command"
     return f"phalanx run uses that for --nproc-per-node auto ({file})"
 
 
