@@ -4,7 +4,7 @@
 sentence: kind, rank, operation, the culprits with process and host, what each awaited rank is doing, what each rank
 called. The core throws it, ranks on several hosts share it as JSON, stall reports are made from it, and the exception
 carries it. Only this module turns it into sentences, on the rank that raises, so nothing ever parses text that was
-written for people. A failure that comes from another process is checked against the types of the fields.
+written for people. A failure received from another process is checked against the types of the fields.
 """
 
 from __future__ import annotations
@@ -77,14 +77,18 @@ _reported: dict[str, tuple[str, int]] = {}
 
 
 def report_due_s(num_reports: int, stall_s: float) -> float:
-    """Return how long a wait must have lasted for its next report; the intervals grow."""
+    """Return how long a wait must have lasted before its next report.
+
+    The first report is due after `stall_s`, the second 3 times `stall_s` later, and each further one 6 times `stall_s`
+    after the previous one.
+    """
     return stall_s * (6 * num_reports - 2 if num_reports else 1)  # 10, 40, 100, 160 s if `stall_s` is 10
 
 
 def report_stall(failure: Failure, waited_s: float) -> None:
-    """Print that an operation is waiting, for which ranks, and what each of them is doing; later reports add why.
+    """Print that an operation is waiting, for which ranks, and what each of them is doing; then ask why (`answer`).
 
-    Every rank reports a wait once. If it is known which rank is the lowest waiting one, only that rank repeats it.
+    Every rank reports a wait once. If it is known which rank is the lowest waiting one, only that rank reports again.
     """
     call = failure.op, failure.seq
     if _reported.get(failure.group) == call and not is_first(failure):
