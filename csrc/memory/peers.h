@@ -46,7 +46,7 @@ struct Identity {
 
 /// Watches one peer, on behalf of all groups of this process. Uses a pidfd, which a reused pid can't confuse, or /proc
 /// where the kernel or a sandbox refuses pidfds. A peer whose state can't be learned counts as alive. A peer that calls
-/// exec() counts as dead: it is recognised by the address of its new stack, which is random.
+/// exec() counts as dead: it is recognized by the address of its new stack, which is random.
 class PeerWatch {
  public:
   /// Start to watch the process, or return the existing watch. Returns null if `peer` is this process. Throws
