@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_copies, took_s = sum(turn["num_copies"] for turn in told if turn["is_on"]), told[-1]["took_ms"] / 1e3
         print(f"{rate}: a snapshot every {told[0]['every']} steps; {num_copies} copied, the last in {took_s:.2f} s")
         print(
-            f"{rate}: steps of {mean[0]:.4f} s on the mean, {mean[1]:.4f} s with replicas; "
+            f"{rate}: steps of {mean[0]:.4f} s on average, {mean[1]:.4f} s with replicas; "
             f"the longest {longest_off:.3f} s, {longest:.3f} s with replicas"
         )
         is_slow = not rate.endswith("gbit")  # there no step may wait for a copy; the cost is only reported

@@ -127,8 +127,8 @@ def test_a_script_that_cannot_run_is_refused_with_the_call_that_would_do(tmp_pat
     for args, said, right in (
         (["run", "trian.py"], f"no script 'trian.py' in {tmp_path}, did you mean train.py?", RIGHT),
         (["run", "."], "the folder '.' has no __main__.py", RIGHT),
-        (["run", "--no-python", "./tool.sh"], "'./tool.sh' may not be executed", "chmod +x ./tool.sh"),
-        (["run", "python", "train.py", "--lr", "1"], "the script is named alone", "phalanx run train.py --lr 1"),
+        (["run", "--no-python", "./tool.sh"], "'./tool.sh' is not executable", "chmod +x ./tool.sh"),
+        (["run", "python", "train.py", "--lr", "1"], "give the script alone", "phalanx run train.py --lr 1"),
     ):
         refused(args, said, right)
 

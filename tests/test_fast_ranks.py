@@ -277,7 +277,7 @@ def test_modules_that_read_what_each_test_changes_are_imported_by_each_process(s
     assert len({*found[:2], found[-1]}) == 3
     assert set(found[3:]) == {found[3]}  # the third imports what imports it, if it has not seen that the second does
     assert found[3]._asked == {"harmless"}
-    assert next(iter(servers.notes)).startswith("FOLDER changes again and again, so each process imports anew ")
+    assert next(iter(servers.notes)).startswith("FOLDER keeps changing, so each process imports ")
 
 
 def test_a_package_that_starts_a_thread_is_left_out_and_named(servers, tmp_path):

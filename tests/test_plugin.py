@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.testing.plugin import hooks
+from phalanx.failure.last_words import LastWords
+from phalanx.testing.plugin import hooks, shown
 
 INNER = Path(__file__).parent / "plugin"
 ROOT = INNER.parents[1]
@@ -275,6 +276,16 @@ def test_another_system_is_refused_in_words(monkeypatch, item):
     hooks.pytest_collection_modifyitems([item])
     with pytest.raises(pytest.fail.Exception, match="on Linux alone; here skip the test"):
         item.setup()
+
+
+@pytest.mark.parametrize("name", ["phalanx.testing.plugin.on_rank", "_pytest.python", "pluggy"])
+def test_frames_below_the_test_are_left_out_of_a_stack(name):
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    kept = ("Thread 0x1 (most recent call first):", '  File "/me/test_a.py", line 3 in test_a')
+    left_out = (f'  File "{spec.origin}", line 7 in run', '  File "/usr/lib/python3.11/threading.py", line 9 in run')
+    words = LastWords(lines=(*kept, *left_out, *kept))
+    assert shown.without_ours(words).lines == kept * 2
 
 
 def test_the_limit_of_ranks_is_below_that_of_pytest_timeout(request):

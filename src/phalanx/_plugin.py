@@ -89,7 +89,7 @@ def autoload() -> None:
         import sys
 
         print(
-            f"phalanx: can't be set up at import torch, which goes on without it: {error!r}",
+            f"phalanx: can't be set up at import torch; torch continues without it: {error!r}",
             file=sys.stderr,
             flush=True,
         )

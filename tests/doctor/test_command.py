@@ -86,7 +86,7 @@ def test_two_hosts_are_examined_and_the_first_prints_all(needs_hosts, tmp_path):
     assert [host["name"] for host in told["hosts"]] == ["host-a", "host-b"]
     assert {finding["host"] for finding in told["findings"]} == {0, 1, None}
     assert [f["level"] for f in told["findings"] if f["topic"] == "all_reduce" and f["host"] is None] == ["ok"]
-    assert other_out == "phalanx doctor: host 1 is examined; host 0 (10.77.0.1) prints what was found\n"
+    assert other_out == "phalanx doctor: host 1 is done; host 0 (10.77.0.1) prints its findings\n"
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,15 @@ def test_a_torch_that_can_not_be_imported_is_a_problem(told, level, said):
 @pytest.mark.parametrize(
     ("origin", "word", "level", "said"),
     [
-        ("", "", "ok", "Gloo itself; PHALANX_REPLACE=gloo puts phalanx in its place"),
-        ("PHALANX_REPLACE", "gloo", "ok", "phalanx stands in its place (PHALANX_REPLACE=gloo)"),
-        ("", "glo", "problem", "PHALANX_REPLACE must be gloo, or empty, did you mean gloo?, got 'glo': Gloo stays"),
-        ("", "gloo", "problem", "PHALANX_REPLACE=gloo is set, and torch has not loaded phalanx: Gloo stays"),
+        ("", "", "ok", "Gloo itself; PHALANX_REPLACE=gloo replaces it with phalanx"),
+        ("PHALANX_REPLACE", "gloo", "ok", "phalanx replaces Gloo (PHALANX_REPLACE=gloo)"),
+        (
+            "",
+            "glo",
+            "problem",
+            "PHALANX_REPLACE must be gloo, or empty, did you mean gloo?, got 'glo': Gloo is not replaced",
+        ),
+        ("", "gloo", "problem", "PHALANX_REPLACE=gloo is set, and torch has not loaded phalanx: Gloo is not replaced"),
     ],
 )
 def test_it_is_told_whether_phalanx_stands_in_the_place_of_gloo(origin, word, level, said):

@@ -279,7 +279,7 @@ def test_a_whole_quota_is_not_told(lay_out):
 def test_cores_whose_other_thread_is_not_ours_are_told(lay_out):
     finding, _ = processors.examine_places(dataclasses.replace(machine(), num_split_cores=2), lay_out())
     assert (finding.topic, finding.level) == ("hyperthreads", "note")
-    assert "of 2 cores one hardware thread is not ours" in finding.found
+    assert "some hardware threads of 2 cores are not ours" in finding.found
 
 
 @pytest.mark.parametrize(

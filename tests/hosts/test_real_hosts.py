@@ -265,7 +265,7 @@ def test_a_job_goes_on_without_a_host(jobs, tmp_path, lost, way):
             assert loss.node_sign == ("refused" if way == "kill" else "silent")
             assert way == "kill" or 1.9 < loss.silent_s <= loss.phases_s["noticed"] < GOES_ON_AFTER_CUT_S
         if way == "cut":  # it knows that the others may go on, and does not
-            assert any("are no majority" in line for line in jobs[lost].stderr)
+            assert any("are not a majority" in line for line in jobs[lost].stderr)
             made[lost].kill()
             assert "hosts 1" not in jobs[lost].communicate(timeout=LIMIT_S)[0]
 

@@ -74,7 +74,7 @@ def test_of_two_hosts_none_goes_on_when_the_first_was_without_power_and_both_say
                 await_line(job.stdout, "training on 2 hosts")
         made[0].cut()  # first: its system tells nobody
         made[0].kill()
-        await_line(jobs[1].stderr, "those that are left (host-b) are no majority, so others may be going on")
+        await_line(jobs[1].stderr, "those that are left (host-b) are not a majority, so others may be continuing")
         made[0].mend()
         jobs.append(launch(made[0], made[0], tmp_path, "1:2"))
         for job in jobs[1:]:

@@ -208,11 +208,11 @@ def test_a_taken_port_names_its_owner_and_what_to_do(tmp_path):
         nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
         first_of_two = run_job(tmp_path, SPEAK, *nodes)
     assert f"port {port} is taken by pid {os.getpid()} (" in first_of_two.stderr
-    assert "name another --master-port (or --rdzv-endpoint), the same on every node" in first_of_two.stderr
+    assert "use another --master-port (or --rdzv-endpoint), the same on every node" in first_of_two.stderr
     assert (done.returncode, done.stdout) == (1, "")
     assert f"port {port} is taken by " in done.stderr
     assert f"pid {os.getpid()} (" in done.stderr
-    assert "name another --master-port, or leave it out to have a free one chosen" in done.stderr
+    assert "use another --master-port, or leave it out to have a free one chosen" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -97,7 +97,7 @@ def numbers(rank, world_size, **more):
 def test_a_world_of_another_size_than_the_launch_is_refused(run_ranks, backend):
     for error in errors_of(run_ranks, *(numbers(rank, 3, backend=backend) for rank in range(2))):
         assert "init_process_group at " in error
-        assert "world_size is 3, and phalanx.spawn started 2 ranks: nobody else can come" in error
+        assert "world_size is 3, and phalanx.spawn started 2 ranks: no other rank can join" in error
     fine, error = errors_of(run_ranks, numbers(0, 1, backend=backend), numbers(1, 1, backend=backend))
     assert fine == ""
     assert "rank must lie in [0, 1), as world_size is 1, got 1 (phalanx.spawn started 2 ranks)" in error

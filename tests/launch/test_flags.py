@@ -167,14 +167,14 @@ MPI = {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")} | {
         ("--nproc 2 train.py", {}, "unknown flag --nproc, did you mean --nproc-per-node?"),
         ("--max-restart 2 train.py", {}, "did you mean --max-restarts?"),
         *((f"{flag} 2 train.py", {}, "the number of ranks on this node is --nproc-per-node") for flag in NUM_RANKS),
-        ("-H a,b train.py", {}, "is started on each node"),
+        ("-H a,b train.py", {}, "start phalanx run on every node"),
         ("--run-path train.py", {}, "leave it out"),
         ("--logs-specs x train.py", {}, "--log-dir, --redirects and --tee: leave it out"),
         ("--event-log-handler=x train.py", {}, "no events of torchelastic are recorded: leave it out"),
         ("--virtual-local-rank train.py", {}, "every rank keeps its own LOCAL_RANK: leave it out"),
         ("--verbose train.py", {}, "unknown flag --verbose"),
         ("-m train.py", {}, "-m takes a module, got the file 'train.py'"),
-        ("python train.py", {}, "the script is named alone, without python"),
+        ("python train.py", {}, "give the script alone, without python"),
         ("-x train.py", {}, "unknown flag -x"),
         ("--nproc-per-node 0 train.py", {}, "--nproc-per-node must be a whole number of at least 1, auto, cpu or gpu"),
         ("--nproc-per-node 2.5 train.py", {}, "got '2.5'"),
@@ -199,11 +199,11 @@ MPI = {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")} | {
         ("-m --no-python train", {}, "-m and --no-python exclude each other"),
         ("--use-env --no-use-env train.py", {}, "exclude each other"),
         ("--standalone --nnodes 2 train.py", {}, "a job of one node"),
-        ("--replicas 1 train.py", {}, "and this job has 1 node at most (--nnodes): leave it out"),
+        ("--replicas 1 train.py", {}, "but this job has at most 1 node (--nnodes): leave it out"),
         (
             "--nnodes 1:3 --replicas 3 train.py",
             {},
-            "takes 3 other nodes, and this job has 3 nodes at most",
+            "needs 3 other nodes, but this job has at most 3 nodes",
         ),
         ("--nnodes 2 train.py", {}, "2 nodes need --master-addr HOST"),
         ("--nnodes 2 --master-addr h --node-rank 2 train.py", {}, "--node-rank must lie in [0, 2), got 2"),
@@ -274,7 +274,8 @@ def test_the_variable_that_somebody_takes_for_that_of_replace_gloo_is_answered_w
         make_plan([script], {"PHALANX_REPLACE_GLOO": "1"})
     environ = {**os.environ, "PHALANX_REPLACE_GLOO": "1"}
     done = subprocess.run([sys.executable, "-c", "import torch"], env=environ, capture_output=True, text=True)
-    assert done.stderr == "phalanx: PHALANX_REPLACE_GLOO means nothing: set PHALANX_REPLACE=gloo; Gloo stays\n"
+    advice = "set PHALANX_REPLACE=gloo; Gloo is not replaced"
+    assert done.stderr == f"phalanx: PHALANX_REPLACE_GLOO is not a variable of phalanx: {advice}\n"
 
 
 def test_the_help_names_every_flag_in_80_columns():

@@ -70,13 +70,13 @@ def one_core_for_each_cpu(monkeypatch):
             claim(1, 2),
             {9: claim(1, 2), 7: claim(1, 2)},
             "another phalanx run (pid 7) and another phalanx run (pid 9) use these 2 cores: 6 threads in all; "
-            "run one after another: there is not a core for each",
+            "run one after another: there are fewer cores than jobs",
         ),
         (
             claim(1, 2),
             {7: claim(1, 2, launcher=TUNE)},
             "phalanx tune (pid 7) uses these 2 cores: 4 threads in all; "
-            "run one after another: what is measured now is not how fast the script is",
+            "run one after another: times measured now are not the script's own",
         ),
         (claim(2, 2, job="a"), {7: claim(2, 2, job="a")}, ""),
         (

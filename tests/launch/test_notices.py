@@ -102,7 +102,7 @@ def test_a_notice_is_told_once(serve, tmp_path, monkeypatch, by):
     if by != "url":
         file.touch()
     answers["/go"] = (200, "")
-    assert told.get(timeout=20) in (f"{file} is there", f"{address}/go says that this host is to go")
+    assert told.get(timeout=20) in (f"{file} is there", f"{address}/go says that this host will be taken away")
     for thread in threading.enumerate():
         if thread.name == "phalanx-notices":
             thread.join(20)

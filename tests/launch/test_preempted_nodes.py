@@ -61,7 +61,7 @@ def test_a_job_that_is_asked_on_one_node_to_make_room_ends_on_all(nodes, asked, 
     for code, out, err in group.finish():
         assert code == 75, err
         assert "training" not in out
-        assert err.rstrip().endswith("all ranks have saved; exit code 75, start again to go on")
+        assert err.rstrip().endswith("all ranks have saved; exit code 75, run the same command again to continue")
         assert "restart" not in err
         assert "was lost" not in err
 
@@ -84,5 +84,5 @@ def test_a_spare_ends_with_the_job_that_makes_room_and_is_told_to_start_again(no
     group.started[0].send_signal(signal.SIGTERM)
     (code, out, err) = group.finish()[2]
     assert (code, out) == (75, ""), err
-    assert "the ranks of the job have saved; exit code 75, start again to go on" in err
+    assert "the ranks of the job have saved; exit code 75, run the same command again to continue" in err
     assert [code for code, _, _ in group.finish()] == [75, 75, 75]

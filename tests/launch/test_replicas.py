@@ -95,7 +95,8 @@ def test_a_holder_that_is_gone_or_does_not_want_is_passed_over_and_named(new_hos
     a.follow([("not b", b.port)])
     a.write((1, 2), [b"content"])
     assert a.await_copied((1, 2)).num_replicas == 0
-    assert a.channel.wait() == {"say": "replicas of this host's snapshots: not b keeps none (another node is there)"}
+    said = "not b keeps no replica (another node has this address)"
+    assert a.channel.wait() == {"say": f"replicas of this host's snapshots: {said}"}
 
 
 def test_a_holder_that_has_failed_too_often_is_asked_again(new_host):
@@ -105,13 +106,13 @@ def test_a_holder_that_has_failed_too_often_is_asked_again(new_host):
     a.follow([("b", port)])
     a.write((1, 1), [b"content"])
     assert a.await_copied((1, 1)).num_replicas == 0
-    assert "b takes none now" in a.channel.wait()["say"]
+    assert "b accepts none now" in a.channel.wait()["say"]
     b = new_host("b", port=port)
     for step in itertools.count(2):
         a.write((1, step), [b"content"])
         if a.await_copied((1, step)).num_replicas == 1:
             break
-    assert a.channel.wait() == {"say": "replicas of this host's snapshots: they are kept again"}
+    assert a.channel.wait() == {"say": "replicas of this host's snapshots are being kept again"}
     assert b.kept() == {(1, step, 0): b"content"}
 
 
@@ -218,7 +219,7 @@ def test_a_sender_that_knows_a_holder_before_it_does_itself_is_not_refused(new_h
 
 @pytest.mark.parametrize("wrong", ["another", ""])
 def test_who_looks_for_another_node_is_refused(wire, wrong):
-    assert offer(wire, 1, [1], holder=wrong) == {"refused": "another node is there"}
+    assert offer(wire, 1, [1], holder=wrong) == {"refused": "another node has this address"}
 
 
 @pytest.mark.parametrize("wrong", [{"sizes": [-1]}, {"sizes": [1 << 40]}, {"numbers": [4]}, {"sizes": [], "step": 1}])
@@ -357,7 +358,7 @@ def test_a_holder_that_is_stopped_is_passed_over_and_asked_again(new_host):
         a.write((1, step), [b"2"])
         assert a.await_copied((1, step)).num_replicas == 1
         assert (1, step, 0) in c.kept()
-    said = "b takes none now (no answer within 0.5 s): it is asked again, after ever longer pauses"
+    said = "b accepts none now (no answer within 0.5 s): it will be asked again after increasing pauses"
     assert a.channel.wait() == {"say": f"replicas of this host's snapshots: {said}"}
     b.process.send_signal(signal.SIGCONT)
     while (1, step, 0) not in b.kept():

@@ -27,7 +27,7 @@ print("SEES", hidden, str(dist.get_debug_level()), torch.get_num_threads(), torc
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ANYTHING = "what is not known"
+ANYTHING = "unknown variables"
 
 
 def head_of(folder, source):
@@ -81,7 +81,7 @@ def test_a_script_that_executes_other_code_first_has_each_rank_import_torch(tmp_
     job = run_job(tmp_path, source, num_ranks=1)
     assert job.returncode == 0, job.stderr
     assert seen(job.stdout) == ["False"]
-    assert "train.py may set what is not known before it imports torch" in job.stderr
+    assert "train.py may set unknown variables before it imports torch" in job.stderr
 
 
 @pytest.mark.parametrize(("given", "at_head", "group"), [("", "gloo", "PhalanxGroup"), ("gloo", "", "ProcessGroup")])
@@ -121,6 +121,17 @@ def test_a_setting_of_phalanx_counts_above_import_torch(tmp_path, given, at_head
             {"TORCH_LOGS": "own", "PYTORCH_JIT": "a"},
             "",
         ),
+        ("from os import *\nenviron['TORCH_LOGS'] = 'a'\nimport torch", {"TORCH_LOGS": "a"}, ""),
+        ("import os.path\nos.environ['TORCH_LOGS'] = 'a'\nimport torch", {"TORCH_LOGS": "a"}, ""),
+        ("environ = {}\nenviron['OMP_NUM_THREADS'] = '7'\nimport torch", {}, "OMP_NUM_THREADS"),
+        ("environ = {}\nenviron.update(TORCH_LOGS='a')\nimport torch", {}, "TORCH_LOGS"),
+        ("environ = {}\nenviron.setdefault('TORCH_LOGS', 'a')\nimport torch", {}, "TORCH_LOGS"),
+        ("environ = {}\nenviron['PORT'] = '7'\nimport torch", {}, ""),
+        ("from os import environ\nenviron = {}\nenviron['TORCH_LOGS'] = 'a'\nimport torch", {}, "TORCH_LOGS"),
+        ("import os.path as os\nos.environ['TORCH_LOGS'] = 'a'\nimport torch", {}, "TORCH_LOGS"),
+        ("from os import environ\nclass environ: pass\nenviron['TORCH_LOGS'] = 'a'\nimport torch", {}, "TORCH_LOGS"),
+        ("import own as os\nos.environ['PYTORCH_JIT'] = 'a'\nimport torch", {"TORCH_LOGS": "own"}, "PYTORCH_JIT"),
+        ("if x:\n    from os import environ\nenviron['TORCH_LOGS'] = 'a'\nimport torch", {}, "TORCH_LOGS"),
         ("import os\nos.environ.setdefault('TORCH_LOGS', 'a')\nimport torch", {"TORCH_LOGS": "a"}, ""),
         (
             "import os\nos.environ.update({'TORCH_LOGS': 'a'}, PYTORCH_JIT='0')\nimport torch",

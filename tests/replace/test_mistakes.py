@@ -42,8 +42,8 @@ def sabotaged(module):
     ("program", "environ", "said"),
     [
         (ALONE, {"PHALANX_REPLACE": "glo"}, "PHALANX_REPLACE must be gloo, or empty, did you mean gloo?, got 'glo'"),
-        (sabotaged("phalanx._torch.replace"), BY_VARIABLE, "can't be set up at import torch, which goes on without it"),
-        (sabotaged("phalanx.backend.groups"), BY_VARIABLE, "can't be loaded, so Gloo goes on itself"),
+        (sabotaged("phalanx._torch.replace"), BY_VARIABLE, "can't be set up at import torch; torch continues without"),
+        (sabotaged("phalanx.backend.groups"), BY_VARIABLE, "can't be loaded, so Gloo is used"),
     ],
     ids=["unknown word", "broken at import", "broken backend"],
 )

@@ -176,7 +176,7 @@ def test_a_setting_of_another_type_is_a_type_error_that_names_it(settings, messa
     [
         ("precision", "bf16-mixed", '"bf16"'), ("precision", "16-mixed", '"fp16"'), ("precision", "32", '"fp32"'),
         ("precision", 16, '"fp16"'), ("precision", torch.bfloat16, '"bf16"'), ("precision", None, '"fp32"'),
-        ("precision", "bf16-true", '"fp32" and model.to(torch.bfloat16), for this changes the weights too'),
+        ("precision", "bf16-true", '"fp32" and model.to(torch.bfloat16), because this changes the weights too'),
         ("resume", True, '"auto"'), ("resume", False, '"never"'), ("deterministic", True, '"world"'),
         ("deterministic", False, "None"), ("on_nan", "warning", '"warn"'), ("scheduler_interval", "batch", '"step"'),
         ("divide_optimizer", False, '"never"'),

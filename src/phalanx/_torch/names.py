@@ -82,7 +82,7 @@ NAMES = {
     # How torch finds the backend, and how ranks meet.
     "rendezvous_handlers": Name(
         "torch.distributed.rendezvous._rendezvous_handlers",
-        "to let ranks meet with a word about whom they wait for",
+        "to report which ranks are missing while ranks meet",
         "ranks meet by torch's own rendezvous, which waits in silence and does not know mpirun",
         {},
     ),
@@ -136,8 +136,8 @@ NAMES = {
     ),
     "uses_torchcomms": Name(
         "torch.distributed.distributed_c10d._use_torchcomms_enabled",
-        "to say that torchcomms takes the groups of Gloo before phalanx can",
-        "nothing says so where it does",
+        "to report that torchcomms makes Gloo's groups",
+        "it is not reported if torchcomms makes Gloo's groups",
         lambda: False,
     ),
     "GlooOptions": Name(
@@ -161,7 +161,7 @@ NAMES = {
     "is_torch_function_enabled": Name("torch._C._is_torch_function_enabled", "for tensors of a class of their own"),
     "num_dispatch_modes": Name(
         "torch._C._len_torch_dispatch_stack",
-        "to see that a dispatch mode wants to hear of an operation",
+        "to see that a dispatch mode intercepts operations",
         "each operation goes through torch's dispatcher, which costs some 5 us",
         lambda: 1,
     ),

@@ -54,11 +54,14 @@ def obey() -> None:
     environ = _env.environment()
     word = environ.get(_env.REPLACE_VARIABLE, "")
     if _env.MISTAKEN_FOR_REPLACE in environ and not word:
-        return say_once(f"{_env.MISTAKEN_FOR_REPLACE} means nothing: set {_env.REPLACE_VARIABLE}=gloo; Gloo stays")
+        return say_once(
+            f"{_env.MISTAKEN_FOR_REPLACE} is not a variable of phalanx: set {_env.REPLACE_VARIABLE}=gloo; Gloo is not "
+            "replaced"
+        )
     try:
         is_wanted = _env.replaces_gloo(word)
     except ValueError as error:
-        return say_once(f"{_env.REPLACE_VARIABLE} {error}, got {word!r}: Gloo stays")
+        return say_once(f"{_env.REPLACE_VARIABLE} {error}, got {word!r}: Gloo is not replaced")
     if is_wanted:
         begin(_env.REPLACE_VARIABLE)
 
@@ -141,7 +144,7 @@ def _make(options: Any, backend_options: Any) -> Any:
     try:
         return create(options, backend_options, own=_GLOO)
     except ImportError as error:
-        say_once(f"can't be loaded, so Gloo goes on itself: {error}")
+        say_once(f"can't be loaded, so Gloo is used: {error}")
         return None
 
 

@@ -35,7 +35,7 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
         told: Facts from the process that imports torch; None: it sent nothing.
         died: Description of how that process died; empty if it did not.
     """
-    todo = f"{os.path.basename(sys.executable)} -c 'import torch' shows it whole; install torch 2.11 or newer anew"
+    todo = f"{os.path.basename(sys.executable)} -c 'import torch' shows the full error; reinstall torch 2.11 or newer"
     if told is None or "error" in told:
         return [problem("torch", f"import torch: {told['error'] if told else died}", todo)]
     there = [name for name in ("gloo", "nccl", "mpi") if told[name]]
@@ -45,10 +45,10 @@ def judge_torch(told: Mapping[str, Any] | None, died: str) -> list[Finding]:
     )
     findings = [ok("versions", found, **told)]
     if "backend_error" in told:
-        todo = "pip install phalanx-torch anew, for this Python"
+        todo = "reinstall phalanx-torch with the pip of this Python"
         findings.append(problem("versions", f"phalanx's backend can't be loaded: {told['backend_error']}", todo))
     if told["import_s"] > _SLOW_IMPORT_S:
-        todo = "an environment on a local disk: each rank that is not forked by phalanx run waits as long"
+        todo = "put the environment on a local disk: every rank not forked by phalanx run waits this long"
         findings.append(note("versions", f"import torch took {measured(told['import_s'])}", todo))
     return findings
 
@@ -62,14 +62,15 @@ def judge_replacement(told: Mapping[str, Any], word: str) -> Finding:
     """
     origin = told["replaced_by"]
     if origin:
-        return ok("gloo", f"phalanx stands in its place ({origin}={word})", replaced_by=origin)
+        return ok("gloo", f"phalanx replaces Gloo ({origin}={word})", replaced_by=origin)
     if not word:
-        return ok("gloo", f"Gloo itself; {REPLACE_VARIABLE}=gloo puts phalanx in its place", replaced_by="")
+        return ok("gloo", f"Gloo itself; {REPLACE_VARIABLE}=gloo replaces it with phalanx", replaced_by="")
     try:
         replaces_gloo(word)
     except ValueError as error:
-        return problem("gloo", f"{REPLACE_VARIABLE} {error}, got {word!r}: Gloo stays", f"{REPLACE_VARIABLE}=gloo")
-    found = f"{REPLACE_VARIABLE}={word} is set, and torch has not loaded phalanx: Gloo stays"
+        found = f"{REPLACE_VARIABLE} {error}, got {word!r}: Gloo is not replaced"
+        return problem("gloo", found, f"{REPLACE_VARIABLE}=gloo")
+    found = f"{REPLACE_VARIABLE}={word} is set, and torch has not loaded phalanx: Gloo is not replaced"
     return problem("gloo", found, "unset TORCH_DEVICE_BACKEND_AUTOLOAD; see phalanx's line on stderr at import torch")
 
 
@@ -155,7 +156,7 @@ def judge_mpi(code: int | None, out: str, err: str, *, deadline_s: float) -> Fin
         return problem("MPI", f"mpirun -n 2 did not end within {deadline_s:g} s", "mpirun -n 2 hostname; see own name")
     if code or len(told) != 1:
         lines = [line.strip(" -*") for line in err.splitlines() if line.strip(" -*")]
-        todo = "mpirun -n 2 python -c 'from mpi4py import MPI' shows it whole"
+        todo = "mpirun -n 2 python -c 'from mpi4py import MPI' shows the full error"
         return problem("MPI", f"mpirun -n 2 ended with exit code {code}: {shortened(' '.join(lines), 200)}", todo)
     if not told[0]["is_right"]:
         return problem("MPI", f"a wrong sum from {told[0]['library']}", "another version of it")

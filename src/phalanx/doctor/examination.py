@@ -188,5 +188,5 @@ def _guarded(topic: str, test: Callable[[], list[Finding]], deadline_s: float = 
         todo = "what it waits for does not answer: a name server, a file system, a driver"
         return [warning(topic, f"the test did not end within {deadline_s:g} s", todo)]
     except Exception as error:
-        todo = "this is a fault of phalanx doctor: please report it"
+        todo = "this is a bug in phalanx doctor: please report it"
         return [warning(topic, f"the test itself failed: {type(error).__name__}: {error}", todo)]

@@ -89,7 +89,7 @@ def examine_swap(root: str = "/") -> list[Finding]:
     facts = {"swap_bytes": total, "swap_used_bytes": in_use}
     if in_use < max(_LITTLE_SWAP_BYTES, total // 100):
         return [ok("swap", "none in use" if total else "none", **facts)]
-    found = f"{in_units(in_use)} of {in_units(total)} in use: whoever needs that memory waits for the disk"
+    found = f"{in_units(in_use)} of {in_units(total)} in use: a rank that needs it back waits for the disk"
     return [note("swap", found, "free memory, or start fewer ranks; as root: swapoff -a && swapon -a", **facts)]
 
 
@@ -179,7 +179,7 @@ def try_watching() -> list[Finding]:
         except OSError as error:
             found = f"pidfd_open: {error.strerror}"
             if process_of(child.pid) is None:
-                found += ", and /proc does not show processes: the death of a rank is noticed at the timeout alone"
+                found += ", and /proc does not show processes: the death of a rank is noticed only at the timeout"
                 return [problem("liveness", found, f"{todo}; or mount /proc", errno=error.errno)]
             found += ": the death of a rank is noticed through /proc, often without its exit code"
             return [warning("liveness", found, todo, errno=error.errno)]
@@ -193,7 +193,7 @@ def try_watching() -> list[Finding]:
             os.close(pidfd)
     if lived and ended:
         return [ok("liveness", "the end of a process is seen at once (pidfd)")]
-    found = "a pidfd does not tell whether its process lives: deaths of ranks may be noticed at the timeout alone"
+    found = "a pidfd does not tell whether its process lives: deaths of ranks may be noticed only at the timeout"
     return [problem("liveness", found, todo, lived=lived, ended=ended)]
 
 

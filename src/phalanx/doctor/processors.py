@@ -89,10 +89,11 @@ def examine_places(machine: Machine, root: str = "/") -> list[Finding]:
             )
         )
     if machine.num_split_cores:
+        cores = counted(machine.num_split_cores, "core")
         findings.append(
             note(
                 "hyperthreads",
-                f"of {counted(machine.num_split_cores, 'core')} one hardware thread is not ours: who has it slows ours",
+                f"some hardware threads of {cores} are not ours: work on them slows ours",
                 "ask for whole cores (Slurm --exclusive; Kubernetes: CPU manager full-pcpus-only), or leave them idle",
                 num_split_cores=machine.num_split_cores,
             )
@@ -155,7 +156,7 @@ def examine_threads(machine: Machine, num_ranks: int, omp_num_threads: str, torc
         return [
             note(
                 "threads",
-                f"{found}; a plain python would take {torch_threads} on the {budget} that the quota pays for",
+                f"{found}; a plain python would take {torch_threads} on the {budget} that the quota allows",
                 f"OMP_NUM_THREADS={budget} for what phalanx run does not start",
                 **facts,
             )

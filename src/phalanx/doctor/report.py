@@ -41,7 +41,7 @@ def print_report(diagnosis: Diagnosis) -> None:
     """Print one line per finding, with advice below it, and a summary."""
     role = diagnosis.role
     if diagnosis.is_told_by_first:
-        print(f"phalanx doctor: host {role.node_rank} is examined; host 0 ({role.master_addr}) prints what was found")
+        print(f"phalanx doctor: host {role.node_rank} is done; host 0 ({role.master_addr}) prints its findings")
         return
     rows = merged(diagnosis.findings)
     _print_lines(rows, role.num_hosts > 1)

@@ -118,7 +118,7 @@ _HINTS = (
     ),
     Hint(
         r"\w+", r"EADDRINUSE|[Aa]ddress already in use",
-        "the port is taken: name another --master-port, or leave it out to have a free one chosen",
+        "the port is taken: use another --master-port, or leave it out to have a free one chosen",
         "torch 2.15", "port-in-use",
     ),
     Hint(

@@ -213,7 +213,7 @@ def divide(num_ranks: int, machine: Machine, *, pin: bool, omp_num_threads: str 
     parts = _divide_cores(num_ranks, machine)
     why_not = ""
     if num_ranks == 1:
-        why_not = ""
+        pass  # a single rank is never pinned
     elif not pin:
         why_not = ", not pinned"
     elif num_ranks > len(machine.cores):

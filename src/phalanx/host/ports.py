@@ -43,8 +43,8 @@ def port_problem(port: int) -> str | None:
 def port_advice(max_nodes: int) -> str:
     """Return advice for a problem that `port_problem` has found."""
     if max_nodes > 1:
-        return "name another --master-port (or --rdzv-endpoint), the same on every node"
-    return "name another --master-port, or leave it out to have a free one chosen"
+        return "use another --master-port (or --rdzv-endpoint), the same on every node"
+    return "use another --master-port, or leave it out to have a free one chosen"
 
 
 def bound_socket(port: int = 0) -> socket.socket:

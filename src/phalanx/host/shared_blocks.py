@@ -30,8 +30,7 @@ send the others `block.address` through a store or a collective, and keep the bl
 A block that was handed over is never used for anything else: others may map it for as long as they like. Memory that
 only its owner has ever seen may be used again (`phalanx.backend.windows.tensors` keeps such blocks, and gives them back
 when memory is short). If peers are to read torch's blocks directly, the pool of ``csrc/process/blocks.h`` can lie in
-one block, whose address is handed over once; with ``is_allocated=False``, `Block.create` leaves it to the pool to
-allocate parts of the block.
+one block, whose address is handed over once.
 
 **Counting.** `held_bytes` counts what this process maps, by purpose. The kernel charges the pages to the cgroup of the
 process that created them. It also counts them, while they are mapped and touched, in the RSS of each process that maps
@@ -118,29 +117,27 @@ class Block:
         _mapped[self.memory] = purpose
 
     @classmethod
-    def create(cls, size_bytes: int, purpose: str, *, is_allocated: bool = True) -> Block:
+    def create(cls, size_bytes: int, purpose: str) -> Block:
         """Return a new block, zeroed and allocated.
 
         Args:
             size_bytes: Size, at least 1.
             purpose: Word for its use, which is part of the memory's name in ``/proc``.
-            is_allocated: Whether to allocate all pages; otherwise the caller must allocate them before they are used.
 
         Raises:
             OSError: The host, a cgroup or a limit of this process (``ulimit -f``, ``-n``, ``-v``) has no room for it.
         """
-        if is_allocated and size_bytes >= _SMALL:
+        if size_bytes >= _SMALL:
             require_room(size_bytes)
         fd = unnamed_file(f"phalanx-{purpose}", can_seal=True)
         try:
             os.ftruncate(fd, size_bytes)
-            if is_allocated:
-                os.posix_fallocate(fd, 0, size_bytes)
+            os.posix_fallocate(fd, 0, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, purpose, size_bytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_allocated else 0))
+        return cls(fd, purpose, size_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     @classmethod
     def open(cls, address: Address, purpose: str, *, is_private: bool = False) -> Block:

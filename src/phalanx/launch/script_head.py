@@ -86,7 +86,8 @@ class _Reader:
     """Walk through statements in the order in which they run, up to the first import of torch.
 
     If any file binds a name to ``os``, for example, the reader takes that name for ``os`` in all files, even where the
-    name is bound to something else. This adds doubts and, rarely, a setting that the script does not make.
+    name is bound to something else. That only adds doubts: a setting counts as certain if the name was last bound by an
+    import that is certain to run.
 
     Args:
         folder: Folder of the script, in which its modules lie.
@@ -101,6 +102,7 @@ class _Reader:
         self._imports_torch: dict[str, bool] = {}  # by file: whether torch is imported when it ends
         self._os_names = {"os"}
         self._environ_names = {"environ"}
+        self._bound_names: set[str] = set()  # names that are certain to stand for os or os.environ
         self._opaque_names = set(_BEHIND_ENVIRON)
         self._changes_path = False
         self._is_certain = True  # whether the next statement is certain to run before torch is imported
@@ -158,6 +160,8 @@ class _Reader:
             else:
                 for name in self._changes_in(part):
                     self._take_change(name)
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            self._bound_names.discard(statement.name)
         if isinstance(statement, (ast.With, ast.ClassDef)):
             return self._walk(statement.body, path)
         if isinstance(statement, ast.If) and (wanted := _known_test(statement.test, is_program)) is not None:
@@ -213,12 +217,25 @@ class _Reader:
             for known in (self._os_names, self._environ_names, self._opaque_names):
                 if alias.name in known:  # comes from os, or from a module that imports it from os
                     known.add(name)
+            if not self._binds_environment(statement, alias):
+                self._bound_names.discard(name)
+            elif self._is_certain:
+                self._bound_names.add("environ" if name == "*" else name)
             if origin in ("sys.path", "site"):
                 self._changes_path = True
             elif (module or not is_from) and self._is_opaque(origin):
                 self._opaque_names.add(name)
                 if name == "*":
                     self._take_change(_ANYTHING)
+
+    def _binds_environment(self, statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> bool:
+        """Return whether an import binds a name to ``os`` or to the environment."""
+        match statement:
+            case ast.Import():
+                return alias.name == "os" or (alias.name.startswith("os.") and not alias.asname)
+            case ast.ImportFrom("os", _, 0):
+                return alias.name in ("environ", "*")
+        return alias.name in self._bound_names
 
     def _is_opaque(self, origin: str) -> bool:
         package = origin.partition(".")[0]
@@ -234,7 +251,7 @@ class _Reader:
         if value is not None and self._is_certain:
             self.settings[name] = value
         elif not self.doubt:
-            self.doubt = name or "what is not known"
+            self.doubt = name or "unknown variables"
 
     def _plain_changes(self, statement: ast.AST) -> list[tuple[str, str]]:
         """Return the variables that a statement sets, and their values; empty if it may have any other effect."""
@@ -242,12 +259,12 @@ class _Reader:
         match statement:
             case ast.Assign(targets, value):
                 for target in targets:
-                    is_item = isinstance(target, ast.Subscript) and self._is_environment(target.value)
+                    is_item = isinstance(target, ast.Subscript) and self._is_bound(target.value)
                     pairs.append((target.slice if is_item else None, value))  # type: ignore[attr-defined]
             case ast.Expr(ast.Call(ast.Attribute(owner, "setdefault"), [name, value], [])):
-                if self._is_environment(owner) and not self._is_set(_text_of(name)):
+                if self._is_bound(owner) and not self._is_set(_text_of(name)):
                     pairs.append((name, value))
-            case ast.Expr(ast.Call(ast.Attribute(owner, "update"), args, keywords)) if self._is_environment(owner):
+            case ast.Expr(ast.Call(ast.Attribute(owner, "update"), args, keywords)) if self._is_bound(owner):
                 for given in args:
                     pairs += (
                         zip(given.keys, given.values, strict=True) if isinstance(given, ast.Dict) else [(None, given)]
@@ -285,6 +302,8 @@ class _Reader:
                 parts = []
             case ast.Attribute(_, "path") | ast.Name("site"):
                 self._changes_path |= ast.unparse(node).endswith(("sys.path", "site"))
+            case ast.Name(name, ast.Store() | ast.Del()):
+                self._bound_names.discard(name)
             case ast.Name(name, ast.Load()) if name in _OPAQUE_FUNCTIONS:
                 yield _ANYTHING
             case ast.Name(name, ast.Load()) | ast.Attribute(_, name):
@@ -308,7 +327,13 @@ class _Reader:
     def _is_set(self, name: str | None) -> bool:
         return name in self._environ or name in self.settings or name == THREADS_VARIABLE  # the launcher sets this one
 
+    def _is_bound(self, expression: ast.expr) -> bool:
+        """Return whether an expression is certain to be the environment."""
+        root = expression.value if isinstance(expression, ast.Attribute) else expression
+        return self._is_environment(expression) and isinstance(root, ast.Name) and root.id in self._bound_names
+
     def _is_environment(self, expression: ast.expr) -> bool:
+        """Return whether an expression may be the environment, as far as names tell."""
         match expression:
             case ast.Name(name):
                 return name in self._environ_names

@@ -57,7 +57,7 @@ class Account:
         """Phrase such as ``data loading takes 2.1x the others'``; "" if no phase is slow."""
         if not self.phase:
             return ""
-        ratio = "is nothing that the others do"
+        ratio = "occurs on this rank only"
         if self.ratio < 100:
             ratio = f"takes {self.ratio:{'.2f' if self.ratio < 1.15 else '.2g'}}x the others'"
         return f"{_WHAT.get(self.phase, f'time {self.phase}')} {ratio}"

@@ -105,7 +105,7 @@ class Asked:
         if launch and self.world_size > launch.world_size:
             raise ValueError(
                 f"{self.name}: world_size is {self.world_size}, and {launch.launcher} started {launch.world_size} "
-                f"{plural(launch.world_size, 'rank')}: nobody else can come. Leave rank and world_size out "
+                f"{plural(launch.world_size, 'rank')}: no other rank can join. Leave rank and world_size out "
                 f"({right}), or start as many ranks"
             )
 

@@ -36,7 +36,7 @@ def right_precision(given: object) -> str:
     """Return what to write instead of another library's name for a precision; "" if the name is unknown."""
     name = str(given).lower().removeprefix("torch.")
     if name in _OF_WEIGHTS:
-        return f'"fp32" and model.to(torch.{_OF_WEIGHTS[name]}), for this changes the weights too'
+        return f'"fp32" and model.to(torch.{_OF_WEIGHTS[name]}), because this changes the weights too'
     return f'"{_OTHER_NAMES[name]}"' if name in _OTHER_NAMES else ""
 
 

@@ -240,7 +240,7 @@ class _Servers:
             readers = {reader for server in servers for reader in server.readers.get(name, ())} - self._varying
             if len(others) > 1 and readers:
                 self._varying |= readers
-                self.note(f"{name} changes again and again, so each process imports anew {_listed(readers)}")
+                self.note(f"{name} keeps changing, so each process imports {_listed(readers)} itself")
 
     def _leave_out(self, environ: Mapping[str, str], package: str, why: str) -> None:
         if not package or package in self._left_out:
@@ -353,7 +353,7 @@ def _start_by(method: str) -> Any:
         try:
             return _Popen(process_obj, servers.find(), method)
         except _Stays as why:
-            servers.note(f"{why}; what tests start by {method} is not faster then")
+            servers.note(f"{why}; so processes that tests start by {method} are not faster")
             return original(process_obj)
 
     _pid = os.getpid()

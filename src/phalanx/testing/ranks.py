@@ -182,9 +182,10 @@ class Ranks:
                 raise result
             if ended is not None or time.monotonic() >= deadline:
                 late = (ended or missing[0]).outcome
-                why = headline(late) if ended else f"rank {late.rank} (pid {late.pid}) is elsewhere"
                 lines = folded(late, _MAX_ROWS) if late.error else late.last_words.lines
-                words = [f"{why}; the test waited {timeout_s:g} s at most for it to reach {point!r}", *lines]
+                words = [f"rank {late.rank} (pid {late.pid}) did not reach {point!r} within {timeout_s:g} s", *lines]
+                if ended:
+                    words[0] = f"{headline(late)}; the test waited for it to reach {point!r}"
                 raise RankError("\n".join(words), late, self._workers.outcomes)
             self._workers.pump(deadline)
         return [handle.points[point] for handle in wanted]

@@ -51,7 +51,7 @@ class Bulletin(JsonStore):
         """
         value = wait_until(lambda: self.get(key, shape), ends_s, most_s=POLL_S)
         if value is None:
-            found = f"waited in vain for {whom}"
+            found = f"gave up waiting for {whom}"
             raise NotMetError(problem("meeting", found, "see what phalanx doctor says on host 0"))
         return value
 
@@ -70,7 +70,7 @@ def open_bulletin(port: int, num_hosts: int) -> Bulletin:
         NotMetError: This host can't listen on `port`.
     """
     if why := port_problem(port):
-        todo = "end it, or name another --master-port on all hosts"
+        todo = "end it, or use another --master-port on all hosts"
         raise NotMetError(problem("meeting", f"host 0 can't listen: {why}", todo))
     timeout = timedelta(seconds=STAGE_S)
     bulletin = Bulletin(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout))

@@ -202,9 +202,8 @@ class HostExamination:
         refused = []
         for number in range(1, min(num_refused, self._num + _MOST_REFUSED) + 1):
             with contextlib.suppress(GarbledError):
-                if self._bulletin.has(
-                    f"refused/{number}"
-                ):  # the host may have increased the counter but not yet written the reason
+                # The host may have increased the counter but not yet written the reason.
+                if self._bulletin.has(f"refused/{number}"):
                     refused.append(self._bulletin.get(f"refused/{number}", messages.text))
         findings = [problem("meeting", why, _SAME_FLAGS) for why in refused]
         missing = self._missing({*members, *self._garbled})

@@ -143,9 +143,8 @@ def _judge_gloo(tries: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Findin
         if len(set(chosen.values())) == 1:
             names = f"{next(iter(chosen.values()))} on all"
         how = f"GLOO_SOCKET_IFNAME={names}"
-        found = (
-            f"Gloo as it is does not connect the hosts ({_first(failed[0])}); over the interface towards host 0 it does"
-        )
+        why = _first(failed[0])
+        found = f"Gloo can't connect the hosts as configured ({why}), but can over the interface towards host 0"
         return [
             problem("all_reduce", found, f"{how}, or fix what each host's own name resolves to", **facts),
             ok("all_reduce", what, **facts),

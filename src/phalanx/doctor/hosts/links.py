@@ -66,8 +66,8 @@ class Listener:
             if _receive(caller, 1) == _STREAM:
                 caller.sendall(_COUNTED.pack(*_count(caller)))
                 return
-            while message := caller.recv(1):
-                caller.sendall(_STAMP.pack(time.time()) if message else b"")
+            while caller.recv(1):
+                caller.sendall(_STAMP.pack(time.time()))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

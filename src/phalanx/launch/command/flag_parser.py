@@ -88,7 +88,7 @@ _ELSEWHERE = {
     **dict.fromkeys(
         _HOSTS_ELSEWHERE,
         (
-            "phalanx run is started on each node, and told how many there are",
+            "start phalanx run on every node, and give the number of nodes",
             STATIC_CALL,
         ),
     ),

@@ -152,13 +152,13 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
     "Beyond torchrun": (
         Flag(
             "replace-gloo",
-            "run on phalanx what asks for gloo, or for torch's default on the CPU, as PHALANX_REPLACE=gloo does",
+            "run groups that ask for gloo, or for torch's CPU default, on phalanx, like PHALANX_REPLACE=gloo",
             parse.gloo,
             variable=REPLACE_VARIABLE,
         ),
         Flag(
             "verify",
-            "do the operations of phalanx again on Gloo and compare, as PHALANX_VERIFY does; gloo:K: every K-th",
+            "repeat phalanx's operations on Gloo and compare, like PHALANX_VERIFY; gloo:K: every K-th",
             parse.verification,
             "gloo[:K]",
         ),
@@ -169,7 +169,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "no-keep",
-            "with --max-restarts: start every rank anew, also those that could go on in the same process",
+            "with --max-restarts: restart every rank in a new process, even those that could continue in theirs",
             parse.switch,
         ),
         Flag(
@@ -187,7 +187,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "spares",
-            "nodes beyond the largest number of --nnodes, which wait to take the place of one that is lost",
+            "number of nodes beyond the maximum of --nnodes that wait to replace a lost node",
             parse.at_least_0,
             "N",
             "0",
@@ -209,8 +209,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag("no-preload", "import torch in each rank, instead of once for all", parse.switch),
         Flag(
             "warm",
-            "fork the job from a process that has torch imported and stays for the next job; it is started if there is "
-            "none that fits (see phalanx warm)",
+            "fork the job from a process that has imported torch and stays for the next job; one is started if none "
+            "fits (see phalanx warm)",
             parse.switch,
         ),
         Flag("warm-for", "seconds for which that process stays after its last job", parse.seconds, "SECONDS", "600"),

@@ -148,11 +148,11 @@ def crowding(own: Claim, others: Mapping[int, Claim]) -> list[str]:
     found = f"{names} {verb} these {cores}: {counted(num_threads, 'thread')} in all"
     per_launcher = num_cores // len(everyone)
     if any(claim.launcher == TUNE for claim in everyone):
-        return [found, "run one after another: what is measured now is not how fast the script is"]
+        return [found, "run one after another: times measured now are not the script's own"]
     if is_one_job or num_ranks <= num_cores:
         return [found, f"each needs OMP_NUM_THREADS={max(1, num_cores // num_ranks)} to be fast"]
     if per_launcher == 0:
-        return [found, "run one after another: there is not a core for each"]
+        return [found, "run one after another: there are fewer cores than jobs"]
     ranks = f"nprocs={per_launcher}" if own.launcher == SPAWN else f"--nproc-per-node {per_launcher}"
     return [found, f"each needs OMP_NUM_THREADS=1 and {ranks} to be fast"]
 

@@ -62,8 +62,8 @@ def check_nodes(settings: Mapping[str, Setting], place: Placement | None) -> Non
     if replicas.is_given and replicas.value and replicas.value >= most:
         how = "leave it out" if most == 1 else f"{most - 1} is the most"
         raise UsageError(
-            f"{replicas.origin} {replicas.value} takes {counted(replicas.value, 'other node')}, and this job has "
-            f"{counted(most, 'node')} at most (--nnodes): {how}",
+            f"{replicas.origin} {replicas.value} needs {counted(replicas.value, 'other node')}, but this job has at "
+            f"most {counted(most, 'node')} (--nnodes): {how}",
             right=None,
         )
     if settings["standalone"].value:

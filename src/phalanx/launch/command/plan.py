@@ -199,7 +199,7 @@ def count_local_ranks(asked: Setting, machine: Machine, environ: Mapping[str, st
     least, most = asked.value
     number, why = _count_ranks(most, asked.origin, machine, environ)
     if least > number:
-        raise UsageError(f"{asked.origin} {least}:{most}, and {most} is {number} here")
+        raise UsageError(f"{asked.origin} {least}:{most}, but {most} means {number} here")
     return least, number, why
 
 
@@ -208,7 +208,7 @@ def _count_ranks(asked: int | str, origin: str, machine: Machine, environ: Mappi
         return asked, origin
     num_gpus = count_gpus(environ) if asked == "gpu" or (asked == "auto" and torch_uses_gpus()) else 0
     if asked == "gpu" and not num_gpus:
-        raise UsageError(f"{origin} gpu, and no GPU is visible here: name a number, or auto")
+        raise UsageError(f"{origin} gpu, but no GPU is visible here: use a number or auto")
     if num_gpus:
         return num_gpus, f"{origin}: {counted(num_gpus, 'GPU')}"
     if asked == "cpu":

@@ -73,8 +73,8 @@ def _run_attempts(supervisor: Supervisor, job: Job) -> int:
     else:
         culprit = run_on_this_node(supervisor, job)
     if supervisor.was_preempted:
-        supervisor.keep_reason("asked the ranks to make room, and all have saved")
-        supervisor.say(f"all ranks have saved; exit code {_env.PREEMPTED_CODE}, start again to go on")
+        supervisor.keep_reason("asked the ranks to save and exit, and all have saved")
+        supervisor.say(f"all ranks have saved; exit code {_env.PREEMPTED_CODE}, run the same command again to continue")
         return _env.PREEMPTED_CODE
     if culprit is None and supervisor.have_trained_solo:
         supervisor.say("the ranks made no process group, so each has trained on its own;")

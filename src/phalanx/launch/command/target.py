@@ -64,7 +64,7 @@ def _check_program(target: Sequence[str]) -> None:
         return
     there = [path for path in paths if os.path.exists(path)]
     if there:
-        raise UsageError(f"{there[0]!r} may not be executed", f"chmod +x {there[0]}")
+        raise UsageError(f"{there[0]!r} is not executable", f"chmod +x {there[0]}")
     raise UsageError(f"no program {program!r}", "phalanx run --no-python ./program [args]")
 
 
@@ -73,7 +73,7 @@ def _check_script(target: Sequence[str]) -> None:
     script = target[0]
     if not os.path.exists(script):
         if os.path.basename(script).startswith("python") and len(target) > 1:
-            raise UsageError(f"the script is named alone, without {script}", f"phalanx run {' '.join(target[1:])}")
+            raise UsageError(f"give the script alone, without {script}", f"phalanx run {' '.join(target[1:])}")
         folder = os.path.dirname(script) or "."
         scripts = [name for name in os.listdir(folder) if name.endswith(".py")] if os.path.isdir(folder) else []
         near = did_you_mean(os.path.basename(script), scripts)
@@ -81,4 +81,4 @@ def _check_script(target: Sequence[str]) -> None:
     if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
         raise UsageError(f"the folder {script!r} has no __main__.py; name a script in it")
     if not os.access(script, os.R_OK):
-        raise UsageError(f"the script {script!r} may not be read", f"chmod +r {script}")
+        raise UsageError(f"the script {script!r} is not readable", f"chmod +r {script}")

@@ -105,7 +105,7 @@ class AgentClient:
             if self._ranks.signals.received is not None:
                 return None
             if self._has_to_go:
-                self._ranks.keep_reason("left the job, which was asked of it by SIGTERM (--drain)")
+                self._ranks.keep_reason("left the job on SIGTERM (--drain)")
                 self._ranks.say(f"this node has left the job; exit code {PREEMPTED_CODE}, start it again to join")
                 raise SystemExit(PREEMPTED_CODE)
             if not self._channel.alive:
@@ -248,7 +248,7 @@ class AgentClient:
             case messages.Say(text):
                 self._ranks.say(text)
             case messages.Signal("all leave"):
-                self._ranks.say("no other node stays, so the ranks are asked to save and to make room")
+                self._ranks.say("no other node stays, so the ranks are asked to save and exit")
                 self._leaves_at_s, self._steps = 0.0, None
                 self._ranks.events.note(signal.SIGTERM)
             case messages.NextToLeave(is_next):

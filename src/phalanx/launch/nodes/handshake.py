@@ -100,7 +100,7 @@ class Handshake:
         there, here = handshake.get("max_restarts"), self.told["max_restarts"]
         if type(there) is not int or there == here:
             return ""
-        return f"was started with --max-restarts {there}, and this host with {here}: that of the node that leads counts"
+        return f"was started with --max-restarts {there}, and this host with {here}: the leading node's value counts"
 
 
 def _version(handshake: Mapping[str, Any]) -> str:

@@ -119,7 +119,7 @@ def _give_up(ranks: Supervisor, job: Job, order: GiveUp) -> NoReturn:
         ranks.say(f"not let in at {job.rdzv_endpoint}: {why}")
     elif order.after_s is not None:
         ranks.say(f"gave up after {order.after_s:.0f} s at {job.rdzv_endpoint}: {why}")
-        ranks.say("see that all name the same --rdzv-endpoint or --master-addr and reach it")
+        ranks.say("check that all nodes name the same --rdzv-endpoint or --master-addr and can reach it")
     else:
         ranks.say(f"gave up the job at {job.rdzv_endpoint}: {why}")
     raise SystemExit(1)
@@ -147,7 +147,8 @@ def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Cause | None, 
         return None
     if cause.ending.preempted and not ranks.was_preempted:
         ranks.keep_reason("ended with the job, which was preempted")
-        ranks.say(f"the ranks of the job have saved; exit code {PREEMPTED_CODE}, start again to go on")
+        have_saved = f"the ranks of the job have saved; exit code {PREEMPTED_CODE}"
+        ranks.say(f"{have_saved}, run the same command again to continue")
         raise SystemExit(PREEMPTED_CODE)
     if is_interruption(cause):
         ranks.keep_reason(f"ended: {cause.message}")
@@ -160,7 +161,7 @@ def _finish(ranks: Supervisor, job: Job, size: SharedSize, cause: Cause | None, 
         if used:
             ranks.say(used)
         if not job.max_restarts:
-            ranks.say("with --max-restarts N the job goes on without it, or when it is back")
+            ranks.say("with --max-restarts N, the job would continue without that node, or once it is back")
         raise SystemExit(1)
     if why := size.why_it_leaves(cause):
         ranks.say(f"{host_name()}: {why}: this node leaves the job")

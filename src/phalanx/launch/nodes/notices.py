@@ -102,7 +102,7 @@ class Notices:
         assert self._service is not None
         while not asks_to_go(self._service):
             threading.Event().wait(ASK_EVERY_S)
-        self._say(f"{self._service.url} says that this host is to go")
+        self._say(f"{self._service.url} says that this host will be taken away")
 
     def _say(self, notice: str) -> None:
         if self._said.acquire(blocking=False):  # only the first of two notices is reported

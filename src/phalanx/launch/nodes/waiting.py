@@ -55,10 +55,10 @@ def why_no_majority(view: View, reached: Collection[str], here: Sequence[Node]) 
         left_names = ", ".join(name for node, name in names.items() if node in reached)
         return (
             f"of {len(view.members)} nodes, {lost_names} can't be reached; those that are left "
-            f"({left_names}) are no majority, so others may be going on: waiting for them"
+            f"({left_names}) are not a majority, so others may be continuing: waiting for them"
         )
     has = "has" if len(again) == 1 else "have"
     return (
         f"{', '.join(again)} {has} been started again and can't tell what became of the job, which others may be "
-        "going on with: waiting for them. If no host trains any more, end this command on all, then start it again"
+        "continuing: waiting for them. If no host trains any more, end this command on all, then start it again"
     )

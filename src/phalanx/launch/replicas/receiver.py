@@ -135,7 +135,7 @@ class Receiver:
         if not self._is_known.wait(REPLICA_NAMED_S):  # other nodes may know it before this replicator does
             raise ValueError("nobody knows this node")
         if told["run_id"] != self._run_id or told["holder"] != self.me:
-            raise _Refusal("another node is there")
+            raise _Refusal("another node has this address")
         numbers, sizes = told["numbers"], told["sizes"]
         attempt, step, world_size, first, *safe = _counts(
             [told[name] for name in ("attempt", "step", "world_size", "first_rank")] + told["safe"]

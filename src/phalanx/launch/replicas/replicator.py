@@ -146,7 +146,7 @@ class Replicator:
                 has_come_back |= num >= _SAID_FAILURES
             except Refused as error:
                 self._wires.pop(name, Wire(None)).close()  # the holder has closed its end as well
-                problems.append(f"{holder['host']} keeps none ({error})")
+                problems.append(f"{holder['host']} keeps no replica ({error})")
             except Changed:
                 return
             except (OSError, ValueError, KeyError) as error:
@@ -166,7 +166,7 @@ class Replicator:
             self._say_once(problems)
         elif has_come_back:
             self._said.clear()
-            self._channel.send({"say": "replicas of this host's snapshots: they are kept again"})
+            self._channel.send({"say": "replicas of this host's snapshots are being kept again"})
 
     def _spent_s(self) -> float:
         """Return the processor time spent on sending and receiving snapshots, without the time spent on strangers."""
@@ -179,7 +179,8 @@ class Replicator:
         pause_s = min(_AGAIN_S * 2 ** (num - 1), _MOST_AGAIN_S)
         self._asked_again_s[name] = time.monotonic() + pause_s
         if num == _SAID_FAILURES:
-            self._say_once([f"{holder['host']} takes none now ({error}): it is asked again, after ever longer pauses"])
+            again = "it will be asked again after increasing pauses"
+            self._say_once([f"{holder['host']} accepts none now ({error}): {again}"])
 
     def _say_once(self, problems: list[str]) -> None:
         for problem in problems:

@@ -148,7 +148,7 @@ class Signals:
     def _stop_all(self) -> None:
         """Suspend the ranks, and then this process, until SIGCONT: Ctrl-Z, then ``fg`` or ``bg``."""
         if self._job.max_nodes > 1:
-            self._say("Ctrl-Z does nothing: the other nodes would take this one for lost")
+            self._say("Ctrl-Z has no effect: the other nodes would consider this node lost")
             return
         if self._stopped_at_s is None:
             self._stopped_at_s = time.monotonic()

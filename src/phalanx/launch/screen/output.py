@@ -117,7 +117,7 @@ class Screen:
             self._is_broken = True
             with contextlib.suppress(OSError):
                 name, other = ("stdout", _STDERR) if self.fd == _STDOUT else ("stderr", _STDOUT)
-                said = f"phalanx run: can't write to {name} ({error.strerror}): it is in the logs alone from here on\n"
+                said = f"phalanx run: can't write to {name} ({error.strerror}): from now on, it goes only to the logs\n"
                 os.write(other, said.encode())
 
 

@@ -197,15 +197,15 @@ def _plan(request: Mapping[str, Any], loaded: Loaded) -> Plan | str:
     try:
         plan = make_plan(request["words"], _env.environment())
     except UsageError:
-        return "the command line is wrong"
+        return "got a wrong command line"
     except SystemExit:
-        return "the command line asks for help"
+        return "got a command line that asks for help"
     if not plan.is_warm:
-        return "it is not asked for"
+        return "was not asked for a warm start"
     if plan.is_dry and not request["is_trial"]:
-        return "nothing is to be started"
+        return "was asked to start nothing"
     if not plan.job.preload:
-        return "each rank imports torch for itself"
+        return "was asked to have each rank import torch"
     _env.update(plan.variables)
     name = facts.changed_variable(loaded.environ, {**plan.shared, **plan.job.head.settings})
     return f"was started with another {name}" if name else plan

@@ -70,7 +70,7 @@ class WarmServer:
         self._told, tell = os.pipe()
         words = _take_words(int(words_fd))
         if trouble or has_threads_or_devices():
-            self._end(trouble or "what Python imports has started threads, or a device")
+            self._end(trouble or "started threads or initialized a device when it imported packages")
         try:
             interpreter = Interpreter()
         except RuntimeError as error:
@@ -159,7 +159,7 @@ class WarmServer:
         if changed:
             return f"was started before {changed} changed"
         if (request.get("executable"), request.get("prefix")) != (sys.executable, sys.prefix):
-            return f"is of {sys.executable}"
+            return f"runs {sys.executable}"
         different = facts.difference(pid) if pid else "pid namespace"
         return f"was started with another {different}" if different else ""
 

@@ -20,11 +20,11 @@ def main(args: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     about = (
         "phalanx run --warm forks a job from a process that has imported torch, and starts that process if there is "
-        "none that fits. It ends ten minutes after its last job. Jobs that run do not need it."
+        "none that fits. It ends ten minutes after its last job. Running jobs do not need it."
     )
     parser = Parser("phalanx warm", _RIGHT, about, _RIGHT)
     parser.add_argument("--list", action="store_true", help="show this user's warm processes")
-    parser.add_argument("--stop", action="store_true", help="end them; jobs that run go on")
+    parser.add_argument("--stop", action="store_true", help="end them; running jobs continue")
     try:
         given = parser.parse_args(args)
         if given.list == given.stop:

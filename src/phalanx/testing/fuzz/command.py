@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         _RIGHT,
     )
     add = parser.add_argument
-    add("--against", choices=JUDGES, default="gloo", help="who says what is right; arithmetic where it can't")
+    add("--against", choices=JUDGES, default="gloo", help="reference for results; arithmetic where it has none")
     add("--seconds", type=_seconds, default=60.0, help="time to look for a fault (default 60)")
     add("--programs", type=whole_number, default=0, help="number of programs to run instead")
     add(

@@ -25,7 +25,7 @@ def messages_of(call: Any) -> list[Message]:
     draw = random.Random(call.seed)
     if call.size == 1:
         return []
-    num = max(torch.Size(call.shape).numel(), 0)
+    num = torch.Size(call.shape).numel()
     found = []
     for i in range(draw.randint(1, 3 * call.size)):
         src, dst = draw.sample(range(call.size), 2)

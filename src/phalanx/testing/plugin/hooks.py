@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("phalanx").addoption(
         "--fast-ranks",
         action="store_true",
-        help="fork the processes that tests start by spawn or forkserver from one that has imported what they use",
+        help="fork processes that tests start by spawn or forkserver from a server that has imported their packages",
     )
 
 

@@ -30,7 +30,7 @@ BEFORE_FORK = (
     "a rank is known once the ranks have been forked: ask for the fixture rank by name, as an argument of the test or "
     "of the fixture, rather than by request.getfixturevalue"
 )
-_OURS = re.compile(r'/(?:_pytest|pluggy|phalanx/_pytest_plugin)/[^"]*"')
+_OURS = re.compile(r'/(?:_pytest|pluggy|phalanx/testing/plugin)/[^"]*"')
 _BELOW = ("phalanx", "torch", "Python")
 _BAD_FORK = ("in forked subprocess", "CUDA driver initialization failed")
 _SECOND_GROUP = "initialize the default process group twice"
