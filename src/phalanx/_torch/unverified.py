@@ -1,6 +1,6 @@
-"""Prints a line about groups of torch's own Gloo, which are not verified, where PHALANX_VERIFY asks for verification.
+"""Prints a line if PHALANX_VERIFY asks for verification but a group is torch's own Gloo, which is not verified.
 
-Without that line, a script on Gloo would run silently, as if all its results had been compared.
+Without that line, the user of a script on Gloo would believe that all results had been compared.
 """
 
 from __future__ import annotations
