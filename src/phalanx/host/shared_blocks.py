@@ -188,8 +188,8 @@ class Block:
         forked children.
 
         Returns:
-            Whether the lock was taken: False if another process has it alone or, with `alone`, if any other process has
-            it.
+            Whether the lock was taken. It is not taken if another process has it alone or, with `alone`, if any other
+            process has it.
         """
         try:
             fcntl.flock(self._fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
