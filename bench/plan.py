@@ -36,8 +36,7 @@ OPS = (
     "barrier",
 )
 CALL_CHECK = "call_check"
-"""Name of the point that compares the core's all_reduce with and without the comparison of calls, in many short turns.
-"""
+"""Name of the point that compares the core's all_reduce with and without comparing calls, in many short turns."""
 CALL_CHECK_SIZES = (4, KiB)
 CALL_CHECK_ROUNDS = 300
 CALL_CHECK_TURN_S = 2e-3

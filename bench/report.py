@@ -39,8 +39,7 @@ class Result:
         return statistics.median(self.samples[engine])
 
     def ratio(self, slow: str, fast: str) -> float:
-        """Return how many times faster `fast` is, by medians; for a call check, which needs precision, round by round.
-        """
+        """Return how many times faster `fast` is, by medians; for a call check, where 1 % matters, round by round."""
         if "core_unchecked" in self.samples:
             return median_ratio(self.samples[slow], self.samples[fast])
         return self.median(slow) / self.median(fast)

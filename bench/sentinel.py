@@ -85,8 +85,7 @@ class _Loop:
         self._looked_s += time.perf_counter() - begin_s
 
     def settle(self) -> int:
-        """Choose after how many steps the ranks agree and compare; return the steps in a turn, a multiple of this
-        number."""
+        """Choose after how many steps the ranks agree and compare; return a turn's steps, a multiple of this number."""
         for _ in range(_WARM_UP):
             step_s, _ = self._ranks.gather_numbers(self.turn(4 * self._agree_every, compares=True))[0]
             self.sentinel.adapt(self._num_steps, step_s)

@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="help", help="show this help")
 
     def add_commands(self, calls: Mapping[str, str]) -> None:
-        """List commands in the help.
+        """Add a list of commands to the help text.
 
         Args:
             calls: Descriptions of the commands, by their calls.

@@ -444,4 +444,4 @@ def warn_caller(message: str) -> None:
 
 
 for _kind in (*KINDS.values(), CheckpointError, NonFinite, NotPublished, ReplicaMismatch, WrongResult):
-    _kind.__module__ = "phalanx"  # where users import them from
+    _kind.__module__ = "phalanx"  # the package from which users import these classes

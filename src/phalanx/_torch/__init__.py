@@ -30,7 +30,7 @@ _MODULES = {
 
 
 def __getattr__(key: str) -> Any:
-    if key in _MODULES:  # ``from phalanx._torch import shield`` looks for an attribute first
+    if key in _MODULES:  # ``from phalanx._torch import shield`` first looks for an attribute
         raise AttributeError(f"module 'phalanx._torch' has no attribute {key!r} yet")
     if key == "rendezvous_handlers" and hasattr(
         sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers"

@@ -158,7 +158,7 @@ class _Found:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        with contextlib.suppress(AttributeError):  # some modules do not allow it
+        with contextlib.suppress(AttributeError):  # some modules do not allow this assignment
             module.__spec__ = self._spec
 
 

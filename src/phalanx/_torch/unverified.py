@@ -26,7 +26,7 @@ def _noted(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def new_process_group_helper(*args: Any, **named: Any) -> Any:
         made = make(*args, **named)
-        with contextlib.suppress(Exception):  # the line must not fail the job
+        with contextlib.suppress(Exception):  # an error here must not fail the job
             if _is_gloos(made[0]) and made[0].rank() == 0:
                 say_once(f"{_env.VERIFY_VARIABLE}: {_why_nothing_is_verified()}")
         return made

@@ -20,8 +20,7 @@ from phalanx.debugging.terminal import borrow_terminal
 from phalanx.rendezvous.launched import Launch
 
 SIGNAL = getattr(signal, "SIGRTMIN", 0) + 9  # `phalanx run` does not support systems without SIGRTMIN
-"""Signal that opens a debugger in a rank. Its default action ends a process, so first check that the rank handles it.
-"""
+"""Signal that opens a debugger in a rank. Its default action ends a process, so check that the rank handles it."""
 
 _is_open = False
 

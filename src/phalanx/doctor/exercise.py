@@ -22,7 +22,7 @@ SIZE_BYTES = 1 << 20
 ITEM_BYTES = 4
 _NUM_WARM_UP = 3
 _LOOP_S, _BUDGET_S = 0.01, 0.2  # durations of one loop, and of all loops together
-_LEAST_S = 1e-6  # shortest duration that counts, however coarse the clock
+_LEAST_S = 1e-6  # least duration to divide by, because a coarse clock may show 0
 _GLOO_S = 5.0
 ABANDONED = "it waited for another host, which had failed"
 

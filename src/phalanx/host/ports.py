@@ -1,5 +1,4 @@
-"""Reserves the port on which rank 0 will listen, without listening on it; if it is in use, names the process that uses
-it."""
+"""Reserves the port on which rank 0 will listen, and names the process that uses a port that is not free."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Finds the launcher that started this process, and this process's rank: from torchrun's variables, MPI, Slurm or
-Kubeflow.
+"""Finds this process's launcher and rank in the variables of torchrun, MPI, Slurm or Kubeflow.
 
 One small class per environment has one method, `place`. The methods are called in order, from the innermost launcher to
 the outermost, and the first result counts: a rank that ``phalanx run`` starts inside a Slurm job has the variables of

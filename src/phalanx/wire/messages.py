@@ -1,5 +1,4 @@
-"""Reads data from other processes: turns plain data into a value of a declared form, or raises an error that says why
-not.
+"""Reads data from other processes: converts it to a value of a declared form, or raises an error that says why not.
 
 Data from outside this process (an agent's line, the value of a key in a store, a file in a run's folder) may be from
 another version or another program, may be cut short, or may be made up. So no code picks fields out of parsed JSON.
@@ -217,7 +216,7 @@ def _apply(check: Callable[[Any], Any], value: Any) -> Any:
 
 
 def fits(value: Any, shape: Shape) -> bool:
-    """Whether a value has a shape."""
+    """Whether a value can be read as `shape`."""
     with contextlib.suppress(GarbledError):
         read_value(value, shape)
         return True

@@ -43,7 +43,7 @@ def shared_pause(shortest_s: float, num_ranks: int) -> float:
 
 
 def connect_within(limit_s: float, connect: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
-    """Return the store that `connect` returns, within a time limit; torch's timeout does not cover all its steps.
+    """Return the store that `connect` returns, within a time limit: torch's timeout does not cover every step.
 
     Args:
         look: Function that is called every tenth of a second during the wait. If it raises an exception, the wait ends.

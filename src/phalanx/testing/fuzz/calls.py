@@ -576,7 +576,7 @@ class _FromAnybody:
 
 
 def _posted(call: Call, *, by_name: bool) -> tuple[list[Any], list[Tensor]]:
-    """Start the messages of a call one by one; with `by_name`, no receive is from any source: each gets its source."""
+    """Start the messages of a call one by one. With `by_name`, every receive names its source explicitly."""
     works: list[Any] = []
     results: list[Tensor] = []
     anybody: dict[int, Tensor] = {}

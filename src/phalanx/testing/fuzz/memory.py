@@ -23,7 +23,7 @@ class Block:
     """A tensor with a given layout, in memory of its own.
 
     Args:
-        values: Contents of the tensor; None to leave it filled with the unusual value.
+        values: Contents of the tensor; None to leave it filled with `_FILL`.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
         layout: One of `LAYOUTS`; a plain layout is used if the dtype or the shape does not allow this one.
@@ -64,7 +64,7 @@ class Block:
         return taken(self.tensor)
 
     def give_up(self, *, is_input: bool) -> str:
-        """Fill the tensor with the unusual value; return a description of memory errors, empty if there were none.
+        """Fill the tensor with `_FILL`; return a description of memory errors, empty if there were none.
 
         Args:
             is_input: Whether the tensor must still hold the values with which it was made.
@@ -138,7 +138,7 @@ class Room:
         return self._targets[-1].tensor
 
     def give_up(self) -> str:
-        """Fill all tensors with the unusual value; describe the first memory error, or return "" if there is none."""
+        """Fill all tensors with `_FILL`; describe the first memory error, or return "" if there is none."""
         wrong = [block.give_up(is_input=True) for block in self._sources]
         wrong += [block.give_up(is_input=False) for block in self._targets]
         self._sources, self._targets = [], []
