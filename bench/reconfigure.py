@@ -2,8 +2,8 @@
 
 Two ranks live through all rounds. In each round, another process joins them through torch's `reconfigure`, and is
 killed while all three ranks are in an all_reduce. When the two ranks get the error, they reconfigure without the killed
-rank and run an all_reduce. Gloo does the same in other processes, in turns with phalanx. The store is in a separate
-process from the killed rank, because otherwise Gloo could not continue.
+rank and run an all_reduce. Gloo does the same in other processes, in turns with phalanx. The killed rank does not serve
+the store, because Gloo could not continue without its store.
 
 In an all_reduce, a rank of Gloo that reads no data from the killed rank gets no error before its timeout. The rank that
 does get an error can't end the other rank's wait: neither its `abort` nor its `reconfigure` closes the connections. So

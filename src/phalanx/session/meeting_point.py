@@ -10,8 +10,8 @@ by mpirun and srun work even without `phalanx.init`.
 - **Slurm:** the port is derived from the numbers of the job and the step, because the tasks may not share a folder in
   which to exchange a free port.
 - **Ranks set by hand** exchange their hosts (boot, network namespace) through the store before `phalanx.init` chooses a
-  backend. An earlier version guessed the hosts from MASTER_ADDR: ranks came to different numbers of hosts, and so chose
-  different backends.
+  backend. An earlier version guessed the hosts from MASTER_ADDR: ranks then found different numbers of hosts, and so
+  chose different backends.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def announce_ready(path: str) -> None:
 
 
 def is_importing(path: str) -> bool:
-    """Whether the process of this socket is still importing torch; after that, it answers at once or never."""
+    """Whether the process of this socket is still importing torch; a process that is not answers at once or never."""
     try:
         return stat.S_IMODE(os.lstat(path).st_mode) == _IMPORTING_MODE
     except OSError:

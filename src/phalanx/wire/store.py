@@ -63,7 +63,7 @@ def connect_within(limit_s: float, connect: Callable[[], T], look: Callable[[], 
 
 
 class JsonStore:
-    """Wraps a store of torch; holds JSON and answers within a limited time. Threads and signal handlers may share it.
+    """Reads and writes JSON in a store of torch, with time limits. Threads and signal handlers may share an object.
 
     Once the store has failed, every method raises `StoreGoneError` without asking the store again, because TCPStore
     prints a traceback on each failure. If no answer arrives in time, a method raises `StoreSilentError`. Until the late
@@ -129,8 +129,8 @@ class JsonStore:
         """Return the store's answer.
 
         Args:
-            limit_s: Seconds to wait for the answer; earlier unanswered questions are answered first. None: `answer_s`,
-                or 0 if the store is silent.
+            limit_s: Seconds to wait for the answer, which follows the answers to earlier questions. None means
+                `answer_s`, or 0 if the store is silent.
         """
         if self.is_gone:
             raise StoreGoneError("it has failed before")

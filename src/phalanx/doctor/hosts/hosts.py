@@ -6,7 +6,7 @@ named, and the examination continues without them.
 
 Gloo is first tried as configured, as in a job. If this fails, Gloo is tried over the interface towards host 0. If the
 second try works, the network is open, and the reason for the failure is the usual one: a host's own name resolves to
-loopback. If Gloo fails at once on one host, it keeps waiting on the other hosts, for five times its timeout. So a host
+loopback. If Gloo fails at once on one host, Gloo on the other hosts still waits for five times its timeout. So a host
 notes its failure in the store, and the other hosts then abandon the try.
 """
 
@@ -37,7 +37,7 @@ from phalanx.wire.messages import GarbledError
 from phalanx.wire.waiting import wait_until
 
 _MOST_REFUSED = 20
-_SLACK_S = 45.0  # added to the hosts' deadline for host 0's list of members: host 0 may examine itself for this long
+_SLACK_S = 45.0  # how much longer the other hosts wait for host 0's list, because host 0 may still examine itself
 _SAME_VERSION = "the same version of phalanx on all hosts, and a --master-port that no other program uses"
 _SAME_FLAGS = "the same --nnodes on all hosts, and a --node-rank of its own on each"
 
@@ -258,8 +258,8 @@ class HostExamination:
     def _run_gloo(self, number: int, members: Sequence[int], failures: str) -> dict[str, Any]:
         store = dist.PrefixStore(f"try-gloo/{number}", self._bulletin.raw)
         position = members.index(self.rank)
-        # If one host fails at once, Gloo keeps waiting on the other hosts for five times its timeout, so they check for
-        # it.
+        # If Gloo fails at once on one host, Gloo on the other hosts waits for five times its timeout, unless they
+        # notice this.
         return answered(
             lambda: all_reduce_by_gloo(store, position, len(members)), lambda: self._bulletin.count(failures) > 0
         )

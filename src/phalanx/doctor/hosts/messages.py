@@ -25,7 +25,7 @@ level = one_of(*LEVELS)
 
 
 def members(told: Any) -> list[int]:
-    """Return the ranks of the hosts that have arrived, after a check."""
+    """Return the checked ranks of the hosts that have arrived."""
     return sorted({*read_value(told, [whole])})
 
 
