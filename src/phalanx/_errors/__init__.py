@@ -103,7 +103,7 @@ class Failure(Facts):
 
     @property
     def is_victim(self) -> bool:
-        """Whether the failure of another rank caused this one."""
+        """Whether the failure of another rank caused this failure."""
         return KINDS[self.kind].is_victim or self.by not in (None, Peer(rank=self.rank))
 
 

@@ -71,7 +71,7 @@ def obey_script() -> None:
     if _env.environment().get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         try:
             obey()
-        except Exception as error:  # must not break the script's import
+        except Exception as error:  # an error here must not break the script's import
             say_once(f"{_env.REPLACE_VARIABLE} can't be obeyed at import torch: {error!r}")
 
 

@@ -65,7 +65,7 @@ class Terminal:
         """Wait until no other debugger uses the terminal. For a lent terminal, the first read waits instead."""
         if self._connection is None and self._lock < 0:
             self._lock = os.open(os.ttyname(0), os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # the file system has no locks
+            with contextlib.suppress(OSError):  # the file system does not support locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def give_back(self) -> None:

@@ -48,7 +48,7 @@ def lock_within(wait_s: float, file: FileIO, operation: int) -> bool:
         operation: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
 
     Raises:
-        OSError: The file system has no locks.
+        OSError: The file system does not support locks.
     """
 
     def lock() -> bool | None:
